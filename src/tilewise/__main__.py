@@ -1,0 +1,5 @@
+import sys
+
+from tilewise.cli import main
+
+sys.exit(main())
