@@ -1,0 +1,197 @@
+"""./run: the decisions it takes, without taking them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "run"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """The script as a module, in a folder of its own."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = SourceFileLoader("run_script", str(SCRIPT))
+    module = module_from_spec(spec_from_loader("run_script", loader))
+    loader.exec_module(module)
+    (tmp_path / "pyproject.toml").write_bytes((SCRIPT.parent / "pyproject.toml").read_bytes())
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    return module
+
+
+@pytest.fixture
+def steps(run, monkeypatch):
+    """Records the commands of the set-up instead of running them; making a .venv leaves an empty one."""
+    recorded = []
+
+    def record(name, command):
+        recorded.append((name, [str(word) for word in command]))
+        if "venv" in command:
+            (run.VENV / "bin").mkdir(parents=True, exist_ok=True)
+            (run.VENV / "bin" / "python").touch()
+
+    monkeypatch.setattr(run, "step", record)
+    monkeypatch.setattr(run, "answers", lambda url: True)
+    monkeypatch.setattr(run, "has_module", lambda python, name: False)
+    return recorded
+
+
+def test_old_pythons_reach_the_refusal():
+    """Python 3.7 must parse the file and stop at the version check, before anything it does not have."""
+    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+    check = next(position for position, node in enumerate(tree.body) if isinstance(node, ast.If))
+    assert [ast.unparse(node) for node in tree.body[1:check]] == ["import sys"]
+    imported = {name.name for node in tree.body if isinstance(node, ast.Import) for name in node.names}
+    assert imported <= set(sys.stdlib_module_names) | {"importlib.util", "urllib.request"}
+
+
+def test_requirements_of_groups(run):
+    pyproject = {
+        "project": {"dependencies": ["torch>=2.9"], "optional-dependencies": {"cli": ["rich"]}},
+        "dependency-groups": {"test": ["pytest>=8", "hypothesis"]},
+    }
+    assert run.requirements(pyproject, "cli", "test") == ["rich", "pytest>=8", "hypothesis"]
+    assert run.requirements(pyproject, "dependencies") == ["torch>=2.9"]
+    with pytest.raises(KeyError):
+        run.requirements(pyproject, "docs")
+
+
+def test_every_group_that_is_used_exists(run):
+    for groups in run.TOOLS.values():
+        assert run.requirements(run.project(), *groups)
+    assert any(r.startswith("torch==") for r in run.requirements(run.project(), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("requirement", "name"),
+    [
+        ("numpy<2.4", "numpy"),
+        ("triton==3.6.0; sys_platform == 'linux'", "triton"),
+        ("PyTest-xdist [x] >=3", "pytest-xdist"),
+    ],
+)
+def test_name_of(run, requirement, name):
+    assert run.name_of(requirement) == name
+
+
+def test_missing(run):
+    assert run.missing(["pytest>=8", "no-such-thing==1"]) == ["no-such-thing==1"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "fits"), [("2.13.0+cpu", True), ("2.9", True), ("2.8.1", False), ("3.0.0a0", True), (None, False)]
+)
+def test_torch_of_the_current_python(run, monkeypatch, installed, fits):
+    def version(name):
+        if installed is None:
+            raise run.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(run.metadata, "version", version)
+    assert run.fitting_torch({"project": {"dependencies": ["torch>=2.9"]}}) is fits
+
+
+def test_current_python_with_torch_is_used(run, steps, monkeypatch):
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: True)
+    monkeypatch.setattr(run, "missing", lambda requirements: [r for r in requirements if "xdist" in r])
+    assert run.find_python("test") == sys.executable
+    ((name, command),) = steps
+    assert "xdist" in name
+    assert command[0] == sys.executable
+    assert [word for word in command if "==" in word or ">=" in word] == ["pytest-xdist>=3.6"]
+
+
+def test_offline_goes_on_without_what_is_not_vital(run, monkeypatch, capsys):
+    def fail(name, command):
+        raise run.SetupError(name, "ERROR: no network")
+
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: True)
+    monkeypatch.setattr(run, "step", fail)
+    monkeypatch.setattr(run, "missing", lambda requirements: ["pytest-xdist"])
+    assert run.find_python("test") == sys.executable
+    assert "without pytest-xdist (ERROR: no network)" in capsys.readouterr().err
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(run.SetupError):
+        run.find_python("test")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
+    monkeypatch.setattr(run, "has_gpu", lambda: gpu)
+    python = run.find_python("demo")
+    assert Path(python).parent.parent == run.VENV
+    making, torch, tools = (command for _, command in steps)
+    assert making[1:] == ["-m", "venv", str(run.VENV)]
+    assert ("torch>=2.9" if gpu else "torch==2.13.0") in torch
+    assert (run.CPU_WHEELS in torch) is (not gpu)
+    assert any(word.startswith("triton") for word in tools) is (not gpu)
+    assert not any(word.startswith("torch") for word in tools)
+
+    steps.clear()
+    assert run.find_python("test") == python
+    assert steps == []
+
+
+def test_a_cuda_build_keeps_its_triton(run, steps, monkeypatch):
+    monkeypatch.setattr(run, "has_module", lambda python, name: name == "triton")
+    run.make_venv("python", gpu=False)
+    assert not any("triton" in word for _, command in steps for word in command)
+
+
+def test_stamp_changes_with_what_it_covers(run, monkeypatch):
+    stamps = {run.fingerprint(False), run.fingerprint(True)}
+    monkeypatch.setattr(sys, "version", "3.99")
+    stamps.add(run.fingerprint(False))
+    (run.ROOT / "pyproject.toml").write_text("[project]")
+    stamps.add(run.fingerprint(False))
+    assert len(stamps) == 4
+
+
+def test_venv_of_another_python_is_cleared(run, steps):
+    run.VENV.mkdir()
+    (run.VENV / "pyvenv.cfg").write_text("home = somewhere\nversion = 3.1.4\n")
+    assert run.version_in(run.VENV) == "3.1.4"
+    run.make_venv("python", gpu=False)
+    assert "--clear" in steps[0][1]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [([], ["-n", "2"]), (["-k", "x"], ["-n", "2"]), (["-n0"], []), (["--pdb"], []), (["-n", "4"], [])],
+)
+def test_workers(run, args, expected):
+    assert run.workers(args, xdist=True) == expected
+    assert run.workers(args, xdist=False) == []
+
+
+def test_plan(run, steps):
+    assert run.plan("bench", ["--quick"], "python") == [(None, ["tilewise", "bench", "--quick"])]
+    assert [line[0] for _, line in run.plan("lint", [], "python")] == ["ruff", "ruff", "mypy"]
+
+
+def test_step_shows_output_only_on_failure(run, capfd):
+    run.step("quiet", [sys.executable, "-c", "print('noise')"])
+    assert "noise" not in "".join(capfd.readouterr())
+    with pytest.raises(run.SetupError, match="loud") as failure:
+        run.step("loud", [sys.executable, "-c", "raise SystemExit('the reason')"])
+    assert run.explain(failure.value) == 1
+    said = capfd.readouterr().err
+    assert "the reason" in said
+    assert "PIP_FIND_LINKS" in said
+
+
+@pytest.mark.parametrize(
+    ("output", "advice"),
+    [("error: externally-managed-environment", "Make one of your own"), ("ensurepip is not available", "python3-venv")],
+)
+def test_advice_fits_the_failure(run, capsys, output, advice):
+    run.explain(run.SetupError("a step", output))
+    assert advice in capsys.readouterr().err
