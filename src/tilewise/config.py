@@ -1,0 +1,105 @@
+"""Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
+
+There is no autotuning at run time: the same call runs the same kernel, every time. Every row compiles without a
+spilled register for sm_80 and sm_90 (tests/kernels/test_compile.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+# (pass, bytes per element) -> {largest padded head dim: tile}, for Hopper and newer
+HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
+    ("forward", 2): {
+        64: Tile(128, 128, 8, 2),
+        128: Tile(128, 64, 8, 3),
+        256: Tile(64, 64, 8, 2),
+        512: Tile(32, 32, 8, 2),
+    },
+    ("query", 2): {
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 64, 4, 2),
+        256: Tile(64, 32, 8, 2),
+        512: Tile(32, 32, 8, 1),
+    },
+    ("key", 2): {
+        64: Tile(64, 128, 8, 2),
+        128: Tile(32, 128, 8, 2),
+        256: Tile(32, 64, 8, 2),
+        512: Tile(16, 32, 8, 1),
+    },
+    ("forward", 4): {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 4, 2),
+        256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+    ("query", 4): {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1),
+        256: Tile(16, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+    ("key", 4): {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1),
+        256: Tile(16, 16, 4, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+}
+# Ampere to Ada: 99 KB of shared memory on the small parts, operands in registers
+AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
+    ("forward", 2): {
+        64: Tile(128, 64, 4, 3),
+        128: Tile(128, 64, 8, 2),
+        256: Tile(64, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("query", 2): {
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(32, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("key", 2): {
+        64: Tile(32, 128, 8, 2),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(32, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("forward", 4): HOPPER["forward", 4],
+    ("query", 4): HOPPER["query", 4],
+    ("key", 4): HOPPER["key", 4],
+}
+
+
+def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
+    """The tile of a pass ("forward", "query", "key") for sm_<capability>.
+
+    >>> tile("forward", 90, 2, 128)
+    Tile(block_m=128, block_n=64, warps=8, stages=3)
+    """
+    rows = (HOPPER if capability >= 90 else AMPERE)[which, itemsize]
+    return next(row for limit, row in rows.items() if padded_dim <= limit)
+
+
+INTERPRETER = Tile(16, 16, 4, 1)  # small enough that tiny shapes still have edge, interior and ragged tiles

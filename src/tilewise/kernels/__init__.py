@@ -1,0 +1,5 @@
+"""The portable kernels, in Triton: any NVIDIA GPU from Ampere on, and Triton's interpreter on a CPU."""
+
+from .launch import backward, forward
+
+__all__ = ["backward", "forward"]

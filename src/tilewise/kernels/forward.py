@@ -1,0 +1,74 @@
+"""The forward pass: one program owns BLOCK_M queries of one head and streams the keys they see past them."""
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    LN2,
+    band,
+    dot,
+    has_nan,
+    load_rows,
+    locate,
+    row_pointers,
+    scores,
+    softmax_step,
+    store_rows,
+    unit_of,
+    visible,
+)
+
+
+@triton.jit
+def attend(
+    q_tile, k, v, w, h_kv, i, span, before, after, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """(acc, m, l) of online softmax over the span: o = acc / l, lse = m * unit * ln 2 + log l."""
+    unit = unit_of(scale, FOLD)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+        j = first + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
+        if CAREFUL or (first < span.full_lo) or (first + BLOCK_N > span.full_hi):
+            s = tl.where(visible(i[:, None], j[None, :], w, before, after), s, float("-inf"))
+        p, alpha, m, l = softmax_step(m, l, s, unit)
+        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
+        seen = visible(i[:, None], j[None, :], w, before, after) if CAREFUL else None
+        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], seen, PRECISION)
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+def forward_kernel(
+    q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # the last tiles of a causal head see the most keys: they start first
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    if w.first < w.n_q:
+        h_kv = w.h // GROUP
+        i = w.first + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
+        at = w.first + w.n_k - w.n_q  # the key position of the first query
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        acc, m, l = attend(
+            q_tile, k, v, w, h_kv, i, span, before, after, scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
+        )  # fmt: skip
+        if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
+            acc, m, l = attend(
+                q_tile, k, v, w, h_kv, i, span, before, after, scale,
+                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
+            )  # fmt: skip
+        some = tl.where(l == 0.0, 1.0, l)
+        store_rows(o, acc / some[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
+        log_sum = tl.where(l == 0.0, float("-inf"), (m * unit_of(scale, FOLD) + tl.log2(some)) * LN2)
+        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), log_sum, mask=i < w.n_q)

@@ -1,0 +1,203 @@
+"""What every attention kernel shares: who am I, which tiles do I visit, what is one score worth.
+
+Names: `q k v` are views (pointer and strides), `q_tile` values; i counts queries and j keys of one sequence, both from
+0; n_q and n_k are its lengths; SHOUT is known at compile time. Absence is the flag: cu_q=None is a dense batch,
+before=None an unbounded band.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at multiples of this, in every sequence
+
+
+class View(NamedTuple):
+    """A (batch, token, head, dim) tensor, or (batch, token, head) where there is no dim."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+
+
+class Work(NamedTuple):
+    """One program's share: batch row, head, first row of its tile, where both sequences and its row statistics lie."""
+
+    b: tl.tensor
+    h: tl.tensor
+    first: tl.tensor
+    q0: tl.tensor
+    n_q: tl.tensor
+    k0: tl.tensor
+    n_k: tl.tensor
+    r0: tl.tensor
+
+
+class Span(NamedTuple):
+    """Columns [lo, hi) are visited, tile by tile; those in [full_lo, full_hi) need no mask."""
+
+    lo: tl.tensor
+    full_lo: tl.tensor
+    full_hi: tl.tensor
+    hi: tl.tensor
+
+
+@triton.jit
+def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
+    """The pid-th of tiles * heads * batch programs; the tiles of one head are neighbours, so its K and V stay in L2.
+
+    `cu` is the cu_seqlens of the side being tiled. Packed sequences share one row of tiles: sequence b starts at tile
+    cu[b] // BLOCK + b, which leaves it as many tiles as it needs, and tells the grid's size without its lengths.
+    """
+    tile = pid % tiles
+    h = pid // tiles % heads
+    b = pid // tiles // heads
+    if cu is None:
+        return Work(b, h, tile * BLOCK, 0, n_q, 0, n_k, 0)
+    else:
+        above = batch
+        while above - b > 1:  # the last b whose first tile is not past this one
+            mid = (b + above) // 2
+            past = tl.load(cu + mid) // BLOCK + mid > tile
+            b = tl.where(past, b, mid)
+            above = tl.where(past, mid, above)
+        q0 = tl.load(cu_q + b)
+        k0 = tl.load(cu_k + b)
+        first = (tile - tl.load(cu + b) // BLOCK - b) * BLOCK
+        n_q = tl.load(cu_q + b + 1) - q0
+        n_k = tl.load(cu_k + b + 1) - k0
+        return Work(b, h, first, q0, n_q, k0, n_k, (q0 // PAD + b) * PAD)
+
+
+@triton.jit
+def band(first, last, n, before, after, BLOCK: tl.constexpr):
+    """The columns that rows first..last see when row r sees the columns r - before .. r + after of 0 .. n - 1."""
+    lo = 0
+    full_lo = 0
+    hi = n
+    full_hi = n
+    if before is not None:
+        lo = tl.maximum(first - before, 0)
+        full_lo = tl.maximum(last - before, 0)
+    if after is not None:
+        hi = tl.minimum(last + after + 1, n)
+        full_hi = tl.minimum(first + after + 1, n)
+    lo = lo // BLOCK * BLOCK
+    return Span(lo, full_lo, full_hi, tl.maximum(hi, lo))
+
+
+@triton.jit
+def visible(i, j, w, before, after):
+    """Which keys j the queries i see: those that exist and lie in the band."""
+    at = i + (w.n_k - w.n_q)
+    last = w.n_k - 1
+    if after is not None:
+        last = tl.minimum(at + after, last)
+    keep = (j <= last) & (at == at)
+    if before is not None:
+        keep &= j >= at - before
+    return keep
+
+
+@triton.jit
+def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """Rows first .. first + ROWS of the sequence that starts at token t: zero past its n rows and past D columns."""
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
+    p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
+    p += (tl.cast(t, tl.int64) + first) * x.strides[1]
+    p += r.to(tl.int64) * x.strides[1] + d * x.strides[3]
+    if EVEN:
+        if D == COLS:
+            return tl.load(p)
+        else:
+            return tl.load(p, mask=d < D, other=0.0)
+    else:
+        return tl.load(p, mask=(first + r < n) & (d < D), other=0.0)
+
+
+@triton.jit
+def store_rows(x, tile, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
+    p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
+    p += (tl.cast(t, tl.int64) + first + r) * x.strides[1] + d * x.strides[3]
+    tl.store(p, tile.to(x.ptr.dtype.element_ty), mask=(first + r < n) & (d < D))
+
+
+@triton.jit
+def row_pointers(x, b, h, t, i):
+    """Pointers to x[b, t + i, h] for a view without a dim axis."""
+    return (
+        x.ptr
+        + b.to(tl.int64) * x.strides[0]
+        + (tl.cast(t, tl.int64) + i) * x.strides[1]
+        + h.to(tl.int64) * x.strides[2]
+    )
+
+
+@triton.jit
+def row_statistics(x, w, h, first, cu, ROWS: tl.constexpr):
+    """Pointers to ROWS of the padded row statistics of head h, from row `first` of the sequence."""
+    b = w.b if cu is None else 0
+    return (
+        x.ptr
+        + tl.cast(b, tl.int64) * x.strides[0]
+        + h.to(tl.int64) * x.strides[1]
+        + (w.r0 + first)
+        + tl.arange(0, ROWS)
+    )
+
+
+@triton.jit
+def unit_of(scale, FOLD: tl.constexpr):
+    """Log2 units per unit of what `scores` returns."""
+    if FOLD:
+        return scale * LOG2E
+    else:
+        return LOG2E
+
+
+@triton.jit
+def scores(product, w, h, i, j, scale, FOLD: tl.constexpr):
+    """From q.k to what the softmax exponentiates, up to the factor `unit_of`.
+
+    FOLD: the scale is positive and nothing stands between the product and the softmax, so scale, log2(e) and the
+    subtraction of the maximum become one multiply-add.
+    """
+    if FOLD:
+        return product
+    else:
+        return product * scale
+
+
+@triton.jit
+def softmax_step(m, l, s, unit):
+    """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new) * unit
+    p = tl.exp2(s * unit - pivot[:, None])
+    alpha = tl.exp2(m * unit - pivot)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def dot(a, b, acc, seen, PRECISION: tl.constexpr):
+    """acc + a @ b. With `seen` (which rows of a meet which rows of b), a non-finite row of b makes the rows that see it
+    nan and leaves the others alone. A matrix product by itself cannot keep that promise: 0 * nan is nan.
+    """
+    if seen is None:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        finite = tl.abs(b.to(tl.float32)) < float("inf")
+        acc = tl.dot(a, tl.where(finite, b, 0.0).to(b.dtype), acc, input_precision=PRECISION)
+        bad = tl.max(tl.where(finite, 0, 1), 1)
+        met = tl.max(tl.where(seen, bad[None, :], 0), 1)
+        return tl.where(met[:, None] > 0, float("nan"), acc)
+
+
+@triton.jit
+def has_nan(x):
+    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0

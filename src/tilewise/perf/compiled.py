@@ -1,0 +1,78 @@
+"""What the compiler made of a kernel, for any NVIDIA target, without a GPU: registers, spills, memory, instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    spills: int
+    shared: int
+    warps: int
+    instructions: Counter[str]
+    warnings: list[str] = field(default_factory=list)
+    sass: str = field(default="", repr=False)
+    asm: Any = field(default=None, repr=False)
+
+
+def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+    """Bind and specialise as a launch on sm_<capability> would, then compile. Tensors may live on the CPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, launch_options = bind(*args, **options)
+    packed = kernel._pack_args(backend, dict(options), bound, specialization, launch_options)
+    source: Any = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
+    binary = triton.compile(source(kernel, *packed[1:]), target=target, options=packed[0].__dict__)
+    return inspect(binary, capability)
+
+
+def inspect(binary: Any, capability: int) -> Compiled:
+    from triton import knobs
+
+    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(binary.asm["ptx"])
+        log = _tool(knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(cubin))
+        sass = _tool(knobs.nvidia.nvdisasm.path, "-c", str(cubin))
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", sass)
+    return Compiled(
+        registers=int(_search(r"Used (\d+) registers", log)),
+        spills=int(_search(r"(\d+) bytes spill stores", log)) + int(_search(r"(\d+) bytes spill loads", log)),
+        shared=binary.metadata.shared,
+        warps=binary.metadata.num_warps,
+        instructions=Counter(opcodes),
+        warnings=[line for line in log.splitlines() if "Potential Performance Loss" in line],
+        sass=sass,
+        asm=binary.asm,
+    )
+
+
+def _tool(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _search(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"the assembler's log has no {pattern!r}:\n{text}")
+    return found.group(1)
