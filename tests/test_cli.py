@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import tilewise
 from tilewise import cli
 
 ROOT = Path(__file__).parents[1]
@@ -37,11 +37,6 @@ def test_unknown_command(capsys, typed, said):
     with pytest.raises(SystemExit, match="2"):
         cli.main([typed])
     assert said in capsys.readouterr().err
-
-
-def test_version_is_the_one_in_pyproject():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert cli.version().split()[0] == project["version"]
 
 
 def test_a_command_gets_its_arguments_and_gives_its_status(monkeypatch):
@@ -72,4 +67,4 @@ def test_other_missing_modules_are_not_explained_away(monkeypatch):
 def test_python_dash_m():
     command = [sys.executable, "-m", "tilewise", "--version"]
     said = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("tilewise ")
+    assert said.stdout == f"tilewise {tilewise.__version__}\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +44,7 @@ RULES = {
     "kernels.hopper": Rule("kernels.tile kernels.mods kernels.hopper config triton"),
     "perf": Rule("perf spec config dispatch", lazy="kernels triton"),
     "demo": Rule("demo tilewise rich"),
-    "cli": Rule(lazy="demo perf"),
+    "cli": Rule("tilewise"),
     "__main__": Rule("cli"),
 }
 
@@ -145,6 +147,12 @@ def test_imports_point_one_way(module):
 def test_the_rules_can_tell(module, source, verdict):
     rule = RULES[unit_of(module)]
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(("kernels", "__main__"))])
+def test_examples_in_docstrings_are_true(module):
+    name = "tilewise" if module == "tilewise" else f"tilewise.{module}"
+    assert doctest.testmod(import_module(name)).failed == 0
 
 
 def test_import_stays_light():

@@ -13,8 +13,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
-from pathlib import Path
+from importlib import import_module
+
+from tilewise import __version__
 
 EXTRAS = {"rich"}  # what `pip install 'tilewise[cli]'` brings
 
@@ -49,17 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def version() -> str:
-    """The installed version; in a source checkout that was never installed, the one pyproject.toml gives."""
-    try:
-        return metadata.version("tilewise")
-    except metadata.PackageNotFoundError:
-        import tomllib
-
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-        return f"{project['project']['version']} (source checkout)"
-
-
 def _top_level(word: str, rest: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
@@ -71,7 +61,7 @@ def _top_level(word: str, rest: Sequence[str]) -> int:
         + "\n\n`tilewise <command> --help` says more about one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"tilewise {version()}")
+    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
     if not word.startswith("-"):
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"

@@ -35,7 +35,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *scalars: Any
 ) -> tuple[Tensor, Tensor]:
     spec = Spec(*scalars)
-    return _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec)
+    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec)
+    return result
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -44,7 +45,9 @@ def _backward(
     cu_q: Tensor | None, cu_k: Tensor | None, *scalars: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     spec = Spec(*scalars)
-    return _backend(q, k, v, spec).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
+    grads: tuple[Tensor, Tensor, Tensor]
+    grads = _backend(q, k, v, spec).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
+    return grads
 
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
@@ -86,5 +89,5 @@ class Attention(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec) -> Any:
     """(out, lse), through autograd only where a gradient will be asked for."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return Attention.apply(q, k, v, cu_q, cu_k, *spec.args())
+        return Attention.apply(q, k, v, cu_q, cu_k, *spec.args())  # type: ignore[no-untyped-call]
     return torch.ops.tilewise.forward(q, k, v, cu_q, cu_k, *spec.args())

@@ -269,7 +269,7 @@ def _key_tiles(part: Part, rows: slice, spec: Spec, device: torch.device) -> Ite
 
 def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
     """(b, h, Sk, D) -> (b h, Sk, D)"""
-    return x.flatten(0, 1).to(dtype)
+    return x.flatten(0, 1).to(dtype).contiguous()
 
 
 def _load(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
