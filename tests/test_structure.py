@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     lazy: str = ""
 
 
-# A unit is a module or a package; its name also stands for everything below it, unless that has a line of its own.
+# A line covers a module, or a package and all below it that has no line of its own; "x.*" is below x only.
 # Free for all: the standard library and torch. "tilewise" is the package as its users see it.
 RULES = {
     "tilewise": Rule("api config merge mods spec perf", lazy="reference"),
@@ -39,7 +39,8 @@ RULES = {
     "merge": Rule(),
     "mods": Rule("spec", lazy="kernels.mods triton"),
     "reference": Rule("reference merge spec mods"),
-    "kernels": Rule("kernels.tile kernels.mods config triton"),
+    "kernels": Rule("kernels.launch"),
+    "kernels.*": Rule("kernels.tile kernels.mods config triton"),
     "kernels.launch": Rule("kernels config spec triton"),
     "kernels.hopper": Rule("kernels.tile kernels.mods kernels.hopper config triton"),
     "perf": Rule("perf spec config dispatch", lazy="kernels triton"),
@@ -65,7 +66,7 @@ MODULES = {module_name(path): path for path in sorted(SRC.rglob("*.py"))}
 
 def unit_of(module: str) -> str:
     """The longest line of the table that covers a module."""
-    covering = [unit for unit in RULES if module == unit or module.startswith(unit + ".")]
+    covering = [unit for unit in RULES if module == unit or module.startswith(unit.removesuffix(".*") + ".")]
     assert covering, f"{module} has no line in RULES: say there what it may import"
     return max(covering, key=len)
 
