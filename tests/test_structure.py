@@ -192,6 +192,12 @@ def test_documents_name_files_that_exist(document):
     assert not gone
 
 
+def test_examples_in_the_readme_are_true():
+    results = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+    assert results.attempted > 5
+    assert results.failed == 0
+
+
 def test_mentions_are_found():
     text = "see `src/tilewise/api.py`, `bench/` and [this](docs/x.md), not `q.dtype`, `a/b` or [that](https://a.b/c.md)"
     assert [a or b for a, b in MENTION.findall(text)] == ["src/tilewise/api.py", "bench/", "docs/x.md"]
