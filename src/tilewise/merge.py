@@ -21,10 +21,17 @@ def merge(a: State, b: State) -> State:
     >>> all(torch.equal(x, y) for x, y in zip(merge((o, lse), nothing), (o, lse)))
     True
 
-    o has one trailing dim more than lse (the head dim); both must broadcast. Differentiable.
+    o has one trailing dim more than lse (the head dim); both must broadcast. Differentiable, even at -inf.
+
+    lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse)·o_a + exp(lse_b - lse)·o_b
     """
     (o_a, lse_a), (o_b, lse_b) = a, b
-    lse = torch.logaddexp(lse_a, lse_b)
-    pivot = lse.masked_fill(lse == -torch.inf, 0.0)
+    pivot = torch.maximum(lse_a, lse_b).detach()
+    pivot = pivot.masked_fill(pivot == -torch.inf, 0.0)
     w_a, w_b = torch.exp(lse_a - pivot), torch.exp(lse_b - pivot)
-    return o_a * w_a[..., None].to(o_a.dtype) + o_b * w_b[..., None].to(o_b.dtype), lse
+    l = w_a + w_b
+    nothing = l == 0
+    l = l.masked_fill(nothing, 1.0)
+    o = o_a * (w_a / l)[..., None] + o_b * (w_b / l)[..., None]
+    lse = (pivot + l.log()).masked_fill(nothing, -torch.inf)
+    return o.to(torch.promote_types(o_a.dtype, o_b.dtype)), lse

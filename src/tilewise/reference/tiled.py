@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a tile of scores lies: query positions `i` (R,), key positions [start, stop), and if some pair is hidden."""
+    """A tile of scores: query positions `i` (R,), key positions [start, stop), and whether some pair may be hidden."""
 
     i: Tensor
     start: int
@@ -246,7 +246,7 @@ def _heads(rows: list[Tensor], keys: list[Tensor], spec: Spec) -> Iterator[Part]
 
 
 def _height(n_q: int, group: int, spec: Spec) -> int:
-    """Queries per tile: less where the group makes many rows of each, or where a narrow band would leave most hidden."""
+    """Queries per tile: fewer where a group makes many rows of each, or a narrow band would hide most of the tile."""
     height = TILE_Q
     if spec.before is not None and spec.after is not None:
         height = min(height, max(128, spec.before + spec.after))
