@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from .. import config
-from ..spec import Spec
+from ..spec import MAX_HEAD_DIM, Spec
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .forward import forward_kernel
 from .tile import PAD, View
@@ -132,7 +132,8 @@ def backward(
 
 def _view(x: Tensor) -> View:
     """(batch, token, head, dim) strides; packed sequences have one batch row."""
-    return View(x, x.stride() if x.dim() == 4 else (0, *x.stride()))
+    strides = x.stride() if x.dim() == 4 else (0, *x.stride())
+    return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
 
 
 def _row_view(x: Tensor) -> View:

@@ -16,10 +16,14 @@ PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at
 
 
 class View(NamedTuple):
-    """A (batch, token, head, dim) tensor, or (batch, token, head) where there is no dim."""
+    """A (batch, token, head, dim) tensor, or (batch, token, head) where there is no dim.
+
+    Offsets inside a tile are 32-bit, which saves the backward its last registers, unless the view is `wide`.
+    """
 
     ptr: tl.tensor
     strides: tl.tuple
+    wide: tl.constexpr = None
 
 
 class Work(NamedTuple):
@@ -102,13 +106,23 @@ def visible(i, j, w, before, after):
 
 
 @triton.jit
-def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """Rows first .. first + ROWS of the sequence that starts at token t: zero past its n rows and past D columns."""
+def tile_pointers(x, b, h, t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
+    if x.wide is not None:
+        r = r.to(tl.int64)
+        d = d.to(tl.int64)
     p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
     p += (tl.cast(t, tl.int64) + first) * x.strides[1]
-    p += r.to(tl.int64) * x.strides[1] + d * x.strides[3]
+    return p + r * x.strides[1] + d * x.strides[3]
+
+
+@triton.jit
+def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """Rows first .. first + ROWS of the sequence that starts at token t: zero past its n rows and past D columns."""
+    p = tile_pointers(x, b, h, t, first, ROWS, COLS)
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
     if EVEN:
         if D == COLS:
             return tl.load(p)
@@ -122,8 +136,7 @@ def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: t
 def store_rows(x, tile, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
-    p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
-    p += (tl.cast(t, tl.int64) + first + r) * x.strides[1] + d * x.strides[3]
+    p = tile_pointers(x, b, h, t, first, ROWS, COLS)
     tl.store(p, tile.to(x.ptr.dtype.element_ty), mask=(first + r < n) & (d < D))
 
 
