@@ -140,12 +140,6 @@ def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
     assert steps == []
 
 
-def test_a_cuda_build_keeps_its_triton(run, steps, monkeypatch):
-    monkeypatch.setattr(run, "has_module", lambda python, name: name == "triton")
-    run.make_venv("python", gpu=False)
-    assert not any("triton" in word for _, command in steps for word in command)
-
-
 def test_stamp_changes_with_what_it_covers(run, monkeypatch):
     stamps = {run.fingerprint(False), run.fingerprint(True)}
     monkeypatch.setattr(sys, "version", "3.99")
