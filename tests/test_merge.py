@@ -1,0 +1,75 @@
+"""merge is a commutative monoid, and differentiable even where nothing is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tilewise.merge import State, merge
+
+
+def attend(s: torch.Tensor, v: torch.Tensor) -> State:
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def three() -> tuple[State, State, State]:
+    generator = torch.Generator().manual_seed(0)
+    o = torch.randn(3, 5, 4, generator=generator, dtype=torch.float64)
+    lse = 20 * torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    o[0, 1], lse[0, 1] = 0.0, -torch.inf  # one of three saw nothing
+    o[:, 2], lse[:, 2] = 0.0, -torch.inf  # nobody saw anything
+    a, b, c = zip(o, lse, strict=True)
+    return a, b, c
+
+
+def test_union_of_keys() -> None:
+    s, v = torch.randn(6, 10, dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64)
+    assert_close(merge(attend(s[:, :4], v[:4]), attend(s[:, 4:], v[4:])), attend(s, v))
+
+
+def test_associative() -> None:
+    a, b, c = three()
+    assert_close(merge(merge(a, b), c), merge(a, merge(b, c)))
+
+
+@pytest.mark.parametrize(("x", "y"), [(0, 1), (0, 2), (1, 2)])
+def test_commutative(x: int, y: int) -> None:
+    states = three()
+    assert_close(merge(states[x], states[y]), merge(states[y], states[x]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("x", range(3))
+def test_identity(x: int) -> None:
+    o, lse = three()[x]
+    nothing = torch.zeros_like(o), torch.full_like(lse, -torch.inf)
+    assert_close(merge((o, lse), nothing), (o, lse), rtol=0, atol=0)
+    assert_close(merge(nothing, (o, lse)), (o, lse), rtol=0, atol=0)
+
+
+def test_far_apart_does_not_overflow() -> None:
+    one, two = torch.ones(1, 1), 2 * torch.ones(1, 1)
+    o, lse = merge((one, torch.tensor([-1e4])), (two, torch.tensor([1e4])))
+    assert (o.item(), lse.item()) == (2, 1e4)
+
+
+def test_low_precision_rounds_once() -> None:
+    o_a, o_b = torch.randn(2, 64, 32, dtype=torch.bfloat16)
+    lse_a, lse_b = torch.randn(2, 64)
+    o, lse = merge((o_a, lse_a), (o_b, lse_b))
+    exact, _ = merge((o_a.float(), lse_a), (o_b.float(), lse_b))
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(o, exact.bfloat16())
+
+
+def test_gradcheck() -> None:
+    tensors = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 2), (3,)] * 2]
+    torch.autograd.gradcheck(lambda a, x, b, y: merge((a, x), (b, y)), tensors)
+
+
+def test_gradient_where_nothing_is_seen() -> None:
+    (o_a, lse_a), (o_b, lse_b), _ = three()
+    tensors = [x.clone().requires_grad_() for x in (o_a, lse_a, o_b, lse_b)]
+    o, lse = merge((tensors[0], tensors[1]), (tensors[2], tensors[3]))
+    (o.sum() + lse[lse > -torch.inf].sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
