@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    LN2,
     band,
     dot,
     has_nan,
     load_rows,
     locate,
+    logsumexp,
     row_pointers,
     scores,
     softmax_step,
@@ -68,7 +68,5 @@ def forward_kernel(
                 q_tile, k, v, w, h_kv, i, span, before, after, scale,
                 D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
-        some = tl.where(l == 0.0, 1.0, l)
-        store_rows(o, acc / some[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
-        log_sum = tl.where(l == 0.0, float("-inf"), (m * unit_of(scale, FOLD) + tl.log2(some)) * LN2)
-        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), log_sum, mask=i < w.n_q)
+        store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
+        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l, scale, FOLD), mask=i < w.n_q)
