@@ -175,15 +175,14 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 @triton.jit
 def logsumexp(m, l, scale, FOLD: tl.constexpr):
-    """What the running (maximum, sum) amount to, in natural units.
+    """What the running (maximum, sum) amount to, in natural units, as the backward will use it: with the same `unit`.
 
     The hardware's log2 is off by up to 2^-22 of its result; one Newton step against its exp2 mends that.
     """
     some = tl.where(l == 0.0, 1.0, l)
     y = tl.log2(some)
     y += (some * tl.exp2(-y) - 1.0) * LOG2E
-    top = m * scale if FOLD else m
-    return tl.where(l == 0.0, float("-inf"), top + y * LN2)
+    return tl.where(l == 0.0, float("-inf"), (m * unit_of(scale, FOLD) + y) * LN2)
 
 
 @triton.jit
