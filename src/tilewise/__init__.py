@@ -1,8 +1,30 @@
 """Exact attention for PyTorch, computed tile by tile."""
 
+from typing import TYPE_CHECKING, Any
+
 from .api import attention, attention_varlen
 from .merge import merge
 from .spec import AttentionError
 
-__all__ = ["AttentionError", "attention", "attention_varlen", "merge"]
+if TYPE_CHECKING:
+    from .perf.explain import Explanation
+
+__all__ = ["AttentionError", "attention", "attention_varlen", "explain", "merge"]
 __version__ = "0.1.0"
+
+
+def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
+    """What a call would run, what it costs and what would make it faster; printed (unless show=False) and returned.
+
+        tilewise.explain(q, k, v, causal=True)                                          where the tensors are
+        tilewise.explain((4, 4096, 16, 128), (4, 4096, 4, 128), (4, 4096, 4, 128), device="H200")   shapes will do
+
+    The arguments are those of `attention` or `attention_varlen`, and `device`, `backward`, `dtype`, `compiled`:
+    see `tilewise.perf.explain.explain`. Nothing is launched.
+    """
+    from .perf.explain import explain as told_by
+
+    told = told_by(*args, **options)
+    if show:
+        print(told)
+    return told

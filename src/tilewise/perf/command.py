@@ -1,0 +1,79 @@
+"""`tilewise explain`: what a call costs on any device, and what would make it faster.
+
+tilewise explain 4 4096 16 128 --causal --device H200
+tilewise explain 1 2049 16 100 --device A100 --backward --json
+tilewise explain --check calls.json        measure this GPU and compare (needs one)
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from tilewise.perf.devices import DEVICES, ITEMSIZE
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.add_argument("shape", nargs="*", type=int, metavar="B S H D", help="of q (default: 4 4096 16 128)")
+    parser.add_argument("--sk", type=int, help="keys, where they are not as many as queries")
+    parser.add_argument("--hk", type=int, help="KV heads, where they are fewer")
+    parser.add_argument("--dv", type=int, help="head dim of v, where it differs")
+    parser.add_argument("--dtype", default="bfloat16", choices=ITEMSIZE)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--window", type=side, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen to each side, or 'all'"
+    )
+    parser.add_argument("--backward", action="store_true", help="count the backward too")
+    parser.add_argument("--device", help=f"{', '.join(DEVICES)}, cuda or cpu (default: what is here)")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not ask the compiler for registers and shared memory"
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="measure many calls on this GPU, keep them in FILE, compare"
+    )
+    parser.add_argument(
+        "--fit", type=Path, metavar="FILE", help="fit the model to such a FILE and print its efficiencies"
+    )
+
+
+def side(word: str) -> int | None:
+    return None if word == "all" else int(word)
+
+
+def run(options: Namespace) -> int:
+    from tilewise.perf import check
+    from tilewise.perf.explain import explain
+    from tilewise.spec import AttentionError
+
+    try:
+        if options.check:
+            return check.run(options.check)
+        if options.fit:
+            return check.show_fit(options.fit)
+        shape = options.shape or [4, 4096, 16, 128]
+        if len(shape) != 4:
+            raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, for example 4 4096 16 128")
+        b, s, h, d = shape
+        keys = b, options.sk or s, options.hk or h
+        told = explain(
+            shape,
+            (*keys, d),
+            (*keys, options.dv or d),
+            causal=options.causal,
+            window=options.window and tuple(options.window),
+            backend=options.backend,
+            backward=options.backward,
+            device=options.device,
+            dtype=options.dtype,
+            compiled=not options.no_compile,
+        )
+    except AttentionError as error:
+        print(f"tilewise explain: {error}")
+        return 2
+    print(json.dumps(told.to_dict(), indent=1) if options.json else told)
+    return 0

@@ -1,0 +1,311 @@
+"""What a call would do on a device, and why: `tilewise.explain`.
+
+>>> told = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
+>>> told.backend, told.binding, f"{told.traffic.naive / told.traffic.tiled:.0f} times less memory traffic"
+('triton', 'matrix units', '49 times less memory traffic')
+
+`Explanation.to_dict()` is the JSON of `tilewise explain --json`, and what pages are drawn from:
+
+    call       batch, n_q, n_k, heads, kv_heads, d, dv, dtype, before, after, lengths; backward: bool
+    device     the facts of `devices.Device`
+    backend    name, reason
+    flops      forward, backward (visible pairs only), executed (whole tiles, padding included)
+    bytes      naive, fa1, tiled, least
+    intensity  naive, tiled: FLOPs per byte; ridge: where the device's roofs meet
+    roofs      [{name, seconds}], slowest first; binding: the name of the first
+    kernels    [{name, tile, programs, steps, blocks_per_sm, slots, waves, wave_efficiency, schedule_efficiency,
+               flops, bytes, seconds, registers, shared, spills}]; the last three are None unless compiled
+    seconds    device (the kernels), call (what the caller sees; the host can be slower than the device)
+    advice     [{text, gain}]: gain is predicted time now / then, or None where the model has no number
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.perf import cost, predict, roofline
+from tilewise.perf.advice import Advice, advise
+from tilewise.perf.compiled import Compiled, compile_for
+from tilewise.perf.cost import Call
+from tilewise.perf.devices import ITEMSIZE, Device
+from tilewise.perf.devices import device as device_named
+from tilewise.spec import AttentionError, Spec
+
+Shape = Sequence[int]
+
+
+class Resources(NamedTuple):
+    """What the compiler gave a kernel."""
+
+    registers: int
+    shared: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    call: Call
+    backward: bool
+    device: Device
+    backend: str
+    reason: str
+    traffic: cost.Traffic
+    kernels: list[predict.Kernel]
+    prediction: predict.Prediction
+    roofs: list[roofline.Roof]
+    resources: dict[str, Resources]
+    not_compiled: str
+    advice: list[Advice]
+
+    @property
+    def flops(self) -> int:
+        return self.call.flops() + (self.call.flops(backward=True) if self.backward else 0)
+
+    @property
+    def executed(self) -> int:
+        return sum(kernel.flops for kernel in self.kernels) or self.flops
+
+    @property
+    def binding(self) -> str:
+        return self.roofs[0].name
+
+    def to_dict(self) -> dict[str, Any]:
+        none = Resources(None, None, None)  # type: ignore[arg-type]
+        return {
+            "call": self.call.to_dict() | {"backward": self.backward},
+            "device": self.device.to_dict(),
+            "backend": {"name": self.backend, "reason": self.reason},
+            "flops": {
+                "forward": self.call.flops(),
+                "backward": self.call.flops(backward=True) if self.backward else 0,
+                "executed": self.executed,
+            },
+            "bytes": self.traffic._asdict(),
+            "intensity": {
+                "naive": self.flops / self.traffic.naive,
+                "tiled": self.flops / self.traffic.tiled,
+                "ridge": self.device.ridge(self.call.dtype),
+            },
+            "roofs": [roof._asdict() for roof in self.roofs],
+            "binding": self.binding,
+            "kernels": [
+                predict.to_dict(kernel, self.prediction.kernels[kernel.name])
+                | self.resources.get(kernel.name, none)._asdict()
+                for kernel in self.kernels
+            ],
+            "seconds": {"device": self.prediction.device, "call": self.prediction.call},
+            "advice": [advice._asdict() for advice in self.advice],
+        }
+
+    def __str__(self) -> str:
+        from tilewise.perf.report import text
+
+        return text(self)
+
+
+def explain(
+    q: Tensor | Shape,
+    k: Tensor | Shape,
+    v: Tensor | Shape,
+    cu_seqlens_q: Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    backward: bool | None = None,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    compiled: bool = False,
+) -> Explanation:
+    """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
+
+    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched.
+
+    device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda", "cpu"; None is where the tensors are.
+    backward: count the backward too; None means if an input requires a gradient.
+    compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
+    """
+    tensors = [_tensor(x, dtype) for x in (q, k, v)]
+    call, spec = _call(tensors, cu_seqlens_q, cu_seqlens_k, causal, window, scale, backend)
+    where = _device(tensors[0], device)
+    if backward is None:
+        backward = any(x.requires_grad for x in tensors)
+    if where.capability:
+        chosen = dispatch.choose(tensors[0], tensors[1], tensors[2], spec, where.capability)
+    else:
+        here = torch.empty(0, dtype=tensors[0].dtype)
+        chosen = dispatch.choose(here, here, here, spec)
+    found = estimate(call, backward, where, chosen.backend, chosen.reason)
+    resources, not_compiled = _resources(tensors, call, spec, where, found) if compiled else ({}, "not asked for")
+    found = replace(found, resources=resources, not_compiled=not_compiled)
+    return replace(
+        found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, where, found.backend)))
+    )
+
+
+def estimate(call: Call, backward: bool, device: Device, backend: str, reason: str = "") -> Explanation:
+    """What the model says of a call, before the compiler is asked and advice is given."""
+    kernels = predict.plan(call, backend, device, backward=backward)
+    rereads = {
+        kernel.name: predict.rereads(call, device, kernel.tile, queries=kernel.name == "key") for kernel in kernels
+    }
+    bill = cost.traffic(
+        call,
+        backward=backward,
+        masked=call.before is not None or call.after is not None,
+        reads_of_keys=rereads.get("forward", 1.0),
+        reads_of_queries=rereads.get("key", 1.0),
+    )
+    flops = call.flops() + (call.flops(backward=True) if backward else 0)
+    exps = call.pairs * (1 + 2 * backward)  # the dK and the dQ kernel each compute P again
+    return Explanation(
+        call=call,
+        backward=backward,
+        device=device,
+        backend=backend,
+        reason=reason,
+        traffic=bill,
+        kernels=kernels,
+        prediction=predict.predict(call, backend, device, backward=backward),
+        roofs=roofline.roofs(flops, bill.tiled, exps, device, call.dtype),
+        resources={},
+        not_compiled="",
+        advice=[],
+    )
+
+
+def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if dtype not in ITEMSIZE:
+        raise AttentionError("dtype", repr(dtype), " or ".join(ITEMSIZE))
+    return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")
+
+
+def _call(
+    tensors: list[Tensor],
+    cu_q: Tensor | Sequence[int] | None,
+    cu_k: Tensor | Sequence[int] | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    backend: str,
+) -> tuple[Call, Spec]:
+    q, k, v = tensors
+    rank = 4 if cu_q is None else 3
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.dim() != rank:
+            axes = "(batch, tokens, heads, dim)" if rank == 4 else "(tokens, heads, dim) beside cu_seqlens"
+            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise AttentionError("heads of q", q.shape[-2], f"a multiple of k's {k.shape[-2]}")
+    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend)
+    lengths = None
+    if cu_q is not None:
+        ends = [list(map(int, cu)) for cu in (cu_q, cu_q if cu_k is None else cu_k)]
+        lengths = tuple(zip(*([b - a for a, b in pairwise(cu)] for cu in ends), strict=True))
+    call = Call(
+        batch=q.shape[0] if lengths is None else len(lengths),
+        n_q=q.shape[-3],
+        n_k=k.shape[-3],
+        heads=q.shape[-2],
+        kv_heads=k.shape[-2],
+        d=q.shape[-1],
+        dv=v.shape[-1],
+        dtype=str(q.dtype).removeprefix("torch."),
+        before=spec.before,
+        after=spec.after,
+        lengths=lengths,
+    )
+    return call, spec
+
+
+def _device(q: Tensor, name: str | None) -> Device:
+    return device_named(name or {"meta": None}.get(q.device.type, str(q.device)))
+
+
+def _resources(
+    tensors: list[Tensor], call: Call, spec: Spec, device: Device, found: Explanation
+) -> tuple[dict[str, Resources], str]:
+    """Registers and shared memory of each kernel, or why they are not known."""
+    if found.backend == "reference":
+        return {}, "the reference backend has no kernels of its own"
+    if not dispatch.has_triton():
+        return {}, "no Triton here"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return {}, "Triton is interpreting (TRITON_INTERPRET=1)"
+    strides = tuple(x.stride() for x in tensors)
+    shapes = tuple(tuple(x.shape) for x in tensors)
+    try:
+        return _compile(shapes, strides, tensors[0].dtype, call.lengths, spec, device.capability, found.backward), ""
+    except Exception as error:
+        return {}, f"the compiler here refused sm_{device.capability} ({type(error).__name__})"
+
+
+@cache
+def _compile(
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    lengths: tuple[tuple[int, int], ...] | None,
+    spec: Spec,
+    capability: int,
+    backward: bool,
+) -> dict[str, Resources]:
+    q, k, v = (torch.empty_strided(n, s, dtype=dtype, device="meta") for n, s in zip(shapes, strides, strict=True))
+    with _quiet():
+        return {
+            name: Resources(made.registers, made.shared, made.spills)
+            for name, made in compile_kernels(q, k, v, lengths, spec, capability, backward=backward)
+        }
+
+
+def compile_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[tuple[int, int]] | None,
+    spec: Spec,
+    capability: int,
+    *,
+    backward: bool,
+) -> Iterator[tuple[str, Compiled]]:
+    """The portable kernels of a call, compiled as a launch would; the tensors may be meta."""
+    from tilewise.kernels import launch
+
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    cu = None if lengths is None else q.new_empty(len(lengths) + 1, dtype=torch.int32)
+    launches = {"forward": launch.forward_launch(q, k, v, out, lse, cu, cu, spec, capability)}
+    if backward:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        three = launch.backward_launches(out, None, q, k, v, out, lse, dq, dk, dv, cu, cu, spec, capability)
+        launches |= dict(zip(("prepare", "key", "query"), three, strict=True))
+    for name, one in launches.items():
+        yield name, compile_for(capability, one.kernel, one.args, one.options)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The compiler prints its whole program on stderr when a pass fails."""
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as sink:
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)

@@ -1,0 +1,272 @@
+"""How long a call takes: a model with a few efficiencies, each with a meaning, fitted to measurements on an H200.
+
+A kernel is a list of programs; a program is a prologue and so many steps over tiles. One step costs
+
+    step = FLOPs of its tile / (rate of one SM · efficiency)
+
+where the efficiency is what the kernel reaches of the matrix units when it never waits to start or stop. The programs
+are dealt to the SMs as the hardware does it (`waves.schedule`), which gives the tail; memory can bind instead; and a
+call takes at least the time the host needs to launch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from tilewise import config
+from tilewise.perf.cost import Call, traffic
+from tilewise.perf.devices import Device
+from tilewise.perf.waves import Schedule, Waves, schedule, waves
+
+Table = Mapping[tuple[str, int], Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the shapes do not tell. Seconds, and shares of what the device could do."""
+
+    prologue: float  # of a program: its first loads, its last stores
+    edge: float  # a step with a mask costs so much more than one without
+    gap: float  # between kernels
+    host: float  # one eager forward call, from Python to the launch
+    host_backward: float  # the backward's launches, and autograd around them
+    bandwidth: float  # of the vendor's number
+    reference: float  # of a matrix product in torch: the reference backend
+    efficiency: Table  # (kernel, bytes per element) -> {padded head dim: share of the matrix units}
+
+
+MODEL = Model(
+    prologue=1.5e-6,
+    edge=0.5,
+    gap=3.0e-6,
+    host=60e-6,
+    host_backward=200e-6,
+    bandwidth=0.88,
+    reference=0.5,
+    efficiency={
+        ("forward", 2): {16: 0.15, 32: 0.27, 64: 0.46, 128: 0.52, 256: 0.5, 512: 0.2},
+        ("key", 2): {16: 0.15, 32: 0.27, 64: 0.45, 128: 0.5, 256: 0.4, 512: 0.15},
+        ("query", 2): {16: 0.15, 32: 0.27, 64: 0.45, 128: 0.5, 256: 0.4, 512: 0.15},
+        ("forward", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
+        ("key", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
+        ("query", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
+    },
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: `work` lists (programs, steps, steps with a mask) in the order in which the programs start."""
+
+    name: str
+    tile: config.Tile
+    work: tuple[tuple[int, int, int], ...]
+    step_flops: int
+    moved: int  # bytes to and from memory
+    blocks_per_sm: int
+    slots: int
+    rate: float  # FLOP/s that all slots together reach
+    model: Model
+
+    @cached_property
+    def programs(self) -> int:
+        return sum(count for count, _, _ in self.work)
+
+    @cached_property
+    def steps(self) -> int:
+        return sum(count * steps for count, steps, _ in self.work)
+
+    @property
+    def flops(self) -> int:
+        """What is computed: whole tiles, hidden pairs and padding included."""
+        return self.steps * self.step_flops
+
+    @cached_property
+    def waves(self) -> Waves:
+        return waves(self.programs, self.slots)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        step = self.step_flops * self.slots / self.rate
+        costs = [(n, self.model.prologue + step * (s + self.model.edge * e)) for n, s, e in self.work]
+        if self.programs > 20_000:  # the tail no longer matters: half a block on average
+            total = sum(n * cost for n, cost in costs)
+            finish = total / self.slots + max(cost for _, cost in costs) / 2
+            return Schedule(finish, total / (self.slots * finish))
+        return schedule([cost for n, cost in costs for _ in range(n)], self.slots)
+
+    def seconds(self, device: Device) -> float:
+        return max(self.schedule.finish, self.moved / (device.bandwidth * self.model.bandwidth))
+
+
+def padded(d: int) -> int:
+    """The power of two, at least 16, in which a head dim is computed."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def shared_estimate(name: str, tile: config.Tile, d: int, dv: int, itemsize: int) -> int:
+    """Bytes of the tiles a program keeps (its own) and streams (one per stage); the compiler has the last word."""
+    own, streamed = (tile.block_n, tile.block_m) if name == "key" else (tile.block_m, tile.block_n)
+    kept = own * d if name == "forward" else own * (d + dv)
+    return itemsize * (kept + tile.stages * streamed * (d + dv))
+
+
+@cache
+def work_of(call: Call, name: str, tile: config.Tile) -> tuple[tuple[int, int, int], ...]:
+    """(programs, steps, masked steps) of the query side ("forward", "query") or the key side ("key")."""
+    if name == "key":
+        own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
+        before, after = call.after, call.before
+    else:
+        own, streamed, heads, group = tile.block_m, tile.block_n, call.heads, 1
+        before, after = call.before, call.after
+    work: list[tuple[int, int, int]] = []
+    for count, n_q, n_k in call.sequences:
+        mine, others = (n_k, n_q) if name == "key" else (n_q, n_k)
+        spans = [span(i, min(i + own, mine), mine, others, before, after, streamed) for i in range(0, mine, own)]
+        if name != "key":
+            spans.reverse()  # the last tiles of a causal head see the most keys, and start first
+        work += _runs([(group * steps, group * edges) for steps, edges in spans], count * heads)
+    return tuple(work)
+
+
+def _runs(tiles: list[tuple[int, int]], repeats: int) -> list[tuple[int, int, int]]:
+    """The tiles of one head, for every head; neighbours alike are counted instead of listed."""
+    if len(set(tiles)) <= 1:
+        return [(repeats * len(tiles), *tile) for tile in tiles[:1]]
+    return [(1, *tile) for tile in tiles] * repeats
+
+
+def span(
+    first: int, last: int, n: int, others: int, before: int | None, after: int | None, block: int
+) -> tuple[int, int]:
+    """Steps of rows [first, last) over the columns they see, and how many of these need a mask.
+
+    >>> span(512, 640, 4096, 4096, None, 0, 64)  # causal: 8 tiles seen by all, 2 on the diagonal
+    (10, 2)
+    """
+    a, b = first + others - n, last - 1 + others - n
+    lo = 0 if before is None else max(a - before, 0) // block * block
+    hi = others if after is None else min(b + after + 1, others)
+    if hi <= lo:
+        return 0, 0
+    full_lo = 0 if before is None else max(b - before, 0)
+    full_hi = others if after is None else min(a + after + 1, others)
+    full = max(0, full_hi // block - max(-(-full_lo // block), lo // block))
+    steps = -(-(hi - lo) // block)
+    return steps, steps - min(full, steps)
+
+
+def plan(
+    call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
+) -> list[Kernel]:
+    """The kernels of a call, in order. The reference backend launches none of its own: []."""
+    if backend == "reference":
+        return []
+    names = ["forward"] * (not only_backward) + ["key", "query"] * backward
+    return [_kernel(call, name, device, model) for name in names]
+
+
+def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
+    d, dv = padded(call.d), padded(call.dv)
+    tile = config.tile(name, device.capability, call.itemsize, max(d, dv))
+    products = {"forward": d + dv, "key": 2 * d + 2 * dv, "query": 2 * d + dv}[name]
+    shared = shared_estimate(name, tile, d, dv, call.itemsize)
+    registers = 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168
+    fit = max(1, device.blocks_per_sm(shared=min(shared, device.shared), registers=registers, warps=tile.warps))
+    efficiency = model.efficiency[name, call.itemsize][max(d, dv)]
+    return Kernel(
+        name=name,
+        tile=tile,
+        work=work_of(call, name, tile),
+        step_flops=2 * tile.block_m * tile.block_n * products,
+        moved=_moved(call, name, device, tile),
+        blocks_per_sm=fit,
+        slots=device.sms * fit,
+        rate=device.flops(call.dtype) * efficiency,
+        model=model,
+    )
+
+
+def _moved(call: Call, name: str, device: Device, tile: config.Tile) -> int:
+    q, k, v, o = map(call.rows, "qkvo")
+    if name == "forward":
+        return round(q + o + call.statistic_bytes + rereads(call, device, tile) * (k + v))
+    if name == "key":
+        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o))
+    return round(2 * q + 3 * o + rereads(call, device, tile) * (k + v))  # with the row statistics' O and dO
+
+
+def rereads(call: Call, device: Device, tile: config.Tile, *, queries: bool = False) -> float:
+    """How often the streamed side comes from memory: once, if L2 holds what the running programs share.
+
+    The programs of one head run together and stream the same rows at about the same time, so L2 needs to hold one
+    copy per head in flight; what does not fit is read again for every wave of that head's programs.
+    """
+    n_own, n_streamed, block = (call.n_k, call.n_q, tile.block_n) if queries else (call.n_q, call.n_k, tile.block_m)
+    if call.lengths:
+        n_own, n_streamed = max(call.lengths)[::-1] if queries else max(call.lengths)
+    tiles = -(-n_own // block)
+    heads_in_flight = max(1.0, device.sms / max(tiles, 1))
+    streamed = heads_in_flight * n_streamed * (call.d + call.dv) * call.itemsize
+    return 1.0 if streamed <= device.l2 else max(1.0, tiles / device.sms)
+
+
+class Prediction(NamedTuple):
+    """Seconds: of each kernel, of all of them on the device, and of the call as its caller sees it."""
+
+    kernels: dict[str, float]
+    device: float
+    call: float
+
+
+def predict(
+    call: Call,
+    backend: str,
+    device: Device,
+    *,
+    backward: bool = False,
+    only_backward: bool = False,
+    model: Model = MODEL,
+) -> Prediction:
+    """One forward call; with `backward` also the backward; with `only_backward` the latter alone.
+
+    >>> from tilewise.perf.devices import device
+    >>> call = Call(1, 8192, 8192, 16, 16, 128, 128)
+    >>> full = predict(call, "triton", device("H200"))
+    >>> 400e12 < call.flops() / full.call < 700e12
+    True
+    """
+    backward = backward or only_backward
+    flops = call.flops() * (not only_backward) + call.flops(backward=True) * backward
+    if backend == "reference":
+        moved = traffic(call, backward=backward).tiled
+        seconds = flops / (device.flops(call.dtype) * model.reference) + moved / device.bandwidth
+        return Prediction({}, seconds, seconds)
+    kernels = plan(call, backend, device, backward=backward, only_backward=only_backward, model=model)
+    each = {kernel.name: kernel.seconds(device) for kernel in kernels}
+    on_device = sum(each.values()) + model.gap * (len(each) + backward)
+    host = model.host * (not only_backward) + model.host_backward * backward
+    return Prediction(each, on_device, max(on_device, host))
+
+
+def to_dict(kernel: Kernel, seconds: float) -> dict[str, Any]:
+    """A kernel for JSON: what it launches, how it fills the device, what it does to memory."""
+    tile = kernel.tile
+    return {
+        "name": kernel.name,
+        "tile": {"block_m": tile.block_m, "block_n": tile.block_n, "warps": tile.warps, "stages": tile.stages},
+        "programs": kernel.programs,
+        "steps": kernel.steps,
+        "blocks_per_sm": kernel.blocks_per_sm,
+        "slots": kernel.slots,
+        "waves": kernel.waves.waves,
+        "wave_efficiency": kernel.waves.efficiency,
+        "schedule_efficiency": kernel.schedule.efficiency,
+        "flops": kernel.flops,
+        "bytes": kernel.moved,
+        "seconds": seconds,
+    }

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewise import cli
+from tilewise.perf import check
+from tilewise.perf.devices import device
+from tilewise.perf.predict import MODEL, predict
+
+H200 = device("H200")
+
+
+def invented(model=MODEL):
+    return [
+        check.Measured(
+            call,
+            "triton",
+            which,
+            predict(call, "triton", H200, only_backward=which == "backward", model=model).call,
+            0.0,
+        )
+        for call in check.calls()
+        for which in ("forward", "backward")
+    ]
+
+
+def test_enough_calls_are_measured():
+    calls = list(check.calls())
+    assert len(set(calls)) == len(calls)
+    assert 2 * len(calls) >= 60
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    measured = invented()
+    entries = [
+        {"call": m.call.to_dict(), "backend": m.backend, "pass": m.which, "seconds": m.seconds, "spread": m.spread}
+        for m in measured
+    ]
+    path = tmp_path / "calls.json"
+    path.write_text(json.dumps({"device": "NVIDIA H200", "calls": entries}))
+    assert check.load(path) == ("NVIDIA H200", measured)
+
+
+def test_the_fit_finds_the_efficiencies_that_made_the_data():
+    slower = {key: {d: 0.8 * e for d, e in row.items()} for key, row in MODEL.efficiency.items()}
+    measured = [m for m in invented(replace(MODEL, efficiency=slower)) if m.call.d == 64 and m.call.after is None]
+    before = statistics.median(m.error(H200) for m in measured)
+    fitted = check.fit(measured, H200, rounds=1)
+    after = statistics.median(m.error(H200, fitted) for m in measured)
+    assert after < 0.05 < before
+
+
+def test_the_comparison_ends_with_the_median():
+    assert check.compare(invented(), H200).splitlines()[-1] == "72 calls: median error 0.0%, 100% within 20 %"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
+    assert cli.main(["explain", "--check", str(tmp_path / "x.json")]) == 2
+    assert "none is here" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import cli
+from tilewise.perf.devices import DEVICES
+from tilewise.perf.explain import explain
+
+SHAPE = (4, 4096, 16, 128)
+
+
+def told(*shape, **options):
+    return explain(shape or SHAPE, shape or SHAPE, shape or SHAPE, **{"device": "H200"} | options)
+
+
+def test_tensors_meta_tensors_and_shapes_say_the_same():
+    shape = (2, 300, 8, 64)
+    told_by_shape = explain(shape, shape, shape, causal=True, device="H200")
+    for where in ("cpu", "meta"):
+        q = torch.zeros(shape, dtype=torch.bfloat16, device=where)
+        assert explain(q, q, q, causal=True, device="H200").to_dict() == told_by_shape.to_dict()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_device(device, backward):
+    found = told(device=device, backward=backward)
+    assert found.device.name == device
+    assert found.backend == "triton"
+    assert found.binding == "matrix units"
+    json.dumps(found.to_dict())
+    assert device in str(found)
+
+
+def test_the_backward_is_counted_when_gradients_are_wanted():
+    q = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    found = explain(q, q, q, device="H200")
+    assert found.backward
+    assert [kernel.name for kernel in found.kernels] == ["forward", "key", "query"]
+
+
+def test_here_without_a_gpu():
+    q = torch.zeros(1, 64, 2, 64)
+    found = explain(q, q, q, device="cpu")
+    assert (found.backend, found.device.name) == ("reference", "this CPU")
+    assert "predicted" in str(found)
+
+
+def test_tiling_moves_a_call_across_the_ridge():
+    found = told(1, 8192, 16, 64).to_dict()
+    assert found["intensity"]["naive"] < found["intensity"]["ridge"] < found["intensity"]["tiled"]
+
+
+def test_packed_sequences():
+    found = explain((60, 8, 64), (60, 8, 64), (60, 8, 64), [0, 10, 10, 60], [0, 10, 10, 60], device="H200")
+    assert found.call.lengths == ((10, 10), (0, 0), (50, 50))
+    assert "3 packed sequences" in str(found)
+
+
+def test_decoding_is_bound_by_memory():
+    found = explain((64, 1, 32, 128), (64, 8192, 32, 128), (64, 8192, 32, 128), device="H200")
+    assert found.binding == "memory"
+    assert any("grouped heads" in advice.text for advice in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "word"),
+    [
+        ((4, 4096, 16, 100), {}, "pad D 100 to 128"),
+        ((1, 2049, 16, 128), {}, "S 2049 is 1 past a multiple"),
+        ((4, 4096, 16, 128), {"dtype": "float32"}, "bfloat16"),
+        ((1, 64, 2, 64), {}, "CUDA graph"),
+        ((1, 4096, 1, 128), {}, "a larger batch is nearly free"),
+    ],
+)
+def test_advice(shape, options, word):
+    assert any(word in advice.text for advice in told(*shape, **options).advice)
+
+
+def test_a_good_call_needs_no_advice():
+    assert told().advice == []
+
+
+def test_advice_on_strides():
+    good = torch.empty(4, 4096, 16, 128, dtype=torch.bfloat16, device="meta")
+    across = torch.empty(4, 4096, 128, 16, dtype=torch.bfloat16, device="meta").transpose(2, 3)
+    odd = torch.empty(4, 4096, 16 * 128 + 1, dtype=torch.bfloat16, device="meta")[..., 1:].unflatten(2, (16, 128))
+    said = [advice.text for advice in explain(good, across, odd, device="H200").advice]
+    assert any("k's head dim is strided by 16" in text for text in said)
+    assert any("v's rows do not start" in text for text in said)
+
+
+def test_gains_are_sorted_and_real():
+    found = told(1, 2049, 16, 128, dtype="float32")
+    gains = [advice.gain for advice in found.advice if advice.gain]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) > 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "what"),
+    [
+        ((4096, 16, 128), {}, "4 axes"),
+        (SHAPE, {"device": "Voodoo"}, "H200"),
+        (SHAPE, {"dtype": "int8"}, "bfloat16"),
+        (SHAPE, {"window": (-1, 0)}, "window left"),
+    ],
+)
+def test_refusals(shape, options, what):
+    with pytest.raises(tilewise.AttentionError, match=what):
+        told(*shape, **options)
+
+
+def test_heads_must_divide():
+    with pytest.raises(tilewise.AttentionError, match="multiple of k's 3"):
+        explain((1, 8, 4, 64), (1, 8, 3, 64), (1, 8, 3, 64), device="H200")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
+def test_registers_and_shared_memory_come_from_the_compiler():
+    pytest.importorskip("triton")
+    found = told(1, 512, 4, 64, compiled=True)
+    used = found.resources["forward"]
+    assert 0 < used.registers <= 255
+    assert 0 < used.shared <= found.device.shared
+    assert used.spills == 0
+    assert f"{used.registers} registers" in str(found)
+    assert found.to_dict()["kernels"][0]["registers"] == used.registers
+
+
+def test_the_public_function_prints_and_returns(capsys):
+    found = tilewise.explain(SHAPE, SHAPE, SHAPE, device="H200")
+    assert capsys.readouterr().out == f"{found}\n"
+    tilewise.explain(SHAPE, SHAPE, SHAPE, device="H200", show=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_command(capsys):
+    assert cli.main(["explain", "1", "2049", "16", "128", "--device", "H200", "--causal", "--no-compile"]) == 0
+    said = capsys.readouterr().out
+    assert "causal" in said
+    assert "predicted" in said
+    assert cli.main(["explain", "--device", "A100", "--json", "--no-compile", "--window", "128", "all"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["call"]["before"], found["call"]["after"]) == (128, None)
+    assert {
+        "call",
+        "device",
+        "backend",
+        "flops",
+        "bytes",
+        "intensity",
+        "roofs",
+        "binding",
+        "kernels",
+        "seconds",
+    } <= set(found)
+    assert cli.main(["explain", "1", "2", "--device", "H200"]) == 2
