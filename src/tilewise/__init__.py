@@ -2,14 +2,28 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import mods
 from .api import attention, attention_varlen
+from .dropout import dropout_mask
 from .merge import merge
+from .mods import block_mask, mask_mod, score_mod
 from .spec import AttentionError
 
 if TYPE_CHECKING:
     from .perf.explain import Explanation
 
-__all__ = ["AttentionError", "attention", "attention_varlen", "explain", "merge"]
+__all__ = [
+    "AttentionError",
+    "attention",
+    "attention_varlen",
+    "block_mask",
+    "dropout_mask",
+    "explain",
+    "mask_mod",
+    "merge",
+    "mods",
+    "score_mod",
+]
 __version__ = "0.1.0"
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .spec import MAX_HEAD_DIM, AttentionError, Spec
+from .dropout import as_seed
+from .mods.blocks import BlockMask
+from .mods.builtin import alibi, alibi_per_batch
+from .mods.builtin import softcap as softcap_mod
+from .mods.program import Mod, bound
+from .spec import MAX_HEAD_DIM, AttentionError, Spec, Terms
 
 Window = tuple[int | None, int | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,6 +28,14 @@ def attention(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
@@ -39,6 +53,14 @@ def attention(
     causal, window: query i sits at key position i + Sk - Sq; `window=(left, right)` lets it see so many keys to either
         side, None meaning all; `causal` is right = 0. A query that sees no key gets out = 0 and lse = -inf.
     scale: 1/sqrt(D) unless given.
+    softcap, score_mod, alibi_slopes, bias: what a score becomes, in this order: cap * tanh(s / cap); the mod (see
+        `tilewise.score_mod`); minus slope * distance, slopes (H,) or (B, H); plus a bias that broadcasts to
+        (B, H, Sq, Sk). The tensors get gradients where they require them, summed in a fixed order.
+    mask_mod: which pairs see each other, besides the band: a `tilewise.mask_mod`, or a `tilewise.block_mask` made of
+        one, which skips the tiles nobody sees.
+    sinks: (H,) scores that join the denominator and have no value; learnable.
+    dropout_p, seed: each weight is dropped with this probability, by a hash of the seed (an int or one int64; drawn
+        from torch's generator if None), batch row, head and both positions: see `tilewise.dropout_mask`.
     deterministic: every backend is bitwise reproducible today, so both True and False are met.
     backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
     """
@@ -46,8 +68,12 @@ def attention(
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     if q.shape[0] != k.shape[0]:
         raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
-    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend)
-    out, lse = ops.attend(q, k, v, None, None, spec)
+    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    terms, named = _terms(
+        q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=False
+    )
+    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
+    out, lse = ops.attend(q, k, v, None, None, spec, terms)
     return (out, lse) if return_lse else out
 
 
@@ -63,6 +89,14 @@ def attention_varlen(
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
@@ -76,7 +110,8 @@ def attention_varlen(
     (torch.Size([10, 4, 32]), torch.Size([4, 10]))
 
     q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens are int32 of length B + 1, from 0 to T. The maximal lengths
-    are accepted for the sake of other libraries' callers and not needed.
+    are needed with a bias, whose axes they are; otherwise they are accepted for the sake of other libraries' callers.
+    Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number.
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
@@ -89,9 +124,93 @@ def attention_varlen(
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_seqlens_k.shape[0], f"cu_seqlens_q's {cu_seqlens_q.shape[0]}")
-    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend)
-    out, lse = ops.attend(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), spec)
+    sizes = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
+    terms, named = _terms(
+        q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=True
+    )
+    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
+    out, lse = ops.attend(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), spec, terms)
     return (out, lse) if return_lse else out
+
+
+def _terms(
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: float | None, bias: Tensor | None,
+    alibi_slopes: Tensor | None, sinks: Tensor | None, score_mod: Mod | None, mask_mod: Mod | BlockMask | None,
+    dropout_p: float, seed: int | Tensor | None, packed: bool,
+) -> tuple[Terms, dict[str, Any]]:  # fmt: skip
+    """The tensors of a call beside q, k, v, and the fields of its Spec that name its mods. sizes: B, H, Sq, Sk."""
+    batch, heads, _, _ = sizes
+    if bias is not None:
+        bias = _checked_bias(q, sizes, bias)
+    if sinks is not None:
+        _check_term("sinks", sinks, q, [(heads,)])
+    mods = []
+    if softcap is not None:
+        if not 0 < softcap < float("inf"):
+            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
+        mods.append(softcap_mod(float(softcap)))
+    if score_mod is not None:
+        mods.append(_checked_mod("score", score_mod, q))
+    if alibi_slopes is not None:
+        _check_term("alibi_slopes", alibi_slopes, q, [(heads,), (batch, heads)])
+        mods.append(alibi(alibi_slopes) if alibi_slopes.dim() == 1 else alibi_per_batch(alibi_slopes))
+    score = bound(mods)
+    blocks: tuple[Tensor, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(mask_mod, BlockMask):
+        mask_mod.check(sizes, q.device, packed)
+        blocks, named = mask_mod.lists, {"mask_block": mask_mod.block}
+        mask_mod = mask_mod.mod
+    mask = None if mask_mod is None else _checked_mod("mask", mask_mod, q)
+    if not 0 <= dropout_p < 1:
+        raise AttentionError("dropout_p", dropout_p, "0 <= p < 1")
+    if dropout_p == 0 and seed is not None:
+        raise AttentionError("seed", "one, with dropout_p=0", "dropout_p above 0, or no seed")
+    if score is not None:
+        named |= {"score_mod": score.key, "score_numbers": score.numbers}
+    if mask is not None:
+        named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers}
+    terms = Terms(
+        bias, sinks, as_seed(seed, q.device) if dropout_p else None,
+        () if score is None else score.tensors, () if mask is None else mask.tensors, blocks,
+    )  # fmt: skip
+    return terms, named | {"dropout_p": float(dropout_p)}
+
+
+def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
+    """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
+    names = ("B", "H", "Sq", "Sk")
+    if bias.dim() > 4:
+        raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
+    bias = bias[(None,) * (4 - bias.dim())]
+    for name, size, found in zip(names, sizes, bias.shape, strict=True):
+        if size is None and found != 1:
+            raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
+        if found not in (1, size):
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1")
+    _check_term("bias", bias, q, [tuple(bias.shape)])
+    return bias
+
+
+def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    if tuple(x.shape) not in shapes:
+        raise AttentionError(f"shape of {name}", tuple(x.shape), " or ".join(map(str, shapes)))
+    if x.dtype not in DTYPES:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
+    if x.device != q.device:
+        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
+
+
+def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
+    if not isinstance(mod, Mod):
+        hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
+        raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
+    if mod.kind != kind:
+        raise AttentionError(f"{kind}_mod", f"a {mod.kind} mod", f"a function decorated with tilewise.{kind}_mod")
+    for x in mod.tensors:
+        if x.device != q.device:
+            raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    return mod
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:

@@ -1,4 +1,4 @@
-"""The one boundary between torch and the backends: two registered ops, their fakes, and the autograd rule."""
+"""The one boundary between torch and the backends: the registered ops, their fakes, and the autograd rule."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from .dispatch import choose
-from .spec import AttentionError, Spec
+from .spec import NO_TERMS, SPEC_SCHEMA, TERMS_SCHEMA, AttentionError, Spec, Terms
 
 _library = torch.library.Library("tilewise", "DEF")
-_tensors = "Tensor q, Tensor k, Tensor v"
-_packing = "Tensor? cu_q, Tensor? cu_k"
-_library.define(f"forward({_tensors}, {_packing}, {Spec.SCHEMA}) -> (Tensor, Tensor)")
+_call = f"Tensor? cu_q, Tensor? cu_k, {TERMS_SCHEMA}, {SPEC_SCHEMA}"
+_saved = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_library.define(f"forward(Tensor q, Tensor k, Tensor v, {_call}) -> (Tensor, Tensor)")
+_library.define(f"backward({_saved}, {_call}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"term_gradients({_saved}, {_call}, bool[] wanted) -> Tensor[]")
 _library.define(
-    f"backward(Tensor dout, Tensor? dlse, {_tensors}, Tensor out, Tensor lse, {_packing}, {Spec.SCHEMA})"
-    " -> (Tensor, Tensor, Tensor)"
+    f"jvp(Tensor[] tangents, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_call}) -> (Tensor, Tensor)"
 )
+
+N_TERMS, N_SPEC = len(Terms._fields), len(Spec.__dataclass_fields__)
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Any:
@@ -30,24 +33,51 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Any:
     return kernels
 
 
+def _unpack(args: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Spec, Terms]:
+    """cu_q, cu_k, spec and terms from the arguments of `_call`."""
+    cu_q, cu_k, *rest = args
+    fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in rest[:N_TERMS]]
+    terms = Terms(*fields)
+    return cu_q, cu_k, Spec.from_args(rest[N_TERMS:]), terms
+
+
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *scalars: Any
-) -> tuple[Tensor, Tensor]:
-    spec = Spec(*scalars)
-    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    cu_q, cu_k, spec, terms = _unpack(call)
+    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec, terms)
     return result
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, *scalars: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = Spec(*scalars)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, cu_k, spec, terms = _unpack(call)
     grads: tuple[Tensor, Tensor, Tensor]
-    grads = _backend(q, k, v, spec).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
+    grads = _backend(q, k, v, spec).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
     return grads
+
+
+@torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
+def _term_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any
+) -> list[Tensor]:
+    """The gradients of the wanted ones among bias, sinks and the score mod's tensors, in this order."""
+    *call_, wanted = call
+    cu_q, cu_k, spec, terms = _unpack(tuple(call_))
+    grads: list[Tensor]
+    grads = _backend(q, k, v, spec).term_gradients(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, wanted)
+    return grads
+
+
+@torch.library.impl(_library, "jvp", "CompositeExplicitAutograd")
+def _jvp(
+    tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any
+) -> tuple[Tensor, Tensor]:
+    cu_q, cu_k, spec, terms = _unpack(call)
+    result: tuple[Tensor, Tensor]
+    result = _backend(q, k, v, spec).jvp(tangents, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+    return result
 
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
@@ -62,32 +92,139 @@ def _backward_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: T
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@torch.library.register_fake("tilewise::term_gradients", lib=_library)
+def _term_gradients_fake(*args: Any) -> list[Tensor]:
+    *_, wanted = args
+    bias, sinks, _seed, score = args[9:13]
+    return [x.new_empty(x.shape) for x, wants in zip((bias, sinks, *score), wanted, strict=True) if wants]
+
+
+@torch.library.register_fake("tilewise::jvp", lib=_library)
+def _jvp_fake(tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: Any) -> Any:
+    return out.new_empty(out.shape), lse.new_empty(lse.shape)
+
+
 class Attention(torch.autograd.Function):
-    """out and lse are both differentiable; the backward recomputes the weights from lse."""
+    """out and lse are both differentiable; the backward recomputes the weights from lse.
+
+    Arguments: q, k, v, bias, sinks, cu_q, cu_k, seed, the number of tensors of the score mod and of the mask mod, these
+    tensors, a block mask's, and the spec's scalars.
+    """
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *scalars: Any) -> Any:
-        return torch.ops.tilewise.forward(q, k, v, cu_q, cu_k, *scalars)
+    def forward(*args: Any) -> Any:
+        q, k, v, call = _call_of(args)
+        return torch.ops.tilewise.forward(q, k, v, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, cu_q, cu_k, *ctx.scalars = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+        ctx.places = [n for n, x in enumerate(inputs) if isinstance(x, Tensor)]
+        ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+        tensors = [inputs[n] for n in ctx.places]
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dout, dlse)):
-            raise AttentionError("a gradient of the gradient", "create_graph=True", "first derivatives only")
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        grads = torch.ops.tilewise.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, *ctx.scalars)
-        return (*grads, *(None for _ in range(2 + len(ctx.scalars))))
+        args, out, lse = _saved_of(ctx)
+        q, k, v, call = _call_of(args)
+        n_score = args[8]
+        inputs = (q, k, v, args[3], args[4], *args[10 : 10 + n_score])
+        wanted = [ctx.needs_input_grad[n] for n in (0, 1, 2, 3, 4, *range(10, 10 + n_score))]
+        if _is_higher_order(dout, dlse, *inputs):
+            grads = _differentiable_gradients(inputs, wanted, dout, dlse, call)
+        else:
+            if dout is None:
+                dout = torch.zeros_like(out)
+            saved = (dout, dlse, q, k, v, out, lse)
+            grads = list(torch.ops.tilewise.backward(*saved, *call))
+            terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted[3:]) if any(wanted[3:]) else ())
+            grads += [next(terms) if wants else None for wants in wanted[3:]]
+        return (*grads[:5], *(None for _ in range(5)), *grads[5:], *(None for _ in args[10 + n_score :]))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        args, out, lse = _saved_of(ctx)
+        q, k, v, call = _call_of(args)
+        if any(t is not None for t in tangents[3:]):
+            raise AttentionError("forward mode on these kernels", "a tangent of a term", "tangents of q, k and v only")
+        along = [torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), tangents, strict=False)]
+        return torch.ops.tilewise.jvp(along, q, k, v, out, lse, *call)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec) -> Any:
-    """(out, lse), through autograd only where a gradient will be asked for."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return Attention.apply(q, k, v, cu_q, cu_k, *spec.args())  # type: ignore[no-untyped-call]
-    return torch.ops.tilewise.forward(q, k, v, cu_q, cu_k, *spec.args())
+def _call_of(args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+    """q, k, v and the arguments of `_call`, from those of `Attention`."""
+    q, k, v, bias, sinks, cu_q, cu_k, seed, n_score, n_mask, *rest = args
+    tensors, scalars = rest[: len(rest) - N_SPEC], rest[len(rest) - N_SPEC :]
+    score, mask, blocks = tensors[:n_score], tensors[n_score : n_score + n_mask], tensors[n_score + n_mask :]
+    return q, k, v, (cu_q, cu_k, bias, sinks, seed, score, mask, blocks, *scalars)
+
+
+def _saved_of(ctx: Any) -> tuple[list[Any], Tensor, Tensor]:
+    *tensors, out, lse = ctx.saved_tensors
+    args = list(ctx.rest)
+    for n, x in zip(ctx.places, tensors, strict=True):
+        args[n] = x
+    return args, out, lse
+
+
+def _is_higher_order(*tensors: Tensor | None) -> bool:
+    if _in_forward_mode():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _in_forward_mode() -> bool:
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _differentiable_gradients(
+    inputs: tuple[Any, ...], wanted: list[bool], dout: Tensor | None, dlse: Tensor | None, call: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """The gradients by torch's own rules, so that they have gradients again; on the reference backend only."""
+    q, k, v, bias, sinks, *score = inputs
+    cu_q, cu_k, spec, terms = _unpack(call)
+    _need_reference(q, k, v, spec, "a gradient of the gradient")
+    from . import reference
+
+    with torch.enable_grad():
+        asked = [x.view_as(x) for x, wants in zip(inputs, wanted, strict=True) if wants]
+        given = iter(asked)
+        q, k, v, bias, sinks, *score = (next(given) if w else x for x, w in zip(inputs, wanted, strict=True))
+        results = reference.differentiable(
+            q, k, v, cu_q, cu_k, spec, terms._replace(bias=bias, sinks=sinks, score=tuple(score))
+        )
+        pairs = [(x, g) for x, g in zip(results, (dout, dlse), strict=True) if g is not None and x.requires_grad]
+        if not pairs:
+            found = iter([torch.zeros_like(x) for x in asked])
+        else:
+            outputs, cotangents = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outputs, asked, cotangents, create_graph=True, materialize_grads=True))
+    return [next(found) if wants else None for wants in wanted]
+
+
+def _need_reference(q: Tensor, k: Tensor, v: Tensor, spec: Spec, what: str) -> None:
+    chosen = choose(q, k, v, spec).backend
+    if chosen != "reference":
+        raise AttentionError(what, f"backend {chosen!r}", "backend='reference', which has derivatives of every order")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
+) -> Any:
+    """(out, lse), through autograd only where a derivative will be asked for."""
+    if _in_forward_mode() and choose(q, k, v, spec).backend == "reference":
+        from . import reference
+
+        return reference.differentiable(q, k, v, cu_q, cu_k, spec, terms)
+    leaves = (q, k, v, terms.bias, terms.sinks, *terms.score)
+    if _in_forward_mode() or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)):
+        return Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
+            *terms.score, *terms.mask, *terms.blocks, *spec.args(),
+        )  # fmt: skip
+    return torch.ops.tilewise.forward(
+        q, k, v, cu_q, cu_k, terms.bias, terms.sinks, terms.seed, list(terms.score), list(terms.mask),
+        list(terms.blocks), *spec.args(),
+    )  # fmt: skip

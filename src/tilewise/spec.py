@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 BACKENDS = ("auto", "reference", "triton", "hopper")
 MAX_HEAD_DIM = 512
@@ -30,16 +32,23 @@ class Spec:
     `before` and `after` are the band: query i, which sits at key position p = i + Sk - Sq, sees the keys
     p - before .. p + after; None means unbounded. Causal is `after=0`: nothing past this point knows the word.
 
-    >>> Spec.of(head_dim=64, causal=True)
-    Spec(scale=0.125, before=None, after=0, backend='auto')
+    `score_mod` and `mask_mod` are keys of programs (see mods), each with its floats.
+
+    >>> spec = Spec.of(head_dim=64, causal=True)
+    >>> spec.scale, spec.before, spec.after
+    (0.125, None, 0)
     """
 
     scale: float
     before: int | None = None
     after: int | None = None
     backend: str = "auto"
-
-    SCHEMA = "float scale, SymInt? before, SymInt? after, str backend"
+    score_mod: str | None = None
+    score_numbers: tuple[float, ...] = ()
+    mask_mod: str | None = None
+    mask_numbers: tuple[float, ...] = ()
+    dropout_p: float = 0.0
+    mask_block: tuple[int, ...] = ()  # (queries, keys) of a block mask's tiles
 
     @staticmethod
     def of(
@@ -49,6 +58,7 @@ class Spec:
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
         backend: str = "auto",
+        **terms: Any,
     ) -> Spec:
         before, after = band(causal, window)
         if backend not in BACKENDS:
@@ -57,10 +67,48 @@ class Spec:
             scale = 1 / math.sqrt(head_dim)
         elif not math.isfinite(scale):
             raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
-        return Spec(float(scale), before, after, backend)
+        return Spec(float(scale), before, after, backend, **terms)
+
+    @staticmethod
+    def from_args(args: Any) -> Spec:
+        values: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
+        return Spec(*values)
 
     def args(self) -> tuple[Any, ...]:
-        return self.scale, self.before, self.after, self.backend
+        return (
+            self.scale, self.before, self.after, self.backend, self.score_mod, list(self.score_numbers),
+            self.mask_mod, list(self.mask_numbers), self.dropout_p, list(self.mask_block),
+        )  # fmt: skip
+
+
+# in the order of Spec's fields
+SPEC_SCHEMA = (
+    "float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
+    " float[] mask_numbers, float dropout_p, int[] mask_block"
+)
+
+
+class Terms(NamedTuple):
+    """The tensors of a call beside q, k and v, all optional.
+
+    bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the two mods read; a block
+    mask's tile lists.
+    """
+
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+    score: tuple[Tensor, ...] = ()
+    mask: tuple[Tensor, ...] = ()
+    blocks: tuple[Tensor, ...] = ()
+
+    def is_empty(self, spec: Spec) -> bool:
+        """Nothing but q, k, v and the band."""
+        return all(x is None for x in (self.bias, self.sinks, self.seed, spec.score_mod, spec.mask_mod))
+
+
+NO_TERMS = Terms()
+TERMS_SCHEMA = "Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] score, Tensor[] mask, Tensor[] blocks"
 
 
 def band(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:

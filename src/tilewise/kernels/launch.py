@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from .. import config
-from ..spec import MAX_HEAD_DIM, Spec
+from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .forward import forward_kernel
 from .tile import PAD, View
@@ -110,8 +110,10 @@ def backward_launches(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
 ) -> tuple[Tensor, Tensor]:
+    if not terms.is_empty(spec):
+        raise AttentionError("backend='triton'", "a term beside q, k, v and the band", "backend='reference'")
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     with _on(q):
@@ -121,7 +123,7 @@ def forward(
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     with _on(q):

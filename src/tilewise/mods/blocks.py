@@ -1,0 +1,149 @@
+"""Block masks: which tiles of a mask are empty, partly seen or full, worked out once and used by every call.
+
+Per row of tiles, a list of the tiles that somebody sees; the kernels walk the lists instead of the whole row, mask the
+partial tiles and leave the full ones alone. The backward has the lists of the transpose.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.mods.expr import Place, evaluate
+from tilewise.mods.program import Mod
+from tilewise.spec import AttentionError, band
+
+PAIRS = 1 << 25  # pairs looked at together while a mask is made
+
+
+class BlockMask(NamedTuple):
+    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k.
+
+    lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
+    written 2 * position + (1 if full).
+    """
+
+    mod: Mod
+    lists: tuple[Tensor, Tensor, Tensor, Tensor]
+    block: tuple[int, int]
+    shape: tuple[int, int, int, int]
+
+    def check(self, sizes: tuple[int, int, int | None, int | None], device: torch.device, packed: bool) -> None:
+        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk)."""
+        if packed:
+            raise AttentionError("mask_mod", "a block mask, with packed sequences", "its mask mod, without the blocks")
+        for name, own, size in zip(("B", "H", "Sq", "Sk"), self.shape, sizes, strict=True):
+            if own != size and not (own == 1 and name in "BH"):
+                raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
+        if self.lists[0].device != device:
+            raise AttentionError("device of the block mask", self.lists[0].device, f"q's {device}")
+
+    @property
+    def tiles(self) -> Tensor:
+        """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""
+        batch, heads, n_q, n_k = self.shape
+        t_q, t_k = -(-n_q // self.block[0]), -(-n_k // self.block[1])
+        offsets, entries = self.lists[:2]
+        kinds = torch.zeros(batch * heads * t_q, t_k, dtype=torch.int8, device=offsets.device)
+        rows = torch.repeat_interleave(torch.arange(len(kinds), device=offsets.device), offsets.diff())
+        kinds[rows, entries.long() // 2] = (1 + entries % 2).to(torch.int8)
+        return kinds.view(batch, heads, t_q, t_k)
+
+    def density(self) -> float:
+        """The part of all tiles that is visited."""
+        return float((self.tiles > 0).float().mean())
+
+
+def block_mask(
+    mod: Mod,
+    n_q: int,
+    n_k: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block: tuple[int, int] = (128, 128),
+    device: torch.device | str | None = None,
+) -> BlockMask:
+    """The tiles of a mask, for use as `attention(..., mask_mod=...)` again and again.
+
+    >>> from tilewise.mods import block_diagonal
+    >>> block_mask(block_diagonal(128), 512, 512).tiles[0, 0]
+    tensor([[2, 0, 0, 0],
+            [0, 2, 0, 0],
+            [0, 0, 2, 0],
+            [0, 0, 0, 2]], dtype=torch.int8)
+
+    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, if the call has them, leave
+    out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
+    """
+    if not isinstance(mod, Mod) or mod.kind != "mask":
+        raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
+    if min(n_q, n_k, batch, heads) < 1:
+        raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
+    if min(block) < 16 or any(x % 16 for x in block):
+        raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
+    if device is None:
+        device = mod.tensors[0].device if mod.tensors else "cpu"
+    for axis, size in (("b", batch), ("h", heads)):
+        if size == 1 and axis in mod.program.root.deps:
+            hint = {"b": "batch", "h": "heads"}[axis]
+            if not _trivial(mod, axis):
+                raise AttentionError(f"{hint} of a block mask", 1, f"the call's {hint}: the mask reads {axis}")
+    kinds = torch.stack([
+        torch.stack([_kinds(mod, b, h, n_q, n_k, band(causal, window), block, device) for h in range(heads)])
+        for b in range(batch)
+    ])  # fmt: skip
+    lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
+    return BlockMask(mod, lists, block, (batch, heads, n_q, n_k))
+
+
+def _trivial(mod: Mod, axis: str) -> bool:
+    """Whether the mod reads the axis only to index tensors of that size 1."""
+    return all(t.shape[0] == 1 for t in mod.tensors) if axis == "b" and mod.tensors else False
+
+
+def _kinds(
+    mod: Mod, b: int, h: int, n_q: int, n_k: int, edges: tuple[int | None, int | None], block: tuple[int, int],
+    device: torch.device | str,
+) -> Tensor:  # fmt: skip
+    """(Tq, Tk) int8 of one head."""
+    block_q, block_k = block
+    before, after = edges
+    t_k = -(-n_k // block_k)
+    j = torch.arange(n_k, device=device, dtype=torch.int32)
+    strip = max(1, PAIRS // (n_k * block_q)) * block_q
+    kinds = []
+    for start in range(0, n_q, strip):
+        i = torch.arange(start, min(start + strip, n_q), device=device, dtype=torch.int32)[:, None]
+        place = Place(b, h, i, j, n_q, n_k)
+        (seen,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
+        seen = torch.as_tensor(seen, device=device).expand(len(i), n_k)
+        at = i + (n_k - n_q)
+        if before is not None:
+            seen = seen & (j >= at - before)
+        if after is not None:
+            seen = seen & (j <= at + after)
+        rows = -(-len(i) // block_q)
+        padding = (0, t_k * block_k - n_k, 0, rows * block_q - len(i))
+
+        def tiles(x: Tensor, fill: bool, padding: tuple[int, ...] = padding, rows: int = rows) -> Tensor:
+            whole = torch.nn.functional.pad(x, padding, value=fill)
+            return whole.view(rows, block_q, t_k, block_k)
+
+        some = tiles(seen, False).any(3).any(1)
+        every = tiles(seen, True).all(3).all(1)
+        kinds.append(some.to(torch.int8) + (some & every).to(torch.int8))
+    return torch.cat(kinds)
+
+
+def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets (rows + 1,) and entries of the visited tiles of (rows, columns) kinds."""
+    visited = kinds > 0
+    offsets = torch.zeros(len(kinds) + 1, dtype=torch.int32, device=kinds.device)
+    offsets[1:] = visited.sum(1).cumsum(0)
+    rows, columns = visited.nonzero(as_tuple=True)
+    return offsets, (2 * columns + (kinds[rows, columns] == 2)).to(torch.int32)

@@ -1,0 +1,124 @@
+"""Mods that people ask for by name. Each is an ordinary mod: the text below is all there is to it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tilewise.mods.program import Mod, mask_mod, score_mod
+from tilewise.spec import AttentionError
+
+
+@score_mod
+def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
+    """cap * tanh(score / cap): scores stay within (-cap, cap)."""
+    return cap * torch.tanh(score / cap)
+
+
+@score_mod
+def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """score - slopes[h] * |distance|; the last query sits at the last key."""
+    return score - slopes[h] * abs(q_idx + (kv_len - q_len) - kv_idx)
+
+
+@score_mod
+def alibi_per_batch(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """score - slopes[b, h] * |distance|."""
+    return score - slopes[b, h] * abs(q_idx + (kv_len - q_len) - kv_idx)
+
+
+@mask_mod
+def _same_document(b, h, q_idx, kv_idx, ids):  # type: ignore[no-untyped-def]
+    return ids[q_idx] == ids[kv_idx]
+
+
+@mask_mod
+def _same_document_per_batch(b, h, q_idx, kv_idx, ids):  # type: ignore[no-untyped-def]
+    return ids[b, q_idx] == ids[b, kv_idx]
+
+
+def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tokens: int | None = None) -> Mod:
+    """Tokens see the tokens of their own document.
+
+    >>> sees = document(cu_seqlens=torch.tensor([0, 2, 5]), tokens=5)
+    >>> sees(0, 0, torch.tensor([1]), torch.arange(5))
+    tensor([ True,  True, False, False, False])
+
+    ids (S,) or (B, S), any integers; or cu_seqlens, the documents' ends as in `attention_varlen`, and S as `tokens`.
+    """
+    if cu_seqlens is not None and tokens is not None and ids is None:
+        position = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        ids = torch.bucketize(position, cu_seqlens[1:], right=True, out_int32=True)
+    if ids is None or ids.dim() not in (1, 2) or ids.is_floating_point():
+        found = "none" if ids is None else f"{ids.dtype} {tuple(ids.shape)}"
+        raise AttentionError("documents", found, "ids, integers (S,) or (B, S); or cu_seqlens and tokens")
+    return _same_document(ids) if ids.dim() == 1 else _same_document_per_batch(ids)
+
+
+@mask_mod
+def prefix_lm(b, h, q_idx, kv_idx, prefix):  # type: ignore[no-untyped-def]
+    """All see the first `prefix[b]` keys; past them, causal. prefix (B,)."""
+    return (kv_idx < prefix[b]) | (kv_idx <= q_idx)
+
+
+@mask_mod
+def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens):  # type: ignore[no-untyped-def]
+    """Keys within `width` of the query, and the first `global_tokens` tokens, which see and are seen by all."""
+    return (abs(q_idx - kv_idx) <= width) | (kv_idx < global_tokens) | (q_idx < global_tokens)
+
+
+@mask_mod
+def dilated_window(b, h, q_idx, kv_idx, width, dilation):  # type: ignore[no-untyped-def]
+    """Every dilation-th key, up to `width` of them to either side."""
+    distance = abs(q_idx - kv_idx)
+    return (distance <= width * dilation) & (distance % dilation == 0)
+
+
+@mask_mod
+def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius):  # type: ignore[no-untyped-def]
+    """Tokens are pixels, row by row of an image with so many columns; a pixel sees those within `radius` both ways."""
+    near_rows = abs(q_idx // columns - kv_idx // columns) <= radius
+    return near_rows & (abs(q_idx % columns - kv_idx % columns) <= radius)
+
+
+@mask_mod
+def block_diagonal(b, h, q_idx, kv_idx, block):  # type: ignore[no-untyped-def]
+    """Blocks of so many tokens, each seeing itself only."""
+    return q_idx // block == kv_idx // block
+
+
+@mask_mod
+def strided_sparse(b, h, q_idx, kv_idx, stride):  # type: ignore[no-untyped-def]
+    """Causal: the last `stride` keys, and every stride-th key before them (Sparse Transformer)."""
+    return (kv_idx <= q_idx) & ((q_idx - kv_idx < stride) | (kv_idx % stride == stride - 1))
+
+
+@score_mod
+def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach):  # type: ignore[no-untyped-def]
+    return score + table[buckets[torch.clamp(kv_idx - q_idx, -reach, reach) + reach], h]
+
+
+def t5_relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
+    """T5's relative position bias, score + table[bucket(kv_idx - q_idx), h]: near distances have a bucket each, far
+    ones share buckets by their logarithm. table (buckets, H) is learned: it gets a gradient if it wants one.
+    """
+    if table.dim() != 2:
+        raise AttentionError("shape of the T5 table", tuple(table.shape), "(buckets, heads)")
+    mod: Mod = _t5(table, t5_buckets(table.shape[0], bidirectional, max_distance, table.device), max_distance)
+    return mod
+
+
+def t5_buckets(buckets: int, bidirectional: bool, reach: int, device: torch.device | str = "cpu") -> Tensor:
+    """The bucket of every distance key - query from -reach to reach, (2 * reach + 1,)."""
+    distance = torch.arange(-reach, reach + 1, device=device)
+    side = buckets // 2 if bidirectional else buckets
+    exact = side // 2
+    if exact < 1 or reach <= exact:
+        raise AttentionError("T5 max_distance", reach, f"more than the {exact} exact buckets")
+    away = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    far = torch.log(away.clamp(min=1) / exact) / math.log(reach / exact) * (side - exact)
+    shared = (exact + far.long()).clamp(max=side - 1)
+    bucket = torch.where(away < exact, away, shared) + (side * (distance > 0) if bidirectional else 0)
+    return bucket.to(torch.int32)

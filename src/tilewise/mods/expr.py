@@ -1,0 +1,335 @@
+"""The language of mods: expressions over one pair (query, key), their torch value and their derivatives.
+
+    score                   the score so far, scale * q.k
+    b h i j                 batch, head, query and key index; n_q n_k the two lengths
+    number                  a float that the mod was called with
+    load                    a tensor that the mod was called with, at integer indices
+    const                   a number written in the function
+
+Expressions are shared: two that look the same are the same object, so a graph costs what it has of distinct nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INDICES = ("b", "h", "i", "j", "n_q", "n_k")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor")
+
+
+class Expr:
+    """A node: an operation on other nodes. `kind` is float, int or bool; `deps` the names of the leaves below it."""
+
+    __slots__ = ("args", "deps", "kind", "op", "value")
+    op: str
+    args: tuple[Expr, ...]
+    value: Any
+    kind: str
+    deps: frozenset[str]
+
+    def __repr__(self) -> str:
+        inside = ", ".join(map(repr, self.args)) if self.args else repr(self.value)
+        return f"{self.op}({inside})"
+
+
+_nodes: dict[tuple[Any, ...], Expr] = {}
+
+
+def node(op: str, *args: Expr, value: Any = None, kind: str) -> Expr:
+    key = (op, *map(id, args), type(value), value, kind)
+    found = _nodes.get(key)
+    if found is None:
+        found = _nodes[key] = Expr()
+        found.op, found.args, found.value, found.kind = op, args, value, kind
+        own = {value} if op == "index" else {"score"} if op == "score" else set()
+        found.deps = frozenset(own).union(*(a.deps for a in args))
+    return found
+
+
+SCORE = node("score", kind="float")
+B, H, I, J, N_Q, N_K = (node("index", value=name, kind="int") for name in INDICES)
+
+
+def const(value: bool | int | float) -> Expr:
+    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    return node("const", value=value, kind=kind)
+
+
+def number(n: int) -> Expr:
+    return node("number", value=n, kind="float")
+
+
+def load(n: int, *indices: Expr, kind: str) -> Expr:
+    return node("load", *indices, value=n, kind=kind)
+
+
+def as_float(x: Expr) -> Expr:
+    """x as a float. A difference of positions is taken between floats (exact below 2^24): one conversion per row and
+    one per column instead of one per pair."""
+    if x.kind == "float":
+        return x
+    if x.op == "const":
+        return const(float(x.value))
+    if x.kind == "int" and x.op in ("add", "sub", "neg", "abs") and _is_affine(x):
+        return node(x.op, *(as_float(a) for a in x.args), kind="float")
+    return node("float", x, kind="float")
+
+
+def _is_affine(x: Expr) -> bool:
+    return x.op in ("index", "const") or (x.op in ("add", "sub", "neg", "abs") and all(map(_is_affine, x.args)))
+
+
+def as_bool(x: Expr) -> Expr:
+    return x if x.kind == "bool" else compare("ne", x, const(0))
+
+
+def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
+    a, b = _counted(a), _counted(b)
+    if op == "div" or "float" in (a.kind, b.kind):
+        a, b = as_float(a), as_float(b)
+    x, y = a.value if a.op == "const" else None, b.value if b.op == "const" else None
+    if x is not None and y is not None and (op not in ("div", "floordiv", "mod") or y != 0):
+        return const(_PYTHON[op](x, y))
+    if (op == "add" and y == 0) or (op == "sub" and y == 0) or (op in ("mul", "div") and y == 1):
+        return a
+    if (op == "add" and x == 0) or (op == "mul" and x == 1):
+        return b
+    if op == "pow":
+        return _power(a, b)
+    return node(op, a, b, kind=a.kind)
+
+
+def _counted(x: Expr) -> Expr:
+    """Python counts with bools: True is 1."""
+    return where(x, const(1), const(0)) if x.kind == "bool" else x
+
+
+def _power(a: Expr, b: Expr) -> Expr:
+    if b.op == "const" and float(b.value).is_integer() and 0 <= b.value <= 8:
+        power = const(1.0 if a.kind == "float" else 1)
+        for _ in range(int(b.value)):
+            power = arithmetic("mul", power, a)
+        return power
+    if b.op == "const" and b.value == 0.5:
+        return function("sqrt", a)
+    a, b = as_float(a), as_float(b)
+    if b.op == "const" and float(b.value).is_integer():
+        return arithmetic("div", const(1.0), _power(a, const(-int(b.value))))
+    return function("exp2", arithmetic("mul", b, function("log2", a)))
+
+
+def compare(op: str, a: Expr, b: Expr) -> Expr:
+    a, b = _counted(a), _counted(b)
+    if "float" in (a.kind, b.kind):
+        a, b = as_float(a), as_float(b)
+    return node(op, a, b, kind="bool")
+
+
+def logic(op: str, *args: Expr) -> Expr:
+    return node(op, *map(as_bool, args), kind="bool")
+
+
+def where(condition: Expr, a: Expr, b: Expr) -> Expr:
+    condition = as_bool(condition)
+    if a is b:
+        return a
+    if a.kind != b.kind:
+        a, b = (_counted(a), _counted(b)) if "float" not in (a.kind, b.kind) else (as_float(a), as_float(b))
+    return node("where", condition, a, b, kind=a.kind)
+
+
+def negative(x: Expr) -> Expr:
+    x = _counted(x)
+    return const(-x.value) if x.op == "const" else node("neg", x, kind=x.kind)
+
+
+def absolute(x: Expr) -> Expr:
+    return node("abs", x, kind=x.kind)
+
+
+def function(name: str, x: Expr) -> Expr:
+    return node(name, as_float(x), kind="float")
+
+
+_PYTHON: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "pow": operator.pow,
+    "min": min,
+    "max": max,
+}
+
+
+def substitute(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
+    """root with every node n, its arguments already replaced, exchanged for leaf(n, args) where that is not None."""
+    done: dict[Expr, Expr] = {}
+
+    def visit(x: Expr) -> Expr:
+        if x not in done:
+            args = tuple(map(visit, x.args))
+            done[x] = leaf(x, args) or (x if args == x.args else node(x.op, *args, value=x.value, kind=x.kind))
+        return done[x]
+
+    return visit(root)
+
+
+def nodes(*roots: Expr) -> list[Expr]:
+    """Every node once, arguments first."""
+    order: dict[Expr, None] = {}
+
+    def visit(x: Expr) -> None:
+        if x not in order:
+            for a in x.args:
+                visit(a)
+            order[x] = None
+
+    for root in roots:
+        visit(root)
+    return list(order)
+
+
+def derivative(root: Expr, by: Expr) -> Expr:
+    """d root / d by, where `by` is the score or a load."""
+    zero, one = const(0.0), const(1.0)
+    d: dict[Expr, Expr] = {}
+    for x in nodes(root):
+        da = [d[a] for a in x.args]
+        if x is by:
+            d[x] = one
+        elif x.kind != "float" or all(g is zero for g in da) or x.op == "load":
+            d[x] = zero
+        else:
+            d[x] = _rules[x.op](x, *x.args, *da)
+    return d[root]
+
+
+def _plus(a: Expr, b: Expr) -> Expr:
+    return arithmetic("add", a, b)
+
+
+def _minus(a: Expr, b: Expr) -> Expr:
+    return negative(b) if a is const(0.0) else arithmetic("sub", a, b)
+
+
+def _times(a: Expr, b: Expr) -> Expr:
+    zero = const(0.0)
+    return zero if zero in (a, b) else arithmetic("mul", a, b)
+
+
+def _over(a: Expr, b: Expr) -> Expr:
+    return a if a is const(0.0) else arithmetic("div", a, b)
+
+
+def _sign(a: Expr, da: Expr) -> Expr:
+    zero = const(0.0)
+    return where(compare("gt", a, zero), da, where(compare("lt", a, zero), negative(da), zero))
+
+
+_LN2 = const(0.6931471805599453)
+# (node, *its arguments, *their derivatives) -> the node's derivative
+_rules: dict[str, Callable[..., Expr]] = {
+    "add": lambda x, a, b, da, db: _plus(da, db),
+    "sub": lambda x, a, b, da, db: _minus(da, db),
+    "mul": lambda x, a, b, da, db: _plus(_times(da, b), _times(a, db)),
+    "div": lambda x, a, b, da, db: _over(_minus(da, _times(x, db)), b),
+    "floordiv": lambda x, a, b, da, db: const(0.0),
+    "mod": lambda x, a, b, da, db: _minus(da, _times(arithmetic("floordiv", a, b), db)),
+    "min": lambda x, a, b, da, db: where(compare("le", a, b), da, db),
+    "max": lambda x, a, b, da, db: where(compare("ge", a, b), da, db),
+    "where": lambda x, c, a, b, dc, da, db: where(c, da, db),
+    "neg": lambda x, a, da: negative(da),
+    "abs": lambda x, a, da: _sign(a, da),
+    "exp": lambda x, a, da: _times(x, da),
+    "exp2": lambda x, a, da: _times(_times(x, _LN2), da),
+    "log": lambda x, a, da: _over(da, a),
+    "log2": lambda x, a, da: _over(da, _times(a, _LN2)),
+    "sqrt": lambda x, a, da: _over(da, _times(const(2.0), x)),
+    "tanh": lambda x, a, da: _times(_minus(const(1.0), _times(x, x)), da),
+    "sigmoid": lambda x, a, da: _times(_times(x, _minus(const(1.0), x)), da),
+    "sin": lambda x, a, da: _times(function("cos", a), da),
+    "cos": lambda x, a, da: negative(_times(function("sin", a), da)),
+    "floor": lambda x, a, da: const(0.0),
+}
+
+
+class Place(NamedTuple):
+    """Which pairs: index tensors that broadcast to the tile's shape, and the two lengths."""
+
+    b: Any
+    h: Any
+    i: Any
+    j: Any
+    n_q: Any
+    n_k: Any
+
+
+def evaluate(
+    roots: Sequence[Expr],
+    place: Place,
+    score: Tensor | None,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    dtype: torch.dtype = torch.float32,
+) -> list[Any]:
+    """The value of each root in torch, floats in `dtype`. An index outside a tensor reads its nearest element."""
+    values: dict[Expr, Any] = {}
+    for x in nodes(*roots):
+        args = [values[a] for a in x.args]
+        if x.op == "score":
+            values[x] = score
+        elif x.op == "const":
+            values[x] = x.value
+        elif x.op == "number":
+            values[x] = numbers[x.value]
+        elif x.op == "index":
+            values[x] = getattr(place, x.value)
+        elif x.op == "float":
+            values[x] = args[0].to(dtype) if isinstance(args[0], Tensor) else float(args[0])
+        elif x.op == "int":
+            values[x] = args[0].to(torch.int64) if isinstance(args[0], Tensor) else int(args[0])
+        elif x.op == "load":
+            values[x] = gather(tensors[x.value], args, dtype)
+        else:
+            values[x] = _torch[x.op](*args) if x.op in _PLAIN else _torch[x.op](*_tensors(args, dtype))
+    return [values[x] for x in roots]
+
+
+def gather(tensor: Tensor, indices: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    found = tensor[clamped(tensor, indices)] if indices else tensor
+    return found.to(dtype) if found.is_floating_point() else found
+
+
+def clamped(tensor: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
+    exact = (torch.as_tensor(x, device=tensor.device).long() for x in indices)
+    return tuple(x.clamp(0, max(size - 1, 0)) for x, size in zip(exact, tensor.shape, strict=True))
+
+
+def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    device = next((a.device for a in args if isinstance(a, Tensor)), None)
+    return [
+        a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype if isinstance(a, float) else None, device=device)
+        for a in args
+    ]
+
+
+_PLAIN = ("add", "sub", "mul", "div", "neg", "abs")  # these take Python's numbers too
+_torch: Mapping[str, Callable[..., Any]] = {
+    **{op: getattr(operator, op if op != "div" else "truediv") for op in _PLAIN},
+    **{op: getattr(torch, op) for op in (*FUNCTIONS, *COMPARISONS)},
+    **{op: getattr(torch, f"logical_{op}") for op in ("and", "or", "not")},
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "where": torch.where,
+}

@@ -1,0 +1,297 @@
+"""Attention with every term, a block of query rows against all keys they may see, in torch alone.
+
+    s = worth(scale * q.k)        softcap, score mods, ALiBi (one program), then the bias
+    p = exp(s - lse)              hidden pairs 0; lse counts the sink, which has no value
+    o = (p * kept) v              dropout keeps a weight and scales it by 1 / (1 - dropout_p)
+
+`forward`, `backward` and `term_gradients` select hidden pairs away, as `tiled` does. `differentiable` is the same
+attention as one expression over the whole score matrix, for derivatives of any order; it needs O(Sq Sk) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import dropout
+from tilewise.mods import PROGRAMS
+from tilewise.mods.expr import Expr, Place, clamped, evaluate
+from tilewise.reference.tiled import accumulate_
+from tilewise.spec import Spec, Terms
+
+ROWS = 1 << 22  # scores held at once
+
+
+class Block(NamedTuple):
+    """Query rows of one sequence and where they lie: index tensors that broadcast to (H, R, C)."""
+
+    b: int
+    tokens: slice  # rows of the packed or batched tensors
+    place: Place
+
+
+class Sequence(NamedTuple):
+    """One sequence: the views (H, n, D) of its query-side tensors, and of its keys repeated for their group."""
+
+    rows: list[Tensor]
+    keys: list[Tensor]
+    blocks: list[Block]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for (q_all, out_all, lse_all), (k_tile, v_tile), blocks in _sequences(
+            [q, out, lse.mT.unsqueeze(-1)], [k, v], cu_q, cu_k, dtype
+        ):
+            for block in blocks:
+                q_tile = q_all[:, block.tokens].to(dtype)
+                s = worth(spec.scale * (q_tile @ k_tile.mT), block.place, spec, terms, dtype)
+                hide = hidden(block.place, spec, terms).expand(s.shape)
+                s = s.masked_fill(hide, -torch.inf)
+                p, log_sum = softmax(s, terms.sinks)
+                factor = kept(block.place, spec, terms, dtype)
+                acc = torch.zeros_like(p @ v_tile.new_zeros(v_tile.shape))
+                accumulate_(acc, p if factor is None else p * factor, v_tile, hide)
+                out_all[:, block.tokens] = acc.to(out.dtype)
+                lse_all[:, block.tokens] = log_sum
+    return out, lse
+
+
+class Pass(NamedTuple):
+    """What the backward knows of one block: everything is (H, R, C), (H, R, D) or (H, C, D)."""
+
+    block: Block
+    q_tile: Tensor
+    k_tile: Tensor
+    dout_tile: Tensor
+    raw: Tensor
+    hide: Tensor
+    weights: Tensor  # p, after dropout
+    ds: Tensor  # the gradient of the scores as the softmax saw them
+    sink: Tensor  # the gradient of the sink's score, (H, R, 1)
+
+
+def _passes(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, more_rows: list[Tensor],
+) -> Iterator[tuple[Pass, list[Tensor]]]:  # fmt: skip
+    """dS = P∘(dP - rowsum(dO∘O) + dlse), block by block; with the views of `more_rows` at the block's sequence."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    stats = [x.mT.unsqueeze(-1) for x in (lse, dlse) if x is not None]
+    rows = [q, out, dout, *stats]
+    for views, (k_tile, v_tile), blocks in _sequences([*rows, *more_rows], [k, v], cu_q, cu_k, dtype):
+        for block in blocks:
+            q_tile, out_tile, dout_tile, lse_tile, *dlse_tile = (
+                x[:, block.tokens].to(dtype) for x in views[: len(rows)]
+            )
+            raw = spec.scale * (q_tile @ k_tile.mT)
+            hide = hidden(block.place, spec, terms).expand(raw.shape)
+            safe_lse = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
+            p = torch.exp(worth(raw, block.place, spec, terms, dtype) - safe_lse).masked_fill(hide, 0.0)
+            factor = kept(block.place, spec, terms, dtype)
+            dp = dout_tile @ v_tile.mT
+            delta = (dout_tile * out_tile).sum(-1, keepdim=True) - (dlse_tile[0] if dlse_tile else 0.0)
+            ds = (p * ((dp if factor is None else dp * factor) - delta)).masked_fill(hide, 0.0)
+            sink = torch.zeros_like(delta)
+            if terms.sinks is not None:
+                sink = -torch.exp(terms.sinks.to(dtype)[:, None, None] - safe_lse) * delta
+            weights = p if factor is None else p * factor
+            yield Pass(block, q_tile, k_tile, dout_tile, raw, hide, weights, ds, sink), views[len(rows) :]
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq = q.new_zeros(q.shape)
+    group = q.shape[-2] // k.shape[-2]
+    dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for x, (dq_all,) in _passes(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, [dq]):
+            ds = x.ds
+            if spec.score_mod is not None:
+                ds = ds * slope(x.raw, x.block.place, spec, terms, dtype)
+                ds = ds.masked_fill(x.hide, 0.0)
+            dq_tile, dk_tile, dv_tile = (torch.zeros_like(t) for t in (x.q_tile, x.k_tile, x.k_tile))
+            dv_tile = dv_tile.new_zeros(*x.k_tile.shape[:-1], v.shape[-1])
+            accumulate_(dq_tile, ds, x.k_tile, x.hide)
+            accumulate_(dk_tile, ds.mT, x.q_tile, x.hide.mT)
+            accumulate_(dv_tile, x.weights.mT, x.dout_tile, x.hide.mT)
+            dq_all[:, x.block.tokens] = (dq_tile * spec.scale).to(dq.dtype)
+            for total, tile, factor in (dk, dk_tile, spec.scale), (dv, dv_tile, 1.0):
+                view = total[x.block.b] if cu_k is None else total[_tokens(cu_k, x.block.b)]  # (n_k, Hk, D)
+                view += factor * tile.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def term_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    inputs = (terms.bias, terms.sinks, *terms.score)
+    grads = [
+        None if x is None or not w else x.new_zeros(x.shape, dtype=dtype) for x, w in zip(inputs, wanted, strict=True)
+    ]
+    bias, sinks, *score = grads
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for x, _ in _passes(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, []):
+            place = x.block.place
+            if bias is not None:
+                view = _bias_tile(bias, place)
+                view += x.ds.sum_to_size(view.shape)
+            if sinks is not None:
+                sinks += x.sink.sum((1, 2))
+            if spec.score_mod is None:
+                continue
+            for load, derivative in PROGRAMS[spec.score_mod].sites:
+                total = score[load.value]
+                if total is not None:
+                    (d,) = _values([derivative], x.raw, place, spec, terms, dtype)
+                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, terms.score, spec.score_numbers)
+    return [g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
+
+
+def scatter_(
+    total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
+) -> None:
+    """total[indices of the load] += ds, first summed over the axes along which the indices do not change."""
+    indices = clamped(total, evaluate(load.args, place, None, tensors, numbers, ds.dtype))
+    if not indices:
+        total += ds.sum()
+        return
+    shape = torch.broadcast_shapes(*(x.shape for x in indices))
+    ds = ds.sum_to_size((1,) * (ds.dim() - len(shape)) + tuple(shape)).reshape(shape)
+    total.index_put_(tuple(x.expand(shape) for x in indices), ds, accumulate=True)
+
+
+def worth(raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
+    """What each pair is worth before masks: the score program, then the bias."""
+    s = raw
+    if spec.score_mod is not None:
+        (s,) = _values([PROGRAMS[spec.score_mod].root], raw, place, spec, terms, dtype)
+        s = s.expand(raw.shape)
+    if terms.bias is not None:
+        s = s + _bias_tile(terms.bias, place).to(dtype)
+    return s
+
+
+def slope(raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
+    assert spec.score_mod is not None
+    (value,) = _values([PROGRAMS[spec.score_mod].slope], raw, place, spec, terms, dtype)
+    result: Tensor = torch.as_tensor(value, dtype=dtype, device=raw.device)
+    return result
+
+
+def _values(roots: list[Expr], raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> list[Tensor]:
+    return evaluate(roots, place, raw, terms.score, spec.score_numbers, dtype)
+
+
+def _bias_tile(bias: Tensor, place: Place) -> Tensor:
+    """The view of a (B, H, Sq, Sk) bias, axes of size 1 kept, that lies over a block."""
+    b = place.b if bias.shape[0] > 1 else 0
+    first = int(place.i[0]) if len(place.i) else 0
+    rows = slice(first, first + len(place.i)) if bias.shape[2] > 1 else slice(None)
+    keys = slice(0, place.n_k) if bias.shape[3] > 1 else slice(None)
+    return bias[b, :, rows, keys]
+
+
+def hidden(place: Place, spec: Spec, terms: Terms) -> Tensor:
+    """True where the query does not see the key; broadcasts to (H, R, C)."""
+    at = place.i + (place.n_k - place.n_q)
+    hide = torch.zeros_like(at == place.j)
+    if spec.before is not None:
+        hide |= place.j < at - spec.before
+    if spec.after is not None:
+        hide |= place.j > at + spec.after
+    if spec.mask_mod is not None:
+        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], place, None, terms.mask, spec.mask_numbers)
+        hide = hide | ~torch.as_tensor(seen, device=hide.device)
+    return hide
+
+
+def kept(place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor | None:
+    """What dropout multiplies a weight by: 0 or 1 / (1 - dropout_p)."""
+    if terms.seed is None:
+        return None
+    keep = dropout.keep(spec.dropout_p, terms.seed, place.b, place.h, place.i, place.j)
+    return keep.to(dtype) / (1.0 - spec.dropout_p)
+
+
+def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(p, lse) over the last axis of s (H, R, C), hidden pairs -inf, with the sink as one more column."""
+    column = s.new_full((*s.shape[:-1], 1), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(s.dtype)[:, None, None].expand(column.shape)
+    s = torch.cat([s, column], -1)
+    m = s.detach().amax(-1, keepdim=True)
+    m = m.masked_fill(m == -torch.inf, 0.0)
+    p = torch.exp(s - m)
+    l = p.sum(-1, keepdim=True)
+    empty = l == 0
+    some = l.masked_fill(empty, 1.0)
+    return (p / some)[..., :-1], (m + some.log()).masked_fill(empty, -torch.inf)
+
+
+def differentiable(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    outs, logs = [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for (q_all,), (k_all, v_all), blocks in _sequences([q], [k, v], cu_q, cu_k, dtype, whole=True):
+            (block,) = blocks
+            s = worth(spec.scale * (q_all.to(dtype) @ k_all.mT), block.place, spec, terms, dtype)
+            s = s.masked_fill(hidden(block.place, spec, terms), -torch.inf)
+            p, lse = softmax(s, terms.sinks)
+            factor = kept(block.place, spec, terms, dtype)
+            o = (p if factor is None else p * factor) @ v_all
+            outs.append(o.transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
+            logs.append(lse.squeeze(-1))  # (H, n_q)
+    if cu_q is None:
+        return torch.stack(outs), torch.stack(logs)
+    return torch.cat(outs), torch.cat(logs, -1)
+
+
+def _sequences(
+    rows: list[Tensor], keys: list[Tensor], cu_q: Tensor | None, cu_k: Tensor | None, dtype: torch.dtype,
+    whole: bool = False,
+) -> Iterator[Sequence]:  # fmt: skip
+    """Sequence by sequence: rows and keys as (H, n, D), and the blocks of rows."""
+    group = rows[0].shape[-2] // keys[0].shape[-2]
+    batch = rows[0].shape[0] if cu_q is None else cu_q.shape[0] - 1
+    for b in range(batch):
+        if cu_q is None or cu_k is None:
+            row_views, key_views = [x[b] for x in rows], [x[b] for x in keys]
+        else:
+            row_views, key_views = [x[_tokens(cu_q, b)] for x in rows], [x[_tokens(cu_k, b)] for x in keys]
+        row_views = [x.transpose(0, 1) for x in row_views]
+        key_views = [x.transpose(0, 1).to(dtype).repeat_interleave(group, 0) for x in key_views]
+        heads, n_q = row_views[0].shape[:2]
+        n_k = key_views[0].shape[1]
+        step = n_q if whole else max(1, ROWS // max(1, heads * n_k))
+        yield Sequence(row_views, key_views, [
+            Block(b, slice(i, min(i + step, n_q)), _place(b, heads, i, min(i + step, n_q), n_q, n_k, rows[0].device))
+            for i in range(0, max(n_q, int(whole)), max(step, 1))
+        ])  # fmt: skip
+
+
+def _place(b: int, heads: int, start: int, stop: int, n_q: int, n_k: int, device: torch.device) -> Place:
+    h, i, j = (torch.arange(*ends, device=device) for ends in ((0, heads), (start, stop), (0, n_k)))
+    return Place(b, h[:, None, None], i[:, None], j, n_q, n_k)
+
+
+def _tokens(cu: Tensor, b: int) -> slice:
+    return slice(int(cu[b]), int(cu[b + 1]))
