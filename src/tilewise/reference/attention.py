@@ -88,15 +88,19 @@ def nothing(q_i: Tensor, v: Tensor) -> State:
     return State(zero - torch.inf, zero, q_i.new_zeros(q_i.shape[0], v.shape[1]))
 
 
-def step(state: State, q_i: Tensor, k_j: Tensor, v_j: Tensor) -> State:
+def step(state: State, q_i: Tensor, k_j: Tensor, v_j: Tensor, hide: Tensor | None = None) -> State:
     """One more block of keys: what was summed under the old maximum is corrected to the new one.
 
     m' = max(m, rowmax(S));  P = exp(S - m')
     l' = exp(m - m')·l + rowsum(P);  O' = diag(exp(m - m'))·O + P V_j
+
+    A pair that does not see each other (`hide`, (N, M) of bools) has S = -inf and so P = 0, also before any pair does.
     """
     s = scores(q_i, k_j)
+    if hide is not None:
+        s = s.masked_fill(hide, -torch.inf)
     m = torch.maximum(state.m, s.amax(-1))
-    p = torch.exp(s - m[:, None])
+    p = correction(s, m[:, None])
     alpha = correction(state.m, m)
     return State(m, alpha * state.l + p.sum(-1), rescale(alpha, state.o) + p @ v_j)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.reference.attention import scores
+from tilewise.reference.softmax import correction
 
 
 def softmax_jacobian(p: Tensor) -> Tensor:
@@ -37,6 +38,17 @@ def naive(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, 
     return ds @ k, ds.mT @ q, dv
 
 
+def block(
+    q_i: Tensor, k_j: Tensor, v_j: Tensor, do_i: Tensor, lse_i: Tensor, delta_i: Tensor, hide: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """P and dS of one block, from nothing but its own rows: P = exp(S - lse), dS = P∘(dP - delta)/√D."""
+    s = scores(q_i, k_j)
+    if hide is not None:
+        s = s.masked_fill(hide, -torch.inf)
+    p = correction(s, lse_i[:, None])
+    return p, p * (do_i @ v_j.mT - delta_i[:, None]) / math.sqrt(q_i.shape[-1])
+
+
 def tiled(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, rows: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,8 +63,7 @@ def tiled(
         j = slice(start_j, start_j + columns)
         for start_i in range(0, q.shape[0], rows):
             i = slice(start_i, start_i + rows)
-            p = torch.exp(scores(q[i], k[j]) - lse[i, None])
-            ds = p * (do[i] @ v[j].mT - delta[i, None]) / math.sqrt(q.shape[-1])
+            p, ds = block(q[i], k[j], v[j], do[i], lse[i], delta[i])
             dv[j] += p.mT @ do[i]
             dq[i] += ds @ k[j]
             dk[j] += ds.mT @ q[i]
