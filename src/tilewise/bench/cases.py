@@ -1,0 +1,120 @@
+"""What is measured: the sizes of one attention call, its inputs, and the arithmetic it takes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PASSES = ("forward", "backward")
+
+
+class Inputs(NamedTuple):
+    """q, k, v, dout (B, S, H, D); or packed (T, H, D), with the ends of the sequences in cu."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu: Tensor | None = None
+
+    def leaves(self) -> Inputs:
+        q, k, v = (x.detach().requires_grad_() for x in self[:3])
+        return Inputs(q, k, v, self.dout, self.cu)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of one call. `lengths` pack sequences one after the other, in place of batch and seq.
+
+    >>> case = Case(batch=2, seq=8192, heads=16, kv_heads=16, dim=128, causal=True)
+    >>> case.key
+    'b2 s8192 h16 d128 causal bfloat16'
+    >>> case.flops("forward") == 4 * 2 * 16 * 8192 * 8192 * 128 / 2
+    True
+    """
+
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    dim: int
+    causal: bool = False
+    window: int | None = None  # keys a query sees to its left, besides its own; only with causal
+    lengths: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+
+    @property
+    def mask(self) -> str:
+        return f"window {self.window}" if self.window is not None else "causal" if self.causal else "full"
+
+    @property
+    def key(self) -> str:
+        heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}/{self.kv_heads}"
+        tokens = f"n{len(self.lengths)} t{sum(self.lengths)}" if self.lengths else f"b{self.batch} s{self.seq}"
+        return f"{tokens} {heads} d{self.dim} {self.mask} {self.dtype}"
+
+    @property
+    def before(self) -> int:
+        """The window as flash-attn writes it: -1 is unbounded."""
+        return -1 if self.window is None else self.window
+
+    @property
+    def after(self) -> int:
+        return 0 if self.causal else -1
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=self.seq)
+
+    def pairs(self) -> float:
+        """(query, key) pairs per head. Causal counts half the square, as every library's benchmark does."""
+        squares = sum(n * n for n in self.lengths) if self.lengths else self.batch * self.seq * self.seq
+        if self.window is not None and self.window < self.seq:
+            seen = self.window + 1
+            return self.batch * (self.seq * seen - seen * (seen - 1) / 2)
+        return squares / 2 if self.causal else squares
+
+    def flops(self, which: str) -> float:
+        """Forward: two products of 2 D operations for each pair; backward: five."""
+        return 4 * self.heads * self.dim * self.pairs() * (2.5 if which == "backward" else 1.0)
+
+    def inputs(self, device: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = (sum(self.lengths),) if self.lengths else (self.batch, self.seq)
+
+        def normal(heads: int) -> Tensor:
+            x = torch.randn((*tokens, heads, self.dim), generator=generator, device=device)
+            return x.to(getattr(torch, self.dtype))
+
+        ends = torch.tensor((0, *self.lengths), device=device).cumsum(0, dtype=torch.int32) if self.lengths else None
+        return Inputs(normal(self.heads), normal(self.kv_heads), normal(self.kv_heads), normal(self.heads), ends)
+
+
+def grid(
+    dims: tuple[int, ...], masks: tuple[str, ...], seqs: tuple[int, ...], *, tokens: int, hidden: int, dtype: str
+) -> list[Case]:
+    """A fixed number of tokens and a fixed hidden size, however they are cut into sequences and heads.
+
+    >>> [case.key for case in grid((128,), ("full", "causal"), (4096,), tokens=16384, hidden=2048, dtype="float16")]
+    ['b4 s4096 h16 d128 full float16', 'b4 s4096 h16 d128 causal float16']
+    """
+    return [
+        Case(max(1, tokens // seq), seq, hidden // dim, hidden // dim, dim, mask == "causal", dtype=dtype)
+        for dim in dims
+        for mask in masks
+        for seq in seqs
+    ]
+
+
+def random_lengths(count: int, most: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths as they come, so that few of them are multiples of a tile.
+
+    >>> random_lengths(3, 100)
+    (50, 98, 54)
+    """
+    rng = random.Random(seed)
+    return tuple(rng.randint(1, most) for _ in range(count))
