@@ -51,11 +51,17 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, capability: int | 
             return None if os.environ.get("TRITON_INTERPRET") == "1" else "the tensors are on the cpu"
         if device.type != "cuda":
             return f"the tensors are on {device.type}"
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = major * 10 + minor
+        capability = capability_of(device)
     if capability < 80:
         return "the GPU is older than Ampere (compute capability 8.0)"
     return None
+
+
+@cache
+def capability_of(device: torch.device) -> int:
+    """90 for sm_90. Asking torch takes longer than a launch."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
 
 
 @cache

@@ -114,7 +114,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Any:
         q, k, v, call = _call_of(args)
-        return torch.ops.tilewise.forward(q, k, v, *call)
+        return (torch.ops.tilewise.forward if _is_watched(q, k, v) else _forward)(q, k, v, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -210,6 +210,19 @@ def _need_reference(q: Tensor, k: Tensor, v: Tensor, spec: Spec, what: str) -> N
         raise AttentionError(what, f"backend {chosen!r}", "backend='reference', which has derivatives of every order")
 
 
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether something traces, transforms or intercepts torch's calls, and must see the registered op.
+
+    Where nobody watches, the body is called at once: the dispatcher would cost as much as a launch.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
+    )
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
 ) -> Any:
@@ -224,6 +237,8 @@ def attend(
             q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
             *terms.score, *terms.mask, *terms.blocks, *spec.args(),
         )  # fmt: skip
+    if not _is_watched(q, k, v):
+        return _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec, terms)
     return torch.ops.tilewise.forward(
         q, k, v, cu_q, cu_k, terms.bias, terms.sinks, terms.seed, list(terms.score), list(terms.mask),
         list(terms.blocks), *spec.args(),
