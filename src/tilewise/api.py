@@ -159,7 +159,7 @@ def _terms(
     named: dict[str, Any] = {}
     if isinstance(mask_mod, BlockMask):
         mask_mod.check(sizes, q.device, packed)
-        blocks, named = mask_mod.lists, {"mask_block": mask_mod.block}
+        blocks, named = mask_mod.lists, {"mask_block": (*mask_mod.block, *mask_mod.shape[:2])}
         mask_mod = mask_mod.mod
     mask = None if mask_mod is None else _checked_mod("mask", mask_mod, q)
     if not 0 <= dropout_p < 1:
@@ -214,22 +214,26 @@ def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}")
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise AttentionError(f"head dim of {name}", x.shape[-1], f"1 to {MAX_HEAD_DIM}")
-        if x.dtype not in DTYPES:
-            raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
-        if x.dtype != q.dtype:
-            raise AttentionError(f"dtype of {name}", x.dtype, f"q's {q.dtype}")
-        if x.device != q.device:
-            raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
-    if k.shape[-1] != q.shape[-1]:
-        raise AttentionError("head dim of k", k.shape[-1], f"q's {q.shape[-1]}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise AttentionError("shape of v", tuple(v.shape), f"k's {axes}, {tuple(k.shape)}, up to the head dim")
-    heads, kv_heads = q.shape[-2], k.shape[-2]
+    dims, k_dims, v_dims = q.shape, k.shape, v.shape
+    if not len(dims) == len(k_dims) == len(v_dims) == rank:
+        name, x = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if x.dim() != rank)
+        raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}")
+    for name, d in (("q", dims[-1]), ("k", k_dims[-1]), ("v", v_dims[-1])):
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise AttentionError("dtype of q", dtype, " or ".join(map(str, DTYPES)))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise AttentionError(f"dtype of {name}", x.dtype, f"q's {dtype}")
+        if x.device != device:
+            raise AttentionError(f"device of {name}", x.device, f"q's {device}")
+    if k_dims[-1] != dims[-1]:
+        raise AttentionError("head dim of k", k_dims[-1], f"q's {dims[-1]}")
+    if k_dims[:-1] != v_dims[:-1]:
+        raise AttentionError("shape of v", tuple(v_dims), f"k's {axes}, {tuple(k_dims)}, up to the head dim")
+    heads, kv_heads = dims[-2], k_dims[-2]
     if kv_heads == 0 or heads % kv_heads:
         raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group)")
 
