@@ -30,6 +30,7 @@ COMMANDS = {
     "demo": Command("tilewise.demo", "run attention on this machine; check it, measure it, draw it"),
     "bench": Command("tilewise.bench", "attention beside every peer: checked, then timed in turns"),
     "explain": Command("tilewise.perf.command", "what a call costs on any GPU, which roof binds, what would help"),
+    "trace": Command("tilewise.trace.command", "watch softmax, attention or autograd at work, step by step"),
 }
 
 

@@ -1,0 +1,53 @@
+"""Tables in a terminal: with `rich` where it is installed, else in plain columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+RIGHT, WRONG, NOTE = "green", "red", "dim"
+
+
+def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], styles: Sequence[str] = ()) -> None:
+    """Print a table; `styles` colour its rows where colours can be had.
+
+    >>> table("", ["i", "m"], [[1, "3"], [2, "3"]])
+    i  m
+    1  3
+    2  3
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and _rich_table(title, headers, cells, styles):
+        return
+    if title:
+        print(title)
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for row in [list(headers), *cells]:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _rich_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> bool:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        return False
+    made = Table(title=title or None, title_justify="left", title_style="bold")
+    for header in headers:
+        made.add_column(header)
+    for index, row in enumerate(rows):
+        made.add_row(*row, style=styles[index] if styles else None)
+    Console().print(made)
+    return True
+
+
+def number(x: float | str, digits: int = 6) -> str:
+    """
+    >>> number(1.2034383), number("-inf"), number(3.0)
+    ('1.203438', '-inf', '3')
+    """
+    return x if isinstance(x, str) else f"{x:.{digits}f}".rstrip("0").rstrip(".")
+
+
+def numbers(xs: Sequence[float | str], digits: int = 3) -> str:
+    return "[" + " ".join(number(x, digits) for x in xs) + "]"
