@@ -87,11 +87,11 @@ LAYOUTS = {
     "one row expanded": lambda x: x[:, :1].expand(x.shape),
 }
 
-sizes = st.integers(0, 20)
+sizes = st.integers(0, 16)
 sides = st.none() | st.integers(0, 12)
 specs = st.builds(Spec, scale=st.sampled_from([0.5, -1.0, 0.0, 3.0]), before=sides, after=sides)
 tilings = st.builds(tiles, st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 64, 1 << 20]), st.integers(1, 4))
-wide = settings(max_examples=100, deadline=None, derandomize=True)
+wide = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @wide
@@ -149,6 +149,15 @@ def test_rows_that_see_nothing(spec: Spec) -> None:
     assert not dq[:, blind].any()
     assert (lse[..., blind] == -torch.inf).all()
     assert all(x.isfinite().all() for x in (out, lse[..., ~blind], dq, dk, dv))
+
+
+def test_rows_whose_scores_are_all_minus_infinity() -> None:
+    case = dense()
+    case = case._replace(q=torch.ones_like(case.q), k=torch.full_like(case.k, -math.inf))
+    out, lse, _, _, dv = case.run(FULL)
+    assert (lse == -math.inf).all()
+    assert not out.any()
+    assert not dv.any()
 
 
 class Attention(torch.autograd.Function):
@@ -229,9 +238,9 @@ def test_poison_in_another_sequence_or_past_the_end() -> None:
 
 
 @pytest.mark.parametrize("spec", [FULL, CAUSAL])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_torch(dtype: torch.dtype, spec: Spec) -> None:
-    case = dense(1, 300, 300, 4, 4, 64, 64, dtype=dtype, dlse=False)
+@pytest.mark.parametrize(("dtype", "h"), [(torch.float32, 4), (torch.bfloat16, 1), (torch.float16, 1)])
+def test_error_is_at_most_twice_that_of_torch(dtype: torch.dtype, h: int, spec: Spec) -> None:
+    case = dense(1, 300, 300, h, h, 64, 64, dtype=dtype, dlse=False)
     spec = Spec(0.125, spec.before, spec.after)
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in case[:3]]
     out = scaled_dot_product_attention(*leaves, is_causal=spec.after == 0)
@@ -340,8 +349,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("spec", [FULL, CAUSAL])
 def test_nothing_grows_with_the_square_of_the_length(spec: Spec) -> None:
-    n, heads, d = 1024, 4, 4
+    n, heads, d = 512, 4, 8
     case = dense(1, n, n, heads, heads, d, d, dtype=torch.float32)
-    with tiles(64, 128, scores=64 * 128), Largest() as largest:
+    with tiles(64, 128, scores=64 * 128, sum_q=64), Largest() as largest:
         case.run(spec)
     assert largest.numel == n * heads * d
