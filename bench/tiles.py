@@ -1,0 +1,134 @@
+"""Which tiles a kernel can use: registers, spills and shared memory of any row, compiled without a GPU.
+
+    python bench/tiles.py key --capability 90 --dtype bfloat16 --dim 256          every candidate row, best first
+    python bench/tiles.py forward --dim 128 --tile 128 64 8 3                     one row, in every variant
+    python bench/tiles.py forward --dim 128 --precision tf32x3 --dtype float32    another way to multiply
+
+Times come only from a GPU, but a row that spills or does not fit is out before it gets there. The tests compile the
+tables of tilewise.config with the same `compile_row`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from tilewise import config
+from tilewise.perf.compiled import Compiled, compile_for
+from tilewise.spec import Spec
+
+# what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
+VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {
+    "full": (1024, (None, None), False, 1),
+    "causal": (1024, (None, 0), False, 1),
+    "ragged": (1000, (None, None), False, 1),
+    "window": (1000, (128, 64), False, 4),
+    "varlen": (1000, (None, 0), True, 4),
+}
+HARDEST = "window"  # in registers
+# bytes of shared memory that a program can have: A100; the smallest part of the table's kind (sm_86, sm_89); H100
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel to compile; without a tile, the one that config has for it."""
+
+    kernel: str  # forward, query or key
+    capability: int
+    dtype: str
+    dim: int
+    variant: str
+    tile: tuple[int, int, int, int] | None = None
+    precision: str | None = None
+
+
+def compile_row(row: Row) -> Compiled:
+    from tilewise.kernels.launch import backward_launches, forward_launch
+
+    n, (before, after), packed, group = VARIANTS[row.variant]
+    spec = Spec(scale=0.125, before=before, after=after)
+    dtype = getattr(torch, row.dtype)
+    shape = (n,) if packed else (1, n)
+    q = torch.empty(*shape, group, row.dim, dtype=dtype)
+    k = torch.empty(*shape, 1, row.dim, dtype=dtype)
+    lse = torch.empty(*shape[:-1], group, n)
+    cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
+    if row.kernel == "forward":
+        launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability)
+    else:
+        launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability)
+        (launch,) = (x for x in launches if x.kernel.__name__ == f"{row.kernel}_kernel")
+    options = dict(launch.options)
+    if row.tile is not None:
+        options |= config.Tile(*row.tile).options()
+    if row.precision is not None:
+        options["PRECISION"] = row.precision
+    return compile_for(row.capability, launch.kernel, launch.args, options)
+
+
+def report(row: Row) -> dict[str, Any]:
+    """What one row compiles to, as plain data; `error` where it does not compile."""
+    try:
+        made = compile_row(row)
+    except Exception as error:
+        return asdict(row) | {"error": f"{type(error).__name__}: {error}"[:300]}
+    matrix = {name: made.instructions[name] for name in ("HGMMA", "HMMA", "FFMA") if made.instructions[name]}
+    facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
+    return asdict(row) | facts | {"warnings": made.warnings, "instructions": matrix}
+
+
+def candidates(kernel: str, itemsize: int, dim: int) -> Iterator[tuple[int, int, int]]:
+    """(M, N, warps) worth a try, largest first: what is kept fits in shared memory, its sums in half the registers."""
+    sizes = (128, 64, 32, 16)
+    for m, n, warps in itertools.product(sizes, sizes, (4, 8)):
+        kept, streamed = (n, m) if kernel == "key" else (m, n)
+        kept_tensors, sums = {"forward": (1, 1), "query": (2, 1), "key": (2, 2)}[kernel]
+        fits = (kept * kept_tensors + 2 * streamed) * dim * itemsize <= SHARED[90]
+        if fits and kept * dim * sums <= 128 * 32 * warps:
+            yield m, n, warps
+
+
+def search(row: Row) -> Iterator[dict[str, Any]]:
+    """Every candidate with one stage of loads, and with more of them where one does not spill."""
+    for tile in candidates(row.kernel, getattr(torch, row.dtype).itemsize, row.dim):
+        for stages in (1, 2, 3):
+            found = report(replace(row, tile=(*tile, stages)))
+            yield found
+            if found.get("spills", 1) or found["shared"] > SHARED[row.capability]:
+                break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernel", choices=("forward", "query", "key", "json"))
+    parser.add_argument("--capability", type=int, default=90, choices=SHARED)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"))
+    parser.add_argument("--precision", choices=("ieee", "tf32", "tf32x3"))
+    args = parser.parse_args()
+    if args.kernel == "json":  # rows on the standard input, reports on the standard output: the tests' way in
+        for fields in json.load(sys.stdin):
+            print(json.dumps(report(Row(**fields))), flush=True)
+        return
+    row = Row(args.kernel, args.capability, args.dtype, args.dim, HARDEST, precision=args.precision)
+    one = (report(replace(row, tile=tuple(args.tile), variant=name)) for name in VARIANTS) if args.tile else None
+    for found in one or search(row):
+        facts = found.get("error") or "{registers} registers, {spills} spilled bytes, {shared} shared".format(**found)
+        tile = "x".join(map(str, found["tile"]))
+        print(f"{tile:14} {found['variant']:8} {facts} {found.get('instructions', '')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

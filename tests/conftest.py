@@ -1,0 +1,51 @@
+"""Where the kernels run: on the GPU if there is one, else in Triton's interpreter.
+
+Triton decides at import, once per process, so it is imported here, before any test. Offline compiles need a process of
+their own (tests/kernels/test_compile.py).
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and DEVICE == "cpu"
+
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:  # gluon asserts that the variable is what it was when triton was imported
+        for module in ("tilewise.kernels", "tests.kernels.probes", "triton.experimental.gluon.language"):
+            import_module(module)
+        interpreter = import_module("tests.kernels.interpreter")
+        interpreter.teach_bfloat16()
+        interpreter.patch_once_per_launch()
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture
+def triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="triton" works within the test, on whatever device is here."""
+    if not HAS_TRITON:
+        pytest.skip("no triton here: it comes with a CUDA build of torch, or on Linux from PyPI")
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that computes attention here."""
+    if request.param == "triton":
+        request.getfixturevalue("triton_runs")
+    return request.param

@@ -1,0 +1,52 @@
+"""Kernels that run one helper of tilewise.kernels.tile per program, and store what it returned."""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.tile import Work, band, locate, visible
+
+
+@triton.jit
+def band_probe(table, out, before, after, BLOCK: tl.constexpr):
+    """table (N, 5): first, last, n, before, after -> out (N, 4): a Span. before and after are None or not None."""
+    row = table + tl.program_id(0) * 5
+    if before is not None:
+        before = tl.load(row + 3)
+    if after is not None:
+        after = tl.load(row + 4)
+    span = band(tl.load(row), tl.load(row + 1), tl.load(row + 2), before, after, BLOCK)
+    out += tl.program_id(0) * 4
+    tl.store(out, span.lo)
+    tl.store(out + 1, span.full_lo)
+    tl.store(out + 2, span.full_hi)
+    tl.store(out + 3, span.hi)
+
+
+@triton.jit
+def visible_probe(table, out, before, after, SIZE: tl.constexpr):
+    """table (N, 4): n_q, n_k, before, after -> out (N, SIZE, SIZE): which queries see which keys."""
+    row = table + tl.program_id(0) * 4
+    if before is not None:
+        before = tl.load(row + 2)
+    if after is not None:
+        after = tl.load(row + 3)
+    w = Work(0, 0, 0, 0, tl.load(row), 0, tl.load(row + 1), 0)
+    i = tl.arange(0, SIZE)[:, None]
+    j = tl.arange(0, SIZE)[None, :]
+    out += tl.program_id(0) * SIZE * SIZE
+    tl.store(out + i * SIZE + j, visible(i, j, w, before, after).to(tl.int32))
+
+
+@triton.jit
+def locate_probe(out, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
+    """out (programs, 8): the Work of each program."""
+    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK)
+    out += tl.program_id(0) * 8
+    tl.store(out, w.b)
+    tl.store(out + 1, w.h)
+    tl.store(out + 2, w.first)
+    tl.store(out + 3, w.q0)
+    tl.store(out + 4, w.n_q)
+    tl.store(out + 5, w.k0)
+    tl.store(out + 6, w.n_k)
+    tl.store(out + 7, w.r0)

@@ -1,0 +1,107 @@
+"""What a row does not see cannot reach it: NaN and inf in hidden keys, in other sequences, past the ends."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.cases import NAMES, Case, Inputs, make, run
+from tests.conftest import DEVICE
+from tests.oracle import seen
+
+CASE = Case(batch=1, n_q=36, n_k=44, heads=2, kv_heads=1, d=8, dv=8, before=6, after=3)
+
+
+def poisoned(inputs: Inputs, name: str, index: tuple, value: float) -> Inputs:
+    x = getattr(inputs, name).clone()
+    x[index] = value
+    return inputs._replace(**{name: x})
+
+
+def affected(name: str, at: int, case: Case) -> dict[str, Tensor]:
+    """The tokens of each result that a bad token of `name` may reach: rows that see it, keys that such rows see."""
+    pairs = seen(case.n_q, case.n_k, case.spec)
+    rows = pairs[:, at] if name in "kv" else torch.arange(case.n_q) == at
+    keys = pairs[rows].any(0)
+    none = torch.zeros_like(rows)
+    forward = {"k": (rows, rows), "q": (rows, rows), "v": (rows, none)}.get(name, (none, none))
+    return dict(zip(NAMES, (*forward, rows, keys, keys), strict=True))
+
+
+def check_untouched(expected: tuple[Tensor, ...], found: tuple[Tensor, ...], reached: dict[str, Tensor]) -> None:
+    for name, x, y in zip(NAMES, expected, found, strict=True):
+        axis = -1 if name == "lse" else -3
+        keep = (~reached[name]).nonzero().squeeze(-1).to(x.device)
+        assert_close(y.index_select(axis, keep), x.index_select(axis, keep), msg=lambda m, name=name: f"{name}: {m}")
+
+
+@cache
+def clean() -> tuple[Tensor, ...]:
+    return run(make(CASE, DEVICE), "triton")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize(("at", "value"), [(0, torch.nan), (17, torch.nan), (17, torch.inf), (35, -torch.inf)])
+def test_hidden_token(name: str, at: int, value: float) -> None:
+    found = run(poisoned(make(CASE, DEVICE), name, (0, at), value), "triton")
+    reached = affected(name, at, CASE)
+    check_untouched(clean(), found, reached)
+    if name == "v" and value != value:
+        assert found[0][0, reached["out"].to(DEVICE)].isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_one_column_of_a_hidden_value(value: float) -> None:
+    found = run(poisoned(make(CASE, DEVICE), "v", (0, 20, 0, 3), value), "triton")
+    check_untouched(clean(), found, affected("v", 20, CASE))
+
+
+def test_nan_in_lse_gradient() -> None:
+    found = run(poisoned(make(CASE, DEVICE), "dlse", (0, slice(None), 11), torch.nan), "triton")
+    check_untouched(clean(), found, affected("dlse", 11, CASE))
+
+
+def test_other_sequences() -> None:
+    """One of the packed sequences is all NaN; the others do not notice."""
+    lengths = ((5, 9), (18, 18), (0, 3), (7, 4))
+    case = Case(lengths=lengths, batch=4, n_q=30, n_k=34, heads=2, kv_heads=1, d=8, dv=8, after=1)
+    inputs = make(case, DEVICE)
+    bad = inputs
+    for name, tokens in ("q", slice(5, 23)), ("dout", slice(5, 23)), ("k", slice(9, 27)), ("v", slice(9, 27)):
+        bad = poisoned(bad, name, (tokens,), torch.nan)
+    rows, keys = torch.zeros(30, dtype=torch.bool), torch.zeros(34, dtype=torch.bool)
+    rows[5:23] = keys[9:27] = True
+    found = run(bad, "triton")
+    check_untouched(run(inputs, "triton"), found, dict(zip(NAMES, (rows, rows, rows, keys, keys), strict=True)))
+    assert found[0][5:23].isnan().all()
+
+
+def test_rows_that_see_nothing_ignore_everything() -> None:
+    """Queries before the first key and a NaN in every key: still out 0, lse -inf, dq 0."""
+    inputs = make(Case(batch=1, n_q=40, n_k=10, after=0), DEVICE)
+    bad = inputs._replace(k=torch.full_like(inputs.k, torch.nan), v=torch.full_like(inputs.v, torch.inf))
+    out, lse, dq, _, _ = run(bad, "triton")
+    assert not out[:, :30].any()
+    assert not dq[:, :30].any()
+    assert (lse[..., :30] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_memory_around_the_tensors(packed: bool) -> None:
+    """Each tensor is a window into a larger one full of NaN, before and after it, along every axis."""
+    lengths = ((9, 13), (0, 0), (12, 8)) if packed else None
+    case = Case(1, 21, 21, 2, 1, 5, 3, after=0, lengths=lengths)
+    inputs = make(case, DEVICE)
+
+    def framed(x: Tensor) -> Tensor:
+        frame = x.new_full([n + 4 for n in x.shape], torch.nan)
+        inner = frame[tuple(slice(2, n + 2) for n in x.shape)]
+        return inner.copy_(x)
+
+    bad = inputs._replace(**{name: framed(getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")})
+    for name, x, y in zip(NAMES, run(inputs, "triton"), run(bad, "triton"), strict=True):
+        assert torch.equal(x, y), name
