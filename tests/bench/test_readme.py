@@ -28,7 +28,7 @@ def test_the_documents_agree_with_the_kept_results():
 
 
 def test_kept_results_are_named_after_their_date_and_device():
-    for path in (ROOT / readme.RESULTS).glob("*.json"):
+    for path in readme.kept(ROOT):
         assert path.name == readme.kept_name(readme.load(path))
 
 
@@ -68,6 +68,11 @@ def test_a_newer_result_replaces_the_older(root):
     (root / "README.md").write_text(DOCUMENT.format("speed"))
     readme.write(root)
     assert "(3.00×)" in (root / "README.md").read_text()
+
+
+def test_other_measurements_may_lie_beside_them(root):
+    (root / readme.RESULTS / "2026-12-31-sweep.json").write_text('{"tiles": []}')
+    assert [path.name for path in readme.kept(root)] == ["2026-11-15-nvidia-h200.json"]
 
 
 def test_plots_are_written_and_shown(root):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from tilewise.bench.results import OURS, Cell, Results, Spread
+from tilewise.bench.results import OURS, Cell, Results, Spread, Unit
 from tilewise.demo.charts import WIDTH, Axis, apart, svg, text, tip
 from tilewise.demo.words import duration, tokens
 
@@ -46,26 +46,31 @@ def scale(peak: float) -> tuple[float, float]:
 
 
 def panels(results: Results, which: str) -> list[tuple[str, list[Cell]]]:
-    """The cells of one pass, one list for each head dim and mask, by length."""
+    """The cells of one pass, one list for each mask and head dim, by length."""
     found: dict[str, list[Cell]] = {}
-    for cell in results.of(which):
-        mask = "causal" if cell.case["causal"] else "full"
-        found.setdefault(f"D {cell.case['dim']}, {mask}", []).append(cell)
-    return [(title, sorted(cells, key=lambda cell: int(cell.case["seq"]))) for title, cells in found.items()]
+    for cell in sorted(results.of(which), key=lambda cell: (cell.case["causal"], cell.case["dim"], cell.case["seq"])):
+        found.setdefault(f"D {cell.case['dim']}, {'causal' if cell.case['causal'] else 'full'}", []).append(cell)
+    return list(found.items())
+
+
+def columns(drawn: Sequence[tuple[str, list[Cell]]]) -> int:
+    """A row for each mask where there are several head dims; else one row."""
+    dims = len({cells[0].case["dim"] for _, cells in drawn})
+    return dims if dims > 1 else len(drawn)
 
 
 def top(results: Results) -> float:
-    """One vertical scale for all panels: the fastest thing measured."""
+    """One vertical scale for all panels: the fastest thing measured, in FLOP/s."""
     cells = results.of("forward", "backward")
     rates = [cell.rate(name).high for cell in cells for name in cell.timed()]
     roofs = [roof.median for cell in cells if (roof := cell.ceiling("matmul"))]
-    return max([*rates, *roofs], default=1e12) / 1e12
+    return max([*rates, *roofs], default=1e12)
 
 
-def speed(title: str, cells: Sequence[Cell], peak: float) -> str:
-    """TFLOP/s over length, a line for each provider with its quartiles as a band, the matmul's rate dotted above."""
+def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit) -> str:
+    """The rate over length, a line for each provider with its quartiles as a band, the matmul's rate dotted above."""
     left, right, upper, lower = 40, 74, 12, 38
-    limit, step = scale(peak)
+    limit, step = scale(peak / unit.size)
     lengths = [int(cell.case["seq"]) for cell in cells]
     log = Axis(lengths[0], max(lengths[-1], 2 * lengths[0]), left + 6, WIDTH - right)
 
@@ -80,13 +85,13 @@ def speed(title: str, cells: Sequence[Cell], peak: float) -> str:
             yield text(log(length), HEIGHT - lower + 18, tokens(length), "tick middle")
         yield text((left + WIDTH - right) / 2, HEIGHT - 3, "tokens in a sequence", "tick middle")
         found = {n: cell.ceiling("matmul") for n, cell in zip(lengths, cells, strict=True)}
-        roofs = [(log(n), y(tera(roof).median)) for n, roof in found.items() if roof]
+        roofs = [(log(n), y(unit(roof).median)) for n, roof in found.items() if roof]
         if roofs:
             yield f'<path class="roof" d="M{path(roofs)}"><title>matmul, in the same rounds</title></path>'
         ends = {}
         for name in sorted({name for cell in cells for name in cell.timed()}, key=lambda name: name.startswith(OURS)):
-            rates = {n: tera(cell.rate(name)) for n, cell in zip(lengths, cells, strict=True) if name in cell.timed()}
-            yield _line(name, rates, log, y)
+            rates = {n: unit(cell.rate(name)) for n, cell in zip(lengths, cells, strict=True) if name in cell.timed()}
+            yield _line(name, rates, log, y, unit.name)
             last = max(rates)
             ends[name] = log(last), y(rates[last].median)
         if roofs:
@@ -99,23 +104,21 @@ def speed(title: str, cells: Sequence[Cell], peak: float) -> str:
     return svg(title, HEIGHT, draw())
 
 
-def _line(name: str, rates: Mapping[int, Spread], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+def _line(
+    name: str, rates: Mapping[int, Spread], x: Callable[[float], float], y: Callable[[float], float], unit: str
+) -> str:
     kind, radius = ("series ours", 4) if name.startswith(OURS) else ("series", 3)
     band = [*((x(n), y(r.high)) for n, r in rates.items()), *reversed([(x(n), y(r.low)) for n, r in rates.items()])]
     drawn = [f'<path class="band" d="M{path(band)}Z"/>']
     drawn.append(f'<path class="{kind}" d="M{path([(x(n), y(r.median)) for n, r in rates.items()])}"/>')
     for n, r in rates.items():
-        hint = f"{label(name)}, {n} tokens: {r.median:.3g} TFLOP/s ({r.low:.3g} to {r.high:.3g})"
+        hint = f"{label(name)}, {n} tokens: {r.median:.3g} {unit} ({r.low:.3g} to {r.high:.3g})"
         drawn.append(f'<circle class="point" cx="{x(n):.1f}" cy="{y(r.median):.1f}" r="{radius}">{tip(hint)}</circle>')
     return f"<g {colour(name)}>{''.join(drawn)}</g>"
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-
-
-def tera(rate: Spread) -> Spread:
-    return Spread(rate.low / 1e12, rate.median / 1e12, rate.high / 1e12, rate.rounds)
 
 
 def times(cell: Cell) -> str:
@@ -142,19 +145,18 @@ def times(cell: Cell) -> str:
 def figure(results: Results, which: str) -> str:
     """All panels of one pass as one picture that stands alone, for documents."""
     drawn = panels(results, which)
-    columns = len({title.partition(",")[2] for title, _ in drawn})
-    gap, head = 34, 30
-    width = columns * (WIDTH + gap)
-    height = head + math.ceil(len(drawn) / columns) * (HEIGHT + gap)
-    peak = top(results)
+    across, gap, head = columns(drawn), 34, 30
+    width = across * (WIDTH + gap)
+    height = head + math.ceil(len(drawn) / across) * (HEIGHT + gap)
+    peak, unit = top(results), results.unit()
 
     def parts() -> Iterator[str]:
         yield f'<rect class="paper" width="{width}" height="{height}"/>'
-        yield text(12, 20, f"{which}, TFLOP/s, {results.machine['device']}, {results.settings['dtype']}", "title")
+        yield text(12, 20, f"{which}, {unit.name}, {results.machine['device']}, {results.settings['dtype']}", "title")
         for n, (title, cells) in enumerate(drawn):
-            x, y = n % columns * (WIDTH + gap), head + n // columns * (HEIGHT + gap)
+            x, y = n % across * (WIDTH + gap), head + n // across * (HEIGHT + gap)
             yield text(x + 12, y + 16, title, "title")
-            panel = speed(title, cells, peak).replace(
+            panel = speed(title, cells, peak, unit).replace(
                 "<svg ", f'<svg x="{x}" y="{y + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1
             )
             yield panel

@@ -11,14 +11,14 @@ from string import Template
 from tilewise.bench import charts
 from tilewise.bench.charts import label
 from tilewise.bench.judge import BUDGET
-from tilewise.bench.results import Cell, Results, Spread, geometric_mean
+from tilewise.bench.results import Cell, Results, Spread, Unit, geometric_mean
 from tilewise.bench.summary import absent, against, bars, standings
 from tilewise.demo.charts import lines
 from tilewise.demo.words import binary, duration, tokens
 
 PASSES = ("forward", "backward")
 ERRORS = ("out", "dq", "dk", "dv")
-SPEED = """TFLOP/s against length, {tokens} tokens and hidden size {hidden}, however they are cut. The band
+SPEED = """{unit} against length, {tokens} tokens and hidden size {hidden}, however they are cut. The band
 around a line holds half of the rounds; the dotted line is a matrix product in the same rounds."""
 RATIOS = """How many times as fast as a peer, the median over the rounds; blue is faster than the peer, orange
 slower. Each round gives every provider one burst in random order, and a ratio compares two bursts of the same
@@ -79,12 +79,13 @@ def claim(number: str, words: str, kind: str = "") -> str:
 
 
 def sections(results: Results) -> Iterator[str]:
-    peak = charts.top(results)
+    peak, unit = charts.top(results), results.unit()
     for which in PASSES:
         panels = [(title, cells) for title, cells in charts.panels(results, which) if any(c.timed() for c in cells)]
         if panels:
-            drawn = [card(title, charts.speed(title, cells, peak)) for title, cells in panels]
-            yield section(f"Speed, {which}", SPEED.format_map(results.settings), cards(drawn))
+            drawn = [card(title, charts.speed(title, cells, peak, unit)) for title, cells in panels]
+            body = cards(drawn, f"across{charts.columns(panels)}")
+            yield section(f"Speed, {which}", SPEED.format(unit=unit.name, **results.settings), body)
     yield from ratio_section(results)
     yield from other_section(results)
     yield from memory_section(results)
@@ -216,23 +217,23 @@ def method_section(results: Results) -> str:
 
 
 def numbers_section(results: Results) -> str:
-    names = list(dict.fromkeys(name for cell in results.cells for name in cell.timed()))
+    names, unit = list(dict.fromkeys(name for cell in results.cells for name in cell.timed())), results.unit()
     rows = []
     for cell in results.cells:
         ratio, share = cell.ratio_to_best(), cell.share_of_ceiling()
         sensed = [f"{cell.sensors[name][1]:.0f}" if name in cell.sensors else "" for name in ("sm_mhz", "watts")]
         said = ranged(ratio) if ratio else "", f"{100 * share.median:.0f} %" if share else ""
-        rows.append([cell.group, cell.name, *(number(cell, name) for name in names), *said, *sensed])
+        rows.append([cell.group, cell.name, *(number(cell, name, unit) for name in names), *said, *sensed])
     head = ["pass", "case", *map(label, names), "ours / best peer", "of matmul", "MHz", "W"]
-    title = "All numbers (TFLOP/s, or time where there are no FLOPs)"
+    title = f"All numbers ({unit.name}, or time where there are no FLOPs)"
     return f"<details><summary>{title}</summary>{card('', table(head, rows))}</details>"
 
 
-def number(cell: Cell, name: str) -> str:
+def number(cell: Cell, name: str, unit: Unit) -> str:
     entry = cell.entries.get(name)
     if entry is None or not entry.times:
         return entry.status if entry else ""
-    return duration(cell.seconds(name).median) if cell.flops is None else f"{cell.rate(name).median / 1e12:.3g}"
+    return duration(cell.seconds(name).median) if cell.flops is None else unit.say(cell.rate(name))
 
 
 def ranged(ratio: Spread) -> str:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tilewise.bench.charts import label, panels, tera
+from tilewise.bench.charts import columns, label, panels
 from tilewise.bench.results import OURS, Results
 
 COLOURS = {
@@ -45,13 +45,13 @@ def speed(results: Results, which: str, figure: Any) -> bool:
     drawn = [(title, cells) for title, cells in panels(results, which) if any(cell.timed() for cell in cells)]
     if not drawn:
         return False
-    columns = min(2, len(drawn))
-    rows = math.ceil(len(drawn) / columns)
-    figure.set_size_inches(5.2 * columns, 3 * rows + 0.4)
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    across, unit = columns(drawn), results.unit()
+    rows = math.ceil(len(drawn) / across)
+    figure.set_size_inches(4.6 * across, 3 * rows + 0.4)
+    axes = figure.subplots(rows, across, squeeze=False, sharey=True).flat
     for axis, (title, cells) in zip(axes, drawn, strict=False):
         for name in dict.fromkeys(name for cell in cells for name in cell.timed()):
-            points = [(cell.case["seq"], tera(cell.rate(name))) for cell in cells if name in cell.timed()]
+            points = [(cell.case["seq"], unit(cell.rate(name))) for cell in cells if name in cell.timed()]
             x, y = [n for n, _ in points], [rate.median for _, rate in points]
             style = {
                 "color": COLOURS.get(name),
@@ -61,7 +61,7 @@ def speed(results: Results, which: str, figure: Any) -> bool:
             axis.plot(x, y, marker="o", markersize=3.5, **style)
         _lengths(axis, [cell.case["seq"] for cell in cells])
         axis.set_title(f"{which}, {title}", fontsize=10)
-        axis.set_ylabel("TFLOP/s")
+        axis.set_ylabel(unit.name)
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=8, frameon=False)
     return True

@@ -5,6 +5,7 @@ The newest result of each device counts, GPUs before CPUs. A test renders them a
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from tilewise.bench import charts
 from tilewise.bench.charts import label
 from tilewise.bench.machine import slug
 from tilewise.bench.page import memory_rows
-from tilewise.bench.results import Cell, Results, load
+from tilewise.bench.results import Cell, Results, Unit, load
 from tilewise.bench.summary import bars, standings
 from tilewise.demo.words import duration, tokens
 from tilewise.spec import AttentionError
@@ -44,11 +45,14 @@ def newest(path: Path, device: str) -> Path:
 
 def latest(root: Path) -> list[Results]:
     """The newest result of every device."""
-    by_device: dict[str, Path] = {}
-    for path in sorted((root / RESULTS).glob("*.json")):
-        by_device[path.stem[11:]] = path
+    by_device = {path.stem[11:]: path for path in kept(root)}
     found = [load(path) for path in by_device.values()]
     return sorted(found, key=lambda results: results.machine["kind"] != "cuda")
+
+
+def kept(root: Path) -> list[Path]:
+    """The results of this command, by date; other measurements may lie beside them."""
+    return [path for path in sorted((root / RESULTS).glob("*.json")) if "schema" in json.loads(path.read_text())]
 
 
 def write(root: Path) -> list[Path]:
@@ -96,17 +100,17 @@ def fill(text: str, everything: list[Results], document: str) -> str:
 def speed(everything: list[Results], document: str) -> str:
     """TFLOP/s of ours and the ratio to the fastest peer, on the first device."""
     results = everything[0]
-    said = [_measured(results)]
+    said, unit = [_measured(results)], results.unit()
     for which in ("forward", "backward"):
         panels = charts.panels(results, which)
         lengths = sorted({int(cell.case["seq"]) for _, cells in panels for cell in cells})
         rows = []
         for title, cells in panels:
             by_length = {int(cell.case["seq"]): cell for cell in cells}
-            rows.append([title, *(_cell(by_length.get(n)) for n in lengths)])
+            rows.append([title, *(_cell(by_length.get(n), unit) for n in lengths)])
         if rows:
             said.append(_table([which, *map(tokens, lengths)], rows, left=1))
-    said.append("TFLOP/s of tilewise, and how many times as fast as the fastest peer of that cell it is.\n")
+    said.append(f"{unit.name} of tilewise, and how many times as fast as the fastest peer of that cell it is.\n")
     return "\n".join(said)
 
 
@@ -187,9 +191,9 @@ def _measured(results: Results) -> str:
     return f"{machine['device']}, {results.settings['dtype']}, torch {machine['torch']}, {machine['date'][:10]}:\n"
 
 
-def _cell(cell: Cell | None) -> str:
+def _cell(cell: Cell | None, unit: Unit) -> str:
     ours = cell.chosen() if cell else None
     if cell is None or ours is None:
         return "–"
     ratio = cell.ratio_to_best()
-    return f"{cell.rate(ours).median / 1e12:.3g}" + (f" ({ratio.median:.2f}×)" if ratio else "")
+    return unit.say(cell.rate(ours)) + (f" ({ratio.median:.2f}×)" if ratio else "")

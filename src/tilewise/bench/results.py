@@ -142,6 +142,9 @@ class Results:
     seconds: float = 0.0
     schema: int = SCHEMA
 
+    def unit(self) -> Unit:
+        return Unit.of(max((c.rate(n).median for c in self.cells if c.flops for n in c.timed()), default=1e12))
+
     def of(self, *groups: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.group in groups]
 
@@ -179,6 +182,27 @@ def _lines(raw: dict[str, Any]) -> str:
         return json.dumps(x, allow_nan=False)
 
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {value(x)}" for key, x in raw.items()) + "\n}\n"
+
+
+class Unit(NamedTuple):
+    """What rates are told in.
+
+    >>> Unit.of(3.2e14), Unit.of(4.0e9)
+    (Unit(name='TFLOP/s', size=1000000000000.0), Unit(name='GFLOP/s', size=1000000000.0))
+    """
+
+    name: str
+    size: float
+
+    @staticmethod
+    def of(largest: float) -> Unit:
+        return Unit("TFLOP/s", 1e12) if largest >= 1e12 else Unit("GFLOP/s", 1e9)
+
+    def __call__(self, rate: Spread) -> Spread:
+        return Spread(rate.low / self.size, rate.median / self.size, rate.high / self.size, rate.rounds)
+
+    def say(self, rate: Spread) -> str:
+        return f"{rate.median / self.size:.3g}"
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:

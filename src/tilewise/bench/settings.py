@@ -110,7 +110,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         gqa=Case(1, tokens // 2, 8, 2, 64, True, dtype=dtype),
         varlen=Case(1, 0, 4, 4, 64, True, lengths=random_lengths(32, 64 if quick else 256), dtype=dtype),
         window=Case(1, tokens, 4, 4, 64, True, tokens // 16, dtype=dtype),
-        layer=Model(1, 512, 8, 1, tokens, 0),
+        layer=Model(1, 256, 4, 1, tokens // 2, 0),
         gpt=Model(4, 256, 4, 4, 256, 4096),
         compiled=not quick,
         memory=Case(1, 0, 4, 4, 64, True, dtype=dtype),

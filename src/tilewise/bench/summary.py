@@ -45,9 +45,9 @@ class Standing:
 
 
 def standings(results: Results) -> list[Standing]:
-    """Each backend against each peer and, as peer "best", against whichever peer is the fastest in each cell."""
+    """On the grid: each backend against each peer and, as peer "best", against the fastest peer of each cell."""
     found = []
-    for group in dict.fromkeys(cell.group for cell in results.cells):
+    for group in ("forward", "backward"):
         cells = results.of(group)
         backends = sorted({name for cell in cells for name in cell.timed() if name.startswith(OURS)})
         peers = dict.fromkeys(name for cell in cells for name in cell.peers())

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise.bench.compare import Comparison
 from tilewise.bench.judge import BUDGET
-from tilewise.bench.results import OURS, Cell, Peak, Results, Spread
+from tilewise.bench.results import OURS, Cell, Peak, Results, Spread, Unit
 from tilewise.bench.runner import Run
 from tilewise.bench.summary import absent, bars, standings
 from tilewise.demo.words import binary, duration, tokens
@@ -38,17 +39,17 @@ def watch(run: Run, targets: Sequence[str], save: Path) -> Results:
                     results.memory.append(found)
                 else:
                     results.cells.append(found)
-                    console.print(line(found), highlight=False)
+                    console.print(line(found, results.unit()), highlight=False)
             progress.advance(task)
             results.seconds = round(time.monotonic() - began, 1)
             results.save(save)
     return results
 
 
-def line(cell: Cell) -> str:
+def line(cell: Cell, unit: Unit) -> str:
     """One cell in one line, as it is finished."""
     shown = "  ".join(
-        f"{short(name)} {_said(cell, name)}" for name in cell.entries if cell.entries[name].status != "missing"
+        f"{short(name)} {_said(cell, name, unit)}" for name in cell.entries if cell.entries[name].status != "missing"
     )
     ratio = cell.ratio_to_best()
     return f"[dim]{cell.group}[/] {cell.name}  {shown}" + (f"  [bold]{ratio.median:.2f}x[/]" if ratio else "")
@@ -62,11 +63,11 @@ def short(name: str) -> str:
     return name.removeprefix(f"{OURS}-")
 
 
-def _said(cell: Cell, name: str) -> str:
+def _said(cell: Cell, name: str, unit: Unit) -> str:
     entry = cell.entries[name]
     if not entry.times:
         return f"[{COLOURS.get(entry.status, 'yellow')}]{entry.status}[/]"
-    return duration(cell.seconds(name).median) if cell.flops is None else f"{cell.rate(name).median / 1e12:.3g}"
+    return duration(cell.seconds(name).median) if cell.flops is None else unit.say(cell.rate(name))
 
 
 def show(results: Results, files: Sequence[Path]) -> None:
@@ -76,7 +77,7 @@ def show(results: Results, files: Sequence[Path]) -> None:
         f"\n[bold]tilewise bench[/] on {device}, torch {results.machine['torch']}, commit {commit}\n", highlight=False
     )
     for title, cells in groups(results):
-        console.print(speed_table(title, cells), "")
+        console.print(speed_table(title, cells, results.unit()), "")
     if results.memory:
         console.print(memory_table(results), "")
     console.print(standings_table(results), "")
@@ -99,15 +100,15 @@ def groups(results: Results) -> Iterator[tuple[str, list[Cell]]]:
     """The grid pass by pass, then everything else together."""
     for which in ("forward", "backward"):
         if results.of(which):
-            yield f"{which}, TFLOP/s", results.of(which)
+            yield f"{which}, {results.unit().name}", results.of(which)
     other = [cell for cell in results.cells if cell.group not in ("forward", "backward")]
     if other:
         yield "other cases, time of one call", other
 
 
-def speed_table(title: str, cells: Sequence[Cell]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    is_grid = title.endswith("TFLOP/s")
+def speed_table(title: str, cells: Sequence[Cell], unit: Unit) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    is_grid = title.endswith(unit.name)
     for head in ("D", "mask", "length") if is_grid else ("case", "size"):
         table.add_column(head, justify="right" if head in ("D", "length") else "left")
     names = list(
@@ -116,7 +117,7 @@ def speed_table(title: str, cells: Sequence[Cell]) -> Table:
     for name in names:
         table.add_column(short(name), justify="right")
     for head in ("best peer", "ours / best", "of matmul"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=head == "ours / best")
     for number, cell in enumerate(cells):
         lead = [str(cell.case["dim"]), mask(cell), tokens(cell.case["seq"])] if is_grid else [cell.group, cell.name]
         ratio, share = cell.ratio_to_best(), cell.share_of_ceiling()
@@ -125,7 +126,7 @@ def speed_table(title: str, cells: Sequence[Cell]) -> Table:
         fastest = min(cell.timed(), key=lambda name: cell.seconds(name).median, default=None)
         table.add_row(
             *lead,
-            *(_bold(_shown(cell, name, is_grid), name == fastest) for name in names),
+            *(_bold(_shown(cell, name, unit if is_grid else None), name == fastest) for name in names),
             best or "",
             _coloured(ratio) if ratio else "",
             f"{100 * share.median:.0f} %" if share else "",
@@ -142,13 +143,13 @@ def _block(cell: Cell) -> tuple[int, bool]:
     return cell.case["dim"], cell.case["causal"]
 
 
-def _shown(cell: Cell, name: str, is_rate: bool) -> str:
+def _shown(cell: Cell, name: str, unit: Unit | None) -> str:
     entry = cell.entries.get(name)
     if entry is None:
         return ""
     if not entry.times:
         return f"[{COLOURS.get(entry.status, 'dim')}]{entry.status}[/]"
-    return f"{cell.rate(name).median / 1e12:.3g}" if is_rate else duration(cell.seconds(name).median)
+    return unit.say(cell.rate(name)) if unit else duration(cell.seconds(name).median)
 
 
 def _bold(words: str, yes: bool) -> str:
@@ -161,7 +162,7 @@ def _coloured(ratio: Spread) -> str:
 
 
 def memory_table(results: Results) -> Table:
-    table = Table(title="peak memory of forward + backward, beyond the inputs", title_justify="left")
+    table = Table(title="peak memory of forward + backward, beyond the inputs", title_justify="left", box=SIMPLE_HEAD)
     names = list(dict.fromkeys(peak.provider for peak in results.memory))
     table.add_column("length", justify="right")
     for name in names:
@@ -173,7 +174,9 @@ def memory_table(results: Results) -> Table:
 
 
 def standings_table(results: Results) -> Table:
-    table = Table(title="geometric mean of the ratios (above 1: tilewise is faster)", title_justify="left")
+    table = Table(
+        title="geometric mean of the ratios (above 1: tilewise is faster)", title_justify="left", box=SIMPLE_HEAD
+    )
     for head in ("cells", "ours", "peer"):
         table.add_column(head)
     for head in ("ratio", "worst", "best", "n"):
@@ -185,7 +188,7 @@ def standings_table(results: Results) -> Table:
 
 
 def bars_table(results: Results) -> Table:
-    table = Table(title="goals", title_justify="left")
+    table = Table(title="goals", title_justify="left", box=SIMPLE_HEAD)
     for head in ("what", "found", "goal", ""):
         table.add_column(head, justify="left" if head == "what" else "right")
     for bar in bars(results):
@@ -195,7 +198,7 @@ def bars_table(results: Results) -> Table:
 
 
 def absent_table(results: Results) -> Table:
-    table = Table(title="who did not run, and why", title_justify="left")
+    table = Table(title="who did not run, and why", title_justify="left", box=SIMPLE_HEAD)
     for head in ("who", "where", "why"):
         table.add_column(head, overflow="fold")
     for who, where, why in absent(results):
@@ -205,7 +208,7 @@ def absent_table(results: Results) -> Table:
 
 def show_comparison(comparison: Comparison) -> None:
     console = Console()
-    table = Table(title="ratios that changed by more than their noise", title_justify="left")
+    table = Table(title="ratios that changed by more than their noise", title_justify="left", box=SIMPLE_HEAD)
     for head in ("cell", "ours / peer", "before", "after", "change", "noise"):
         table.add_column(head, justify="left" if head in ("cell", "ours / peer") else "right")
     changed = [change for change in comparison.changes if change.faster or change.slower]
