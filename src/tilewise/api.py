@@ -115,13 +115,15 @@ def attention_varlen(
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    for name, cu, x in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
         if cu.dtype != torch.int32:
             raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
         if cu.device != q.device:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
+        if cu.shape[0] == 1 and x.shape[0] > 0:
+            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_seqlens_k.shape[0], f"cu_seqlens_q's {cu_seqlens_q.shape[0]}")
     sizes = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
