@@ -49,6 +49,7 @@ RULES = {
     "perf": Rule("perf spec config dispatch", lazy="kernels triton"),
     "trace": Rule("trace reference spec", lazy="rich"),
     "machine": Rule("machine spec"),
+    "explore": Rule("explore trace machine perf mods reference spec", lazy="dispatch emulator kernels"),
     "perf.check": Rule("perf", lazy="tilewise spec triton"),
     "bench": Rule("bench demo tilewise spec dispatch rich", lazy="matplotlib"),
     "demo": Rule("demo tilewise rich"),

@@ -29,6 +29,7 @@ class Command:
 COMMANDS = {
     "demo": Command("tilewise.demo", "run attention on this machine; check it, measure it, draw it"),
     "bench": Command("tilewise.bench", "attention beside every peer: checked, then timed in turns"),
+    "explore": Command("tilewise.explore", "a page to take attention apart on: live, or as one offline file"),
     "explain": Command("tilewise.perf.command", "what a call costs on any GPU, which roof binds, what would help"),
     "trace": Command("tilewise.trace.command", "watch softmax, attention or autograd at work, step by step"),
 }

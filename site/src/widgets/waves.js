@@ -1,0 +1,78 @@
+import { axisBottom, axisLeft } from "d3-axis";
+import { scaleLinear } from "d3-scale";
+import { form, h, picture, room, small, t } from "../core.js";
+import { readouts } from "../stage.js";
+
+export const waves = {
+  id: "waves",
+  endpoint: "waves",
+  defaults: { device: "A100", tile: "256x128", n: 1793 },
+  controls: [
+    { kind: "select", key: "device", label: "roof.device", options: ["A100", "A100-40GB", "H100", "H200", "RTX 4090", "L4", "B200"] },
+    { kind: "choice", key: "tile", label: "waves.tile", options: ["256x128", "128x128", "128x64", "64x64"] },
+    { kind: "range", key: "n", label: "waves.n", min: 256, max: 4096 },
+  ],
+  ask: ({ device, tile }, ask) => ask("waves", { device, tile }),
+
+  draw(figure, data, state, set) {
+    const n = Math.max(data.low, Math.min(data.high, state.n));
+    const [, blocks, waves, efficiency] = data.steps.findLast(([from]) => from <= n);
+    const last = blocks - (waves - 1) * data.sms;
+    figure.replaceChildren(
+      readouts([
+        ["waves.blocks", form.count(blocks), "blocks"],
+        ["waves.sms", String(data.sms), "sms"],
+        ["waves.waves", String(waves), "waves"],
+        ["waves.efficiency", form.percent(efficiency), "efficiency", efficiency < 0.7 ? "bad" : efficiency > 0.85 ? "good" : ""],
+        ["waves.idle", String(data.sms - last), "idle"],
+      ]),
+      chart(data, n, efficiency, set),
+      h("div.waves", {}, machines(data, waves, last)),
+      cliffs(data, n, set),
+    );
+  },
+};
+
+function chart(data, n, efficiency, set) {
+  const [width, height, left, top, bottom] = [room(), 220, 46, 14, 40];
+  const node = h("div", {});
+  const svg = picture(node, width, height, t("waves.picture"));
+  const x = scaleLinear([data.low, data.high], [left, width - 14]);
+  const y = scaleLinear([0, 1], [height - bottom, top]);
+  svg.append("g").attr("transform", `translate(0 ${height - bottom})`).call(axisBottom(x).tickValues(small() ? [1024, 2048, 3072, 4096] : [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]).tickFormat(String).tickSizeOuter(0));
+  svg.append("g").attr("transform", `translate(${left} 0)`).call(axisLeft(y).tickValues([0, 0.25, 0.5, 0.75, 1]).tickFormat((v) => `${100 * v} %`).tickSizeInner(left + 12 - width).tickSizeOuter(0));
+  svg.append("text").attr("class", "tick middle").attr("x", (left + width) / 2).attr("y", height - 6).text(t("waves.x"));
+  const points = data.steps.map(([from, , , share], i) => `${i ? "H" : "M"}${x(from)}${i ? "V" : " "}${y(share)}`).join("");
+  svg.append("path").attr("d", `${points}H${x(data.high)}V${y(0)}H${x(data.low)}Z`).attr("fill", "var(--s0w)");
+  svg.append("path").attr("d", `${points}H${x(data.high)}`).attr("fill", "none").attr("stroke", "var(--s0)").attr("stroke-width", 2);
+  svg.append("line").attr("x1", x(n)).attr("x2", x(n)).attr("y1", top).attr("y2", height - bottom).attr("stroke", "var(--s2)").attr("stroke-width", 2);
+  svg.append("circle").attr("cx", x(n)).attr("cy", y(efficiency)).attr("r", 6).attr("fill", "var(--s2)").attr("stroke", "var(--card)").attr("stroke-width", 2);
+  svg.append("text").attr("class", `halo strong ${x(n) > width - 60 ? "end" : ""}`).attr("x", x(n) + (x(n) > width - 60 ? -8 : 8)).attr("y", top + 10).style("fill", "var(--s2)").text(`n = ${n}`);
+  svg.style("cursor", "crosshair").on("click", (event) => {
+    const box = svg.node().getBoundingClientRect();
+    set({ n: Math.round(Math.max(data.low, Math.min(data.high, x.invert(((event.clientX - box.left) / box.width) * width)))) });
+  });
+  return node;
+}
+
+/** One square per SM for the first wave, the last, and what lies between as a word. */
+function machines(data, waves, last) {
+  const shown = waves <= 3 ? [...Array(waves).keys()].map((i) => i + 1) : [1, waves - 1, waves];
+  const columns = Math.ceil(Math.sqrt(data.sms * 1.7));
+  return shown.map((wave) => {
+    const busy = wave === waves ? last : data.sms;
+    const figure = h("figure", {}, h("figcaption", {}, t("waves.wave", { wave, busy, sms: data.sms })));
+    const rows = Math.ceil(data.sms / columns);
+    const svg = picture(figure, columns * 14, rows * 14, t("waves.wave", { wave, busy, sms: data.sms }));
+    for (let i = 0; i < data.sms; i++)
+      svg.append("rect").attr("x", (i % columns) * 14).attr("y", Math.floor(i / columns) * 14).attr("width", 11).attr("height", 11).attr("rx", 2.5)
+        .attr("fill", i < busy ? (wave === waves && waves > 1 ? "var(--s2)" : "var(--s0)") : "var(--wash)").attr("stroke", i < busy ? "none" : "var(--rule)");
+    return figure;
+  });
+}
+
+function cliffs(data, n, set) {
+  return h("p.small.cliffs", {}, t("waves.cliffs"), " ",
+    data.cliffs.slice(0, 8).map(([at, before, after]) =>
+      h("button", { type: "button", "data-cliff": at, onclick: () => set({ n: n === at ? at - 1 : at }), title: `${before} → ${after}` }, `${at - 1} → ${at}`)));
+}
