@@ -2,6 +2,7 @@
 
 With p = exp(s - lse) recomputed from the saved lse, dp = do v^T and delta = rowsum(do * o) - dlse:
     dv = p^T do        ds = p * (dp - delta)        dq = scale * ds k        dk = scale * ds^T q
+(with a score mod, ds is multiplied by the mod's slope; with dropout, dv takes the weights that stayed and dp theirs).
 Each sum has one owner and one order, so two runs agree bit for bit. The owner of keys works on transposed tiles
 (s^T = k q^T), whose p^T and ds^T are already the left operands of its two sums.
 """
@@ -12,16 +13,20 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
+    biases,
+    column,
     dot,
+    dropped,
     has_nan,
     load_rows,
     locate,
     row_pointers,
     row_statistics,
-    scores,
     store_rows,
     unit_of,
     visible,
+    walk,
+    worth,
 )
 
 
@@ -38,7 +43,7 @@ def prepare_kernel(
         o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         do_tile = load_rows(do, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         delta_i = tl.sum(o_tile * do_tile, 1)
-        if dlse is not None:
+        if dlse.ptr is not None:
             delta_i -= tl.load(row_pointers(dlse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=0.0)
         lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
         empty = lse_i == float("-inf")
@@ -47,33 +52,58 @@ def prepare_kernel(
 
 
 @triton.jit
-def weights(product, w, h, i, j, lse2, before, after, scale, edge, FOLD: tl.constexpr):
-    """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other."""
-    p = tl.exp2(scores(product, w, h, i, j, scale, FOLD) * unit_of(scale, FOLD) - lse2)
+def weights(
+    product, w, h, i, j, lse2, before, after, scale, edge, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+):  # fmt: skip
+    """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the score mod (of
+    nothing where there is none)."""
+    if SCORE_MOD is None:
+        s = worth(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
+        slope = s
+    else:
+        s, slope = SCORE_MOD(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+        if terms.bias is not None:
+            s += biases(terms.bias, w, h, i, j)
+    p = tl.exp2(s * unit_of(scale, FOLD) - lse2)
     if edge:
-        p = tl.where(visible(i, j, w, before, after), p, 0.0)
-    return p
+        p = tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD), p, 0.0)
+    return p, slope
+
+
+@triton.jit
+def score_gradient(p, slope, dp, delta, w, h, i, j, terms, SCORE_MOD: tl.constexpr):
+    """The gradient of scale * q.k: through softmax, dropout and the score mod."""
+    ds = p * (dropped(dp, w, h, i, j, terms) - delta)
+    if SCORE_MOD is not None:
+        ds *= slope
+    return ds
 
 
 @triton.jit
 def query_gradient(
-    q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+    lo, hi = walk(span, w, w.h, terms.blocks)
+    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+        first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        edge = CAREFUL or (first < span.full_lo) or (first + BLOCK_N > span.full_hi)
-        p = weights(product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, FOLD)
-        ds = p * (dp - delta_i[:, None])
+        p, slope = weights(
+            product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, terms,
+            FOLD, SCORE_MOD, MASK_MOD,
+        )  # fmt: skip
+        ds = score_gradient(p, slope, dp, delta_i[:, None], w, w.h, i[:, None], j[None, :], terms, SCORE_MOD)
         seen = None
         if CAREFUL:
-            seen = visible(i[:, None], j[None, :], w, before, after)
+            seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD)
             ds = tl.where(seen, ds, 0.0)
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, seen, PRECISION)
     return acc
@@ -81,9 +111,10 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def query_kernel(
-    q, k, v, do, lse2, delta, dq, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse2, delta, dq, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
@@ -97,41 +128,46 @@ def query_kernel(
         at = w.first + w.n_k - w.n_q
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
         acc = query_gradient(
-            q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
+            q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
+            SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
         )  # fmt: skip
         if has_nan(acc):
             acc = query_gradient(
-                q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale,
-                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
+                q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
+                SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
         store_rows(dq, acc * scale, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def key_gradients(
-    k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in range(GROUP):
         h = w.h * GROUP + g
-        for first in tl.range(span.lo, span.hi, BLOCK_M, num_stages=1 if CAREFUL else None):
+        lo, hi = walk(span, w, h, terms.blocks)
+        for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None):
+            first, edge = column(at, span, terms.blocks, BLOCK_M, CAREFUL or MASK_MOD is not None)
             i = first + tl.arange(0, BLOCK_M)
             q_tile = load_rows(q, w.b, h, w.q0, first, w.n_q, D, BLOCK_M, BLOCK_D, EVEN)
             do_tile = load_rows(do, w.b, h, w.q0, first, w.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
             lse2_i = tl.load(row_statistics(lse2, w, h, first, cu_q, BLOCK_M))
             delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
             product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-            edge = CAREFUL or (first < span.full_lo) or (first + BLOCK_M > span.full_hi)
-            p = weights(product, w, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, FOLD)
-            seen = visible(i[None, :], j[:, None], w, before, after) if CAREFUL else None
-            dv_acc = dot(p.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
+            p, slope = weights(
+                product, w, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, terms,
+                FOLD, SCORE_MOD, MASK_MOD,
+            )  # fmt: skip
+            seen = visible(i[None, :], j[:, None], w, before, after, h, terms, MASK_MOD) if CAREFUL else None
+            stayed = dropped(p, w, h, i[None, :], j[:, None], terms)
+            dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = p * (dp - delta_i[None, :])
+            ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms, SCORE_MOD)
             if CAREFUL:
                 ds = tl.where(seen, ds, 0.0)
             dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)
@@ -140,9 +176,10 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def key_kernel(
-    q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`heads` counts KV heads; each program sums over the GROUP query heads that share its own."""
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
@@ -153,13 +190,13 @@ def key_kernel(
         at = w.first + w.n_q - w.n_k
         span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)  # the same band, read sideways
         dk_acc, dv_acc = key_gradients(
-            k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale,
-            GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
+            k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+            SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
         )  # fmt: skip
         if has_nan(dk_acc) or has_nan(dv_acc):
             dk_acc, dv_acc = key_gradients(
-                k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale,
-                GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
+                k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+                SCORE_MOD, MASK_MOD, GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
         store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
         store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)

@@ -5,23 +5,26 @@ import triton.language as tl
 
 from .tile import (
     band,
+    column,
     dot,
+    dropped,
     has_nan,
     load_rows,
     locate,
     logsumexp,
     row_pointers,
-    scores,
     softmax_step,
     store_rows,
     unit_of,
     visible,
+    walk,
+    worth,
 )
 
 
 @triton.jit
 def attend(
-    q_tile, k, v, w, h_kv, i, span, before, after, scale,
+    q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
@@ -30,25 +33,33 @@ def attend(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+    if terms.sinks is not None:  # a key without a value, seen before all others
+        sink = tl.load(terms.sinks + w.h).to(tl.float32)
+        m = l + (sink / scale if FOLD else sink)
+        l += tl.where(sink == float("-inf"), 0.0, 1.0)
+    lo, hi = walk(span, w, w.h, terms.blocks)
+    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+        first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
-        if CAREFUL or (first < span.full_lo) or (first + BLOCK_N > span.full_hi):
-            s = tl.where(visible(i[:, None], j[None, :], w, before, after), s, float("-inf"))
+        s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
+        if edge:
+            s = tl.where(visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD), s, float("-inf"))
         p, alpha, m, l = softmax_step(m, l, s, unit)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
-        seen = visible(i[:, None], j[None, :], w, before, after) if CAREFUL else None
+        seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD) if CAREFUL else None
+        p = dropped(p, w, w.h, i[:, None], j[None, :], terms)
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], seen, PRECISION)
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def forward_kernel(
-    q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -60,12 +71,12 @@ def forward_kernel(
         at = w.first + w.n_k - w.n_q  # the key position of the first query
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
         acc, m, l = attend(
-            q_tile, k, v, w, h_kv, i, span, before, after, scale,
+            q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
             D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
         )  # fmt: skip
         if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
             acc, m, l = attend(
-                q_tile, k, v, w, h_kv, i, span, before, after, scale,
+                q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
                 D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
         store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)

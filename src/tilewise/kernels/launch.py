@@ -1,5 +1,6 @@
 """From tensors to launches: views, grids and compile-time choices of the portable kernels."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +8,11 @@ import triton
 from torch import Tensor
 
 from .. import config
+from ..dispatch import capability_of
+from ..dropout import threshold
 from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms
+from . import mods
+from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .forward import forward_kernel
 from .tile import PAD, View
@@ -24,8 +29,36 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self) -> None:
-        if self.programs:
+        if not self.programs:
+            return
+        if INTERPRETED:
             self.kernel[(self.programs,)](*self.args, **self.options)
+            return
+        key = (self.kernel, torch.cuda.current_device(), *self.options.values(), *map(_signature, self.args))
+        found = _compiled.get(key)
+        if found is None:
+            binary = self.kernel[(self.programs,)](*self.args, **self.options)
+            if len(_compiled) > 4096:  # a new length can bring new strides
+                _compiled.clear()
+            _compiled[key] = binary, [self.options[p.name] for p in self.kernel.params if p.is_constexpr]
+        else:
+            binary, constants = found
+            binary[(self.programs, 1, 1)](*self.args, *constants)
+
+
+# Triton's own look-up of a compiled kernel takes 25 us of a launch's 32; this one, by exact strides, takes 5
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _signature(x: Any) -> Any:
+    """Everything a kernel may have been specialised on; lengths and other integers only by what Triton looks at."""
+    if isinstance(x, View):
+        return x.strides, x.wide, x.ptr.dtype, x.ptr.data_ptr() % 16
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if isinstance(x, tuple):
+        return tuple(map(_signature, x))
+    return (x == 1, x % 16 == 0, x >> 31) if isinstance(x, int) else type(x)
 
 
 class Problem(NamedTuple):
@@ -56,7 +89,7 @@ def problem(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None) -> Problem:
 
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
 ) -> Launch:  # fmt: skip
     size = problem(q, k, v, cu_q)
     tile = _tile("forward", q, size, capability)
@@ -66,17 +99,52 @@ def forward_launch(
         size.programs(size.n_q, size.heads, tile.block_m),
         (
             *(_view(x) for x in (q, k, v, out)), _row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, tiles, size.heads, size.batch,
+            spec.before, spec.after, spec.scale, tiles, size.heads, size.batch, _terms(spec, terms, size, tile),
         ),
-        _options(size, spec, tile, q) | {"EVEN": _even(size, size.n_k, tile.block_n)},
+        _options(size, spec, tile, q, terms) | {
+            "SCORE_MOD": spec.score_mod and mods.value(spec.score_mod, _is_fast(q)),
+            "MASK_MOD": _mask(spec),
+            "EVEN": _even(size, size.n_k, tile.block_n),
+        },
     )  # fmt: skip
 
 
 def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
+    terms: Terms = NO_TERMS,
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
+    prepare, shared = _prepare(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size)
+    scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale
+    program = {"SCORE_MOD": _slope(spec, q), "MASK_MOD": _mask(spec)}
+    tile = _tile("query", q, size, capability)
+    tiles = size.tiles(size.n_q, tile.block_m)
+    query = Launch(
+        query_kernel,
+        size.programs(size.n_q, size.heads, tile.block_m),
+        (*shared, _view(dq), *scalars, tiles, size.heads, size.batch, _terms(spec, terms, size, tile)),
+        _options(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_k, tile.block_n)},
+    )
+    tile = _tile("key", q, size, capability)
+    tiles = size.tiles(size.n_k, tile.block_n)
+    key = Launch(
+        key_kernel,
+        size.programs(size.n_k, size.kv_heads, tile.block_n),
+        (
+            *shared, _view(dk), _view(dv), *scalars, tiles, size.kv_heads, size.batch,
+            _terms(spec, terms, size, tile, by_key=True),
+        ),
+        _options(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_q, tile.block_m)},
+    )  # fmt: skip
+    return [prepare, key, query]
+
+
+def _prepare(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem,
+) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
+    """The launch that computes the row statistics, and the leading arguments of every kernel that uses them."""
     pad = PAD.value
     padded = size.tiles(size.n_q, pad)
     statistics = q.new_empty((2, 1 if size.packed else size.batch, size.heads, padded * pad), dtype=torch.float32)
@@ -85,39 +153,21 @@ def backward_launches(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
-            _view(out), _view(dout), _row_view(lse), None if dlse is None else _row_view(dlse), lse2, delta,
+            _view(out), _view(dout), _row_view(lse), View(None, (0, 0, 0)) if dlse is None else _row_view(dlse), lse2, delta,
             cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
         ),
         {"DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "num_warps": 8 if size.dv > 128 else 4},
     )  # fmt: skip
-    shared = *(_view(x) for x in (q, k, v, dout)), lse2, delta
-    scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale
-    tile = _tile("query", q, size, capability)
-    query = Launch(
-        query_kernel,
-        size.programs(size.n_q, size.heads, tile.block_m),
-        (*shared, _view(dq), *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch),
-        _options(size, spec, tile, q) | {"EVEN": _even(size, size.n_k, tile.block_n)},
-    )
-    tile = _tile("key", q, size, capability)
-    key = Launch(
-        key_kernel,
-        size.programs(size.n_k, size.kv_heads, tile.block_n),
-        (*shared, _view(dk), _view(dv), *scalars, size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch),
-        _options(size, spec, tile, q) | {"EVEN": _even(size, size.n_q, tile.block_m)},
-    )
-    return [prepare, key, query]
+    return prepare, (*(_view(x) for x in (q, k, v, dout)), lse2, delta)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
 ) -> tuple[Tensor, Tensor]:
-    if not terms.is_empty(spec):
-        raise AttentionError("backend='triton'", "a term beside q, k, v and the band", "backend='reference'")
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     with _on(q):
-        forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q))()
+        forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q), terms)()
     return out, lse
 
 
@@ -127,9 +177,60 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     with _on(q):
-        for launch in backward_launches(dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, _capability(q)):
+        for launch in backward_launches(
+            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, _capability(q), terms
+        ):
             launch()
     return dq, dk, dv
+
+
+def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: bool = False) -> device.Terms:
+    """What the kernels know of the terms; with `by_key`, the tile lists of the owner of keys."""
+    if terms.is_empty(spec):
+        return device.Terms()
+    bias = terms.bias
+    drops = terms.seed is not None
+    return device.Terms(
+        bias=None if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        sinks=terms.sinks,
+        seed=terms.seed,
+        threshold=threshold(spec.dropout_p) if drops else None,
+        rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
+        score=mods.captured(terms.score, spec.score_numbers),
+        mask=mods.captured(terms.mask, spec.mask_numbers),
+        blocks=_blocks(spec, terms, size, tile, by_key) if terms.blocks else None,
+    )
+
+
+def _blocks(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: bool) -> device.Blocks:
+    block_q, block_k, batch, heads = spec.mask_block
+    if block_q % tile.block_m or block_k % tile.block_n:
+        raise AttentionError(
+            "tiles of the block mask", (block_q, block_k), f"multiples of the kernel's ({tile.block_m}, {tile.block_n})"
+        )
+    (offsets, entries), own, other, n = (
+        (terms.blocks[2:], block_k, block_q, size.n_k) if by_key else (terms.blocks[:2], block_q, block_k, size.n_q)
+    )
+    rows = -(-n // own)
+    head_rows = rows if heads > 1 else 0
+    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
+
+
+def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_fast(q: Tensor) -> bool:
+    """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
+    return q.element_size() == 2 and not INTERPRETED
+
+
+def _mask(spec: Spec) -> Any:
+    return spec.mask_mod and mods.value(spec.mask_mod, False)
+
+
+def _slope(spec: Spec, q: Tensor) -> Any:
+    return spec.score_mod and mods.value_and_slope(spec.score_mod, _is_fast(q))
 
 
 def _view(x: Tensor) -> View:
@@ -158,30 +259,28 @@ def _even(size: Problem, n: int, block: int) -> bool:
     return not size.packed and n % block == 0
 
 
-def _options(size: Problem, spec: Spec, tile: config.Tile, q: Tensor) -> dict[str, Any]:
+def _options(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Terms) -> dict[str, Any]:
     return {
         "GROUP": size.heads // size.kv_heads,
         "D": size.d,
         "DV": size.dv,
         "BLOCK_D": _padded(size.d),
         "BLOCK_DV": _padded(size.dv),
-        "FOLD": spec.scale > 0,
+        "FOLD": spec.scale > 0 and spec.score_mod is None and terms.bias is None,
         "PRECISION": "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
         **tile.options(),
     }
 
 
 def _capability(q: Tensor) -> int:
-    if not q.is_cuda:
-        return 0
-    major, minor = torch.cuda.get_device_capability(q.device)
-    return major * 10 + minor
+    return capability_of(q.device) if q.is_cuda else 0
+
+
+_ALREADY_THERE = nullcontext()
 
 
 def _on(q: Tensor) -> Any:
-    return torch.cuda.device(q.device) if q.is_cuda else _Nowhere()
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+    """Triton launches on the current device; changing it costs more than asking."""
+    return (
+        torch.cuda.device(q.device) if q.is_cuda and q.get_device() != torch.cuda.current_device() else _ALREADY_THERE
+    )

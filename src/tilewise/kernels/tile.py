@@ -48,6 +48,38 @@ class Span(NamedTuple):
     hi: tl.tensor
 
 
+class Bias(NamedTuple):
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+
+
+class Blocks(NamedTuple):
+    """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
+    each 2 * position + (1 if full). Tiles are `own` rows by `other` columns."""
+
+    offsets: tl.tensor
+    entries: tl.tensor
+    batch_rows: tl.tensor
+    head_rows: tl.tensor
+    own: tl.tensor
+    other: tl.tensor
+
+
+class Terms(NamedTuple):
+    """What a call has beside q, k, v and the band; None where it does not. `score` and `mask` are read by the mods."""
+
+    bias: tl.tensor = None
+    sinks: tl.tensor = None
+    seed: tl.tensor = None
+    threshold: tl.tensor = None
+    rescale: tl.tensor = None
+    score: tl.tuple = ()
+    mask: tl.tuple = ()
+    blocks: tl.tuple = None
+
+
 @triton.jit
 def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
     """The pid-th of tiles * heads * batch programs; the tiles of one head are neighbours, so its K and V stay in L2.
@@ -93,8 +125,31 @@ def band(first, last, n, before, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, w, before, after):
-    """Which keys j the queries i see: those that exist and lie in the band."""
+def walk(span, w, h, blocks):
+    """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end."""
+    if blocks is None:
+        return span.lo, span.hi
+    else:
+        row = blocks.offsets + w.b * blocks.batch_rows + h * blocks.head_rows + w.first // blocks.own
+        return tl.load(row) * blocks.other, tl.load(row + 1) * blocks.other
+
+
+@triton.jit
+def column(at, span, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The first column of the tile at this place of the walk, and whether some pair of it may be hidden."""
+    if blocks is None:
+        first = at
+        edge = MASKED or (first < span.full_lo) or (first + BLOCK > span.full_hi)
+    else:
+        entry = tl.load(blocks.entries + at // blocks.other)
+        first = entry // 2 * blocks.other + at % blocks.other
+        edge = (entry % 2 == 0) or (first < span.full_lo) or (first + BLOCK > span.full_hi)
+    return first, edge
+
+
+@triton.jit
+def visible(i, j, w, before, after, h=None, terms=None, MASK_MOD: tl.constexpr = None):
+    """Which keys j the queries i see: those that exist, lie in the band and please the mask mod."""
     at = i + (w.n_k - w.n_q)
     last = w.n_k - 1
     if after is not None:
@@ -102,6 +157,8 @@ def visible(i, j, w, before, after):
     keep = (j <= last) & (at == at)
     if before is not None:
         keep &= j >= at - before
+    if MASK_MOD is not None:
+        keep &= MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, terms.mask)
     return keep
 
 
@@ -186,6 +243,40 @@ def logsumexp(m, l, scale, FOLD: tl.constexpr):
 
 
 @triton.jit
+def biases(bias, w, h, i, j):
+    """bias[b, h, i, j]; nothing is read outside the sequence."""
+    p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
+    p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
+    return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mix(x):
+    """A bijection of 32-bit integers, as in `tilewise.dropout`."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropped(p, w, h, i, j, terms):
+    """p with every weight either dropped or divided by the probability to stay; see `tilewise.dropout`."""
+    if terms.seed is None:
+        return p
+    else:
+        seed = tl.load(terms.seed)
+        word = mix((seed & 0xFFFFFFFF).to(tl.uint32))
+        word = mix(word ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+        word = mix(word ^ tl.cast(w.b, tl.uint32))
+        word = mix(word ^ tl.cast(h, tl.uint32))
+        word = mix(word ^ i.to(tl.uint32))
+        bits = mix(word + j.to(tl.uint32) * 0x9E3779B9) >> 1
+        return tl.where(bits.to(tl.int32) >= terms.threshold, p * terms.rescale, 0.0)
+
+
+@triton.jit
 def scores(product, w, h, i, j, scale, FOLD: tl.constexpr):
     """From q.k to what the softmax exponentiates, up to the factor `unit_of`.
 
@@ -196,6 +287,17 @@ def scores(product, w, h, i, j, scale, FOLD: tl.constexpr):
         return product
     else:
         return product * scale
+
+
+@triton.jit
+def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr):
+    """`scores`, then the score mod and the bias."""
+    s = scores(product, w, h, i, j, scale, FOLD)
+    if SCORE_MOD is not None:
+        s = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+    if terms.bias is not None:
+        s += biases(terms.bias, w, h, i, j)
+    return s
 
 
 @triton.jit

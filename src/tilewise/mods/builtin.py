@@ -11,7 +11,12 @@ from tilewise.mods.program import Mod, mask_mod, score_mod
 from tilewise.spec import AttentionError
 
 
-@score_mod
+def _softcap_slope(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
+    t = torch.tanh(score / cap)
+    return 1 - t * t
+
+
+@score_mod(grad=_softcap_slope)
 def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
     """cap * tanh(score / cap): scores stay within (-cap, cap)."""
     return cap * torch.tanh(score / cap)

@@ -314,6 +314,29 @@ def clamped(tensor: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(x.clamp(0, max(size - 1, 0)) for x, size in zip(exact, tensor.shape, strict=True))
 
 
+def scatter_(
+    total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> None:
+    """total[indices of the load] += ds, first summed over the axes along which the indices do not change."""
+    indices = clamped(total, evaluate(load.args, place, None, tensors, numbers, ds.dtype))
+    if not indices:
+        total += ds.sum()
+        return
+    shape = torch.broadcast_shapes(*(x.shape for x in indices))
+    ds = ds.sum_to_size((1,) * (ds.dim() - len(shape)) + tuple(shape)).reshape(shape)
+    total.index_put_(tuple(x.expand(shape) for x in indices), ds, accumulate=True)
+
+
+def only_distance(roots: Sequence[Expr]) -> bool:
+    """Whether the expressions know i and j only by their difference."""
+
+    def mark(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        inner = {a.args[0] if a.op == "float" else a for a in x.args}
+        return const(0) if x.op == "sub" and inner == {I, J} else None
+
+    return not any(substitute(x, mark).deps & {"i", "j"} for x in roots)
+
+
 def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     device = next((a.device for a in args if isinstance(a, Tensor)), None)
     return [

@@ -161,6 +161,13 @@ def mask_mod(function: Callable[..., Any]) -> Modifier:
     return Modifier(function, "mask")
 
 
+def _constant(function: Callable[..., str]) -> Callable[..., str]:
+    """Let torch.compile call the function while it traces. torch.compiler.assume_constant_result does no more than
+    this, and imports all of the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _signature(argument: Any) -> str:
     """How an argument is compiled in: a tensor's kind and rank, the value of an int, nothing of a float."""
     if isinstance(argument, Tensor):
@@ -173,7 +180,7 @@ def _signature(argument: Any) -> str:
     raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _bind(function: str, signature: tuple[str, ...]) -> str:
     modifier = _functions[function]
     names = list(modifier.function.__code__.co_varnames[: modifier.function.__code__.co_argcount])
@@ -200,7 +207,7 @@ def _bind(function: str, signature: tuple[str, ...]) -> str:
     return register(Program(modifier.__name__, root, tuple(ranks), numbers, slope))
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def chain(keys: tuple[str, ...]) -> str:
     """The key of one program that applies the given ones in order."""
     first, *rest = (PROGRAMS[key] for key in keys)

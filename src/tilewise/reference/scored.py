@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilewise import dropout
 from tilewise.mods import PROGRAMS
-from tilewise.mods.expr import Expr, Place, clamped, evaluate
+from tilewise.mods.expr import Expr, Place, evaluate, scatter_
 from tilewise.reference.tiled import accumulate_
 from tilewise.spec import Spec, Terms
 
@@ -161,19 +161,6 @@ def term_gradients(
                     (d,) = _values([derivative], x.raw, place, spec, terms, dtype)
                     scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, terms.score, spec.score_numbers)
     return [g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
-
-
-def scatter_(
-    total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
-) -> None:
-    """total[indices of the load] += ds, first summed over the axes along which the indices do not change."""
-    indices = clamped(total, evaluate(load.args, place, None, tensors, numbers, ds.dtype))
-    if not indices:
-        total += ds.sum()
-        return
-    shape = torch.broadcast_shapes(*(x.shape for x in indices))
-    ds = ds.sum_to_size((1,) * (ds.dim() - len(shape)) + tuple(shape)).reshape(shape)
-    total.index_put_(tuple(x.expand(shape) for x in indices), ds, accumulate=True)
 
 
 def worth(raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:

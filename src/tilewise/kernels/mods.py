@@ -1,0 +1,178 @@
+"""Mods in Triton: the source of a function for each program, generated from its expression and compiled like any other.
+
+A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile whichever way it
+lies, and `aux`, the program's tensors (as `Captured`) followed by its floats. It is named by its content.
+"""
+
+import linecache
+from functools import cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..mods import PROGRAMS
+from ..mods.expr import Expr, nodes
+
+
+class Captured(NamedTuple):
+    """A tensor that a mod reads."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+    sizes: tl.tuple
+
+
+def captured(tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """The `aux` of a program."""
+    return (*(Captured(x, x.stride(), tuple(x.shape)) for x in tensors), *numbers)
+
+
+@triton.jit
+def floor_divide(a, b):
+    q = a // b
+    return tl.where((a % b != 0) & ((a < 0) != (b < 0)), q - 1, q)
+
+
+@triton.jit
+def floor_remainder(a, b):
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def tanh(x):
+    """1 - 2 / (e^2x + 1), exact to float32's rounding of 1."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def fast_tanh(x):
+    """One instruction, relative error 2^-11: finer than the rounding of float16 and bfloat16 inputs."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+NAMESPACE = {
+    "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
+    "fast_tanh": fast_tanh, "sigmoid": sigmoid,
+}  # fmt: skip
+PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
+
+
+@cache
+def value(key: str, fast: bool) -> Any:
+    """The program: a score, or whether the pair is seen."""
+    return _function(f"value_{key}", [PROGRAMS[key].root], len(PROGRAMS[key].ranks), fast)
+
+
+@cache
+def value_and_slope(key: str, fast: bool) -> Any:
+    """The score and its derivative by the score that went in."""
+    program = PROGRAMS[key]
+    return _function(f"slope_{key}", [program.root, program.slope], len(program.ranks), fast)
+
+
+@cache
+def site(key: str, n: int, fast: bool) -> Any:
+    """The derivative by what the program reads at its n-th site."""
+    program = PROGRAMS[key]
+    return _function(f"site{n}_{key}", [program.sites[n][1]], len(program.ranks), fast)
+
+
+def _function(name: str, roots: list[Expr], tensors: int, fast: bool) -> Any:
+    name += "_fast" if fast else ""
+    source = write(name, roots, tensors, fast)
+    filename = f"<tilewise {name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    space = dict(NAMESPACE, __name__=f"tilewise.generated.{name}")
+    exec(compile(source, filename, "exec"), space)
+    return triton.jit(space[name])
+
+
+def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
+    """The source of a function that returns the value of each root."""
+    lines = [f"def {name}({PARAMETERS}):"]
+    names: dict[Expr, str] = {}
+    for x in nodes(*roots):
+        text = _text(x, [names[a] for a in x.args], tensors, fast)
+        if x.args or x.op in ("load", "number"):
+            names[x] = f"x{len(names)}"
+            lines.append(f"    {names[x]} = {text}")
+        else:
+            names[x] = text
+    results = [names[x] for x in roots]
+    if roots[0].kind == "float" and "score" not in roots[0].deps:
+        results[0] = f"tl.broadcast_to({results[0]}, score.shape)"
+    return "\n".join([*lines, f"    return {', '.join(results)}", ""])
+
+
+BINARY = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+          "and": "&", "or": "|"}  # fmt: skip
+
+
+def _text(x: Expr, args: list[str], tensors: int, fast: bool) -> str:
+    match x.op:
+        case "score":
+            return "score"
+        case "index":
+            return str(x.value)
+        case "const":
+            if x.value in (float("inf"), float("-inf")) or x.value != x.value:
+                return f'float("{x.value}")'
+            return f"({x.value!r})" if x.value < 0 else repr(x.value)
+        case "number":
+            return f"aux[{tensors + x.value}]"
+        case "load":
+            return _load(x, args)
+        case "float":
+            return f"tl.cast({args[0]}, tl.float32)"
+        case "int":
+            return f"tl.cast({args[0]}, tl.int32)"
+        case "div":
+            return f"{args[0]} * (1.0 / {args[1]})" if not x.args[1].deps else f"{args[0]} / {args[1]}"
+        case "floordiv" | "mod" if x.kind == "float":
+            quotient = f"tl.floor({args[0]} / {args[1]})"
+            return quotient if x.op == "floordiv" else f"{args[0]} - {args[1]} * {quotient}"
+        case "floordiv" | "mod":
+            if all(map(_is_natural, x.args)):
+                return f"{args[0]} {'//' if x.op == 'floordiv' else '%'} {args[1]}"
+            return f"{'floor_divide' if x.op == 'floordiv' else 'floor_remainder'}({args[0]}, {args[1]})"
+        case "min" | "max":
+            return f"tl.{x.op}imum({args[0]}, {args[1]})"
+        case "not":
+            return f"{args[0]} == 0"
+        case "neg":
+            return f"-{args[0]}"
+        case "tanh":
+            return f"{'fast_tanh' if fast else 'tanh'}({args[0]})"
+        case "sigmoid":
+            return f"sigmoid({args[0]})"
+        case op if op in BINARY:
+            return f"{args[0]} {BINARY[op]} {args[1]}"
+    return f"tl.{x.op}({', '.join(args)})"
+
+
+def _load(x: Expr, args: list[str]) -> str:
+    tensor = f"aux[{x.value}]"
+    pointer = f"{tensor}.ptr"
+    for n, (index, text) in enumerate(zip(x.args, args, strict=True)):
+        text = text if _is_natural(index) else f"tl.maximum({text}, 0)"
+        inside = f"tl.minimum({text}, {tensor}.sizes[{n}] - 1)"
+        pointer += f" + tl.cast({inside}, tl.int64) * {tensor}.strides[{n}]"
+    return f"tl.load({pointer})" + (".to(tl.float32)" if x.kind == "float" else "")
+
+
+def _is_natural(x: Expr) -> bool:
+    """Whether an int cannot be negative: a position, a number >= 0, or made of such."""
+    if x.op == "const":
+        return bool(x.value >= 0)
+    if x.op in ("add", "mul", "floordiv", "mod", "min", "max", "where"):
+        parts = x.args[1:] if x.op == "where" else x.args
+        return all(map(_is_natural, parts)) or (x.op == "max" and any(map(_is_natural, parts)))
+    return x.op in ("index", "abs")
