@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -132,16 +132,36 @@ class Attention(torch.autograd.Function):
         n_score = args[8]
         inputs = (q, k, v, args[3], args[4], *args[10 : 10 + n_score])
         wanted = [ctx.needs_input_grad[n] for n in (0, 1, 2, 3, 4, *range(10, 10 + n_score))]
-        if _is_higher_order(dout, dlse, *inputs):
+        if not _is_higher_order(dout, dlse, *inputs):
+            grads = _gradients(dout, dlse, out, lse, wanted[3:], *args)
+        elif choose(q, k, v, _unpack(call)[2]).backend == "reference":
             grads = _differentiable_gradients(inputs, wanted, dout, dlse, call)
         else:
-            if dout is None:
-                dout = torch.zeros_like(out)
-            saved = (dout, dlse, q, k, v, out, lse)
-            grads = list(torch.ops.tilewise.backward(*saved, *call))
-            terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted[3:]) if any(wanted[3:]) else ())
-            grads += [next(terms) if wants else None for wants in wanted[3:]]
+            grads = OneDerivative.apply(dout, dlse, out, lse, wanted[3:], *args)  # type: ignore[no-untyped-call]
         return (*grads[:5], *(None for _ in range(5)), *grads[5:], *(None for _ in args[10 + n_score :]))
+
+
+class OneDerivative(torch.autograd.Function):
+    """The kernels' gradients where torch would differentiate them again: refused when it does, not when it might."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(_gradients(*args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        _need_reference("a gradient of the gradient")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        _need_reference("a derivative of the gradient")
+
+
+class ForwardMode(Attention):
+    """Attention with a jvp. It is a class of its own because torch.compile takes no Function that has one."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -179,13 +199,25 @@ def _in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def _gradients(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted_terms: list[bool], *args: Any
+) -> list[Tensor | None]:
+    """Of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
+    q, k, v, call = _call_of(args)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    saved = (dout, dlse, q, k, v, out, lse)
+    grads: list[Tensor | None] = list(torch.ops.tilewise.backward(*saved, *call))
+    terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted_terms) if any(wanted_terms) else ())
+    return grads + [next(terms) if wants else None for wants in wanted_terms]
+
+
 def _differentiable_gradients(
     inputs: tuple[Any, ...], wanted: list[bool], dout: Tensor | None, dlse: Tensor | None, call: tuple[Any, ...]
 ) -> list[Tensor | None]:
     """The gradients by torch's own rules, so that they have gradients again; on the reference backend only."""
     q, k, v, bias, sinks, *score = inputs
     cu_q, cu_k, spec, terms = _unpack(call)
-    _need_reference(q, k, v, spec, "a gradient of the gradient")
     from . import reference
 
     with torch.enable_grad():
@@ -204,10 +236,10 @@ def _differentiable_gradients(
     return [next(found) if wants else None for wants in wanted]
 
 
-def _need_reference(q: Tensor, k: Tensor, v: Tensor, spec: Spec, what: str) -> None:
-    chosen = choose(q, k, v, spec).backend
-    if chosen != "reference":
-        raise AttentionError(what, f"backend {chosen!r}", "backend='reference', which has derivatives of every order")
+def _need_reference(what: str) -> NoReturn:
+    raise AttentionError(
+        what, "the kernels' one derivative", "backend='reference', which has derivatives of every order"
+    )
 
 
 def _is_watched(*tensors: Tensor) -> bool:
@@ -233,7 +265,9 @@ def attend(
         return reference.differentiable(q, k, v, cu_q, cu_k, spec, terms)
     leaves = (q, k, v, terms.bias, terms.sinks, *terms.score)
     if _in_forward_mode() or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)):
-        return Attention.apply(  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
+            k, v, cu_k = k.view_as(k), v.view_as(v), None if cu_k is None else cu_k.view_as(cu_k)
+        return (ForwardMode if _in_forward_mode() else Attention).apply(  # type: ignore[no-untyped-call]
             q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
             *terms.score, *terms.mask, *terms.blocks, *spec.args(),
         )  # fmt: skip
