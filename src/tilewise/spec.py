@@ -22,7 +22,10 @@ class AttentionError(ValueError):
     """
 
     def __init__(self, what: str, found: object, expected: str) -> None:
-        super().__init__(f"{what}: found {found}; expected {expected}")
+        self.args = what, found, expected  # so that it can be pickled, and raised while torch.compile traces
+
+    def __str__(self) -> str:
+        return "{}: found {}; expected {}".format(*self.args)
 
 
 @dataclass(frozen=True, slots=True)
