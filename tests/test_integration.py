@@ -1,0 +1,219 @@
+"""The parts of torch that meet attention: the registered ops, torch.compile, torch.func, higher derivatives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+import tilewise
+from tests.cases import Case, Inputs, make, run
+from tests.conftest import DEVICE
+from tests.oracle import naive
+from tilewise.spec import NO_TERMS, AttentionError, Spec
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def case(n_q: int = 7, n_k: int = 9, packed: bool = False, **changes: Any) -> Case:
+    lengths = ((n_q - 4, n_k - 4), (0, 0), (4, 4)) if packed else None
+    batch = 3 if packed else 2
+    return Case(batch, n_q, n_k, 4, 2, 8, 8, lengths=lengths, lse_gradient=True, **{"after": 0} | changes)
+
+
+def op_arguments(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:
+    terms = (list(x) if isinstance(x, tuple) else x for x in NO_TERMS)
+    return inputs.cu_q, inputs.cu_k, *terms, *spec.args()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_opcheck(packed: bool, backend: str) -> None:
+    inputs = make(case(packed=packed), DEVICE)
+    spec = Spec(0.5, 3, 0, backend)
+    forward = (*inputs[1:4], *op_arguments(inputs, spec))
+    torch.library.opcheck(torch.ops.tilewise.forward.default, forward)
+    out, lse = torch.ops.tilewise.forward(*forward)
+    for dlse in (inputs.dlse, None):
+        backward = (inputs.dout, dlse, *inputs[1:4], out, lse, *op_arguments(inputs, spec))
+        torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
+    attend = tilewise.attention_varlen if packed else tilewise.attention
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return attend(*tensors, causal=True, window=(20, None), return_lse=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    compiles = []
+    for n_q, n_k in (7, 9), (8, 8), (33, 40), (21, 13):
+        inputs = make(case(n_q, n_k, packed, before=20), DEVICE)
+        leaves = [x.detach().requires_grad_(grad) for x in inputs[1:4]]
+        found = compiled(*leaves, *((inputs.cu_q, inputs.cu_k) if packed else ()))
+        if grad:
+            found = *found, *torch.autograd.grad(found, leaves, (inputs.dout, inputs.dlse))
+        assert_close(found, run(inputs, "auto")[: len(found)])
+        compiles.append(counter.frame_count)
+    assert len(set(compiles)) == 1
+
+
+def test_compile_turns_dynamic_by_itself() -> None:
+    """Without dynamic=True: one compile for the first length, one for all others."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: tilewise.attention(q, k, v, causal=True), backend=counter, fullgraph=True)
+    compiles = []
+    for n in (7, 12, 30, 45):
+        inputs = make(case(n, n), DEVICE)
+        assert_close(compiled(*inputs[1:4]), run(inputs, "auto")[0])
+        compiles.append(counter.frame_count)
+    assert len(set(compiles)) == 2
+
+
+def test_compile_one_tensor_for_everything() -> None:
+    x = torch.randn(12, 2, 8, device=DEVICE, requires_grad=True)
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+
+    def loss(x: Tensor) -> Tensor:
+        return tilewise.attention_varlen(x, x, x, cu, cu, causal=True).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(x), x)
+    assert_close(found, expected)
+
+
+def test_the_compiled_graph_calls_the_registered_ops() -> None:
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph
+
+    q, k, v = (x.requires_grad_() for x in make(case(), DEVICE)[1:4])
+    compiled = torch.compile(tilewise.attention, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    compiled(q, k, v).sum().backward()
+    forward, backward = graphs
+    assert torch.ops.tilewise.forward.default in forward
+    assert torch.ops.tilewise.backward.default in backward
+
+
+@pytest.mark.parametrize("changes", [{"scale": 0.3}, {"window": (3, 2)}, {"window": (None, 4), "scale": -1.0}], ids=str)
+def test_compile_arguments(changes: dict[str, Any]) -> None:
+    q, k, v = make(case(), DEVICE)[1:4]
+    compiled = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(q, k, v, **changes), tilewise.attention(q, k, v, **changes))
+
+
+def test_compile_with_inductor() -> None:
+    """Attention between things that inductor fuses."""
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = torch.nn.functional.gelu(x @ w).unflatten(-1, (3, 4, 8)).unbind(-3)
+        return tilewise.attention(q, k, v, causal=True).flatten(-2).tanh().sum()
+
+    x, w = torch.randn(2, 11, 16, device=DEVICE), torch.randn(16, 96, device=DEVICE)
+    expected, found = (w.clone().requires_grad_() for _ in range(2))
+    block(x, expected).backward()
+    torch.compile(block, fullgraph=True)(x, found).backward()
+    assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_under_autocast() -> None:
+    q, k, v = make(case(), DEVICE)[1:4]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = torch.compile(tilewise.attention, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, tilewise.attention(*(x.bfloat16() for x in (q, k, v))))
+
+
+def test_errors_survive_compilation() -> None:
+    q, k = torch.randn(1, 4, 2, 8, device=DEVICE), torch.randn(1, 4, 2, 9, device=DEVICE)
+    with pytest.raises(AttentionError, match="head dim of k: found 9; expected q's 8"):
+        torch.compile(tilewise.attention, backend="eager")(q, k, q)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"AttentionError\('head dim of k', 9, \"q's 8\"\)"):
+        torch.compile(tilewise.attention, backend="eager", fullgraph=True)(q, k, q)
+
+
+def test_errors_can_be_pickled() -> None:
+    error = AttentionError("scale", "nan", "a number")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "scale: found nan; expected a number"
+
+
+def test_func_grad(backend: str) -> None:
+    inputs = make(case(), DEVICE)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+        return (out * inputs.dout).sum() + (lse * inputs.dlse).sum()
+
+    found = torch.func.grad(loss, (0, 1, 2))(*inputs[1:4])
+    assert_close(found, run(inputs, backend)[2:])
+
+
+def gradient_penalty(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+    return dq.square().sum()
+
+
+def test_second_derivatives_on_the_reference() -> None:
+    """Exact, or refused; never silently wrong."""
+    q, k, v = (x.double().requires_grad_() for x in make(case(), DEVICE)[1:4])
+    spec = Spec.of(head_dim=8, causal=True)
+    expected = torch.autograd.grad(gradient_penalty(q, k, v, lambda *x: naive(*x, spec)[0]), (q, k, v))
+    found = torch.autograd.grad(
+        gradient_penalty(q, k, v, lambda *x: tilewise.attention(*x, causal=True, backend="reference")), (q, k, v)
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("loss", ["sum", "square"])
+def test_second_derivatives_on_the_kernels_are_refused(loss: str, triton_runs: None) -> None:
+    q, k, v = (x.requires_grad_() for x in make(case(), DEVICE)[1:4])
+    out = tilewise.attention(q, k, v, backend="triton")
+    (dq,) = torch.autograd.grad(out.sum() if loss == "sum" else out.square().sum(), q, create_graph=True)
+    with pytest.raises(AttentionError, match=r"a gradient of the gradient: found .*; expected .*'reference'"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
+def test_deterministic_mode(backend: str) -> None:
+    inputs = make(case(), DEVICE)
+    expected = run(inputs, backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = run(inputs, backend)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_checkpointing(backend: str) -> None:
+    """Activation checkpointing runs the forward twice and must see the same result."""
+    inputs = make(case(), DEVICE)
+    q, k, v = (x.detach().requires_grad_() for x in inputs[1:4])
+
+    def attend(*x: Tensor) -> Any:
+        return tilewise.attention(*x, causal=True, return_lse=True, backend=backend)
+
+    out, lse = torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=False)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
+    assert_close((out, lse, *grads), run(inputs, backend))
+
+
+def test_inference_mode(backend: str) -> None:
+    inputs = make(case(), DEVICE)
+    with torch.inference_mode():
+        out = tilewise.attention(*inputs[1:4], causal=True, backend=backend)
+    assert torch.equal(out, run(inputs, backend)[0])
