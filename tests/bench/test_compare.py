@@ -58,6 +58,13 @@ def test_nothing_in_common_does_not_pass():
     assert len(found.only_before) == len(found.only_after) == 1
 
 
+def test_other_company_is_noticed():
+    before, after = cell(), cell()
+    del after.entries["cudnn"]
+    assert compare(results(before), results(after)).other_company == [before.key]
+    assert compare(results(before), results(before)).other_company == []
+
+
 def test_other_devices_are_refused():
     with pytest.raises(AttentionError, match="A100"):
         compare(results(cell()), results(cell(), device="A100"))

@@ -14,9 +14,9 @@ class FakeClock:
     def __init__(self):
         self.bursts = []
 
-    def burst(self, work, repeats):
+    def start(self, work, repeats):
         self.bursts.append((work(), repeats))
-        return work()
+        return work
 
 
 def run(works, count=8, burst=0.1, limit=1e9):
@@ -27,21 +27,34 @@ def run(works, count=8, burst=0.1, limit=1e9):
 def test_everyone_has_one_burst_in_each_round():
     times, clock = run({"a": lambda: 0.01, "b": lambda: 0.5})
     assert times == {"a": [0.01] * 8, "b": [0.5] * 8}
-    after_calibration = clock.bursts[2:]
+    after_calibration = clock.bursts[-16:]
     for n in range(8):
         assert sorted(after_calibration[2 * n : 2 * n + 2]) == [(0.01, 10), (0.5, 1)]
 
 
 def test_the_order_is_shuffled():
     _, clock = run({name: lambda n=n: 0.01 * (n + 1) for n, name in enumerate("abcd")}, count=12)
-    orders = {tuple(clock.bursts[n : n + 4]) for n in range(4, len(clock.bursts), 4)}
+    bursts = clock.bursts[-48:]
+    orders = {tuple(bursts[n : n + 4]) for n in range(0, 48, 4)}
     assert len(orders) > 3
 
 
 def test_bursts_are_as_long_as_asked():
     _, clock = run({"tiny": lambda: 1e-9, "slow": lambda: 3.0})
-    assert {repeats for seconds, repeats in clock.bursts[2:] if seconds == 1e-9} == {measure.MOST_REPEATS}
-    assert {repeats for seconds, repeats in clock.bursts[2:] if seconds == 3.0} == {1}
+    assert {repeats for seconds, repeats in clock.bursts[-16:] if seconds == 1e-9} == {measure.MOST_REPEATS}
+    assert {repeats for seconds, repeats in clock.bursts[-16:] if seconds == 3.0} == {1}
+
+
+def test_a_round_is_queued_before_anyone_waits():
+    events = []
+
+    class Queue:
+        def start(self, work, repeats):
+            events.append("start")
+            return lambda: events.append("wait") or 1.0
+
+    rounds(dict.fromkeys("abc"), Queue(), count=2, burst=1.0, limit=1e9, rng=random.Random(0))
+    assert events[6:] == (["start"] * 3 + ["wait"] * 3) * 2
 
 
 def test_the_limit_ends_it_but_leaves_a_median():
@@ -52,7 +65,7 @@ def test_the_limit_ends_it_but_leaves_a_median():
 @pytest.mark.parametrize("clock", [CpuClock(), HostClock(measure.torch.device("cpu"))], ids=["cpu", "host"])
 def test_clocks_call_as_often_as_asked(clock):
     calls = []
-    assert clock.burst(lambda: calls.append(1), 5) > 0
+    assert clock.start(lambda: calls.append(1), 5)() > 0
     assert len(calls) == 5
 
 

@@ -56,6 +56,7 @@ class Comparison:
     losses: list[Loss]
     only_before: list[str]
     only_after: list[str]
+    other_company: list[str]  # cells that were timed among other providers: at a power limit, that moves ratios
 
     @property
     def passed(self) -> bool:
@@ -77,6 +78,7 @@ def compare(before: Results, after: Results, floor: float = FLOOR) -> Comparison
         [loss for key in both for loss in _losses(old[key], new[key])],
         [key for key in old if key not in new],
         [key for key in new if key not in old],
+        [key for key in both if set(old[key].timed()) != set(new[key].timed())],
     )
 
 

@@ -1,7 +1,8 @@
 """How it is measured: bursts on a clock, rounds in shuffled order, ceilings beside them, and what the GPU reports.
 
 A GPU under attention runs at its power limit, and its clock drifts by a tenth within minutes. So nobody is timed alone:
-in each round everybody has one burst of calls, in random order, and only ratios within a round are compared.
+in each round everybody has one burst of calls, in random order, one right behind the other, and only ratios within a
+round are compared.
 """
 
 from __future__ import annotations
@@ -21,49 +22,58 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], Any]
+Result = Callable[[], float]
 MOST_REPEATS = 500
 LEAST_ROUNDS = 3
+HEAD_START = 8  # writes of the cache that keep the device busy while the host queues the first calls
 
 
 class Clock(Protocol):
-    def burst(self, work: Work, repeats: int) -> float:
-        """Seconds per call, over so many calls in a row, each with a cold cache."""
+    def start(self, work: Work, repeats: int) -> Result:
+        """Begin so many calls in a row; the result, when it is asked for, is seconds per call."""
 
 
 class CpuClock:
     def __init__(self) -> None:
         self.cache = torch.zeros(2**23)  # 32 MiB, more than the cache of most
 
-    def burst(self, work: Work, repeats: int) -> float:
+    def start(self, work: Work, repeats: int) -> Result:
         total = 0.0
         for _ in range(repeats):
             self.cache.add_(1)
             began = time.perf_counter()
             work()
             total += time.perf_counter() - began
-        return total / repeats
+        return lambda: total / repeats
 
 
 class CudaClock:
-    """One pair of events per call. Emptying the cache first also lets the host queue calls ahead of the device."""
+    """A pair of events around each call, the cache emptied before it.
+
+    Nothing waits until a result is asked for: the host queues one burst behind the other, so the device never idles and
+    no call is measured while the host is still launching it.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         self.cache = torch.empty(2 * size, dtype=torch.int8, device=device)
 
-    def burst(self, work: Work, repeats: int) -> float:
+    def start(self, work: Work, repeats: int) -> Result:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for _ in range(8):
+        for _ in range(HEAD_START):
             self.cache.zero_()
-        for start, end in events:
+        for begin, end in events:
             self.cache.zero_()
-            start.record()
+            begin.record()
             work()
             end.record()
-        torch.cuda.synchronize(self.device)
-        milliseconds: float = sum(start.elapsed_time(end) for start, end in events)
-        return milliseconds / repeats / 1e3
+
+        def result() -> float:
+            events[-1][1].synchronize()
+            milliseconds: float = sum(begin.elapsed_time(end) for begin, end in events)
+            return milliseconds / repeats / 1e3
+
+        return result
 
 
 class HostClock:
@@ -72,14 +82,14 @@ class HostClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def burst(self, work: Work, repeats: int) -> float:
+    def start(self, work: Work, repeats: int) -> Result:
         synchronize(self.device)
         began = time.perf_counter()
         for _ in range(repeats):
             work()
         seconds = time.perf_counter() - began
         synchronize(self.device)
-        return seconds / repeats
+        return lambda: seconds / repeats
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -99,19 +109,24 @@ def rounds(
     Past `limit` seconds no new round begins, once there are enough for a median.
     """
     began = time.monotonic()
-    repeats = {}
-    for name, work in works.items():
-        seconds = clock.burst(work, 1)
-        repeats[name] = min(MOST_REPEATS, max(1, round(burst / seconds)))
+    repeats = {name: _repeats(work, clock, burst) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in works}
     for done in range(count):
         if done >= LEAST_ROUNDS and time.monotonic() - began > limit:
             break
         order = list(works)
         rng.shuffle(order)
-        for name in order:
-            times[name].append(clock.burst(works[name], repeats[name]))
+        results = {name: clock.start(works[name], repeats[name]) for name in order}
+        for name, result in results.items():
+            times[name].append(result())
     return times
+
+
+def _repeats(work: Work, clock: Clock, burst: float) -> int:
+    seconds = clock.start(work, 1)()
+    if seconds < burst / 10:  # one short call says little
+        seconds = clock.start(work, 5)()
+    return min(MOST_REPEATS, max(1, round(burst / seconds)))
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,11 @@ def claims(results: Results) -> Iterator[str]:
         if mean is not None:
             words = f"the speed of the fastest peer, {which}: the geometric mean of {len(ratios)} cells"
             yield claim(f"{mean:.2f}×", f"{words}, from {min(ratios):.2f} to {max(ratios):.2f}")
-    shares = {cell.key: share.median for cell in results.of(*PASSES) if (share := cell.share_of_ceiling())}
+    shares = [(share.median, cell.case) for cell in results.of(*PASSES) if (share := cell.share_of_ceiling())]
     if shares:
-        best = max(shares, key=lambda key: shares[key])
-        yield claim(f"{100 * shares[best]:.0f} %", f"of the matmul ceiling at best, in {best}")
+        most, case = max(shares, key=lambda pair: pair[0])
+        where = f"head dim {case['dim']}, {'causal' if case['causal'] else 'full'}, {case['seq']} tokens"
+        yield claim(f"{100 * most:.0f} %", f"of the speed of a large matrix product, at best: {where}")
 
 
 def claim(number: str, words: str, kind: str = "") -> str:
@@ -199,12 +200,16 @@ def error_cell(share: float | None) -> str:
 
 
 def goals_section(results: Results) -> str:
-    verdicts = {None: "", True: "met", False: "missed"}
-    rows = [[bar.what, bar.said, bar.wanted, verdicts[bar.met]] for bar in bars(results)]
+    rows = []
+    for bar in bars(results):
+        verdict = {None: "", True: "met", False: "missed"}[bar.met]
+        cells = "".join(f"<td>{escape(words)}</td>" for words in (bar.what, bar.said, bar.wanted))
+        rows.append(f'<tr>{cells}<td class="{verdict}">{verdict}</td></tr>')
     profiler = results.notes.get("profiler_us", {})
     each = ", ".join(f"{label(name)} {us:.3g} µs" for name, us in profiler.items())
     words = f"Under torch's profiler, its own cost included, one tiny call takes {each}." if each else ""
-    return section("Goals", words, card("", table(("what", "found", "goal", ""), rows)))
+    head = "<tr><th>what</th><th>found</th><th>goal</th><th></th></tr>"
+    return section("Goals", words, card("", f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'))
 
 
 def method_section(results: Results) -> str:

@@ -208,9 +208,9 @@ class Naive(Provider):
     def bind(self, case: Case, x: Inputs) -> Attention:
         hidden = None
         if case.causal:
-            position = torch.arange(case.seq, device=x.q.device)
-            gap = position[:, None] - position
-            hidden = (gap < 0) | (gap > (case.seq if case.window is None else case.window))
+            hidden = torch.ones(case.seq, case.seq, dtype=torch.bool, device=x.q.device).triu_(1)
+        if hidden is not None and case.window is not None:
+            hidden |= torch.ones_like(hidden).tril_(-case.window - 1)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             group = q.shape[2] // k.shape[2]

@@ -189,9 +189,13 @@ class Run:
 
     def attentions(self, case: Case) -> dict[str, Attention]:
         """tilewise and torch as users call them, with their own choice of backend; and the textbook."""
-        nothing = Inputs(*(torch.empty(0, device=self.device) for _ in range(4)))
-        providers = [Tilewise(OURS, "tilewise"), self.roster.known["sdpa"], self.roster.known["naive"]]
-        return {provider.name: provider.bind(case, nothing) for provider in providers}
+        return {provider.name: self.bound(provider, case) for provider in self.usual()}
+
+    def usual(self) -> list[Provider]:
+        return [Tilewise(OURS, "tilewise"), self.roster.known["sdpa"], self.roster.known["naive"]]
+
+    def bound(self, provider: Provider, case: Case) -> Attention:
+        return provider.bind(case, Inputs(*(torch.empty(0, device=self.device) for _ in range(4))))
 
     def model(
         self,
@@ -209,7 +213,7 @@ class Run:
         entries, works = {}, {}
         for contender, step in steps.items():
             start = time.perf_counter()
-            entry, found = self.attempt(lambda step=step: step())  # type: ignore[misc]
+            entry, found = self.attempt(step)
             entries[contender] = entry
             if found is None:
                 continue
@@ -228,15 +232,17 @@ class Run:
     def memory(self, length: int) -> Iterator[Peak]:
         case = replace(self.settings.memory, seq=length)
         leaves = case.inputs(self.device, self.settings.seed).leaves()
-        attentions = self.attentions(case)
 
         def work(attention: Attention) -> None:
             torch.autograd.grad(attention(*leaves[:3]), leaves[:3], leaves.dout)
 
-        for name, attention in attentions.items():
-            entry, most = self.attempt(lambda attention=attention: peak(partial(work, attention), self.device))  # type: ignore[misc]
+        def measured(provider: Provider) -> int:
+            return peak(partial(work, self.bound(provider, case)), self.device)
+
+        for provider in self.usual():
+            entry, most = self.attempt(partial(measured, provider))
             if entry.status in ("ok", "out of memory"):
-                yield Peak(name, length, most)
+                yield Peak(provider.name, length, most)
         self.tidy()
 
     def overhead(self, notes: dict[str, Any]) -> Iterator[Cell]:
