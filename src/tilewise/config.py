@@ -103,3 +103,40 @@ def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
 
 
 INTERPRETER = Tile(16, 16, 4, 1)  # small enough that tiny shapes still have edge, interior and ragged tiles
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """`warpgroups` of 64 queries each by `block_n` keys; with `turns`, their products are issued one after the other."""
+
+    block_n: int
+    warpgroups: int
+    turns: bool = False
+
+
+# The forward in Gluon: (largest padded head dim, most keys, only where a band ends with the query) -> tile. TFLOP/s on
+# an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless said otherwise.
+HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
+    # causal and short: a third warpgroup mostly waits; 229 314 against 205 272, from 4096 on 410 449 against 411 480
+    (64, 2048, True, HopperTile(128, 2, turns=True)),
+    # exponentials, not products, are the limit: three warpgroups overlap more of them, and turns keep them apart;
+    # full 380 420 503 525, without turns 367 402 494 523
+    (64, None, False, HopperTile(128, 3, turns=True)),
+    # full 508 571 643 662, with turns 508 570 638 646; Q in registers 495 579 647 655
+    (128, None, False, HopperTile(128, 2)),
+    # 64 keys: O's 128 registers leave no room for more; causal 351 477 662 712, with turns 347 465 660 723
+    (256, None, False, HopperTile(64, 2)),
+)
+
+
+def hopper_tile(padded_dim: int, *, banded: bool, keys: int) -> HopperTile:
+    """The tile of the Hopper forward.
+
+    >>> hopper_tile(128, banded=True, keys=4096)
+    HopperTile(block_n=128, warpgroups=2, turns=False)
+    """
+    return next(
+        row
+        for dim, most, only_banded, row in HOPPER_FORWARD
+        if padded_dim <= dim and (most is None or keys <= most) and (banded or not only_banded)
+    )

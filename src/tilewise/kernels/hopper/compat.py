@@ -23,16 +23,16 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
     "TensorDescriptor", "add_out", "arrive", "barrier", "copy_in", "copy_out", "fence_async_shared", "gl", "gluon",
-    "hide_from", "hide_until", "mbarrier", "meet", "narrow", "pass_turn", "semaphore_release", "semaphore_wait", "signal",
-    "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
+    "hide_from", "hide_until", "mbarrier", "meet", "narrow", "pass_turn", "pin", "semaphore_release",
+    "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
 @gluon.jit
 def arrive(bar):
-    """Arrive once, by one thread of the partition. Unlike mbarrier.arrive, which the compiler surrounds with two
-    barriers of the whole partition, expecting no bytes is an arrival that costs one instruction. The caller's warps must
-    be together already: after a wgmma wait they are.
+    """Arrive once, by one thread of the partition. mbarrier.arrive would be surrounded by two barriers of the whole
+    partition; expecting no bytes is an arrival that costs one instruction. The caller's warps must be together already:
+    after a wgmma wait they are.
     """
     mbarrier.expect(bar, 0)
 
@@ -55,8 +55,8 @@ def pass_turn(ID: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def narrow(x, DTYPE: gl.constexpr):
-    """float32 to DTYPE, rounding to nearest even, two at a time. As assembly because LLVM moves a plain conversion across
-    the loop's back edge, where it holds twice the registers.
+    """float32 to DTYPE, rounding to nearest even, two at a time. As assembly because LLVM moves a plain conversion
+    across the loop's back edge, where it holds twice the registers.
     """
     if DTYPE == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -69,12 +69,24 @@ def narrow(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def pin(l):
+    """l, which is not negative, computed here and not later: the compilers move the arithmetic of a softmax past the
+    wait that it is there to overlap with, but not past a vote of the warp's lanes.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.geu.f32 p, $2, 0f00000000; setp.geu.or.f32 p, $3, 0f00000000, p;"
+        " vote.sync.any.pred p, p, 0xffffffff; selp.f32 $0, $2, 0f00000000, p; selp.f32 $1, $3, 0f00000000, p; }",
+        "=r,=r,r,r", [l], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def hide_from(s, limit):
     """s[r, c] where c < limit[r], else -inf.
 
-    One compare and one select per score, kept together: apart, the compiler computes all the predicates first and packs
-    them into bits. Bits 1 and 2 of a column come from the lane, the others from the register: the lane's part moves to
-    the limit, so that the column becomes a constant.
+    One compare and one select per score, kept together: apart, the compiler computes all the predicates first and
+    packs them into bits. Bits 1 and 2 of a column come from the lane, the others from the register: the lane's part
+    moves to the limit, so that the column becomes a constant.
     """
     c = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     fixed, _ = gl.broadcast((c & -7)[None, :], s)

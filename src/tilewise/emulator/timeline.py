@@ -1,0 +1,90 @@
+"""The timeline of a run, as JSON for the explorer and as a picture for the docs.
+
+>>> print("python -m tilewise.emulator.timeline docs/hopper-forward.svg")  # writes both
+python -m tilewise.emulator.timeline docs/hopper-forward.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from .machine import Span
+
+LEFT, ROW, WIDTH = 120, 34, 1240
+LEGEND = {  # what, as a span's text begins or ends: colour and words
+    "load q": ("#5b8def", "load Q"),
+    "load k": ("#2f6fd6", "load K"),
+    "load v": ("#8fb4f7", "load V"),
+    "store o": ("#9b8afb", "store O"),
+    " S": ("#e4572e", "S = Q Kᵀ"),
+    " O": ("#f3a712", "O += P V"),
+    "compute": ("#4caf7d", "compute"),
+    "wait": ("#e3e3e3", "wait"),
+}
+
+
+def to_json(spans: Iterable[Span]) -> str:
+    return json.dumps([span._asdict() for span in spans])
+
+
+def colour(what: str) -> str:
+    return next((shade for key, (shade, _) in LEGEND.items() if what.startswith(key) or what.endswith(key)), "#888")
+
+
+def svg(spans: Iterable[Span], names: dict[str, str]) -> str:
+    """One row for each unit of program 0; copies that overlap lie beneath one another."""
+    shown = sorted((s for s in spans if s.program == 0 and s.unit in names), key=lambda s: s.start)
+    end = max(s.end for s in shown)
+    scale = (WIDTH - LEFT - 10) / end
+    height = ROW * len(names) + 48
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11"'
+        f' viewBox="0 0 {WIDTH} {height}">',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
+    ]
+    for row, name in enumerate(names.values()):
+        parts.append(f'<text x="6" y="{25 + ROW * row}">{escape(name)}</text>')
+    lanes = [0, 0, 0, 0]
+    for span in shown:
+        top, deep = 8 + ROW * list(names).index(span.unit), ROW - 8
+        if span.unit == "copies":
+            lane = min(range(4), key=lambda n: (lanes[n] > span.start, n))
+            lanes[lane] = span.end
+            top, deep = top + 7 * lane, 6
+        parts.append(
+            f'<rect x="{LEFT + span.start * scale:.1f}" y="{top}" width="{(span.end - span.start) * scale:.1f}"'
+            f' height="{deep}" fill="{colour(span.what)}">'
+            f"<title>{escape(span.what)}: cycles {span.start} to {span.end}</title></rect>"
+        )
+    for tick in range(0, end, 2000):
+        parts.append(f'<text x="{LEFT + tick * scale:.1f}" y="{height - 28}" fill="#666">{tick}</text>')
+    for n, (shade, words) in enumerate(LEGEND.values()):
+        parts.append(f'<rect x="{LEFT + 120 * n}" y="{height - 18}" width="10" height="10" fill="{shade}"/>')
+        parts.append(f'<text x="{LEFT + 14 + 120 * n}" y="{height - 9}">{words}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def main(path: str) -> None:
+    """A causal head of 512 queries and keys, four tiles, on one SM where nothing is late."""
+    import torch
+
+    from ..kernels.hopper.launch import forward_launches, new_state
+    from ..spec import Spec
+    from .launch import launch
+
+    q, k, v = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 512)
+    state = new_state(torch.device("cpu"))
+    job, _repair = forward_launches(q, k, v, out, lse, None, None, Spec(128**-0.5, None, 0), state, 1)
+    spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
+    rows = {"copies": "TMA", "tensor cores": "tensor cores", "consume 0": "warpgroup 0", "consume 1": "warpgroup 1"}
+    Path(path).write_text(svg(spans, {**rows, "produce 2": "producer"}) + "\n")
+    Path(path).with_suffix(".json").write_text(to_json(spans) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

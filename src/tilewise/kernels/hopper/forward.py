@@ -1,0 +1,376 @@
+"""The forward pass on Hopper: a persistent program per SM, one producer warp and two or three consumer warpgroups.
+
+The producer fetches pieces of work, 64 queries for each warpgroup, and copies their Q and then K and V, block by
+block, into shared memory. A warpgroup turns K_j into scores, scores into weights, and weights with V_j into output. The
+scores of one block and the output of the block before are asked of the tensor cores together, so that the softmax of
+one block runs beside the products of another:
+
+    issue S_j = Q K_j^T;  issue O += P_{j-1} V_{j-1};  await S_j;  P_j = softmax(S_j);  await O
+
+docs/hopper-forward.md has the timeline and says why each barrier is there.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..tile import LN2, LOG2E, Work, locate, scores, unit_of
+from .compat import (
+    arrive,
+    barrier,
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    hide_from,
+    hide_until,
+    mbarrier,
+    narrow,
+    pass_turn,
+    pin,
+    tma,
+    wait_turn,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+from .pipeline import (
+    Board,
+    Queue,
+    Ring,
+    at,
+    await_full,
+    blocks,
+    board,
+    fill,
+    hand_back,
+    matrix,
+    next_ticket,
+    order,
+    phase,
+    post,
+    recall,
+    release,
+    ring,
+    take,
+)  # fmt: skip
+
+ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
+TURN: gl.constexpr = gl.constexpr(8)  # the first hardware barrier that the compiler does not use
+SLACK: gl.constexpr = gl.constexpr(8.0)  # log2: how far a score may pass the pivot before everything is rescaled
+
+
+class Plan(NamedTuple):
+    """What is known at compile time. BLOCK_D: D padded to a power of two; TAIL: columns used of its second half."""
+
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    TAIL: int
+    BLOCK_N: int
+    GROUP: int
+    WARPGROUPS: int
+    STAGES: int
+    FOLD: bool
+    SHARE: bool  # O leaves through Q's shared memory
+    TURNS: bool  # the warpgroups ask for their products one after the other
+
+
+class Pipes(NamedTuple):
+    q: Ring
+    k: Ring
+    v: Ring
+    o: gl.shared_memory_descriptor
+    work: Board
+
+
+@gluon.jit
+def product(q_tile, k_tile, PLAN: gl.constexpr):
+    """S = Q K^T, on its way. D = 192 is 128 + 64: the columns from there to 256 are zero and stay out."""
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    HALF: gl.constexpr = PLAN.BLOCK_D // 2
+    TAIL: gl.constexpr = PLAN.TAIL
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    if TAIL == HALF:
+        return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        k_half = k_tile.slice(0, HALF, dim=1).permute((1, 0))
+        k_tail = k_tile.slice(HALF, TAIL, dim=1).permute((1, 0))
+        s = warpgroup_mma(q_tile.slice(0, HALF, dim=1), k_half, zero, use_acc=False, is_async=True)
+        return warpgroup_mma(q_tile.slice(HALF, TAIL, dim=1), k_tail, s, is_async=True)
+
+
+@gluon.jit
+def score(s, w, span, first, start, before, after, scale, PLAN: gl.constexpr):
+    """What the softmax exponentiates: the scores of the keys from `start` on, -inf where a query does not see a key."""
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
+    j = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    s = scores(s, w, w.h, (first + row)[:, None], j[None, :], scale, PLAN.FOLD)
+    if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
+        here = row + (first + w.n_k - w.n_q - start)
+        end = here * 0 + (w.n_k - start)
+        s = hide_from(s, end if after is None else gl.minimum(here + after + 1, end))
+        if before is not None:
+            s = hide_until(s, here - before)
+    return s
+
+
+@gluon.jit
+def lane_sums(p):
+    """[M, N] -> [M, 4], the sum of the columns that each of a row's four lanes holds: bits 1 and 2 of a column tell the
+    lane, the others the register. The lanes' sums meet once, at the end of the tile.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax(m, l, s, unit):
+    """Weights p, the factor of what came before, the new pivot m (log2 units) and the lanes' sums l.
+
+    m follows the maximum only when it has fallen SLACK behind: weights up to 2^SLACK are as exact as weights up to 1,
+    and the factor stays 1, which `rescale` does for free.
+    """
+    top = gl.max(s, 1) * unit
+    m_new = gl.where(top > m + SLACK, top, m)
+    pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = gl.exp2(m - pivot)
+    p = gl.exp2(s * unit - pivot[:, None])
+    lanes: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    l = l * gl.convert_layout(factor, lanes, assert_trivial=True)[:, None] + lane_sums(p)
+    return p, factor, m_new, l
+
+
+@gluon.jit
+def first_softmax(s, unit):
+    m = gl.max(s, 1) * unit
+    p = gl.exp2(s * unit - gl.where(m == float("-inf"), 0.0, m)[:, None])
+    return p, m, lane_sums(p)
+
+
+@gluon.jit
+def rescale(acc, factor):
+    """acc * factor, skipped by a warp all of whose factors are 1."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
+    return gl.map_elementwise(rescale_lane, acc, factor, pack=4)[0]
+
+
+@gluon.jit
+def rescale_lane(a, b, c, d, x, x_, y, y_):
+    """Two neighbours in each of the two rows that a lane holds. The compiler joins the branches of all the columns."""
+    if (x != 1.0) | (y != 1.0):
+        a = a * x
+        b = b * x
+        c = c * y
+        d = d * y
+    return a, b, c, d
+
+
+@gluon.jit
+def operand(p, DTYPE: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """P as the left operand of P V: the registers of S, narrowed, are where wgmma wants them."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]), 2)
+    return gl.convert_layout(narrow(p, DTYPE), layout, assert_trivial=True)
+
+
+@gluon.jit
+def wait_for_turn(WG: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.TURNS:
+        wait_turn(TURN + WG, 256)
+
+
+@gluon.jit
+def next_turn(WG: gl.constexpr, PLAN: gl.constexpr):
+    if PLAN.TURNS:
+        pass_turn(TURN + (WG + 1) % PLAN.WARPGROUPS, 256)
+
+
+@gluon.jit
+def skip(pipes, n, end, WG: gl.constexpr, PLAN: gl.constexpr):
+    """Blocks that other warpgroups need and this one does not."""
+    for use in range(n, end):
+        await_full(pipes.k, use, PLAN.STAGES)
+        await_full(pipes.v, use, PLAN.STAGES)
+        barrier()  # no warp may still be waiting for a phase that the release lets pass
+        release(pipes.k, use, PLAN.STAGES)
+        release(pipes.v, use, PLAN.STAGES)
+        wait_for_turn(WG, PLAN)
+        next_turn(WG, PLAN)
+
+
+@gluon.jit
+def consume(
+    pipes, o, lse, flag, n_q, n_k, before, after, scale,
+    WG: gl.constexpr, PACKED: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = o.dtype
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    BLOCK_DV: gl.constexpr = PLAN.BLOCK_DV
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    unit = unit_of(scale, PLAN.FOLD)
+    if PLAN.TURNS and WG == 0:
+        pass_turn(TURN, 256)
+    n = gl.to_tensor(0)  # blocks so far: use n of both rings is the next one
+    r = gl.to_tensor(0)  # tiles so far
+    w = take(pipes.work, r, n_q, n_k, PACKED)
+    while w.first >= 0:
+        lo, hi, _whole = blocks(w.first, w, before, after, ROWS * PLAN.WARPGROUPS, BLOCK_N)
+        first = w.first + WG * ROWS
+        mine, end, span = blocks(first, w, before, after, ROWS, BLOCK_N)
+        mine = gl.minimum(mine, hi - 1)
+        start = n + mine - lo
+        stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo
+        skip(pipes, n, start, WG, PLAN)
+
+        mbarrier.wait(pipes.q.full.index(WG), phase(r, 1))
+        await_full(pipes.k, start, STAGES)
+        q_tile = matrix(pipes.q, WG, PLAN.WARPGROUPS)
+        s = warpgroup_mma_wait(0, deps=(product(q_tile, matrix(pipes.k, start, STAGES), PLAN),))
+        release(pipes.k, start, STAGES)
+        s = score(s, w, span, first, (start - n + lo) * BLOCK_N, before, after, scale, PLAN)
+        p, m, l = first_softmax(s, unit)
+        p_tile = operand(p, DTYPE, BLOCK_DV)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
+        for use in range(start + 1, stop):
+            wait_for_turn(WG, PLAN)
+            s_coming = product(q_tile, matrix(pipes.k, use, STAGES), PLAN)
+            await_full(pipes.v, use - 1, STAGES)
+            acc_coming = warpgroup_mma(p_tile, matrix(pipes.v, use - 1, STAGES), acc, is_async=True)
+            next_turn(WG, PLAN)
+            s = warpgroup_mma_wait(1, deps=(s_coming,))
+            release(pipes.k, use, STAGES)
+            s = score(s, w, span, first, (use - n + lo) * BLOCK_N, before, after, scale, PLAN)
+            p, factor, m, l = softmax(m, l, s, unit)
+            l = pin(l)
+            await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
+            acc, p_tile = warpgroup_mma_wait(0, deps=(acc_coming, p_tile))
+            release(pipes.v, use - 1, STAGES)
+            acc = rescale(acc, factor)
+            p_tile = operand(p, DTYPE, BLOCK_DV)
+        if not PLAN.SHARE:
+            arrive(pipes.q.empty.index(WG))
+        await_full(pipes.v, stop - 1, STAGES)
+        acc_coming = warpgroup_mma(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_coming,))
+        release(pipes.v, stop - 1, STAGES)
+        n += hi - lo
+        skip(pipes, stop, n, WG, PLAN)
+
+        w = recall(pipes.work, r, n_q, n_k, PACKED)
+        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, PLAN)
+        if PLAN.SHARE:
+            tma.store_wait(0)
+            mbarrier.arrive(pipes.q.empty.index(WG), count=1)
+        hand_back(pipes.work, r)
+        r += 1
+        w = take(pipes.work, r, n_q, n_k, PACKED)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def finish(acc, m, l, w, first, o_tile, o, lse, flag, PLAN: gl.constexpr):
+    """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
+    total = gl.sum(l, 1)
+    some = gl.where(total == 0.0, 1.0, total)
+    acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, acc.type.layout))[:, None]
+    tma.store_wait(0)  # the last tile has left this memory
+    o_tile.reshape([ROWS, PLAN.BLOCK_DV]).store(acc.to(o.dtype))
+    fence_async_shared()
+    copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
+    if flag is not None:
+        sums = lane_sums(acc)
+        sound = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
+        odd = (sums != sums) & (sound == sound)
+        gl.store(flag + odd.to(gl.int32) * 0, odd.to(gl.int32), mask=odd)
+    i = first + gl.arange(0, ROWS, m.type.layout)
+    some = gl.convert_layout(some, m.type.layout)
+    log = gl.log2(some)
+    log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
+    lse_rows = lse.ptr + tl.cast(w.b, tl.int64) * lse.strides[0] + tl.cast(w.h, tl.int64) * lse.strides[2] + w.q0
+    seen = gl.convert_layout(total, m.type.layout) != 0.0
+    gl.store(lse_rows + i, gl.where(seen, (m + log) * LN2, float("-inf")), mask=i < w.n_q)
+
+
+@gluon.jit
+def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN: gl.constexpr):
+    """Fetch work; post it; copy K_0, Q, K_1, V_0, K_2, V_1 ..: the order in which the consumers need them."""
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
+    PACKED: gl.constexpr = cu_q is not None
+    ticket = gl.program_id(0)
+    n = gl.to_tensor(0)
+    r = gl.to_tensor(0)
+    while ticket < queue.total:
+        w = find(ticket, queue, cu_q, cu_k, n_q, n_k, ROWS * WARPGROUPS)
+        if w.first < w.n_q:
+            post(pipes.work, r, w, PACKED)
+            h = w.h // PLAN.GROUP
+            lo, hi, _span = blocks(w.first, w, before, after, ROWS * WARPGROUPS, BLOCK_N)
+            fill(pipes.k, n, k, at(k, w.b, h, w.k0, w.n_k, lo * BLOCK_N), STAGES)
+            for wg in gl.static_range(WARPGROUPS):
+                mbarrier.wait(pipes.q.empty.index(wg), phase(r, 1) ^ 1)
+                mbarrier.expect(pipes.q.full.index(wg), q.block_type.nbytes)
+                where = at(q, w.b, w.h, w.q0, w.n_q, w.first + wg * ROWS)
+                copy_in(q, where, pipes.q.full.index(wg), pipes.q.tiles.index(wg))
+            short = hi - lo <= 2 * STAGES  # the next piece of work is wanted before this one's copies are all sent
+            if short:
+                ticket = next_ticket(queue)
+            for j in range(lo + 1, hi):
+                fill(pipes.k, n + 1, k, at(k, w.b, h, w.k0, w.n_k, j * BLOCK_N), STAGES)
+                fill(pipes.v, n, v, at(v, w.b, h, w.k0, w.n_k, (j - 1) * BLOCK_N), STAGES)
+                n += 1
+            if not short:
+                ticket = next_ticket(queue)
+            fill(pipes.v, n, v, at(v, w.b, h, w.k0, w.n_k, (hi - 1) * BLOCK_N), STAGES)
+            n += 1
+            r += 1
+        else:
+            ticket = next_ticket(queue)
+    post(pipes.work, r, Work(0, 0, -1, 0, 0, 0, 0, 0), PACKED)
+
+
+@triton.jit
+def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
+    tile, line = order(ticket, queue)
+    pid = line * queue.tiles + tile
+    return locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+
+
+@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
+def forward_kernel(
+    q, k, v, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
+    total, lines, tiles, heads, batch, cohort, PLAN: gl.constexpr,
+):  # fmt: skip
+    PACKED: gl.constexpr = cu_q is not None
+    WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
+    queue = Queue(counter, total, lines, tiles, heads, batch, cohort)
+    q_ring = ring(q, WARPGROUPS, 1)
+    k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
+    v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
+    if PLAN.SHARE:
+        o_tiles = q_ring.tiles
+    else:
+        o_tiles = gl.allocate_shared_memory(o.dtype, [WARPGROUPS] + o.block_type.shape, o.layout)  # noqa: RUF005
+    pipes = Pipes(q_ring, k_ring, v_ring, o_tiles, board(WARPGROUPS))
+    fence_async_shared()
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 0, PACKED, PLAN)),
+            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 1, PACKED, PLAN)),
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 0, PACKED, PLAN)),
+            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 1, PACKED, PLAN)),
+            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 2, PACKED, PLAN)),
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

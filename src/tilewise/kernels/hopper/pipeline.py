@@ -1,0 +1,192 @@
+"""How the warps of a program talk: rings of shared-memory tiles, a board with the current work, a queue of all work.
+
+Every barrier here is an mbarrier that counts arrivals and bytes and flips a phase when both are complete. The n-th use
+of a ring lies in stage n % STAGES, in phase n // STAGES % 2; both sides only count uses.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..tile import Work, band
+from .compat import arrive, copy_in, gl, gluon, mbarrier
+
+SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
+FIELDS: gl.constexpr = gl.constexpr(8)
+FAR: gl.constexpr = gl.constexpr(1 << 30)
+
+
+class Ring(NamedTuple):
+    """Tiles on their way from the producer to the consumers: full = has arrived, empty = all consumers are done."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Board(NamedTuple):
+    """Work on its way from the producer to the consumers, a few ints at a time."""
+
+    ints: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Queue(NamedTuple):
+    """`total` tiles of work: `tiles` per head; the heads in cohorts whose K and V fit into L2 together."""
+
+    counter: tl.tensor
+    total: tl.tensor
+    rows: tl.tensor
+    tiles: tl.tensor
+    heads: tl.tensor
+    batch: tl.tensor
+    cohort: tl.tensor
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(N):
+        mbarrier.init(bars.index(n), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 - Gluon has no unpacking
+    return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+
+
+@gluon.jit
+def board(CONSUMERS: gl.constexpr):
+    ints = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Board(ints, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS))
+
+
+@gluon.jit
+def phase(n, STAGES: gl.constexpr):
+    return (n // STAGES) & 1
+
+
+@gluon.jit
+def at(desc, b, h, t, n, row):
+    """Where TMA finds row `row` of the n rows from token t of batch row b, head h: rows past n read as zero and are not
+    written.
+
+    A dense descriptor has the axes (batch, head, token, dim) and ends where the sequence ends. A packed one has (FAR,
+    FAR, head, FAR, dim) with the strides (-token, token, head, token, 1), modulo 2^64 bytes: of the many coordinates of
+    one row, these put the sequence's last row just before the end of the axis.
+    """
+    if len(desc.block_type.shape) == 4:
+        return [b, h, row, 0]
+    else:
+        return [FAR, t + n, h, FAR - n + row, 0]
+
+
+@gluon.jit
+def fill(pipe, n, desc, where, STAGES: gl.constexpr):
+    """Use n of a ring: wait until the consumers are done with use n - STAGES, then send for the tile."""
+    stage = n % STAGES
+    mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
+    mbarrier.expect(pipe.full.index(stage), desc.block_type.nbytes)
+    copy_in(desc, where, pipe.full.index(stage), pipe.tiles.index(stage))
+
+
+@gluon.jit
+def await_full(pipe, n, STAGES: gl.constexpr, pred=True):
+    mbarrier.wait(pipe.full.index(n % STAGES), phase(n, STAGES), pred=pred)
+
+
+@gluon.jit
+def release(pipe, n, STAGES: gl.constexpr):
+    arrive(pipe.empty.index(n % STAGES))
+
+
+@gluon.jit
+def matrix(pipe, n, STAGES: gl.constexpr):
+    """Use n of a ring as (rows, dim)."""
+    rank: gl.constexpr = len(pipe.tiles.shape)
+    return pipe.tiles.index(n % STAGES).reshape([pipe.tiles.shape[rank - 2], pipe.tiles.shape[rank - 1]])
+
+
+@gluon.jit
+def post(board, r, w, PACKED: gl.constexpr):
+    """Tell the consumers the r-th piece of work; first = -1 is the end."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = r % SLOTS
+    mbarrier.wait(board.empty.index(slot), phase(r, SLOTS) ^ 1)
+    ints = board.ints
+    ints.index(slot * FIELDS).store(gl.full([1], w.first, gl.int32, one))
+    ints.index(slot * FIELDS + 1).store(gl.full([1], w.b, gl.int32, one))
+    ints.index(slot * FIELDS + 2).store(gl.full([1], w.h, gl.int32, one))
+    if PACKED:
+        ints.index(slot * FIELDS + 3).store(gl.full([1], w.q0, gl.int32, one))
+        ints.index(slot * FIELDS + 4).store(gl.full([1], w.n_q, gl.int32, one))
+        ints.index(slot * FIELDS + 5).store(gl.full([1], w.k0, gl.int32, one))
+        ints.index(slot * FIELDS + 6).store(gl.full([1], w.n_k, gl.int32, one))
+    mbarrier.arrive(board.full.index(slot), count=1)
+
+
+@gluon.jit
+def read(ints, i):
+    """An int from shared memory, as a scalar."""
+    return gl.max(ints.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def take(board, r, n_q, n_k, PACKED: gl.constexpr):
+    """The r-th piece of work, as the producer posted it."""
+    mbarrier.wait(board.full.index(r % SLOTS), phase(r, SLOTS))
+    return recall(board, r, n_q, n_k, PACKED)
+
+
+@gluon.jit
+def recall(board, r, n_q, n_k, PACKED: gl.constexpr):
+    slot = r % SLOTS
+    first = read(board.ints, slot * FIELDS)
+    b = read(board.ints, slot * FIELDS + 1)
+    h = read(board.ints, slot * FIELDS + 2)
+    if PACKED:
+        q0 = read(board.ints, slot * FIELDS + 3)
+        n_q = read(board.ints, slot * FIELDS + 4)
+        k0 = read(board.ints, slot * FIELDS + 5)
+        n_k = read(board.ints, slot * FIELDS + 6)
+        return Work(b, h, first, q0, n_q, k0, n_k, 0)
+    else:
+        return Work(b, h, first, 0, n_q, 0, n_k, 0)
+
+
+@gluon.jit
+def hand_back(board, r):
+    mbarrier.arrive(board.empty.index(r % SLOTS), count=1)
+
+
+@triton.jit
+def order(ticket, q):
+    """(tile, head of the batch) of the ticket-th piece of work: cohort by cohort, and within one the last tiles, which
+    see the most keys where the band ends with the query, first.
+    """
+    leader = ticket // (q.cohort * q.tiles) * q.cohort
+    size = tl.minimum(q.cohort, q.rows - leader)
+    rest = ticket - leader * q.tiles
+    return q.tiles - 1 - rest // size, leader + rest % size
+
+
+@gluon.jit
+def next_ticket(queue):
+    """The first ticket of a program is its number; the last one asked for sets the counter back for the next launch."""
+    old = gl.atomic_add(queue.counter, 1, sem="relaxed")
+    if old == queue.total - 1:
+        gl.store(queue.counter, 0)
+    return old + gl.num_programs(0)
+
+
+@triton.jit
+def blocks(first, w, before, after, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span."""
+    at = first + w.n_k - w.n_q
+    span = band(at, at + ROWS - 1, w.n_k, before, after, BLOCK)
+    lo = span.lo // BLOCK
+    return lo, tl.maximum((span.hi + BLOCK - 1) // BLOCK, lo + 1), span
