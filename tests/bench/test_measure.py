@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tilewise.bench import measure
 from tilewise.bench.measure import CpuClock, HostClock, Sensors, rounds
@@ -62,11 +64,37 @@ def test_the_limit_ends_it_but_leaves_a_median():
     assert len(times["a"]) == measure.LEAST_ROUNDS
 
 
-@pytest.mark.parametrize("clock", [CpuClock(), HostClock(measure.torch.device("cpu"))], ids=["cpu", "host"])
+@pytest.mark.parametrize("clock", [CpuClock(), HostClock(torch.device("cpu"))], ids=["cpu", "host"])
 def test_clocks_call_as_often_as_asked(clock):
     calls = []
     assert clock.start(lambda: calls.append(1), 5)() > 0
     assert len(calls) == 5
+
+
+def test_cuda_events_enclose_each_call_and_not_the_cache(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = len(log)
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 4.0 if log[self.at : end.at + 1] == ["event", "call", "event"] else float("nan")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = object.__new__(measure.CudaClock)
+    clock.cache = SimpleNamespace(zero_=lambda: log.append("empty"))
+    result = clock.start(lambda: log.append("call"), 3)
+    assert log[measure.HEAD_START :] == ["empty", "event", "call", "event"] * 3
+    assert result() == 4e-3
+    assert log[-1] == "wait"
 
 
 def test_sensors_take_the_middle_and_skip_what_is_not_told():
@@ -77,7 +105,7 @@ def test_sensors_take_the_middle_and_skip_what_is_not_told():
 
 
 def test_ceilings_do_what_they_say():
-    limits = {limit.name: limit for limit in measure.ceilings(measure.torch.device("cpu"), measure.torch.float32)}
+    limits = {limit.name: limit for limit in measure.ceilings(torch.device("cpu"), torch.float32)}
     assert limits["matmul"].work().shape == (768, 768)
     assert limits["matmul"].amount == 2 * 768**3
     assert limits["copy"].amount == 2 * limits["copy"].work().nbytes

@@ -98,7 +98,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
             compiled=not quick,
             memory=Case(1, 0, 16, 16, 128, True, dtype=dtype),
             memory_lengths=tuple(2**n for n in (range(10, 15) if quick else range(10, 18))),
-            rounds=9 if quick else 15, burst=0.02, limit=10.0, samples=4,
+            rounds=7 if quick else 11, burst=0.02, limit=10.0, samples=4,
         )  # fmt: skip
     dtype = dtype or "float32"
     tokens, most = (1024, 10) if quick else (4096, 12)
@@ -115,7 +115,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         compiled=not quick,
         memory=Case(1, 0, 4, 4, 64, True, dtype=dtype),
         memory_lengths=tuple(2**n for n in range(8, 12 if quick else 14)),
-        rounds=7 if quick else 9, burst=0.02 if quick else 0.1, limit=1.0 if quick else 20.0, samples=2 if quick else 4,
+        rounds=7 if quick else 9, burst=0.02 if quick else 0.1, limit=1.0 if quick else 8.0, samples=2 if quick else 4,
     )  # fmt: skip
 
 

@@ -230,8 +230,8 @@ def show_comparison(comparison: Comparison) -> None:
         if keys:
             console.print(f"[dim]only in {where}: {len(keys)} cells, such as {keys[0]}[/]", highlight=False)
     if comparison.other_company:
-        few = f"{len(comparison.other_company)} cells were timed among other providers, such as {comparison.other_company[0]}"
-        console.print(f"[yellow]{few}: at a power limit that alone moves ratios[/]", highlight=False)
+        some = f"{len(comparison.other_company)} cells, such as {comparison.other_company[0]}, were timed among others"
+        console.print(f"[yellow]{some}: at a power limit that alone moves ratios[/]", highlight=False)
     faster, slower = sum(c.faster for c in changed), sum(c.slower for c in changed)
     said = f"{len(comparison.changes)} ratios compared: {faster} faster, {slower} slower, the rest within noise"
     if comparison.changes:
