@@ -9,10 +9,19 @@ export function control(id, endpoint, spec, state, set) {
     ...spec,
     name,
     allowed,
-    options: spec.options ?? allowed ?? [],
+    options: spec.options?.filter((value) => !allowed || spec.free || allowed.map(String).includes(String(value))) ?? allowed ?? [],
     value: state[spec.key],
     change: (value) => set({ [spec.key]: value, ...spec.also }),
   });
+}
+
+/** The state has changed, perhaps by another hand: the control shows it. */
+export function follow(node, value) {
+  for (const input of node.querySelectorAll("input, select"))
+    if (input.type === "radio") input.checked = input.value === String(value);
+    else if (input.type === "checkbox") input.checked = Boolean(Number(value));
+    else if (input.type === "range") input.show(value);
+    else if (input !== document.activeElement) input.value = value;
 }
 
 const label = (spec) => t(spec.label);
@@ -38,23 +47,21 @@ const kinds = {
           h("option", { value: String(value), selected: String(value) === String(spec.value) }, named(spec, value))))),
 
   range: (spec) => {
-    const values = spec.values ?? spec.allowed;
+    const values = spec.allowed ?? spec.values;
     const at = (value) => (values ? nearest(values, value) : value);
-    const output = h("output", {}, spec.show ? spec.show(spec.value) : String(spec.value));
+    const output = h("output", {});
     const input = h("input", {
       type: "range", name: spec.name,
       min: values ? 0 : spec.min, max: values ? values.length - 1 : spec.max, step: values ? 1 : spec.step ?? 1,
-      "aria-valuetext": String(spec.value),
-      oninput: (event) => {
-        const raw = Number(event.target.value);
-        const value = values ? values[raw] : raw;
-        output.textContent = spec.show ? spec.show(value) : String(value);
-        event.target.setAttribute("aria-valuetext", output.textContent);
-        spec.change(value);
-      },
+      oninput: () => spec.change(values ? values[Number(input.value)] : Number(input.value)),
     });
-    input.value = at(spec.value);
-    return h("label.field.range", {}, h("span", {}, label(spec), " ", output), input);
+    input.show = (value) => {
+      input.value = at(value);
+      output.textContent = String(value);
+      input.setAttribute("aria-valuetext", String(value));
+    };
+    input.show(spec.value);
+    return h("label.field.range", {}, h("span", {}, label(spec), " ", output), values?.length === 1 ? null : input);
   },
 
   toggle: (spec) =>

@@ -1,6 +1,6 @@
 // A chapter: its words, the controls of its widget, the figure, and what to do when an answer is not there.
 import { NotHere, ask, h, offline, read, t, write } from "./core.js";
-import { control, stepper } from "./controls.js";
+import { control, follow, stepper } from "./controls.js";
 
 export class Stage {
   constructor(widget, number) {
@@ -57,7 +57,10 @@ export class Stage {
   async update() {
     const state = this.state;
     const turn = (this.turn = (this.turn ?? 0) + 1);
-    for (const [spec, node] of this.parts) node.hidden = Boolean(spec.when && !spec.when(state));
+    for (const [spec, node] of this.parts) {
+      node.hidden = Boolean(spec.when && !spec.when(state));
+      follow(node, state[spec.key]);
+    }
     try {
       const data = await this.widget.ask(state, ask);
       if (turn !== this.turn) return;

@@ -11,7 +11,7 @@ export const layout = {
     { kind: "choice", key: "part", label: "layout.part", names: "layout.part", options: ["layout", "coalescing"] },
     { kind: "choice", key: "shape", label: "layout.shape", options: Object.keys(VIEWS), names: "layout.shape", also: { view: "same", at: 0 }, when: (s) => s.part === "layout" },
     ...Object.entries(VIEWS).map(([shape, options]) => ({
-      kind: "choice", key: "view", group: shape, label: "layout.view", names: "layout.view", options, when: (s) => s.part === "layout" && s.shape === shape && options.length > 1,
+      kind: "choice", key: "view", free: true, group: shape, label: "layout.view", names: "layout.view", options, when: (s) => s.part === "layout" && s.shape === shape && options.length > 1,
     })),
     { kind: "choice", key: "pattern", label: "layout.pattern", names: "layout.pattern", options: ["warp", "thread"], when: (s) => s.part === "coalescing" },
     { kind: "range", key: "columns", label: "layout.columns", values: [1, 2, 4, 8, 16, 32, 64, 128, 1024, 4096], when: (s) => s.part === "coalescing" },

@@ -87,9 +87,9 @@ function chart(data, state, flops, same) {
   svg.append("path").attr("d", `M${from.x} ${from.y}L${to.x} ${to.y}`).attr("stroke", "var(--soft)").attr("stroke-dasharray", "2 4").attr("fill", "none");
   dot(data.intensity.naive, data.attainable, "var(--bad)", 8, `${t("roof.legend.naive")}: ${form.si(data.attainable, "FLOP/s")}`, "naive");
   dot(data.intensity.tiled, rate, "var(--s2)", 8, `${t("roof.legend.tiled")}: ${form.si(rate, "FLOP/s")}`, "tiled");
-  const label = (at, up, text, fill, anchor) => svg.append("text").attr("class", `halo strong ${anchor}`).attr("x", at.x).attr("y", at.y + (up ? -15 : 24)).style("fill", fill).text(text);
+  const label = (at, low, text, fill, anchor) => svg.append("text").attr("class", `halo strong ${anchor}`).attr("x", at.x).attr("y", at.y + (low ? 44 : 24)).style("fill", fill).text(text);
   label(from, false, t("roof.point.naive"), "var(--bad)", from.x < 130 ? "" : "middle");
-  label(to, true, `${t("roof.point.tiled")} ${form.si(rate, "FLOP/s")}`, "var(--s2)", to.x > width - 170 ? "end" : "middle");
+  label(to, small(), `${t("roof.point.tiled")} ${form.si(rate, "FLOP/s")}`, "var(--s2)", to.x > width - 170 ? "end" : "middle");
   return node;
 }
 

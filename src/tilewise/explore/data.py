@@ -137,9 +137,10 @@ def measured(*, device: str = "H200") -> Json:
         for one in kept["calls"]:
             call = cost.Call(**one["call"])
             bill = explain.estimate(call, False, where, one["backend"]).traffic
+            seconds, flops = one["seconds"], call.flops()
             points.append({
                 "b": call.batch, "s": call.n_q, "h": call.heads, "d": call.d, "causal": int(call.after == 0),
-                "seconds": one["seconds"], "rate": call.flops() / one["seconds"], "intensity": call.flops() / bill.tiled,
+                "seconds": seconds, "rate": flops / seconds, "intensity": flops / bill.tiled,
             })  # fmt: skip
     return {"points": points, "source": kept["source"], "when": kept["when"]}
 
@@ -224,25 +225,13 @@ def _plan(plan: list[pipeline.Slot]) -> Json:
 @cache
 def hopper() -> Json:
     """What tilewise's own Hopper kernel does, in the emulator: one program, 384 queries and keys, head dim 128."""
-    from tilewise.dispatch import has_triton
-
-    if not has_triton():
-        raise AttentionError("Triton", "none", "Triton: the emulator runs the source of the Gluon kernel")
-    from tilewise.emulator import launch
-    from tilewise.kernels.hopper.launch import forward_launch
-    from tilewise.spec import Spec
-
-    q, k, v = torch.randn(3, 1, 384, 1, 128, generator=torch.Generator().manual_seed(0)).to(torch.float16)
-    out, lse, counter = torch.empty_like(q), torch.empty(1, 1, 384), torch.zeros(1, dtype=torch.int32)
-    one = forward_launch(q, k, v, out, lse, None, None, Spec.of(head_dim=128), counter, sms=1)
     try:
-        machine = launch(one.kernel, one.programs, one.args, one.options)
-    except Exception as error:  # the emulator knows the words that the kernels use today
-        raise AttentionError(
-            "the emulated kernel", f"{type(error).__name__}: {error}", "a kernel it can run"
-        ) from error
-    spans = [list(span[1:]) for span in machine.timeline if span.program == 0]
-    return {"spans": spans, "length": max(span.end for span in machine.timeline)}
+        from tilewise.explore.hopper import timeline
+
+        return timeline(tokens=384, d=128)
+    except Exception as error:  # no Triton; or a word in the kernel that the emulator does not know yet
+        found = f"{type(error).__name__}: {error}"
+        raise AttentionError("emulated kernel", found, "Triton, and a kernel that the emulator can run") from error
 
 
 @endpoint
@@ -303,11 +292,15 @@ def mask(*, kind: str = "causal", n: int = 128, block: int = 16, size: int = 16,
     seen = torch.as_tensor(mod(0, 0, i, j)).expand(n, n)
     if causal:
         seen = seen & (j <= i)
-    rows = ["".join(str(int(x)) for x in row) for row in seen]
+    digits = (seen.view(n, n // 4, 4).int() * torch.tensor([8, 4, 2, 1])).sum(-1).tolist()
     return {
-        "rows": [f"{int(row, 2):0{-(-n // 4)}x}" for row in rows], "tiles": tiles.tolist(), "n": n, "block": block,
-        "pairs": int(seen.sum()), "kinds": [int((tiles == kind).sum()) for kind in range(3)],
-    }  # fmt: skip
+        "n": n,
+        "block": block,
+        "pairs": int(seen.sum()),
+        "kinds": [int((tiles == kind).sum()) for kind in range(3)],
+        "tiles": tiles.tolist(),
+        "rows": ["".join(f"{digit:x}" for digit in row) for row in digits],
+    }
 
 
 # What a copy holds: for each endpoint, lists of values whose every combination is answered.
@@ -319,7 +312,7 @@ GRID: dict[str, dict[str, Sequence[Any]]] = {
         "width": (2,), "backward": SWITCH,
     },
     "roof": {
-        "device": tuple(devices.DEVICES), "b": (4,), "s": (1024, 4096, 16384), "h": (16,), "d": (64, 128),
+        "device": tuple(devices.DEVICES), "b": (4,), "s": (256, 1024, 4096), "h": (16,), "d": (64, 128),
         "causal": SWITCH, "backward": SWITCH,
     },
     "measured": {"device": tuple(devices.DEVICES)},
