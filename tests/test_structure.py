@@ -53,6 +53,7 @@ RULES = {
     "perf": Rule("perf spec config dispatch", lazy="kernels triton"),
     "trace": Rule("trace reference spec", lazy="rich"),
     "machine": Rule("machine spec"),
+    "docs": Rule("docs tilewise markdown_it pygments", lazy="explore learn bench"),
     "explore": Rule("explore trace machine perf mods reference spec"),
     "explore.hopper": Rule("emulator kernels.hopper spec"),
     "perf.check": Rule("perf", lazy="tilewise spec triton"),

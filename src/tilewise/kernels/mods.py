@@ -54,13 +54,19 @@ def fast_tanh(x):
 
 
 @triton.jit
+def whole(x, score):
+    """x in the shape of the scores."""
+    return tl.zeros(score.shape, tl.float32) + x
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 NAMESPACE = {
     "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
-    "fast_tanh": fast_tanh, "sigmoid": sigmoid,
+    "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole,
 }  # fmt: skip
 PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
 
@@ -106,9 +112,7 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
             lines.append(f"    {names[x]} = {text}")
         else:
             names[x] = text
-    results = [names[x] for x in roots]
-    if roots[0].kind == "float" and "score" not in roots[0].deps:
-        results[0] = f"tl.broadcast_to({results[0]}, score.shape)"
+    results = [names[x] if x.kind == "bool" or "score" in x.deps else f"whole({names[x]}, score)" for x in roots]
     return "\n".join([*lines, f"    return {', '.join(results)}", ""])
 
 

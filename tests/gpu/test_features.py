@@ -1,0 +1,59 @@
+"""Score terms on a GPU: 504 random combinations, 28 sets of compile-time choices with 18 calls each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tests import features
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DTYPES = ("float16", "bfloat16", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize("number", range(28))
+def test_random_combinations(number: int) -> None:
+    chosen = features.Features.random(1000 + number, dims=(32, 64, 128), dtypes=DTYPES, blocks=128)
+    failures = []
+    for n in range(18):
+        call = features.make(chosen, 100 * number + n, longest=300 if n % 3 else 700, device="cuda")
+        try:
+            features.check(call, "triton")
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, f"{len(failures)} of 18:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("number", [1003, 1007, 1012, 1020])
+def test_two_runs_agree_bit_for_bit(number: int) -> None:
+    chosen = features.Features.random(number, dims=(64,), dtypes=("bfloat16",), blocks=128)
+    call = features.make(chosen, number, longest=500, device="cuda")
+    first, second = features.run(call, "triton"), features.run(call, "triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_dropout_mask_is_the_public_one() -> None:
+    q, k = (torch.zeros(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v = torch.eye(300, 512, device="cuda", dtype=torch.bfloat16)[None, :, None].expand(2, -1, 4, -1)
+    out = tilewise.attention(q, k, v, dropout_p=0.25, seed=2**40 + 3, backend="triton")
+    keep = tilewise.dropout_mask(2, 4, 300, 300, p=0.25, seed=2**40 + 3, device="cuda")
+    assert torch.equal(out[..., :300].transpose(1, 2) > 0, keep)
+
+
+def test_compiled_with_mods() -> None:
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+
+    def loss(q, k, v, slopes):
+        mod = features.relative(slopes)
+        return tilewise.attention(q, k, v, causal=True, softcap=20.0, score_mod=mod, backend="triton").square().sum()
+
+    inputs = (q, k, v, slopes)
+    eager = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs), inputs)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b)
