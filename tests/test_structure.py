@@ -53,6 +53,8 @@ RULES = {
     "perf": Rule("perf spec config dispatch", lazy="kernels triton"),
     "trace": Rule("trace reference spec", lazy="rich"),
     "machine": Rule("machine spec"),
+    "learn": Rule("learn trace spec", lazy="tilewise kernels triton rich matplotlib"),
+    "learn.kernels": Rule("kernels.tile triton"),
     "docs": Rule("docs tilewise markdown_it pygments", lazy="explore learn bench"),
     "explore": Rule("explore trace machine perf mods reference spec"),
     "explore.hopper": Rule("emulator kernels.hopper spec"),
@@ -169,7 +171,7 @@ def test_the_rules_can_tell(module, source, verdict):
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
 
 
-NO_EXAMPLES = ("kernels", "explore.hopper", "__main__")
+NO_EXAMPLES = ("kernels", "learn.kernels", "explore.hopper", "__main__")
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])

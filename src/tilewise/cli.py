@@ -32,6 +32,7 @@ COMMANDS = {
     "explore": Command("tilewise.explore", "a page to take attention apart on: live, or as one offline file"),
     "explain": Command("tilewise.perf.command", "what a call costs on any GPU, which roof binds, what would help"),
     "trace": Command("tilewise.trace.command", "watch softmax, attention or autograd at work, step by step"),
+    "learn": Command("tilewise.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
 }
 
 

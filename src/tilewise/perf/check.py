@@ -7,6 +7,7 @@ over the median.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -29,7 +30,7 @@ from tilewise.perf.devices import Device, device
 from tilewise.perf.predict import MODEL, Model, padded, predict
 
 TOKENS, WIDTH = 16384, 2048
-ROUNDS, SECONDS = 5, 0.012
+ROUNDS, SECONDS = 3, 0.01
 
 
 class Measured(NamedTuple):
@@ -82,10 +83,10 @@ def run(path: Path) -> int:
             file=sys.stderr,
         )
         return 2
-    backends = ["triton"]
-    todo = [(call, backend) for backend in backends for call in calls()]
+    major, minor = torch.cuda.get_device_capability()
+    todo = [(call, backend) for call in calls() for backend in backends(call)]
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_ahead, (call for call, _ in todo)))
+        list(pool.map(partial(compile_ahead, capability=major * 10 + minor), *zip(*distinct(todo), strict=True)))
     measured = measure(todo)
     import triton
 
@@ -126,15 +127,39 @@ def tensors(call: Call, where: str) -> list[torch.Tensor]:
     return [make(*batch, *shape, dtype=getattr(torch, call.dtype), device=where) for shape in shapes]
 
 
-def compile_ahead(call: Call) -> None:
-    """Fill Triton's cache from another process."""
-    from tilewise.perf.explain import compile_kernels
+def backends(call: Call) -> list[str]:
+    """The portable kernels, and what would run by default where that is something else."""
+    from tilewise.dispatch import choose
+
+    q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in tensors(call, "meta"))
+    return sorted({"triton", choose(q, k, v, spec_of(call)).backend})
+
+
+def spec_of(call: Call) -> Any:
     from tilewise.spec import Spec
 
+    return Spec(1 / math.sqrt(call.d), call.before, call.after)
+
+
+def distinct(todo: list[tuple[Call, str]]) -> list[tuple[Call, str]]:
+    """One of the calls that share their kernels, the slowest to compile first."""
+    kinds = {
+        (
+            backend, c.d, c.dv, c.dtype, c.before is None, c.after is None, c.heads // c.kv_heads,
+            c.n_q % 128 == 0, c.n_k % 128 == 0, c.lengths is None, c.n_k <= 2048,
+        ): (c, backend)
+        for c, backend in todo
+    }  # fmt: skip
+    return sorted(kinds.values(), key=lambda one: one[1] != "hopper")
+
+
+def compile_ahead(call: Call, backend: str, capability: int) -> None:
+    """Fill Triton's cache from another process; what fails here fails again, with its reason, when it is launched."""
+    from tilewise.perf.explain import compile_kernels
+
     q, k, v = tensors(call, "meta")
-    spec = Spec(1 / math.sqrt(call.d), call.before, call.after)
-    major, minor = torch.cuda.get_device_capability()
-    list(compile_kernels(q, k, v, call.lengths, spec, major * 10 + minor, backward=True))
+    with contextlib.suppress(Exception):
+        list(compile_kernels(q, k, v, call.lengths, spec_of(call), capability, backward=True, backend=backend))
 
 
 def measure(todo: Iterable[tuple[Call, str]]) -> list[Measured]:
@@ -241,8 +266,9 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
 
 
 def _uses(m: Measured, kernel: str, itemsize: int, d: int) -> bool:
-    same_pass = (m.which == "forward") == (kernel == "forward")
-    return same_pass and m.call.itemsize == itemsize and padded(max(m.call.d, m.call.dv)) == d
+    same_pass = (m.which == "forward") == kernel.endswith("forward")
+    same_backend = (m.backend == "hopper") == kernel.startswith("hopper")
+    return same_pass and same_backend and m.call.itemsize == itemsize and padded(max(m.call.d, m.call.dv)) == d
 
 
 def _with(model: Model, key: tuple[str, int], d: int, value: float) -> Model:

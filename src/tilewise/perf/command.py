@@ -34,6 +34,9 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
+        "--kernel", action="store_true", help="what the compiler makes of the forward kernel, stage by stage"
+    )
+    parser.add_argument(
         "--check", type=Path, metavar="FILE", help="measure many calls on this GPU, keep them in FILE, compare"
     )
     parser.add_argument(
@@ -59,6 +62,8 @@ def run(options: Namespace) -> int:
         if len(shape) != 4:
             raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, for example 4 4096 16 128")
         b, s, h, d = shape
+        if options.kernel:
+            return show_kernel(options, shape)
         keys = b, options.sk or s, options.hk or h
         told = explain(
             shape,
@@ -76,4 +81,24 @@ def run(options: Namespace) -> int:
         print(f"tilewise explain: {error}")
         return 2
     print(json.dumps(told.to_dict(), indent=1) if options.json else told)
+    return 0
+
+
+def show_kernel(options: Namespace, shape: list[int]) -> int:
+    import torch
+
+    from tilewise.dispatch import has_triton
+    from tilewise.perf import stages
+    from tilewise.perf.devices import device
+    from tilewise.perf.explain import compile_kernels
+    from tilewise.spec import Spec
+
+    if not has_triton():
+        print("tilewise explain --kernel needs Triton, and none is here")
+        return 2
+    where = device(options.device or "H200")
+    q = torch.empty(shape, dtype=getattr(torch, options.dtype), device="meta")
+    spec = Spec.of(head_dim=shape[-1], causal=options.causal)
+    for name, made in compile_kernels(q, q, q, None, spec, where.capability, backward=options.backward):
+        print(f"{name}, sm_{where.capability}\n{stages.text(made)}\n")
     return 0

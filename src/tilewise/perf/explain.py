@@ -160,14 +160,15 @@ def estimate(call: Call, backward: bool, device: Device, backend: str, reason: s
     """What the model says of a call, before the compiler is asked and advice is given."""
     kernels = predict.plan(call, backend, device, backward=backward)
     rereads = {
-        kernel.name: predict.rereads(call, device, kernel.tile, queries=kernel.name == "key") for kernel in kernels
+        kernel.name: predict.rereads(call, device, kernel.tile, queries=kernel.name in ("key", "hopper backward"))
+        for kernel in kernels
     }
     bill = cost.traffic(
         call,
         backward=backward,
         masked=call.before is not None or call.after is not None,
-        reads_of_keys=rereads.get("forward", 1.0),
-        reads_of_queries=rereads.get("key", 1.0),
+        reads_of_keys=rereads.get("forward", rereads.get("hopper forward", 1.0)),
+        reads_of_queries=rereads.get("key", rereads.get("hopper backward", 1.0)),
     )
     flops = call.flops() + (call.flops(backward=True) if backward else 0)
     exps = call.pairs * (1 + 2 * backward)  # the dK and the dQ kernel each compute P again
@@ -245,12 +246,16 @@ def _resources(
         return {}, "the reference backend has no kernels of its own"
     if not dispatch.has_triton():
         return {}, "no Triton here"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    from tilewise.kernels import launch
+
+    if launch.INTERPRETED:
         return {}, "Triton is interpreting (TRITON_INTERPRET=1)"
     strides = tuple(x.stride() for x in tensors)
     shapes = tuple(tuple(x.shape) for x in tensors)
     try:
-        return _compile(shapes, strides, tensors[0].dtype, call.lengths, spec, device.capability, found.backward), ""
+        return _compile(
+            shapes, strides, tensors[0].dtype, call.lengths, spec, device.capability, found.backward, found.backend
+        ), ""
     except Exception as error:
         return {}, f"the compiler here refused sm_{device.capability} ({type(error).__name__})"
 
@@ -264,12 +269,13 @@ def _compile(
     spec: Spec,
     capability: int,
     backward: bool,
+    backend: str,
 ) -> dict[str, Resources]:
     q, k, v = (torch.empty_strided(n, s, dtype=dtype, device="meta") for n, s in zip(shapes, strides, strict=True))
     with _quiet():
         return {
             name: Resources(made.registers, made.shared, made.spills)
-            for name, made in compile_kernels(q, k, v, lengths, spec, capability, backward=backward)
+            for name, made in compile_kernels(q, k, v, lengths, spec, capability, backward=backward, backend=backend)
         }
 
 
@@ -282,13 +288,20 @@ def compile_kernels(
     capability: int,
     *,
     backward: bool,
+    backend: str = "triton",
 ) -> Iterator[tuple[str, Compiled]]:
-    """The portable kernels of a call, compiled as a launch would; the tensors may be meta."""
+    """The kernels of a call, compiled as a launch would (of Hopper's, the forward); the tensors may be meta."""
     from tilewise.kernels import launch
 
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     cu = None if lengths is None else q.new_empty(len(lengths) + 1, dtype=torch.int32)
+    if backend == "hopper":
+        from tilewise.kernels.hopper.launch import forward_launches, new_state
+
+        one, *_ = forward_launches(q, k, v, out, lse, cu, cu, spec, new_state(torch.device("meta")), 132)
+        yield "hopper forward", compile_for(capability, one.kernel, one.args, one.options)
+        return
     launches = {"forward": launch.forward_launch(q, k, v, out, lse, cu, cu, spec, capability)}
     if backward:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -47,12 +47,14 @@ MODEL = Model(
     bandwidth=0.88,
     reference=0.5,
     efficiency={
-        ("forward", 2): {16: 0.15, 32: 0.27, 64: 0.46, 128: 0.52, 256: 0.5, 512: 0.2},
-        ("key", 2): {16: 0.15, 32: 0.27, 64: 0.45, 128: 0.5, 256: 0.4, 512: 0.15},
-        ("query", 2): {16: 0.15, 32: 0.27, 64: 0.45, 128: 0.5, 256: 0.4, 512: 0.15},
+        ("forward", 2): {16: 0.15, 32: 0.27, 64: 0.48, 128: 0.50, 256: 0.5, 512: 0.2},
+        ("key", 2): {16: 0.15, 32: 0.27, 64: 0.51, 128: 0.58, 256: 0.4, 512: 0.15},
+        ("query", 2): {16: 0.15, 32: 0.27, 64: 0.64, 128: 0.57, 256: 0.4, 512: 0.15},
         ("forward", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
         ("key", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
         ("query", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
+        ("hopper forward", 2): {16: 0.2, 32: 0.32, 64: 0.55, 128: 0.69, 256: 0.76},
+        ("hopper backward", 2): {16: 0.2, 32: 0.3, 64: 0.5, 128: 0.62, 256: 0.5},
     },
 )
 
@@ -117,7 +119,7 @@ def shared_estimate(name: str, tile: config.Tile, d: int, dv: int, itemsize: int
 @cache
 def work_of(call: Call, name: str, tile: config.Tile) -> tuple[tuple[int, int, int], ...]:
     """(programs, steps, masked steps) of the query side ("forward", "query") or the key side ("key")."""
-    if name == "key":
+    if name in ("key", "hopper backward"):
         own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
         before, after = call.after, call.before
     else:
@@ -125,9 +127,9 @@ def work_of(call: Call, name: str, tile: config.Tile) -> tuple[tuple[int, int, i
         before, after = call.before, call.after
     work: list[tuple[int, int, int]] = []
     for count, n_q, n_k in call.sequences:
-        mine, others = (n_k, n_q) if name == "key" else (n_q, n_k)
+        mine, others = (n_k, n_q) if name in ("key", "hopper backward") else (n_q, n_k)
         spans = [span(i, min(i + own, mine), mine, others, before, after, streamed) for i in range(0, mine, own)]
-        if name != "key":
+        if name not in ("key", "hopper backward"):
             spans.reverse()  # the last tiles of a causal head see the most keys, and start first
         work += _runs([(group * steps, group * edges) for steps, edges in spans], count * heads)
     return tuple(work)
@@ -166,17 +168,24 @@ def plan(
     """The kernels of a call, in order. The reference backend launches none of its own: []."""
     if backend == "reference":
         return []
-    names = ["forward"] * (not only_backward) + ["key", "query"] * backward
+    if backend == "hopper":
+        names = ["hopper forward"] * (not only_backward) + ["hopper backward"] * backward
+    else:
+        names = ["forward"] * (not only_backward) + ["key", "query"] * backward
     return [_kernel(call, name, device, model) for name in names]
 
 
 def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
     d, dv = padded(call.d), padded(call.dv)
-    tile = config.tile(name, device.capability, call.itemsize, max(d, dv))
-    products = {"forward": d + dv, "key": 2 * d + 2 * dv, "query": 2 * d + dv}[name]
-    shared = shared_estimate(name, tile, d, dv, call.itemsize)
-    registers = 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168
-    fit = max(1, device.blocks_per_sm(shared=min(shared, device.shared), registers=registers, warps=tile.warps))
+    tile = tile_of(call, name, device)
+    side = name.rpartition(" ")[2]
+    products = {"forward": d + dv, "key": 2 * d + 2 * dv, "query": 2 * d + dv, "backward": 3 * d + 2 * dv}[side]
+    if name.startswith("hopper"):
+        fit = 1  # persistent: one program per SM, which takes tiles until none is left
+    else:
+        shared = shared_estimate(name, tile, d, dv, call.itemsize)
+        registers = 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168
+        fit = max(1, device.blocks_per_sm(shared=min(shared, device.shared), registers=registers, warps=tile.warps))
     efficiency = model.efficiency[name, call.itemsize][max(d, dv)]
     return Kernel(
         name=name,
@@ -191,10 +200,23 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
     )
 
 
+def tile_of(call: Call, name: str, device: Device) -> config.Tile:
+    """The tile of a kernel; for the Hopper kernels, whose warps have different jobs, that of the program."""
+    d = max(padded(call.d), padded(call.dv))
+    if name == "hopper forward":
+        row = config.hopper_tile(d, banded=call.after is not None, keys=call.n_k)
+        return config.Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, 2)
+    if name == "hopper backward":
+        return config.Tile(64, 128 if d <= 128 else 64, 12, 2)
+    return config.tile(name, device.capability, call.itemsize, d)
+
+
 def _moved(call: Call, name: str, device: Device, tile: config.Tile) -> int:
     q, k, v, o = map(call.rows, "qkvo")
-    if name == "forward":
+    if name.endswith("forward"):
         return round(q + o + call.statistic_bytes + rereads(call, device, tile) * (k + v))
+    if name == "hopper backward":  # dQ is summed in float32, in memory
+        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o) + 2 * o + q * 8 // call.itemsize)
     if name == "key":
         return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o))
     return round(2 * q + 3 * o + rereads(call, device, tile) * (k + v))  # with the row statistics' O and dO

@@ -1,0 +1,121 @@
+# %% [markdown]
+# # 8. How a tensor lies in memory
+#
+# Memory is a line of numbered cells. A tensor is a *way of reading* it: a shape, and for each axis a stride, the distance
+# from one element to its neighbour along that axis.
+#
+#     address of x[i, j, k] = start + i·stride₀ + j·stride₁ + k·stride₂
+#
+# Transposing, slicing, splitting heads: all of it changes the reading, not the memory. Kernels live on this.
+
+# %%
+import math
+
+import torch
+
+import tilewise
+from tilewise.learn import picture, show
+from tilewise.machine.layout import Layout, strides
+
+# %% [markdown]
+# ## Row-major
+#
+# A vector of 7 has stride 1. A (2, 3) matrix stored row after row has strides (3, 1): the next row is three cells away. In
+# general stride_i is the product of all sizes after i: [a, b, c] → [bc, c, 1]. Column-major is the other way round.
+
+# %%
+memory = [1, 2, 3, 5, 8, 13]
+x = torch.tensor(memory).view(2, 3)
+show(["shape", "strides"], [[shape, strides(shape)] for shape in ([7], [2, 3], [2, 4, 3])])
+assert strides([7]) == [1]
+assert strides([2, 3]) == [3, 1] == list(x.stride())
+assert strides([2, 4, 3]) == [12, 3, 1]
+for shape in ([7], [2, 3], [2, 4, 3], [5, 1, 2, 3]):
+    assert strides(shape) == list(torch.empty(shape).stride())
+assert memory[Layout.row_major([2, 3]).offset([1, 2])] == x[1, 2] == 13
+assert Layout.column_major([2, 3]).strides == [1, 2]
+
+# %% [markdown]
+# ## Reshape and transpose
+#
+# Reshape (2, 3) to (3, 2): strides (2, 1), the same cells in the same order, nothing moves. Transpose: shape (3, 2) too, but
+# strides (1, 3), and the elements are no longer read in the order in which they lie. Such a tensor is not *contiguous*;
+# torch's `.view` refuses to reshape it, and `.reshape` quietly **copies** it. (That reshape never moves data is only true
+# where the data is contiguous.)
+
+# %%
+reshaped, transposed = x.reshape(3, 2), x.T
+print("reshaped  ", reshaped.tolist(), reshaped.stride())
+print("transposed", transposed.tolist(), transposed.stride())
+assert reshaped.stride() == (2, 1)
+assert transposed.stride() == (1, 3)
+assert x.data_ptr() == reshaped.data_ptr() == transposed.data_ptr()
+assert not transposed.is_contiguous()
+try:
+    transposed.view(6)
+except RuntimeError as error:
+    print("view refuses:", str(error)[:75], "...")
+assert transposed.reshape(6).data_ptr() != x.data_ptr()  # a copy
+assert Layout.row_major([2, 3]).transpose() == Layout([3, 2], [1, 3])
+assert not Layout([3, 2], [1, 3]).contiguous
+
+
+def draw(*panels):
+    for axes, layout, title in zip(
+        panels,
+        (Layout.row_major([2, 3]), Layout.row_major([3, 2]), Layout.row_major([2, 3]).transpose()),
+        ("x (2, 3)", "x.reshape(3, 2)", "x.T (3, 2)"),
+        strict=True,
+    ):
+        offsets = torch.tensor(layout.offsets()).view(layout.shape)
+        axes.imshow(offsets, cmap="viridis", vmin=0, vmax=5)
+        for i in range(layout.shape[0]):
+            for j in range(layout.shape[1]):
+                axes.text(
+                    j, i, f"{memory[offsets[i, j]]}\ncell {offsets[i, j]}", ha="center", va="center", color="white"
+                )
+        axes.set(title=f"{title}\nstrides {layout.strides}", xticks=[], yticks=[])
+
+
+picture("08_layouts", draw, panels=(1, 3), size=(9, 3.6))
+
+# %% [markdown]
+# ## Why attention cares
+#
+# One projection makes Q, K and V side by side: a (B, N, 3, H, d) tensor whose slices are strided views. Some libraries
+# keep heads before tokens (B, H, N, d), some after. A kernel that takes strides takes all of them as they are; one that
+# does not must copy first, and a copy of Q, K and V costs as much traffic as the whole of tiled attention.
+
+# %%
+torch.manual_seed(0)
+b, n, h, d = 2, 10, 3, 8
+packed = torch.randn(b, n, 3, h, d)
+q, k, v = packed.unbind(2)  # views
+out = tilewise.attention(q, k, v, causal=True)
+print("q of a packed projection:", tuple(q.shape), q.stride(), "contiguous" if q.is_contiguous() else "not contiguous")
+assert torch.equal(out, tilewise.attention(*(x.contiguous() for x in (q, k, v)), causal=True))
+heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]  # (B, H, N, d) in memory
+assert torch.allclose(tilewise.attention(*(x.transpose(1, 2) for x in heads_first), causal=True), out)
+grown = torch.randn(b, 1, 1, d).expand(b, n, h, d)  # stride 0: one row for all tokens and heads
+assert tilewise.attention(q, grown, v).shape == (b, n, h, d)
+
+# the gradient of the output may arrive in any layout too
+q_ = q.clone().requires_grad_()
+o = tilewise.attention(q_, k, v)
+dout = torch.randn(b, h, n, d).transpose(1, 2)
+(dq,) = torch.autograd.grad(o, q_, dout, retain_graph=True)
+(dq2,) = torch.autograd.grad(o, q_, dout.contiguous())
+assert torch.equal(dq, dq2)
+
+# %% [markdown]
+# Offsets can be large: batch · tokens · heads · d passes 2³¹ before memory is full, so tilewise computes them in 64 bits.
+
+# %%
+largest = Layout.row_major([64, 8192, 64, 128])
+print("last offset of (64, 8192, 64, 128):", largest.offset([63, 8191, 63, 127]))
+assert largest.offset([63, 8191, 63, 127]) > 2**31
+assert math.prod(largest.shape) - 1 == largest.offset([63, 8191, 63, 127])
+
+# %% [markdown]
+# **Exercise.** Write `split_heads(shape, strides, heads)`: shape and strides of the view (B, N, H, d) of a (B, N, H·d) tensor
+# with any strides, and `swap(shape, strides, a, b)`: the transpose. No data, only arithmetic.

@@ -1,0 +1,157 @@
+# %% [markdown]
+# # 9. Software pipelining
+#
+# A loop loads A, loads B, multiplies, stores. While it loads, the multiplier is idle; while it multiplies, the memory is
+# idle. One unit in four is ever busy. But iteration 2's load does not depend on iteration 1's product: start it early.
+
+# %%
+# needs: compiler
+import torch
+
+from tilewise.learn import has_triton, measured, picture, show
+from tilewise.machine import pipeline
+from tilewise.perf.devices import DEVICES, KB
+
+# %% [markdown]
+# ## 28 slots, or 10
+#
+# Four stages and seven iterations, one slot each. One after the other: 28 slots. Overlapped: a **prologue** in which the pipe
+# fills, a **steady state** in which every unit works (each on another iteration), an **epilogue** in which it drains.
+
+# %%
+one, overlapped = pipeline.sequential(7), pipeline.pipelined(7)
+print(
+    f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}"
+)
+assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
+assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
+busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
+assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
+
+
+def draw(top, bottom):
+    colors = [f"C{i}" for i in range(7)]
+    for axes, plan, title in ((top, one, "one at a time"), (bottom, overlapped, "pipelined")):
+        for slot in plan:
+            axes.barh(
+                pipeline.STAGES[slot.unit],
+                slot.length,
+                left=slot.start,
+                color=colors[slot.iteration],
+                edgecolor="white",
+            )
+            axes.text(
+                slot.start + 0.5, slot.unit, slot.iteration + 1, ha="center", va="center", color="white", fontsize=7
+            )
+        axes.set(title=f"{title}: {pipeline.slots(plan)} slots", xlim=(0, 28))
+        axes.invert_yaxis()
+
+
+picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
+
+# %% [markdown]
+# ## What it takes
+#
+# Two things. The operations must be **asynchronous**: a load is started here and waited for elsewhere (it has nothing to do
+# with out-of-order execution, which GPUs do not have). And every iteration in flight needs a buffer of its own: here four
+# instead of one. On a GPU the buffers are tiles in shared memory, so `num_stages` is bounded by
+#
+#     kept + num_stages · streamed ≤ shared memory
+
+# %%
+assert pipeline.in_flight(one) == 1
+assert pipeline.in_flight(overlapped) == 4
+q_tile, kv_tiles = 128 * 128 * 2, 2 * 128 * 128 * 2  # bf16, D 128: a Q tile is kept, K and V tiles stream
+show(
+    ["device", "shared memory", "stages of 128-row K and V tiles that fit"],
+    [[d.name, f"{d.shared // KB} KB", pipeline.stages_that_fit(d.shared, q_tile, kv_tiles)] for d in DEVICES.values()],
+)
+assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
+
+if has_triton("a kernel with more stages than fit"):
+    from tilewise.kernels import launch
+    from tilewise.perf.compiled import compile_for
+    from tilewise.spec import Spec
+
+    q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
+    forward = launch.forward_launch(q, q, q, q, torch.empty(1, 4, 512, device="meta"), None, None, Spec(0.1), 90)
+    for stages in (1, 3, 9):
+        made = compile_for(90, forward.kernel, forward.args, forward.options | {"num_stages": stages})
+        fits = made.shared <= DEVICES["H200"].shared
+        print(
+            f"num_stages {stages}: {made.shared // KB} KB of shared memory{'' if fits else ', more than an H200 has: it would not launch'}"
+        )
+    assert made.shared > DEVICES["H200"].shared
+
+times = measured("stages")
+if times:
+    print("forward, by num_stages (ms):", {n: t and round(t, 2) for n, t in times.items() if n.isdigit()})
+
+# %% [markdown]
+# ## What Triton does with a loop
+#
+# You write `tl.load` and `tl.dot` in a `for`; Triton makes the prologue, the copies that do not wait, the buffers and the
+# waits. It also chooses which thread holds which element (layouts), uses the matrix units, and widens loads. All of that
+# can be read, stage by stage: the program as written (ttir), on layouts and buffers (ttgir), in assembly (ptx, sass).
+# `tilewise explain --kernel --device H200` prints this for any shape.
+
+# %%
+if has_triton("the compiler's stages"):
+    from tilewise.perf.stages import stages, text
+
+    for capability in (80, 90):
+        one_kernel = launch.forward_launch(
+            q, q, q, q, torch.empty(1, 4, 512, device="meta"), None, None, Spec(0.1), capability
+        )  # fmt: skip
+        made = compile_for(capability, one_kernel.kernel, one_kernel.args, one_kernel.options)
+        print(f"\nsm_{capability}\n{text(made)}")
+        seen = {s.operation for s in stages(made)}
+        assert {"async_copy", "async_wait", "cp.async", "LDGSTS"} <= seen  # HBM → SRAM, while the matrix units work
+        assert ("warp_group_dot" in seen) == (capability == 90)
+
+# %% [markdown]
+# ## The same idea, one level up
+#
+# Put the layers of a model on several devices and send batches through: while GPU₂ works on batch 1, GPU₁ has batch 2 and
+# GPU₃ batch 0. Prologue and epilogue are now called the *bubble*: with p devices and m batches, a share of
+# (p - 1) / (m + p - 1) of the time is idle. More batches, smaller bubble.
+
+# %%
+print("at time 2:", {f"GPU{unit + 1}": f"batch {batch}" for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)})
+assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [(0, 2), (1, 1), (2, 0)]
+show(["batches", "bubble on 4 devices"], [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)])
+for m in (1, 4, 16):
+    both = pipeline.forward_backward(4, m)
+    assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12
+
+
+def draw_devices(axes):
+    for slot in pipeline.forward_backward(3, 4):
+        is_forward = slot.iteration < 4
+        axes.barh(
+            f"GPU{slot.unit + 1}",
+            1,
+            left=slot.start,
+            color="tab:blue" if is_forward else "tab:green",
+            edgecolor="white",
+        )
+        axes.text(
+            slot.start + 0.5,
+            slot.unit,
+            f"{'F' if is_forward else 'B'}{slot.iteration % 4}",
+            ha="center",
+            va="center",
+            color="white",
+        )
+    axes.set(title="Forward and backward of 4 batches on 3 devices: the white is the bubble", xlabel="time")
+    axes.invert_yaxis()
+
+
+picture("09_bubble", draw_devices, size=(8, 2.6))
+
+# %% [markdown]
+# FlashAttention's loop is such a pipeline: while block j is multiplied, block j + 1 of K and V is already on its way from
+# HBM. On Hopper (lesson 14) the stages are even done by different warps.
+#
+# **Exercise.** Write `finish(iterations, durations)`: when the last iteration leaves a pipeline whose stages take different
+# times. Each unit serves one iteration at a time, in order; an iteration enters a stage when it has left the one before.

@@ -1,0 +1,14 @@
+from tilewise.learn import expect
+from tilewise.perf.cost import Call, traffic
+
+
+def check(answer):
+    for n, d, itemsize, dtype in ((1024, 64, 2, "float16"), (4096, 128, 2, "bfloat16"), (64, 64, 4, "float32")):
+        call = Call(1, n, n, 1, 1, d, d, dtype=dtype)
+        exact = call.flops() / traffic(call).naive
+        got = answer.intensity(n, d, itemsize)
+        expect(
+            abs(got / exact - 2) > 0.01, "twice too much: S is written and read, and so is P: four passes over (n, n)"
+        )
+        expect(abs(got / exact - 0.5) > 0.01, "half of it: a multiply-add is 2 FLOPs")
+        expect(abs(got / exact - 1) < 1e-6, f"intensity({n}, {d}, {itemsize}) is {exact:.4f}, not {got:.4f}")

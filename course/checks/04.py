@@ -1,0 +1,24 @@
+import torch
+
+from tilewise.learn import expect
+
+
+class Far:
+    def __init__(self, a, b, tile):
+        self.matrices, self.tile, self.loads = {"a": a, "b": b}, tile, 0
+
+    def load(self, name, i, j):
+        self.loads += 1
+        t = self.tile
+        return self.matrices[name][i * t : (i + 1) * t, j * t : (j + 1) * t].clone()
+
+
+def check(answer):
+    for blocks, tile in ((1, 4), (3, 2), (4, 8)):
+        a, b = torch.randn(2, blocks * tile, blocks * tile, dtype=torch.float64)
+        far = Far(a, b, tile)
+        c = answer.blocked_matmul(far, blocks, tile)
+        expect(c.shape == a.shape, f"the result is {tuple(c.shape)}, A and B are {tuple(a.shape)}")
+        expect(not torch.allclose(c, a * b), "that is the elementwise product")
+        expect(torch.allclose(c, a @ b), f"wrong for {blocks} × {blocks} blocks of {tile}: C_ij = Σ_k A_ik B_kj")
+        expect(far.loads <= 2 * blocks**3, f"{far.loads} loads; 2 · {blocks}³ = {2 * blocks**3} are enough")

@@ -1,0 +1,11 @@
+from tilewise import trace
+from tilewise.learn import expect
+
+
+def check(answer):
+    for order in ("fa2", "fa1"):
+        for n, d, rows, columns in ((16, 4, 4, 4), (24, 8, 4, 8), (32, 4, 16, 2)):
+            total = trace.attention(n, n, d=d, rows=rows, columns=columns, order=order)["totals"]
+            exact = sum(total["loaded"].values()) + sum(total["stored"].values())
+            got = answer.hbm_bytes(n, d, rows, columns, order)
+            expect(got == exact, f"{order}, n {n}, d {d}, blocks of {rows} and {columns}: {exact} bytes, not {got}")

@@ -1,0 +1,16 @@
+from tilewise.learn import expect
+from tilewise.machine.pipeline import pipelined, sequential, slots
+
+
+def check(answer):
+    expect(answer.finish(1, [1, 1, 1, 1]) == 4, "one iteration alone takes the sum of its stages")
+    got = answer.finish(7, [1, 1, 1, 1])
+    expect(
+        got != slots(sequential(7)),
+        "28: nothing overlaps; an iteration may enter a stage while the one before is in the next",
+    )
+    expect(got == slots(pipelined(7)), f"7 iterations of 4 equal stages take 10, not {got}")
+    expect(answer.finish(5, [1, 3, 1]) == 1 + 5 * 3 + 1, "the slowest stage sets the pace: 1 + 5·3 + 1")
+    for n, durations in ((4, [2, 5, 1, 3]), (3, [4]), (10, [1, 2, 3, 4])):
+        exact = sum(durations) + (n - 1) * max(durations)
+        expect(answer.finish(n, durations) == exact, f"finish({n}, {durations}) is {exact}")

@@ -1,0 +1,8 @@
+def finish(iterations: int, durations: list[int]) -> int:
+    free = [0] * len(durations)
+    for _ in range(iterations):
+        now = 0
+        for stage, duration in enumerate(durations):
+            now = max(now, free[stage]) + duration
+            free[stage] = now
+    return free[-1]

@@ -1,0 +1,79 @@
+"""Run a lesson in the terminal: its words, its code, what the code prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tilewise.learn import progress
+from tilewise.learn.course import Cell, Lesson, lesson, lessons
+
+
+def contents() -> int:
+    """The table of contents, with what has been read (·) and solved (✓)."""
+    from tilewise.trace.show import table
+
+    done = progress.load()
+    rows = []
+    for one in lessons():
+        mark = "✓" if one.number in done["solved"] else "·" if one.number in done["read"] else ""
+        rows.append([one.number, one.title, mark])
+    table("How FlashAttention works, in lessons that run", ["", "lesson", ""], rows)
+    solved = len(done["solved"])
+    print(f"\n{solved} of {len(rows)} exercises solved. `tilewise learn {min(next_one(done), len(rows))}` goes on.")
+    return 0
+
+
+def next_one(done: dict[str, list[int]]) -> int:
+    return next((n for n in range(1, 100) if n not in done["solved"]), 1)
+
+
+def play(number: int, *, quiet: bool = False, pause: bool = False) -> int:
+    one = lesson(number)
+    if wrong_triton(one):
+        # Triton decides at import whether it interprets or compiles: this lesson needs a process of its own.
+        flags = ["--quiet"] * quiet + ["--pause"] * pause
+        env = os.environ | {"TRITON_INTERPRET": "1" if one.needs == "interpreter" else "0"}
+        return subprocess.call([sys.executable, "-m", "tilewise", "learn", str(number), *flags], env=env)
+    run(one, quiet=quiet, pause=pause)
+    progress.note("read", number)
+    if not quiet:
+        print(f"\nAn exercise comes with this lesson: tilewise learn {number} --exercise")
+    return 0
+
+
+def wrong_triton(one: Lesson) -> bool:
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return (one.needs == "interpreter" and not interprets) or (one.needs == "compiler" and interprets)
+
+
+def run(one: Lesson, *, quiet: bool = False, pause: bool = False) -> dict[str, Any]:
+    """Execute the cells in one namespace, which is returned; errors point into the lesson's file."""
+    space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
+    for cell in one.cells:
+        if not quiet:
+            display(cell)
+        if cell.kind == "code":
+            code = compile("\n" * (cell.line - 1) + cell.text, str(one.path), "exec")
+            exec(code, space)
+        if pause and not quiet:
+            input("⏎ ")
+    return space
+
+
+def display(cell: Cell) -> None:
+    try:
+        from rich.console import Console
+        from rich.markdown import Markdown
+        from rich.padding import Padding
+        from rich.syntax import Syntax
+    except ModuleNotFoundError:
+        print(f"\n{cell.text}\n" if cell.kind == "markdown" else "\n".join(f"    {x}" for x in cell.text.splitlines()))
+        return
+    console = Console()
+    if cell.kind == "markdown":
+        console.print(Markdown(cell.text))
+    else:
+        console.print(Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default"), (1, 4)))
