@@ -62,8 +62,9 @@ def speed(results: Results, which: str, figure: Any) -> bool:
         _lengths(axis, [cell.case["seq"] for cell in cells])
         axis.set_title(f"{which}, {title}", fontsize=10)
         axis.set_ylabel(unit.name)
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=8, frameon=False)
+    most = max(cell.rate(name).median for _, cells in drawn for cell in cells for name in cell.timed())
+    figure.axes[0].set_ylim(0, 1.1 * most / unit.size)
+    figure.axes[0].legend(fontsize=8, frameon=False, ncols=2)
     return True
 
 
@@ -71,6 +72,9 @@ def ratio(results: Results, figure: Any) -> bool:
     passes = [which for which in ("forward", "backward") if any(cell.ratio_to_best() for cell in results.of(which))]
     if not passes:
         return False
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("ratio", ["#c2670c", "#ffffff", "#2f5bd8"])  # slower, as fast, faster
     figure.set_size_inches(5.6 * len(passes), 1.4 + 0.45 * max(len(panels(results, which)) for which in passes))
     for axis, which in zip(figure.subplots(1, len(passes), squeeze=False).flat, passes, strict=True):
         rows = panels(results, which)
@@ -79,7 +83,7 @@ def ratio(results: Results, figure: Any) -> bool:
         logs = [
             [math.log(r.median) if (r := found.get((title, n))) else math.nan for n in lengths] for title, _ in rows
         ]
-        axis.imshow(logs, cmap="PuOr_r", vmin=-math.log(1.6), vmax=math.log(1.6), aspect="auto")
+        axis.imshow(logs, cmap=colours, vmin=-math.log(1.6), vmax=math.log(1.6), aspect="auto")
         for i, (title, _) in enumerate(rows):
             for j, n in enumerate(lengths):
                 if r := found.get((title, n)):
