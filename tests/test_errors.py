@@ -93,8 +93,8 @@ def call_varlen(**changes: Any) -> Any:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaching a backend is a failure of the test."""
 
-    def choose(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Any:
-        dispatch.choose(q, k, v, spec)
+    def choose(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Any:
+        dispatch.choose(q, k, v, spec, **options)
         pytest.fail("a backend was asked to run")
 
     monkeypatch.setattr(ops, "choose", choose)

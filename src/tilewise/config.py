@@ -107,15 +107,15 @@ INTERPRETER = Tile(16, 16, 4, 1)  # small enough that tiny shapes still have edg
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """`warpgroups` of 64 queries each by `block_n` keys; with `turns`, their products are issued one after the other."""
+    """`warpgroups` of 64 queries each by `block_n` keys; `turns`: their products come one after the other."""
 
     block_n: int
     warpgroups: int
     turns: bool = False
 
 
-# The forward in Gluon: (largest padded head dim, most keys, only where a band ends with the query) -> tile. TFLOP/s on
-# an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless said otherwise.
+# The forward in Gluon: (largest padded head dim, most keys, only with a band that ends by the query) -> tile; TFLOPS
+# on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless said otherwise.
 HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
     # causal and short: a third warpgroup mostly waits; 229 314 against 205 272, from 4096 on 410 449 against 411 480
     (64, 2048, True, HopperTile(128, 2, turns=True)),

@@ -23,11 +23,16 @@ _library.define(
 N_TERMS, N_SPEC = len(Terms._fields), len(Spec.__dataclass_fields__)
 
 
-def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Any:
-    if choose(q, k, v, spec).backend == "reference":
+def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, terms: Terms = NO_TERMS) -> Any:
+    backend = choose(q, k, v, spec, terms=terms).backend
+    if backend == "reference":
         from . import reference
 
         return reference
+    if backend == "hopper":
+        from .kernels import hopper
+
+        return hopper
     from . import kernels
 
     return kernels
@@ -44,7 +49,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Spec, 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     cu_q, cu_k, spec, terms = _unpack(call)
-    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec, terms)
+    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
     return result
 
 
@@ -54,7 +59,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     cu_q, cu_k, spec, terms = _unpack(call)
     grads: tuple[Tensor, Tensor, Tensor]
-    grads = _backend(q, k, v, spec).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+    grads = _backend(q, k, v, spec, terms).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
     return grads
 
 
@@ -66,7 +71,8 @@ def _term_gradients(
     *call_, wanted = call
     cu_q, cu_k, spec, terms = _unpack(tuple(call_))
     grads: list[Tensor]
-    grads = _backend(q, k, v, spec).term_gradients(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, wanted)
+    backend = _backend(q, k, v, spec, terms)
+    grads = backend.term_gradients(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, wanted)
     return grads
 
 
@@ -76,7 +82,7 @@ def _jvp(
 ) -> tuple[Tensor, Tensor]:
     cu_q, cu_k, spec, terms = _unpack(call)
     result: tuple[Tensor, Tensor]
-    result = _backend(q, k, v, spec).jvp(tangents, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+    result = _backend(q, k, v, spec, terms).jvp(tangents, q, k, v, out, lse, cu_q, cu_k, spec, terms)
     return result
 
 
@@ -272,7 +278,7 @@ def attend(
             *terms.score, *terms.mask, *terms.blocks, *spec.args(),
         )  # fmt: skip
     if not _is_watched(q, k, v):
-        return _backend(q, k, v, spec).forward(q, k, v, cu_q, cu_k, spec, terms)
+        return _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
     return torch.ops.tilewise.forward(
         q, k, v, cu_q, cu_k, terms.bias, terms.sinks, terms.seed, list(terms.score), list(terms.mask),
         list(terms.blocks), *spec.args(),
