@@ -84,9 +84,10 @@ export class Stage {
   }
 }
 
-/** Labelled numbers. Each entry: key of the label, text, and optionally the name under which tests find it, a tone. */
+/** Labelled numbers: the key of a label, a text, and optionally the name under which tests find it, a tone, and
+    what the label fills in. */
 export function readouts(entries) {
   return h("dl.readouts", {},
-    entries.map(([label, text, name, tone]) =>
-      h(`div${tone ? `.${tone}` : ""}`, {}, h("dt", {}, t(label)), h("dd", name ? { "data-value": name } : {}, text))));
+    entries.map(([label, text, name, tone, values]) =>
+      h(`div${tone ? `.${tone}` : ""}`, {}, h("dt", {}, t(label, values)), h("dd", name ? { "data-value": name } : {}, text))));
 }

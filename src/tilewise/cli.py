@@ -17,7 +17,7 @@ from importlib import import_module
 
 from tilewise import __version__
 
-EXTRAS = {"rich"}  # what `pip install 'tilewise[cli]'` brings
+EXTRAS = {"rich", "markdown_it", "pygments"}  # what `pip install 'tilewise[cli]'` brings
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": Command("tilewise.bench", "attention beside every peer: checked, then timed in turns"),
     "explore": Command("tilewise.explore", "a page to take attention apart on: live, or as one offline file"),
     "explain": Command("tilewise.perf.command", "what a call costs on any GPU, which roof binds, what would help"),
+    "docs": Command("tilewise.docs", "all of this as a small static site: reference, course, results"),
     "trace": Command("tilewise.trace.command", "watch softmax, attention or autograd at work, step by step"),
     "learn": Command("tilewise.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
 }

@@ -34,8 +34,8 @@ export const roof = {
         ["roof.naive", form.bytes(data.bytes.naive), "naive", "bad"],
         ["roof.tiled", form.bytes(data.bytes.tiled), "tiled", "good"],
         ["roof.binds", t(`roof.roof.${data.binding}`), "binding"],
-        ["roof.time", form.seconds(data.seconds.call), "seconds"],
-        ...(same ? [["roof.measured", form.seconds(same.seconds), "measured"]] : []),
+        ["roof.time.on", form.seconds(data.seconds.call), "seconds", "", data],
+        ...(same ? [["roof.measured.on", form.seconds(same.seconds), "measured", "", same]] : []),
       ]),
       chart(data, state, flops, same),
       legend(data),
@@ -98,5 +98,5 @@ function legend(data) {
   return h("ul.legend", {},
     entry("var(--bad)", t("roof.legend.naive")),
     entry("var(--s2)", t("roof.legend.tiled")),
-    data.measured.length ? entry("var(--s1)", t("roof.legend.measured", { when: data.when })) : "");
+    data.measured.length ? entry("var(--s1)", t("roof.legend.measured", { when: data.when, backend: data.measured[0].backend })) : "");
 }

@@ -136,11 +136,12 @@ def measured(*, device: str = "H200") -> Json:
     if devices.device(kept["device"]) == where:
         for one in kept["calls"]:
             call = cost.Call(**one["call"])
-            bill = explain.estimate(call, False, where, one["backend"]).traffic
+            told = explain.estimate(call, False, where, one["backend"])
             seconds, flops = one["seconds"], call.flops()
             points.append({
                 "b": call.batch, "s": call.n_q, "h": call.heads, "d": call.d, "causal": int(call.after == 0),
-                "seconds": seconds, "rate": flops / seconds, "intensity": flops / bill.tiled,
+                "seconds": seconds, "rate": flops / seconds, "intensity": flops / told.traffic.tiled,
+                "backend": one["backend"], "predicted": told.prediction.call,
             })  # fmt: skip
     return {"points": points, "source": kept["source"], "when": kept["when"]}
 

@@ -1,0 +1,19 @@
+"""`tilewise docs`: the whole of tilewise as a small static site, from docstrings, lessons, documents and results."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("build/docs"), help="the folder (default: %(default)s)")
+    parser.add_argument("--without-explorer", action="store_true", help="leave out the explorer page, half the time")
+
+
+def run(options: Namespace) -> int:
+    from tilewise.docs.build import build
+
+    pages = build(options.out, explorer=not options.without_explorer)
+    print(f"{options.out / 'index.html'}: {len(pages)} pages")
+    return 0

@@ -1,0 +1,89 @@
+"""The documentation: everything is in it, and no link leads nowhere."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("markdown_it", reason="no markdown-it: pip install 'tilewise[cli]'")
+
+import tilewise
+from tilewise.docs import api
+from tilewise.docs.build import ROOT, build, documents
+
+
+class Links(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in ("href", "src") and value and not value.startswith("data:"):
+                self.links.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    build(out, explorer=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def parsed(site) -> dict[Path, Links]:
+    return {path.resolve(): Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+
+
+def broken(parsed: dict[Path, Links]) -> list[str]:
+    found = []
+    for path, page in parsed.items():
+        for link in page.links:
+            url = urlsplit(link)
+            if url.scheme:
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            if not target.is_file() or (url.fragment and url.fragment not in parsed[target].ids):
+                found.append(f"{path.name}: {link}")
+    return found
+
+
+def test_no_link_is_broken(parsed):
+    assert broken(parsed) == []
+
+
+def test_a_broken_link_would_be_found(parsed):
+    (first, *_) = parsed
+    assert broken({first: Links('<a href="nowhere.html"></a><a href="#nothing"></a>')}) != []
+
+
+def test_nothing_comes_from_a_network(parsed):
+    assert not [
+        link for page in parsed.values() for link in page.links if "//" in link and link.endswith((".js", ".css"))
+    ]
+
+
+def test_every_document_and_lesson_has_a_page(site):
+    assert all((site / path).is_file() for path in documents().values())
+    lessons = {path.name[:2] for path in (ROOT / "course").glob("[0-9][0-9]_*.py")}
+    assert {path.stem for path in (site / "learn").glob("[0-9][0-9].html")} == lessons
+    assert (site / "index.html").is_file()
+
+
+def test_every_public_name_is_explained(parsed, site):
+    page = parsed[(site / "api" / "tilewise.html").resolve()]
+    assert set(api.members(tilewise)) <= set(tilewise.__all__)
+    assert {"attention", "attention_varlen", "explain", "merge"} <= set(page.ids)
+
+
+def test_no_id_is_used_twice_where_links_point(parsed):
+    for path, page in parsed.items():
+        wanted = {urlsplit(link).fragment for link in page.links if link.startswith("#")}
+        assert not [name for name in wanted if page.ids.count(name) > 1], path.name
