@@ -1,5 +1,6 @@
 """From tensors to launches: views, grids and compile-time choices of the portable kernels."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from .. import config
 from ..dispatch import capability_of
 from ..dropout import threshold
 from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms
-from . import mods
+from . import mods, replay
 from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .forward import forward_kernel
+from .forward_mode import jvp_kernel
 from .tile import PAD, View
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -28,37 +30,9 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
 
-    def __call__(self) -> None:
-        if not self.programs:
-            return
-        if INTERPRETED:
-            self.kernel[(self.programs,)](*self.args, **self.options)
-            return
-        key = (self.kernel, torch.cuda.current_device(), *self.options.values(), *map(_signature, self.args))
-        found = _compiled.get(key)
-        if found is None:
-            binary = self.kernel[(self.programs,)](*self.args, **self.options)
-            if len(_compiled) > 4096:  # a new length can bring new strides
-                _compiled.clear()
-            _compiled[key] = binary, [self.options[p.name] for p in self.kernel.params if p.is_constexpr]
-        else:
-            binary, constants = found
-            binary[(self.programs, 1, 1)](*self.args, *constants)
-
-
-# Triton's own look-up of a compiled kernel takes 25 us of a launch's 32; this one, by exact strides, takes 5
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _signature(x: Any) -> Any:
-    """Everything a kernel may have been specialised on; lengths and other integers only by what Triton looks at."""
-    if isinstance(x, View):
-        return x.strides, x.wide, x.ptr.dtype, x.ptr.data_ptr() % 16
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16
-    if isinstance(x, tuple):
-        return tuple(map(_signature, x))
-    return (x == 1, x % 16 == 0, x >> 31) if isinstance(x, int) else type(x)
+    def __call__(self) -> Any:
+        """The compiled kernel, launched; None where there was nothing to launch or it was interpreted."""
+        return self.kernel[(self.programs,)](*self.args, **self.options) if self.programs else None
 
 
 class Problem(NamedTuple):
@@ -112,10 +86,11 @@ def forward_launch(
 def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
-    terms: Terms = NO_TERMS,
+    terms: Terms = NO_TERMS, statistics: tuple[Tensor, Tensor] | None = None,
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
-    prepare, shared = _prepare(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size)
+    statistics = statistics or row_statistics(q, size)
+    prepare, shared = _prepare(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale
     program = {"SCORE_MOD": _slope(spec, q), "MASK_MOD": _mask(spec)}
     tile = _tile("query", q, size, capability)
@@ -140,21 +115,26 @@ def backward_launches(
     return [prepare, key, query]
 
 
+def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
+    """Room for lse2 and delta, padded."""
+    shape = 1 if size.packed else size.batch, size.heads, size.tiles(size.n_q, PAD.value) * PAD.value
+    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+
+
 def _prepare(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem,
+    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem, statistics: tuple[Tensor, Tensor],
 ) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
     """The launch that computes the row statistics, and the leading arguments of every kernel that uses them."""
     pad = PAD.value
     padded = size.tiles(size.n_q, pad)
-    statistics = q.new_empty((2, 1 if size.packed else size.batch, size.heads, padded * pad), dtype=torch.float32)
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     prepare = Launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
-            _view(out), _view(dout), _row_view(lse), View(None, (0, 0, 0)) if dlse is None else _row_view(dlse), lse2, delta,
-            cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
+            _view(out), _view(dout), _row_view(lse), View(None, (0, 0, 0)) if dlse is None else _row_view(dlse),
+            lse2, delta, cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
         ),
         {"DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "num_warps": 8 if size.dv > 128 else 4},
     )  # fmt: skip
@@ -166,8 +146,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    with _on(q):
-        forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q), terms)()
+
+    def build() -> list[Launch]:
+        return [forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q), terms)]
+
+    _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build)
     return out, lse
 
 
@@ -176,12 +159,55 @@ def backward(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    with _on(q):
-        for launch in backward_launches(
-            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, _capability(q), terms
-        ):
-            launch()
+    statistics = row_statistics(q, problem(q, k, v, cu_q))
+
+    def build() -> list[Launch]:
+        return backward_launches(
+            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, _capability(q), terms, statistics
+        )
+
+    _run((q, k, v, cu_q, cu_k, dout, dlse, out, lse), (dq, dk, dv, *statistics), spec, terms, build)
     return dq, dk, dv
+
+
+def _run(
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], spec: Spec, terms: Terms,
+    build: Callable[[], list[Launch]],
+) -> None:  # fmt: skip
+    """The launches of a call, replayed where nothing but its tensors is new."""
+    q = inputs[0]
+    assert q is not None
+    with _on(q):
+        if INTERPRETED or not terms.is_empty(spec) or replay.shares(inputs):
+            for launch in build():
+                launch()
+        else:
+            key = (q.get_device(), _precision(q), spec, *replay.signature(*inputs))
+            replay.launch(key, (*inputs, *outputs), build)
+
+
+def jvp(
+    tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The movement of out and lse; for the band and grouped heads, without score terms."""
+    if not terms.is_empty(spec):
+        raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
+    dout, dlse = torch.empty_like(out), torch.empty_like(lse)
+    with _on(q):
+        size = problem(q, k, v, cu_q)
+        tile = _tile("query", q, size, _capability(q))
+        Launch(
+            jvp_kernel,
+            size.programs(size.n_q, size.heads, tile.block_m),
+            (
+                *(_view(x) for x in (q, k, v, *tangents, out)), _row_view(lse), _view(dout), _row_view(dlse),
+                cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale, size.tiles(size.n_q, tile.block_m), size.heads,
+                size.batch,
+            ),
+            _options(size, spec, tile, q, terms),
+        )()  # fmt: skip
+    return dout, dlse
 
 
 def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: bool = False) -> device.Terms:
@@ -267,9 +293,16 @@ def _options(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Ter
         "BLOCK_D": _padded(size.d),
         "BLOCK_DV": _padded(size.dv),
         "FOLD": spec.scale > 0 and spec.score_mod is None and terms.bias is None,
-        "PRECISION": "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "PRECISION": _precision(q),
         **tile.options(),
     }
+
+
+def _precision(q: Tensor) -> str:
+    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one."""
+    if q.dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def _capability(q: Tensor) -> int:

@@ -28,6 +28,7 @@ from .launch import (
     _terms,
     _tile,
     problem,
+    row_statistics,
 )
 from .sums import line_sums_kernel, tile_sums_kernel
 from .tile import LOG2E, Bias
@@ -69,7 +70,9 @@ class Sums:
     ) -> None:  # fmt: skip
         self.q, self.k, self.cu_q, self.cu_k, self.spec, self.terms = q, k, cu_q, cu_k, spec, terms
         self.size = problem(q, k, v, cu_q)
-        prepare, self.shared = _prepare(dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size)
+        prepare, self.shared = _prepare(
+            dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size, row_statistics(q, self.size)
+        )
         lse2, self.delta = (x.ptr for x in self.shared[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
