@@ -46,6 +46,12 @@ def test_a_wrong_answer_shows():
     assert 'class="card fail"' in text
 
 
+def test_who_refuses_a_case_is_named_beside_it():
+    other = cell("gqa forward")
+    other.entries["flex"] = Entry("refused", "no")
+    assert "flex: refused" in page.render(results(other))
+
+
 def test_ratios_are_coloured_by_their_side():
     up, down = (page.heat_cell(cell(triton=[t] * 3), None, "best") for t in (1.0, 3.0))
     assert 'class="up"' in up

@@ -158,8 +158,14 @@ def heat_cell(cell: Cell, ours: str | None, peer: str) -> str:
 def other_section(results: Results) -> Iterator[str]:
     cells = [cell for cell in results.cells if cell.group not in PASSES and cell.timed()]
     if cells:
-        drawn = [card(cell.group, f"<p>{escape(cell.name)}</p>{charts.times(cell)}") for cell in cells]
+        drawn = [card(cell.group, f"<p>{escape(cell.name)}</p>{charts.times(cell)}{silent(cell)}") for cell in cells]
         yield section("Other cases", OTHERS, cards(drawn))
+
+
+def silent(cell: Cell) -> str:
+    """Who is on this machine and gave no time here."""
+    words = [f"{label(n)}: {e.status}" for n, e in cell.entries.items() if not e.times and e.status != "missing"]
+    return f"<p>{escape(', '.join(words))}</p>" if words else ""
 
 
 def memory_section(results: Results) -> Iterator[str]:
@@ -184,9 +190,9 @@ def errors_section(results: Results) -> str:
         for name, entry in cell.entries.items():
             for tensor, (found, limit) in entry.errors.items():
                 share = math.inf if found is None or not limit else found / limit
-                row = worst.setdefault(name, {})
+                row = worst.setdefault(label(name), {})
                 row[tensor] = max(row.get(tensor, 0.0), share)
-    rows = [[label(name), *(error_cell(row.get(tensor)) for tensor in ERRORS)] for name, row in worst.items()]
+    rows = [[name, *(error_cell(row.get(tensor)) for tensor in ERRORS)] for name, row in worst.items()]
     checked = next((cell.checked for cell in results.cells if cell.checked), "nothing")
     return section("Errors", WRONG.format(checked=checked), cards([card("", heat_table(ERRORS, rows))], "wide"))
 
@@ -206,10 +212,12 @@ def goals_section(results: Results) -> str:
         cells = "".join(f"<td>{escape(words)}</td>" for words in (bar.what, bar.said, bar.wanted))
         rows.append(f'<tr>{cells}<td class="{verdict}">{verdict}</td></tr>')
     profiler = results.notes.get("profiler_us", {})
-    each = ", ".join(f"{label(name)} {us:.3g} µs" for name, us in profiler.items())
+    each = ", ".join(f"{label(name)} {duration(us / 1e6)}" for name, us in profiler.items())
     words = f"Under torch's profiler, its own cost included, one tiny call takes {each}." if each else ""
     head = "<tr><th>what</th><th>found</th><th>goal</th><th></th></tr>"
-    return section("Goals", words, card("", f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'))
+    return section(
+        "Goals", words, card("", f'<div class="scroll"><table class="goals">{head}{"".join(rows)}</table></div>')
+    )
 
 
 def method_section(results: Results) -> str:
