@@ -1,0 +1,49 @@
+"""Forward mode: how out and lse move when q, k and v do, in one pass over the keys and O(S) memory.
+
+With p = exp(s - lse) from the saved lse, and a dot for the movement:
+    s. = scale * (q. k^T + q k.^T)        lse. = sum p s.        o. = sum (p s.) v + p v. - lse. o
+"""
+
+import triton
+import triton.language as tl
+
+from .tile import LOG2E, band, load_rows, locate, row_pointers, scores, store_rows, unit_of, visible
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+def jvp_kernel(
+    q, k, v, dq, dk, dv, o, lse, do, dlse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    if w.first < w.n_q:
+        h_kv = w.h // GROUP
+        i = w.first + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
+        dq_tile = load_rows(dq, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
+        lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
+        lse2_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+        moved = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        at = w.first + w.n_k - w.n_q
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        for first in tl.range(span.lo, span.hi, BLOCK_N):
+            j = first + tl.arange(0, BLOCK_N)
+            k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
+            dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
+            v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
+            dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
+            ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
+            s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
+            seen = visible(i[:, None], j[None, :], w, before, after)
+            p = tl.where(seen, tl.exp2(s * unit_of(scale, FOLD) - lse2_i[:, None]), 0.0)
+            pds = tl.where(seen, p * ds, 0.0)
+            moved += tl.sum(pds, 1)
+            acc = tl.dot(pds.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(v_tile.dtype), dv_tile, acc, input_precision=PRECISION)
+        o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+        store_rows(do, acc - moved[:, None] * o_tile, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
+        tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)
