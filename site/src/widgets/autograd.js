@@ -109,7 +109,7 @@ function flash(data, step) {
   const now = ORDER[at - 1];
   const known = new Set(["q", "k", "v", ...(at > 4 ? ["do"] : []), ...ORDER.slice(0, at)]);
   const holder = h("div.scroll.wide", {});
-  const svg = picture(holder, 760, 430, t("autograd.part.flash"));
+  const svg = picture(holder, 760, 448, t("autograd.part.flash"));
   const [cell, sx, sy] = [15, 128, 112];
   const corner = (name) => [14 + PLACE[name][0] * sx, 24 + PLACE[name][1] * sy * 0.98];
   const size = (name) => [data.values[name][0].length * cell, data.values[name].length * cell];

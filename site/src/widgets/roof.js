@@ -88,7 +88,7 @@ function chart(data, state, flops, same) {
   dot(data.intensity.naive, data.attainable, "var(--bad)", 8, `${t("roof.legend.naive")}: ${form.si(data.attainable, "FLOP/s")}`, "naive");
   dot(data.intensity.tiled, rate, "var(--s2)", 8, `${t("roof.legend.tiled")}: ${form.si(rate, "FLOP/s")}`, "tiled");
   const label = (at, low, text, fill, anchor) => svg.append("text").attr("class", `halo strong ${anchor}`).attr("x", at.x).attr("y", at.y + (low ? 44 : 24)).style("fill", fill).text(text);
-  label(from, false, t("roof.point.naive"), "var(--bad)", from.x < 130 ? "" : "middle");
+  if (!small()) label(from, false, t("roof.point.naive"), "var(--bad)", from.x < 130 ? "" : "middle");
   label(to, small(), `${t("roof.point.tiled")} ${form.si(rate, "FLOP/s")}`, "var(--s2)", to.x > width - 170 ? "end" : "middle");
   return node;
 }

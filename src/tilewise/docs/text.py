@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable
+from html import escape
 from itertools import pairwise
 
 from markdown_it import MarkdownIt
@@ -37,8 +38,19 @@ def markdown(text: str, link: Link) -> str:
                 child.attrs = {"href": href} if href else {}
             if child.type in ("link_open", "link_close"):
                 child.tag = closing
+            if child.type == "text" and re.search(r"[_^]\{", child.content):
+                child.type, child.content = "html_inline", raised(child.content)
     html: str = parser.renderer.render(tokens, parser.options, {})
     return html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
+
+
+def raised(words: str) -> str:
+    """
+    >>> raised("l_{n+1} < e^{x - m}")
+    'l<sub>n+1</sub> &lt; e<sup>x - m</sup>'
+    """
+    words = re.sub(r"\^\{([^{}]*)\}", r"<sup>\1</sup>", escape(words))
+    return re.sub(r"_\{([^{}]*)\}", r"<sub>\1</sub>", words)
 
 
 def code(source: str, language: str = "python", _attributes: str = "") -> str:
