@@ -26,20 +26,32 @@ class Yardstick(NamedTuple):
     torch: Tensor
     rounding: float
 
+    @property
+    def error(self) -> float:
+        """Torch's largest."""
+        return largest(self.torch, self.exact)
+
     def ratio(self, ours: Tensor) -> float:
-        """Our largest error in units of torch's, not counting an error within the rounding term."""
-        excess = largest(ours, self.exact) - self.rounding
-        return max(excess, 0.0) / max(largest(self.torch, self.exact), 1e-300)
+        """Our largest error over torch's, where torch's is not luck."""
+        return largest(ours, self.exact) / max(self.error, self.rounding / 2, 1e-30)
+
+    def fault(self, ours: Tensor) -> str | None:
+        """What is wrong with a result, if anything is."""
+        if ours.shape != self.exact.shape:
+            return f"{self.name} has shape {tuple(ours.shape)}, not {tuple(self.exact.shape)}"
+        if not torch.equal(ours.isfinite(), self.exact.isfinite()):
+            return f"{self.name} is not finite where it should be, or the other way round"
+        error = largest(ours, self.exact)
+        if error > 2 * self.error + self.rounding:
+            return f"{self.name}: error {error:.1e}, torch's {self.error:.1e}, rounding {self.rounding:.1e}"
+        return None
 
 
 def check(ours: Sequence[Tensor], inputs: Inputs, names: Sequence[str] = NAMES) -> None:
     """Each result is finite where the truth is, and within its budget."""
-    for stick, x in zip(yardsticks(inputs), ours, strict=True):
-        if stick.name in names:
-            assert x.shape == stick.exact.shape, stick.name
-            assert torch.equal(x.isfinite(), stick.exact.isfinite()), f"{stick.name} of {inputs.case}: not finite"
-            ratio = stick.ratio(x)
-            assert ratio <= 2, f"{stick.name} of {inputs.case}: error {ratio:.2f} times torch's"
+    sticks = zip(yardsticks(inputs), ours, strict=True)
+    faults = [fault for stick, x in sticks if stick.name in names and (fault := stick.fault(x)) is not None]
+    assert not faults, f"{inputs.case}: {'; '.join(faults)}"
 
 
 def yardsticks(inputs: Inputs) -> list[Yardstick]:

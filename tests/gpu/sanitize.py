@@ -1,0 +1,21 @@
+"""A few calls that touch every kernel and every edge, for compute-sanitizer (see sanitize.sh)."""
+
+from __future__ import annotations
+
+from tests import budget
+from tests.cases import Case, make, run
+
+CASES = [
+    Case(batch=2, n_q=130, n_k=130, heads=4, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0),
+    Case(n_q=128, n_k=256, d=128, dv=128, dtype="bfloat16"),
+    Case(n_q=77, n_k=200, d=40, dv=24, dtype="float16", before=50, after=10, layouts=("bhsd", "qkv", "bdsh", "heads")),
+    Case(batch=4, n_q=181, n_k=160, heads=2, kv_heads=1, d=64, dv=64, dtype="bfloat16", after=0,
+         lengths=((100, 100), (0, 7), (80, 0), (1, 53))),
+    Case(n_q=70, n_k=40, d=32, dv=32, dtype="float32", after=0),
+]  # fmt: skip
+
+if __name__ == "__main__":
+    for case in CASES:
+        inputs = make(case, "cuda")
+        budget.check(run(inputs, "triton"), inputs)
+        print("ok", case, flush=True)

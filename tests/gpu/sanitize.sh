@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# compute-sanitizer over a few calls: memcheck (out of bounds, misaligned) and racecheck (shared memory).
+#     tests/gpu/sanitize.sh [python]
+# PyTorch's allocator hands out parts of large blocks, in which memcheck sees no bounds: it is switched off.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${1:-python3}
+export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1
+"$python" -m tests.gpu.sanitize  # compiles, and fails early
+for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.sanitize
+done

@@ -1,0 +1,168 @@
+"""What only a device can show: reproducible bits, graphs, streams, no host sync, and what hidden tokens must not do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+import tilewise
+from tests import budget
+from tests.cases import NAMES, Case, Inputs, make, run
+from tests.gpu import need_cuda
+from tests.kernels.test_leaks import affected, check_untouched, poisoned
+from tests.test_integration import op_arguments
+from tilewise.spec import Spec
+
+need_cuda()
+pytestmark = pytest.mark.gpu
+DENSE = Case(batch=2, n_q=700, n_k=700, heads=8, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0)
+PACKED = replace(DENSE, batch=4, lengths=((300, 300), (0, 0), (123, 123), (277, 277)))
+CASES = pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+
+
+def same(x: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> None:
+    for name, a, b in zip(NAMES, x, y, strict=True):
+        assert torch.equal(a, b), name
+
+
+@CASES
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_bitwise_reproducible(case: Case, dtype: str) -> None:
+    inputs = make(replace(case, dtype=dtype), "cuda")
+    first = run(inputs, "auto")
+    for _ in range(3):
+        same(run(inputs, "auto"), first)
+
+
+@CASES
+def test_no_host_sync(case: Case) -> None:
+    inputs = make(case, "cuda")
+    run(inputs, "auto")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(inputs, "auto")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@CASES
+def test_graph(case: Case) -> None:
+    """A captured call, replayed on other data, and packed: on other lengths of the same total."""
+    static = make(case, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(static, "auto")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run(static, "auto")
+    lengths = None if case.lengths is None else ((1, 1), (650, 650), (49, 49), (0, 0))
+    for seed in (1, 2):
+        fresh = make(replace(case, seed=seed, lengths=lengths if seed == 2 else case.lengths), "cuda")
+        for old, new in zip(static[1:], fresh[1:], strict=True):
+            if old is not None:
+                old.copy_(new)
+        graph.replay()
+        same(results, run(fresh, "auto"))
+
+
+@CASES
+def test_stream(case: Case) -> None:
+    """Inputs that appear late on a side stream: a launch on any other stream would read what was there before."""
+    expected = make(case, "cuda")
+    late = Inputs(case, *(x if x is None or x.dtype == torch.int32 else torch.zeros_like(x) for x in expected[1:]))
+    clean = run(expected, "auto")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for x, y in zip(late[1:], expected[1:], strict=True):
+            if x is not None:
+                x.copy_(y)
+        results = run(late, "auto")
+    stream.synchronize()
+    same(results, clean)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_another_device_than_the_current_one() -> None:
+    results = run(make(DENSE, "cuda:1"), "auto")
+    assert torch.cuda.current_device() == 0
+    same(tuple(x.to("cuda:0") for x in results), run(make(DENSE, "cuda:0"), "auto"))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4, 8])
+def test_alignment(shift: int) -> None:
+    """The same shapes and strides at addresses that allow other widths of loads."""
+    inputs = make(DENSE, "cuda")
+
+    def moved(x: Tensor) -> Tensor:
+        return x.new_empty(x.numel() + shift)[shift:].view(x.shape).copy_(x)
+
+    for _ in range(2):
+        same(run(inputs, "auto"), run(inputs._replace(**{n: moved(getattr(inputs, n)) for n in "qkv"}), "auto"))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@CASES
+def test_compile(case: Case, grad: bool) -> None:
+    torch.compiler.reset()
+    packed = case.lengths is not None
+    attend = tilewise.attention_varlen if packed else tilewise.attention
+
+    def step(*tensors: Tensor) -> Any:
+        return attend(*tensors, causal=True, return_lse=True)
+
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    compiles = []
+    for n in (700, 333, 512):
+        inputs = make(replace(case, n_q=n, n_k=n, lengths=((n - 40, n - 40), (40, 40)) if packed else None), "cuda")
+        leaves = [x.detach().requires_grad_(grad) for x in inputs[1:4]]
+        found = compiled(*leaves, *((inputs.cu_q, inputs.cu_k) if packed else ()))
+        if grad:
+            found = *found, *torch.autograd.grad(found, leaves, (inputs.dout, inputs.dlse))
+        assert_close(found, run(inputs, "auto")[: len(found)])
+        compiles.append(counter.frame_count)
+    assert len(set(compiles)) == 1
+
+
+@CASES
+def test_opcheck(case: Case) -> None:
+    inputs = make(replace(case, dtype="float32"), "cuda")
+    spec = Spec(0.1, 100, 0)
+    forward = (*inputs[1:4], *op_arguments(inputs, spec))
+    torch.library.opcheck(torch.ops.tilewise.forward.default, forward)
+    out, lse = torch.ops.tilewise.forward(*forward)
+    backward = (inputs.dout, inputs.dlse, *inputs[1:4], out, lse, *op_arguments(inputs, spec))
+    torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
+
+
+LEAKS = Case(batch=1, n_q=300, n_k=330, heads=2, kv_heads=1, d=64, dv=64, before=70, after=30)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize(("at", "value"), [(0, torch.nan), (150, torch.inf), (200, torch.nan), (299, -torch.inf)])
+def test_hidden_token(name: str, at: int, value: float, dtype: str) -> None:
+    case = replace(LEAKS, dtype=dtype)
+    inputs = make(case, "cuda")
+    found = run(poisoned(inputs, name, (0, at), value), "auto")
+    check_untouched(run(inputs, "auto"), found, affected(name, at, case))
+
+
+def test_unwritten_memory() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for case in (DENSE, PACKED, replace(DENSE, n_q=130, n_k=1), replace(DENSE, n_q=1, n_k=130)):
+            inputs = make(case, "cuda")
+            budget.check(run(inputs, "auto"), inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,93 @@
+"""Tensors of more than 2^31 elements, checked where their offsets are largest and smallest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests import budget
+from tests.cases import Case, Inputs, run
+from tests.gpu import need_cuda
+
+need_cuda()
+FREE = torch.cuda.mem_get_info()[0]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(FREE < 60e9, reason="needs 60 GB of free GPU memory")]
+SHAPE = Case(1, 1024, 1024, 8, 8, 64, 64, "float16", after=0, lse_gradient=False)
+MANY = 4200  # sequences of this shape are more than 2^31 elements
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float16)
+
+
+def grads(out: Tensor, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    assert min(out.numel(), leaves[0].numel()) > 2**31
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def check_part(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, *d: Tensor) -> None:
+    inputs = Inputs(case, q, k, v, dout, None, None, None)
+    budget.check((out, lse, *d), inputs)
+
+
+def test_batch() -> None:
+    q, k, v, dout = (normal(MANY, 1024, 8, 64) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = tilewise.attention(*leaves, causal=True, return_lse=True)
+    found = grads(out, leaves, dout)
+    for b in (0, MANY // 2, MANY - 1):
+        tensors = (x.detach()[b : b + 1] for x in (q, k, v, dout, out, lse, *found))
+        check_part(SHAPE, *tensors)
+
+
+def test_tokens() -> None:
+    """Packed sequences, with one KV head, so that only the queries are many."""
+    tokens = MANY * 1024
+    q, dout = normal(tokens, 8, 64), normal(tokens, 8, 64)
+    k, v = normal(tokens, 1, 64), normal(tokens, 1, 64)
+    cu = torch.arange(0, tokens + 1, 1024, dtype=torch.int32, device="cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = tilewise.attention_varlen(*leaves, cu, cu, causal=True, return_lse=True)
+    found = grads(out, leaves, dout)
+    for b in (0, MANY - 1):
+        part = slice(1024 * b, 1024 * (b + 1))
+        tensors = (x.detach()[None, part] for x in (q, k, v, dout, out))
+        gradients = (x[None, part] for x in found)
+        check_part(replace(SHAPE, kv_heads=1), *tensors, lse.detach()[None, :, part], *gradients)
+
+
+def test_one_long_sequence() -> None:
+    """A window over one sequence of four million tokens; its last tokens see only each other."""
+    tokens, seen = MANY * 1024, 512
+    q, dout = normal(1, tokens, 8, 64), normal(1, tokens, 8, 64)
+    k, v = normal(1, tokens, 1, 64), normal(1, tokens, 1, 64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = tilewise.attention(*leaves, window=(seen, 0), return_lse=True)
+    dq, _, _ = grads(out, leaves, dout)
+    last, keys = slice(tokens - 100, None), slice(tokens - 100 - seen, None)
+    case = replace(SHAPE, n_q=100, n_k=100 + seen, kv_heads=1, before=seen)
+    inputs = Inputs(case, q.detach()[:, last], *(x.detach()[:, keys] for x in (k, v)), dout[:, last], None, None, None)
+    _, _, _, dk, dv = run(inputs, "reference")
+    budget.check(
+        (out.detach()[:, last], lse.detach()[..., last], dq[:, last], dk, dv), inputs, names=("out", "lse", "dq")
+    )
+
+
+def test_heads() -> None:
+    """(B, H, S, D) memory of many heads, seen as (B, S, H, D)."""
+    q, dout = (normal(1, 8 * MANY, 1024, 64).transpose(1, 2) for _ in range(2))
+    k, v = (normal(1, MANY, 1024, 64).transpose(1, 2) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = tilewise.attention(*leaves, causal=True, return_lse=True)
+    dq, dk, dv = grads(out, leaves, dout)
+    for g in (0, MANY - 1):
+        heads, kv = slice(8 * g, 8 * g + 8), slice(g, g + 1)
+        check_part(
+            replace(SHAPE, kv_heads=1),
+            *(x.detach()[:, :, h] for x, h in ((q, heads), (k, kv), (v, kv), (dout, heads), (out, heads))),
+            lse.detach()[:, heads], dq[:, :, heads], dk[:, :, kv], dv[:, :, kv],
+        )  # fmt: skip
