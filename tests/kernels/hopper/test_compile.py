@@ -1,0 +1,60 @@
+"""What the compiler makes of the Hopper forward, without a GPU: on the Triton that is installed, and on those in the
+folders that TILEWISE_TRITONS names (pip install --no-deps --target FOLDER triton==3.9.0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tilewise import config
+
+ROOT = Path(__file__).parents[3]
+TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
+CALLS = {
+    "64 short causal": {"d": 64, "n": 1024, "after": 0},
+    "64 causal": {"d": 64, "after": 0},
+    "64 full": {"d": 64},
+    "128 causal": {"d": 128, "after": 0},
+    "128 full": {"d": 128},
+    "128 packed window": {"d": 128, "packed": True, "before": 100, "after": 7},
+    "256 causal": {"d": 256, "after": 0},
+    "256 full": {"d": 256},
+    "192 by 128": {"d": 192, "dv": 128, "after": 0, "dtype": "float16"},
+}
+
+
+def compiled(call: dict[str, object], triton: str = "") -> dict[str, object]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [triton, str(ROOT / "src"), str(ROOT)]))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.hopper.compile_one", json.dumps(call)],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(("name", "triton"), product(CALLS, TRITONS))
+def test_no_spills_and_nothing_serialised(name, triton):
+    """Serialised products (C7510, C7512, C7514, C7515) show as warnings, and as one wait for each product."""
+    pytest.importorskip("triton")
+    made = compiled(CALLS[name], triton)
+    assert made["spills"] == 0
+    assert made["warnings"] == []
+    assert made["copies"] > 0
+    assert made["products"] > made["waits"] > 0
+    assert made["shared"] <= 227 * 1024
+
+
+def test_every_row_of_the_table_is_compiled():
+    rows = {config.hopper_tile(max(64, c["d"]), banded="after" in c, keys=c.get("n", 4096)) for c in CALLS.values()
+            if c["d"] in (64, 128, 256)}  # fmt: skip
+    assert rows == {row for *_, row in config.HOPPER_FORWARD}
