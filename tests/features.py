@@ -258,8 +258,8 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(x, grads, strict=True))
 
 
-def truth(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same by torch, all of it in one dtype."""
+def truth(call: Call, dtype: torch.dtype, slip: float = 0.0) -> dict[str, Tensor]:
+    """The same by torch, all of it in one dtype; with `slip`, every weight and every row of them is off by so much."""
     x = {name: t.detach().to(dtype).requires_grad_() for name, t in call.leaves.items()}
     outs, logs = [], []
     start_q = start_k = 0
@@ -270,7 +270,7 @@ def truth(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
             q = x["q"][start_q : start_q + n_q]
             k, v = (x[name][start_k : start_k + n_k] for name in "kv")
             start_q, start_k = start_q + n_q, start_k + n_k
-        o, lse = _one(call, x, b, q, k, v, n_q, n_k)
+        o, lse = _one(call, x, b, q, k, v, n_q, n_k, slip)
         outs.append(o)
         logs.append(lse)
     out = torch.stack(outs) if call.cu is None else torch.cat(outs)
@@ -281,7 +281,9 @@ def truth(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(x, grads, strict=True))
 
 
-def _one(call: Call, x: Leaves, b: int, q: Tensor, k: Tensor, v: Tensor, n_q: int, n_k: int) -> tuple[Tensor, Tensor]:
+def _one(
+    call: Call, x: Leaves, b: int, q: Tensor, k: Tensor, v: Tensor, n_q: int, n_k: int, slip: float
+) -> tuple[Tensor, Tensor]:
     """One sequence: q (n_q, H, D) -> out (n_q, H, Dv), lse (H, n_q)."""
     f = call.features
     group = f.heads[0] // f.heads[1]
@@ -317,6 +319,8 @@ def _one(call: Call, x: Leaves, b: int, q: Tensor, k: Tensor, v: Tensor, n_q: in
     l = p.sum(-1, keepdim=True)
     some = l.masked_fill(l == 0, 1.0)
     p = (p / some)[..., :-1]
+    if slip:
+        p = p * (1 + slip * torch.randn_like(p)) * (1 + slip * torch.randn_like(p[..., :1]))
     if f.dropout:
         keep = tilewise.dropout_mask(b + 1, f.heads[0], n_q, n_k, p=P, seed=SEED, device=device)[b]
         p = p * keep / (1 - P)
@@ -325,16 +329,24 @@ def _one(call: Call, x: Leaves, b: int, q: Tensor, k: Tensor, v: Tensor, n_q: in
 
 
 def check(call: Call, backend: str) -> None:
-    """Every result within twice the error of torch's own in the same dtype, and a few roundings."""
-    ours, exact, peer = run(call, backend), truth(call, torch.float64), truth(call, getattr(torch, call.features.dtype))
-    peer["lse"] = truth(call, torch.float32)["lse"]
+    """Every result within twice the error of torch's own in the same dtype, and a few roundings.
+
+    The roundings: of the result, and of lse and the exponents in float32, from which the backward recomputes each
+    weight. lse itself is held to torch in float32, except where tanh is the hardware's, as fine as half precision.
+    """
+    dtype = getattr(torch, call.features.dtype)
+    ours, exact, peer = run(call, backend), truth(call, torch.float64), truth(call, dtype)
+    slipped = truth(call, torch.float64, slip=8 * torch.finfo(torch.float32).eps)
+    if not (call.features.softcap and backend == "triton"):
+        peer["lse"] = truth(call, torch.float32)["lse"]
     for name, x in ours.items():
         y = exact[name]
         assert x.shape == y.shape, name
         assert torch.equal(x.isfinite(), y.isfinite()), f"{name} of {call.features}: not finite"
         if not y.isfinite().any():
             continue
-        error, theirs = (((t.double() - y).abs()[y.isfinite()]).max().item() for t in (x, peer[name]))
-        unit = torch.finfo(torch.float32 if name == "lse" else x.dtype).eps
-        floor = 8 * unit * max(1.0, y[y.isfinite()].abs().max().item())
+        each = (((t.double() - y).abs()[y.isfinite()]).max().item() for t in (x, peer[name], slipped[name]))
+        error, theirs, slip = each
+        unit = 4 * torch.finfo(torch.float32).eps if name == "lse" else torch.finfo(dtype).eps
+        floor = slip + unit * max(1.0, y[y.isfinite()].abs().max().item())
         assert error <= 2 * theirs + floor, f"{name} of {call.features}: {error:.2e}, torch {theirs:.2e}"

@@ -61,6 +61,7 @@ RULES = {
     "perf.check": Rule("perf", lazy="tilewise spec triton"),
     "bench": Rule("bench demo tilewise spec dispatch rich", lazy="matplotlib"),
     "demo": Rule("demo tilewise rich"),
+    "show_mask": Rule("tilewise mods spec"),
     "cli": Rule("tilewise"),
     "__main__": Rule("cli"),
 }

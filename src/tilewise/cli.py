@@ -32,6 +32,7 @@ COMMANDS = {
     "explore": Command("tilewise.explore", "a page to take attention apart on: live, or as one offline file"),
     "explain": Command("tilewise.perf.command", "what a call costs on any GPU, which roof binds, what would help"),
     "docs": Command("tilewise.docs", "all of this as a small static site: reference, course, results"),
+    "show-mask": Command("tilewise.show_mask", "a picture of a mask and its tiles: empty, partial, full"),
     "trace": Command("tilewise.trace.command", "watch softmax, attention or autograd at work, step by step"),
     "learn": Command("tilewise.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
 }

@@ -63,7 +63,7 @@ def weights(
         slope = s
     else:
         s, slope = SCORE_MOD(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
-        if terms.bias is not None:
+        if terms.bias.ptr is not None:
             s += biases(terms.bias, w, h, i, j)
     p = tl.exp2(s * unit_of(scale, FOLD) - lse2)
     if edge:

@@ -202,8 +202,8 @@ def jvp(
             size.programs(size.n_q, size.heads, tile.block_m),
             (
                 *(_view(x) for x in (q, k, v, *tangents, out)), _row_view(lse), _view(dout), _row_view(dlse),
-                cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale, size.tiles(size.n_q, tile.block_m), size.heads,
-                size.batch,
+                cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+                size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
             ),
             _options(size, spec, tile, q, terms),
         )()  # fmt: skip
@@ -217,14 +217,14 @@ def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: b
     bias = terms.bias
     drops = terms.seed is not None
     return device.Terms(
-        bias=None if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
         sinks=terms.sinks,
         seed=terms.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(terms.score, spec.score_numbers),
         mask=mods.captured(terms.mask, spec.mask_numbers),
-        blocks=_blocks(spec, terms, size, tile, by_key) if terms.blocks else None,
+        blocks=_blocks(spec, terms, size, tile, by_key) if terms.blocks else device.Blocks(),
     )
 
 

@@ -51,33 +51,34 @@ class Span(NamedTuple):
 class Bias(NamedTuple):
     """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
 
-    ptr: tl.tensor
-    strides: tl.tuple
+    ptr: tl.tensor = None
+    strides: tl.tuple = ()
 
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
     each 2 * position + (1 if full). Tiles are `own` rows by `other` columns."""
 
-    offsets: tl.tensor
-    entries: tl.tensor
-    batch_rows: tl.tensor
-    head_rows: tl.tensor
-    own: tl.tensor
-    other: tl.tensor
+    offsets: tl.tensor = None
+    entries: tl.tensor = None
+    batch_rows: tl.tensor = None
+    head_rows: tl.tensor = None
+    own: tl.tensor = None
+    other: tl.tensor = None
 
 
 class Terms(NamedTuple):
-    """What a call has beside q, k, v and the band; None where it does not. `score` and `mask` are read by the mods."""
+    """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
+    whether it is None). `score` and `mask` are read by the mods."""
 
-    bias: tl.tensor = None
+    bias: tl.tuple = Bias()
     sinks: tl.tensor = None
     seed: tl.tensor = None
     threshold: tl.tensor = None
     rescale: tl.tensor = None
     score: tl.tuple = ()
     mask: tl.tuple = ()
-    blocks: tl.tuple = None
+    blocks: tl.tuple = Blocks()
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def band(first, last, n, before, after, BLOCK: tl.constexpr):
 @triton.jit
 def walk(span, w, h, blocks):
     """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end."""
-    if blocks is None:
+    if blocks.offsets is None:
         return span.lo, span.hi
     else:
         row = blocks.offsets + w.b * blocks.batch_rows + h * blocks.head_rows + w.first // blocks.own
@@ -137,7 +138,7 @@ def walk(span, w, h, blocks):
 @triton.jit
 def column(at, span, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """The first column of the tile at this place of the walk, and whether some pair of it may be hidden."""
-    if blocks is None:
+    if blocks.offsets is None:
         first = at
         edge = MASKED or (first < span.full_lo) or (first + BLOCK > span.full_hi)
     else:
@@ -295,7 +296,7 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
     s = scores(product, w, h, i, j, scale, FOLD)
     if SCORE_MOD is not None:
         s = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
-    if terms.bias is not None:
+    if terms.bias.ptr is not None:
         s += biases(terms.bias, w, h, i, j)
     return s
 
