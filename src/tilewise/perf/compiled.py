@@ -46,12 +46,13 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], options: di
 
 def inspect(binary: Any, capability: int) -> Compiled:
     from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     name = f"sm_{capability}{'a' if capability >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(binary.asm["ptx"])
-        log = _tool(knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(cubin))
+        log = _tool(get_ptxas(capability).path, "-v", f"--gpu-name={name}", str(ptx), "-o", str(cubin))
         sass = _tool(knobs.nvidia.nvdisasm.path, "-c", str(cubin))
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", sass)
     return Compiled(
