@@ -133,7 +133,9 @@ assert trace.attention(256, 256, d=64, rows=64, columns=64, itemsize=2, sram=48 
 
 # %%
 if has_triton("the compiler's report"):
-    told_h200 = tilewise.explain((4, 4096, 16, 64), (4, 4096, 16, 64), (4, 4096, 16, 64), device="H200", compiled=True)
+    told_h200 = tilewise.explain(
+        (4, 4096, 16, 64), (4, 4096, 16, 64), (4, 4096, 16, 64), device="H200", backend="triton", compiled=True
+    )
     used = told_h200.resources["forward"]
     assert used.spills == 0
     assert used.shared <= device("H200").shared

@@ -7,8 +7,6 @@ def check(answer):
         call = Call(1, n, n, 1, 1, d, d, dtype=dtype)
         exact = call.flops() / traffic(call).naive
         got = answer.intensity(n, d, itemsize)
-        expect(
-            abs(got / exact - 2) > 0.01, "twice too much: S is written and read, and so is P: four passes over (n, n)"
-        )
+        expect(not 1.3 < got / exact < 2.5, "too much: S is written and read, and so is P: four passes over (n, n)")
         expect(abs(got / exact - 0.5) > 0.01, "half of it: a multiply-add is 2 FLOPs")
         expect(abs(got / exact - 1) < 1e-6, f"intensity({n}, {d}, {itemsize}) is {exact:.4f}, not {got:.4f}")

@@ -2,20 +2,26 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import tilewise
 from tilewise import cli
+from tilewise.perf.cost import Call
 from tilewise.perf.devices import DEVICES
-from tilewise.perf.explain import explain
+from tilewise.perf.devices import device as device_named
+from tilewise.perf.explain import estimate, explain
 
 SHAPE = (4, 4096, 16, 128)
+COMPILES = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 
 def told(*shape, **options):
-    return explain(shape or SHAPE, shape or SHAPE, shape or SHAPE, **{"device": "H200"} | options)
+    return explain(shape or SHAPE, shape or SHAPE, shape or SHAPE, **{"device": "H200", "backend": "triton"} | options)
 
 
 def test_tensors_meta_tensors_and_shapes_say_the_same():
@@ -121,16 +127,35 @@ def test_heads_must_divide():
         explain((1, 8, 4, 64), (1, 8, 3, 64), (1, 8, 3, 64), device="H200")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles")
 def test_registers_and_shared_memory_come_from_the_compiler():
+    """In a process of its own: here Triton interprets."""
     pytest.importorskip("triton")
-    found = told(1, 512, 4, 64, compiled=True, backend="triton")
-    used = found.resources["forward"]
-    assert 0 < used.registers <= 255
-    assert 0 < used.shared <= found.device.shared
-    assert used.spills == 0
-    assert f"{used.registers} registers" in str(found)
-    assert found.to_dict()["kernels"][0]["registers"] == used.registers
+    code = (
+        "from tilewise.perf.explain import explain\n"
+        "found = explain(*[(1, 512, 4, 64)] * 3, device='H200', backend='triton', compiled=True)\n"
+        "used = found.resources['forward']\n"
+        "assert 0 < used.registers <= 255 and 0 < used.shared <= found.device.shared and used.spills == 0\n"
+        "assert f'{used.registers} registers' in str(found)\n"
+        "assert found.to_dict()['kernels'][0]['registers'] == used.registers\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=COMPILES)
+
+
+def test_stages_show_the_pipeline():
+    """cp.async and the matrix units, read from the compiled forward: `tilewise explain --kernel`."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tilewise", "explain", "1", "512", "4", "64", "--kernel", "--device"]
+    for device, unit in (("A100", "mma.sync"), ("H200", "wgmma.mma_async")):
+        said = subprocess.run([*command, device], check=True, env=COMPILES, capture_output=True, text=True).stdout
+        assert "cp.async" in said
+        assert unit in said
+        assert "0 bytes spilled" in said
+
+
+def test_hopper_kernels_are_known():
+    found = estimate(Call(4, 4096, 4096, 16, 16, 128, 128), True, device_named("H200"), "hopper")
+    assert [kernel.name for kernel in found.kernels] == ["hopper forward", "hopper backward"]
+    assert found.prediction.device < told(backward=True).prediction.device
 
 
 def test_the_public_function_prints_and_returns(capsys):

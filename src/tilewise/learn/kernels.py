@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from tilewise.kernels.tile import softmax_step
+
 
 @triton.jit
 def vector_add(a, b, c, n, BLOCK: tl.constexpr):
@@ -90,3 +92,19 @@ def chase(x, y, steps):
     for _ in range(steps):
         i = tl.load(x + i)
     tl.store(y, i)
+
+
+@triton.jit
+def watch_softmax(s, m_out, l_out, alpha_out, p_out, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """tilewise's own softmax step on (ROWS, columns) scores, COLS at a time; every step's state is stored."""
+    i = tl.arange(0, ROWS)
+    j = tl.arange(0, COLS)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for step in range(columns // COLS):
+        tile = tl.load(s + i[:, None] * columns + step * COLS + j[None, :])
+        p, alpha, m, l = softmax_step(m, l, tile, 1.4426950408889634)
+        tl.store(m_out + step * ROWS + i, m)
+        tl.store(l_out + step * ROWS + i, l)
+        tl.store(alpha_out + step * ROWS + i, alpha)
+        tl.store(p_out + i[:, None] * columns + step * COLS + j[None, :], p)

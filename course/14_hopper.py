@@ -1,0 +1,114 @@
+# %% [markdown]
+# # 14. Hopper: warps with different jobs
+#
+# Lesson 9's pipeline had all warps do everything. On Hopper (H100, H200) copies and matrix products are asynchronous machines of their own:
+# **TMA** fetches whole tiles, **wgmma** multiplies them, and both only raise a flag (an *mbarrier*) when they are done. So one warp fetches, and
+# others compute, and while the tensor cores work for one warpgroup, the other one takes its exponentials.
+
+# %%
+# needs: compiler
+import torch
+
+from tilewise.learn import has_triton, picture, show
+from tilewise.perf.cost import Call
+from tilewise.perf.devices import device
+
+# %% [markdown]
+# ## Why two groups
+#
+# Per tile of 128 × 128 scores at D = 128 the tensor cores of an SM need 4·128·128·128 FLOPs, and the special-function units 128·128
+# exponentials. At D = 64 the products halve and the exponentials do not: they take *as long as* the products. Whatever is not
+# overlapped is lost.
+
+# %%
+h200 = device("H200")
+rows = []
+for d in (64, 128, 256):
+    products = 4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
+    exponentials = 128 * 128 / h200.exps
+    rows.append([d, f"{products:.0f}", f"{exponentials:.0f}", f"{products / (products + exponentials):.0%}"])
+show(["D", "cycles of products", "cycles of exponentials", "of the peak, if nothing overlaps"], rows)
+full = Call(1, 8192, 8192, 16, 16, 64, 64)
+assert full.pairs / (h200.exps * h200.sms * h200.clock) > 0.9 * full.flops() / h200.flops("bfloat16")
+
+# %% [markdown]
+# ## The flags
+#
+# A ring of two buffers, a producer that fills and a consumer that empties. Each buffer has two barriers: *full* (the copy has arrived) and
+# *empty* (it may be overwritten). Take a wait away and the consumer reads what is not there yet. tilewise runs its Hopper kernels on a CPU
+# in an emulator whose copies arrive late, and which raises on every race and deadlock; here is the whole forward, and its timeline.
+
+# %%
+timeline = []
+if has_triton("the Hopper forward in the emulator"):
+    try:
+        from tilewise import attention
+        from tilewise.emulator import launch
+        from tilewise.kernels.hopper.launch import forward_launches, new_state
+        from tilewise.spec import Spec
+
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+        out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
+        forward, *_ = forward_launches(q, k, v, out, lse, None, None, Spec(0.125), new_state(torch.device("cpu")), 1)
+        timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
+        exact = attention(q.double(), k.double(), v.double())
+        print(f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}")
+        assert torch.allclose(out.double(), exact, atol=2e-2)
+        units = sorted({span.unit for span in timeline})
+        print("who is there:", ", ".join(units))
+    except ImportError as error:
+        print(f"(this Triton has no Gluon: {error})")
+
+
+def draw(axes):
+    units = sorted({span.unit for span in timeline})
+    palette = {"load": "tab:blue", "wait": "lightgray", "compute": "tab:green", "store": "tab:purple"}
+    for span in timeline:
+        color = next((c for key, c in palette.items() if span.what.startswith(key)), "tab:red")
+        axes.barh(units.index(span.unit), span.end - span.start, left=span.start, color=color)
+    axes.set(
+        yticks=range(len(units)),
+        yticklabels=units,
+        xlabel="cycles of the emulator",
+        title="Who does what, when: loads blue, products red, waits gray",
+    )
+
+
+if timeline:
+    picture("14_timeline", draw, size=(11, 4))
+
+# %% [markdown]
+# ## A wait too few
+#
+# The emulator's word on a missing barrier is worth more than a lucky run on a GPU. A ring buffer in ten lines, right and wrong:
+
+
+# %%
+def ring(iterations, buffers, wait_for_empty):
+    """A producer is never late, a consumer takes twice as long. Returns what the consumer read."""
+    slots, read, produced, consumed = [None] * buffers, [], 0, 0
+    for tick in range(4 * iterations):
+        may_fill = produced < iterations and (not wait_for_empty or produced - consumed < buffers)
+        if may_fill:
+            slots[produced % buffers] = produced
+            produced += 1
+        if tick % 2 and consumed < produced:
+            read.append(slots[consumed % buffers])
+            consumed += 1
+        if consumed == iterations:
+            break
+    return read
+
+
+print("with the empty barrier:   ", ring(8, 2, wait_for_empty=True))
+print("without the empty barrier:", ring(8, 2, wait_for_empty=False))
+assert ring(8, 2, wait_for_empty=True) == list(range(8))
+assert ring(8, 2, wait_for_empty=False) != list(range(8))
+
+# %% [markdown]
+# That is the whole way from a softmax that overflows to a kernel that keeps a GPU busy. `docs/` tells the rest: what was measured, what was
+# tried, what failed.
+#
+# **Exercise.** Barriers alternate: a wait names the *phase* it waits for. Write `phases(iteration, buffers)`: which buffer iteration i uses, and
+# the phase (0 or 1) in which the consumer waits for it to be full and the producer for it to be empty.
