@@ -176,6 +176,16 @@ def test_waves(visit, live, name, n, efficiency):
     widget.shows(blocks=str(matmul_blocks(there, there, (256, 128))))
 
 
+def test_waves_of_attention(visit, live):
+    widget = Widget(visit(f"{live}#waves.device=H200&waves.n=2049"), "waves")
+    widget.choose("what", "attention")
+    shape = (1, 2049, 16, 128)
+    told = explain(shape, shape, shape, device="H200").kernels[0].waves
+    widget.shows(
+        blocks=f"{told.blocks:,}", waves=str(told.waves), sms=str(told.slots), efficiency=percent(told.efficiency)
+    )
+
+
 def test_layout_and_coalescing(visit, live):
     widget = Widget(visit(live), "layout")
     widget.shows(shape="[3, 2]", strides="[1, 3]", contiguous="no", copies="yes", offset="3")

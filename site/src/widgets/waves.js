@@ -6,13 +6,15 @@ import { readouts } from "../stage.js";
 export const waves = {
   id: "waves",
   endpoint: "waves",
-  defaults: { device: "A100", tile: "256x128", n: 1793 },
+  defaults: { what: "matmul", device: "A100", tile: "256x128", heads: 16, n: 1793 },
   controls: [
     { kind: "select", key: "device", label: "roof.device", options: ["A100", "A100-40GB", "H100", "H200", "RTX 4090", "L4", "B200"] },
-    { kind: "choice", key: "tile", label: "waves.tile", options: ["256x128", "128x128", "128x64", "64x64"] },
+    { kind: "choice", key: "what", label: "waves.what", names: "waves.what", options: ["matmul", "attention"], free: true },
+    { kind: "choice", key: "tile", label: "waves.tile", options: ["256x128", "128x128", "128x64", "64x64"], when: (s) => s.what === "matmul" },
+    { kind: "range", key: "heads", label: "roof.h", values: [8, 16, 32], when: (s) => s.what === "attention" },
     { kind: "range", key: "n", label: "waves.n", min: 256, max: 4096 },
   ],
-  ask: ({ device, tile }, ask) => ask("waves", { device, tile }),
+  ask: ({ what, device, tile, heads }, ask) => (what === "matmul" ? ask("waves", { device, tile }) : ask("grid", { device, heads })),
 
   draw(figure, data, state, set) {
     const n = Math.max(data.low, Math.min(data.high, state.n));
@@ -21,19 +23,20 @@ export const waves = {
     figure.replaceChildren(
       readouts([
         ["waves.blocks", form.count(blocks), "blocks"],
-        ["waves.sms", String(data.sms), "sms"],
+        [`waves.sms.${state.what}`, String(data.sms), "sms"],
         ["waves.waves", String(waves), "waves"],
         ["waves.efficiency", form.percent(efficiency), "efficiency", efficiency < 0.7 ? "bad" : efficiency > 0.85 ? "good" : ""],
         ["waves.idle", String(data.sms - last), "idle"],
       ]),
-      chart(data, n, efficiency, set),
+      chart(data, n, efficiency, set, t(`waves.x.${state.what}`)),
+      ...(state.what === "attention" ? [h("p.small", {}, t("waves.attention", { tile: data.tile[0] }))] : []),
       h("div.waves", {}, machines(data, waves, last)),
       cliffs(data, n, set),
     );
   },
 };
 
-function chart(data, n, efficiency, set) {
+function chart(data, n, efficiency, set, words) {
   const [width, height, left, top, bottom] = [room(), 220, 46, 14, 40];
   const node = h("div", {});
   const svg = picture(node, width, height, t("waves.picture"));
@@ -41,7 +44,7 @@ function chart(data, n, efficiency, set) {
   const y = scaleLinear([0, 1], [height - bottom, top]);
   svg.append("g").attr("transform", `translate(0 ${height - bottom})`).call(axisBottom(x).tickValues(small() ? [1024, 2048, 3072, 4096] : [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]).tickFormat(String).tickSizeOuter(0));
   svg.append("g").attr("transform", `translate(${left} 0)`).call(axisLeft(y).tickValues([0, 0.25, 0.5, 0.75, 1]).tickFormat((v) => `${100 * v} %`).tickSizeInner(left + 12 - width).tickSizeOuter(0));
-  svg.append("text").attr("class", "tick middle").attr("x", (left + width) / 2).attr("y", height - 6).text(t("waves.x"));
+  svg.append("text").attr("class", "tick middle").attr("x", (left + width) / 2).attr("y", height - 6).text(words);
   const points = data.steps.map(([from, , , share], i) => `${i ? "H" : "M"}${x(from)}${i ? "V" : " "}${y(share)}`).join("");
   svg.append("path").attr("d", `${points}H${x(data.high)}V${y(0)}H${x(data.low)}Z`).attr("fill", "var(--s0w)");
   svg.append("path").attr("d", `${points}H${x(data.high)}`).attr("fill", "none").attr("stroke", "var(--s0)").attr("stroke-width", 2);

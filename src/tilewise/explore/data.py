@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from tilewise import mods, trace
 from tilewise.machine import coalesce, pipeline
 from tilewise.machine.layout import Layout
-from tilewise.perf import cost, devices, explain, roofline
+from tilewise.perf import cost, devices, explain, predict, roofline
 from tilewise.perf import waves as wave
 from tilewise.reference import attention as rung
 from tilewise.reference import gradient
@@ -160,6 +161,27 @@ def waves(*, device: str = "A100", tile: str = "256x128") -> Json:
     ]
     cliffs = wave.cliffs(sizes, (rows, columns), sms)
     return {"sms": sms, "tile": [rows, columns], "low": 256, "high": 4096, "steps": steps, "cliffs": cliffs}
+
+
+@endpoint
+def grid(*, device: str = "H200", heads: int = 16) -> Json:
+    """The same for the grid of attention: a forward of one sequence of n tokens, head dim 128."""
+    _within("heads", heads, 1, 256)
+    where = devices.device(device)
+    shape = 1, 4096, heads, 128
+    backend = explain.explain(shape, shape, shape, device=device).backend
+
+    def launch(n: int) -> predict.Kernel:
+        return predict.plan(cost.Call(1, n, n, heads, heads, 128, 128), backend, where, backward=False)[0]
+
+    block = launch(4096).tile.block_m
+    starts = [256, *(n + 1 for n in range(256, 4096) if n % block == 0)]
+    found = [(n, launch(n).waves) for n in starts]
+    cliffs = [[n, old.blocks, new.blocks] for (_, old), (n, new) in pairwise(found) if new.waves > old.waves]
+    return {
+        "sms": launch(4096).slots, "tile": [block, launch(4096).tile.block_n], "low": 256, "high": 4096,
+        "steps": [[n, w.blocks, w.waves, w.efficiency] for n, w in found], "cliffs": cliffs,
+    }  # fmt: skip
 
 
 @endpoint
@@ -318,6 +340,7 @@ GRID: dict[str, dict[str, Sequence[Any]]] = {
     },
     "measured": {"device": tuple(devices.DEVICES)},
     "waves": {"device": tuple(devices.DEVICES), "tile": ("256x128", "128x128", "128x64", "64x64")},
+    "grid": {"device": tuple(devices.DEVICES), "heads": (8, 16, 32)},
     "layout": {"shape": ("7", "2x3", "2x4x3", "4x6"), "view": ("same",)},
     "coalescing": {
         "pattern": ("warp", "thread"), "columns": (8, 16, 32, 64, 4096), "itemsize": (2, 4), "instant": (0, 1, 2, 3),
