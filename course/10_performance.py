@@ -141,7 +141,7 @@ timed = measured("waves")
 
 
 def draw(axes):
-    ns = list(range(1024, 3073, 8)) + [1793, 2049, 2817]
+    ns = [*range(1024, 3073, 8), 1793, 2049, 2817]
     for name, color in (("A100", "tab:orange"), ("H200", "tab:green")):
         sms = DEVICES[name].sms
         axes.plot(

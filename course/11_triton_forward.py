@@ -20,7 +20,6 @@ from tilewise import config
 from tilewise.learn import has_triton, measured, picture, show
 from tilewise.perf.devices import DEVICES
 from tilewise.perf.predict import shared_estimate
-from tilewise.reference import attention as rung
 
 HERE = has_triton("running the kernels")
 if HERE:

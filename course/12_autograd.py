@@ -5,6 +5,8 @@
 # and the derivative of a chain is the product of the maps. This lesson builds it up from one number to whole matrices.
 
 # %%
+from itertools import pairwise
+
 import torch
 
 from tilewise.learn import picture, show
@@ -33,7 +35,7 @@ def slope(x):
 
 steps = [2.0**-i for i in range(1, 12)]
 errors = [abs(f(1.5 + d) - (f(1.5) + slope(1.5) * d)) for d in steps]
-ratios = [a / b for a, b in zip(errors, errors[1:], strict=False)]
+ratios = [a / b for a, b in pairwise(errors)]
 print("each halving of the step divides the error by", [round(r, 2) for r in ratios[-3:]])
 assert abs(ratios[-1] - 4) < 0.05
 

@@ -3,7 +3,7 @@
 A state is (m, l): the maximum of some numbers, and the sum of exp(x - m) over them. No numbers at all: (-inf, 0.0).
 """
 
-import math
+import math  # noqa: F401
 
 State = tuple[float, float]
 

@@ -4,7 +4,7 @@
 counted. Each output block may be kept near while you sum into it, and so may one block of A and one of B; nothing else.
 """
 
-import torch
+import torch  # noqa: F401
 from torch import Tensor
 
 

@@ -4,7 +4,7 @@
 of keys, -inf where a pair is masked; `v` (M, E) its values.
 """
 
-import torch
+import torch  # noqa: F401
 from torch import Tensor
 
 State = tuple[Tensor, Tensor, Tensor]

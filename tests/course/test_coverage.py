@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROWS = dict(A=6, B=8, C=5, D=6, E=7, F=13, G=8, H=10, I=5, J=6, K=8, L=11, X=32)
+ROWS = {"A": 6, "B": 8, "C": 5, "D": 6, "E": 7, "F": 13, "G": 8, "H": 10, "I": 5, "J": 6, "K": 8, "L": 11, "X": 32}
 TABLE = re.findall(r"^\| ([A-Z]\d+) \| (.+) \| `(.+)` \|$", (ROOT / "course" / "COVERAGE.md").read_text(), re.M)
 
 

@@ -58,7 +58,8 @@ WRONG = {
     4: ("def blocked_matmul(far, blocks, tile):\n    return far.matrices['a'] * far.matrices['b']", "elementwise"),
     5: (
         "import torch\ndef step(state, s, v):\n    m = torch.maximum(state[0], s.amax(-1))\n"
-        "    p = torch.exp(s - m[:, None])\n    f = torch.exp(state[0] - m)\n    return m, f * state[1] + p.sum(-1), f[:, None] * state[2] + p @ v",
+        "    p = torch.exp(s - m[:, None])\n    f = torch.exp(state[0] - m)\n"
+        "    return m, f * state[1] + p.sum(-1), f[:, None] * state[2] + p @ v",
         "only masked keys",
     ),
     6: ("def hbm_bytes(n, d, rows, columns, order, itemsize=4):\n    return 4 * n * d * itemsize", "bytes, not"),
