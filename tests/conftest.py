@@ -20,7 +20,11 @@ INTERPRETED = HAS_TRITON and DEVICE == "cpu"
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     try:  # gluon asserts that the variable is what it was when triton was imported
-        for module in ("tilewise.kernels", "tests.kernels.probes", "triton.experimental.gluon.language"):
+        for module in (
+            "tilewise.kernels.hopper.backward_launch",
+            "tests.kernels.probes",
+            "triton.experimental.gluon.language",
+        ):
             import_module(module)
         interpreter = import_module("tests.kernels.interpreter")
         interpreter.teach_bfloat16()
@@ -49,3 +53,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "triton":
         request.getfixturevalue("triton_runs")
     return request.param
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-tiles", action="store_true", help="compile every row of the tile tables in every variant")

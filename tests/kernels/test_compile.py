@@ -1,0 +1,112 @@
+"""What the compiler makes of every row of the tile tables, without a GPU: spills, shared memory, matrix instructions.
+
+Each test is a process of its own, because this one's Triton is the interpreter's. `--all-tiles` compiles every row in
+every variant and dtype; without it each 16-bit row is compiled once, and the measured head dims in more variants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise import config
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = ("full", "causal", "ragged", "window", "varlen")
+SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_80 and have the least
+TABLES = {80: config.AMPERE, 90: config.HOPPER}
+
+# Bytes that a row may spill, in its worst variant; 0 for all others. To shrink, never to grow.
+SPILLS = {
+    (90, "query", "bfloat16", 256): 200,  # rows that do not spill are too short for wgmma
+    (90, "key", "bfloat16", 128): 256,  # only with grouped heads or packed sequences; measured, and still the fastest
+    (90, "key", "bfloat16", 512): 256,
+    (80, "key", "bfloat16", 512): 128,
+    (90, "query", "float32", 64): 64,
+    (80, "query", "float32", 64): 64,
+}
+
+
+def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dict[str, Any]]:
+    dims = TABLES[capability][kernel, 4 if dtype == "float32" else 2]
+    if everything:
+        wanted = [*product(dims, VARIANTS)]
+    elif dtype == "bfloat16":
+        wanted = [*product(dims, ("causal",)), (64, "window"), (128, "varlen")]
+    else:
+        wanted = [(64, "full")]
+    return [
+        {"kernel": kernel, "capability": capability, "dtype": dtype, "dim": dim, "variant": variant}
+        for dim, variant in wanted
+    ]
+
+
+def faults(made: dict[str, Any]) -> list[str]:
+    if "error" in made:
+        return [made["error"]]
+    capability, kernel, dtype, dim = (made[name] for name in ("capability", "kernel", "dtype", "dim"))
+    found = []
+    if made["spills"] > SPILLS.get((capability, kernel, dtype, dim), 0):
+        found.append(f"{made['spills']} bytes spilled")
+    if made["shared"] > SHARED[capability]:
+        found.append(f"{made['shared']} bytes of shared memory")
+    tile = config.tile(kernel, capability, 2, dim)
+    rows_of_a_product = tile.block_n if kernel == "key" else tile.block_m
+    matrix = "HGMMA" if capability >= 90 and rows_of_a_product >= 64 else "HMMA"
+    if dtype != "float32" and not made["instructions"].get(matrix):
+        found.append(f"no {matrix}")
+    return found + made["warnings"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kernel", ["forward", "query", "key"])
+@pytest.mark.parametrize("capability", TABLES)
+def test_tiles(capability: int, kernel: str, dtype: str, request: pytest.FixtureRequest) -> None:
+    wanted = rows(capability, kernel, dtype, request.config.getoption("--all-tiles"))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "tiles.py"), "json"],
+        input=json.dumps(wanted), capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(made) == len(wanted)
+    wrong = [f"{x['dim']} {x['variant']}: {'; '.join(faults(x))}" for x in made if faults(x)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, False),
+        ({"spills": 8}, True),
+        ({"shared": 300_000}, True),
+        ({"instructions": {"FFMA": 9}}, True),
+        ({"warnings": ["Potential Performance Loss"]}, True),
+        ({"error": "CompilationError"}, True),
+    ],
+    ids=str,
+)
+def test_the_gate_can_fail(change: dict[str, Any], verdict: bool) -> None:
+    good = {
+        "capability": 90, "kernel": "forward", "dtype": "bfloat16", "dim": 64, "variant": "full",
+        "spills": 0, "shared": 1024, "instructions": {"HGMMA": 8}, "warnings": [],
+    }  # fmt: skip
+    assert bool(faults(good | change)) is verdict
+
+
+def test_every_kind_of_call_has_a_row() -> None:
+    for capability, kernel, itemsize, dim in product(
+        TABLES, ("forward", "query", "key"), (2, 4), (16, 32, 64, 128, 256, 512)
+    ):
+        tile = config.tile(kernel, capability, itemsize, dim)
+        assert min(tile.block_m, tile.block_n) >= 16
+        assert tile.block_m <= 128  # the padding of the row statistics
