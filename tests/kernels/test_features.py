@@ -1,14 +1,56 @@
-"""Random combinations of score terms on both backends, tiny, with every gradient."""
+"""Score terms in the portable kernels: random combinations with every gradient, hidden NaN, forward mode."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+import tilewise
 from tests import features
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("seed", range(16))
-def test_random_combinations(seed: int, backend: str) -> None:
+def test_random_combinations(seed: int, backend: str, device: str) -> None:
     chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
-    features.check(features.make(chosen, seed, longest=40, device="cpu"), backend)
+    features.check(features.make(chosen, seed, longest=40, device=device), backend)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_masked_key_does_not_leak(blocks: bool, backend: str, device: str) -> None:
+    """Key 20 is NaN; the queries of other documents must not know, forward or backward."""
+    ids = (torch.arange(36, device=device) // 12).to(torch.int32)
+    q, k, v, dout = (torch.randn(1, 36, 2, 8, device=device) for _ in range(4))
+    bad = [x.clone() for x in (k, v)]
+    for x in bad:
+        x[0, 20] = torch.nan
+    mask = tilewise.mods.document(ids=ids)
+    if blocks:
+        mask = tilewise.block_mask(mask, 36, 36, block=(16, 16))
+    results = []
+    for keys, values in ((k, v), bad):
+        leaves = [x.clone().requires_grad_() for x in (q, keys, values)]
+        out = tilewise.attention(*leaves, mask_mod=mask, softcap=3.0, backend=backend)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    others = ids != ids[20]
+    for clean, dirty in zip(*results, strict=True):
+        torch.testing.assert_close(clean[:, others], dirty[:, others])
+    assert results[1][0][:, ~others].isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2), "scale": -0.3}], ids=str)
+def test_forward_mode(options: dict[str, object], triton_runs: None, device: str) -> None:
+    shapes = ((2, 37, 4, 16), (2, 45, 2, 16), (2, 45, 2, 24))
+    x, along = (tuple(torch.randn(s, device=device) for s in shapes) for _ in range(2))
+
+    def moved(backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        call = lambda *t: tilewise.attention(*t, return_lse=True, backend=backend, **options)  # noqa: E731
+        return torch.func.jvp(call, x, along)[1]
+
+    for ours, expected in zip(moved("triton"), moved("reference"), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_of_a_term_is_refused(triton_runs: None, device: str) -> None:
+    x = torch.randn(1, 8, 2, 16, device=device)
+    with pytest.raises(tilewise.AttentionError, match="forward mode"):
+        torch.func.jvp(lambda q: tilewise.attention(q, x, x, softcap=2.0, backend="triton"), (x,), (x,))
