@@ -1,6 +1,10 @@
-"""The kernels for Hopper (sm_90), in Gluon: TMA, mbarriers, asynchronous wgmma, warps with different jobs."""
+"""The kernels for Hopper (sm_90), in Gluon: TMA, mbarriers, asynchronous wgmma, warps with different jobs.
 
-from ..launch import backward
+Derivatives come from the portable kernels, which read the same out and lse.
+"""
+
+from ..launch import backward, jvp
+from ..terms import term_gradients
 from .launch import forward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "jvp", "term_gradients"]
