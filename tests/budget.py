@@ -118,7 +118,8 @@ def roundings(inputs: Inputs, exact: tuple[Tensor, ...]) -> tuple[float, ...]:
     q, k, v, dout = (x.double() for x in inputs[1:5])
     group = case.heads // case.kv_heads
     eps = torch.finfo(inputs.q.dtype).eps / 2
-    noise = 4 * torch.finfo(torch.float32).eps
+    ulp = torch.finfo(torch.float32).eps
+    noise = 4 * ulp
     worst = [0.0] * 5
     for rows, keys in sequences(inputs):
         at, of = (..., rows, slice(None), slice(None)), (..., keys, slice(None), slice(None))
@@ -132,16 +133,17 @@ def roundings(inputs: Inputs, exact: tuple[Tensor, ...]) -> tuple[float, ...]:
         if inputs.dlse is not None:
             delta = delta - inputs.dlse.double()[..., rows, None]
         ds = p * (dos @ vs.mT - delta)
-        terms = p * (dos.abs() @ vs.abs().mT + delta.abs())
+        p_noise = p * (noise + ulp * (s.abs() + lse.abs()))  # p = exp(s - lse), and both are float32
+        terms = p_noise * (dos.abs() @ vs.abs().mT + delta.abs())
         delta_error = (dos.square() @ os.square().mT).diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
         coherent = p * delta_error
         scale = abs(spec.scale)
         found = (
-            eps * root(p, vs) + noise * (p @ vs.abs()),
+            eps * root(p, vs) + p_noise @ vs.abs(),
             noise * (s.abs() * mask + 1.0),
-            scale * (eps * (root(ds, ks) + (coherent @ ks).abs()) + noise * (terms @ ks.abs())),
-            scale * (eps * (root(ds.mT, qs) + root(coherent.mT, qs)) + noise * (terms.mT @ qs.abs())),
-            eps * root(p.mT, dos) + noise * (p.mT @ dos.abs()),
+            scale * (eps * (root(ds, ks) + (coherent @ ks).abs()) + terms @ ks.abs()),
+            scale * (eps * (root(ds.mT, qs) + root(coherent.mT, qs)) + terms.mT @ qs.abs()),
+            eps * root(p.mT, dos) + p_noise.mT @ dos.abs(),
         )
         worst = [max(w, x.max().item() if x.numel() else 0.0) for w, x in zip(worst, found, strict=True)]
     scales = [x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0 for x in exact]
