@@ -2,7 +2,7 @@
 
 >>> told = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
 >>> told.backend, told.binding, f"{told.traffic.naive / told.traffic.tiled:.0f} times less memory traffic"
-('triton', 'matrix units', '49 times less memory traffic')
+('hopper', 'matrix units', '49 times less memory traffic')
 
 `Explanation.to_dict()` is the JSON of `tilewise explain --json`, and what pages are drawn from:
 
