@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import AttentionError
@@ -19,6 +19,7 @@ def test_eight_elements_take_one_warp():
     assert (warp.active, warp.masked) == (8, 24)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500))
 def test_every_element_has_one_lane(n):
     made = warps.warps(n)
@@ -48,6 +49,7 @@ def test_throughput_beats_latency_in_the_end_but_not_for_the_first():
     assert warps.finish([s for s in alone if s.task == 0]) <= warps.finish([s for s in together if s.task == 0])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 9), st.integers(1, 4))
 def test_one_core_computes_one_task_at_a_time(tasks, compute, wait, rounds):
     for plan in (warps.run_to_completion, warps.switch_on_wait):
@@ -75,6 +77,7 @@ def test_the_notes_strides(shape, found):
     assert strides(shape) == found == list(torch.empty(shape).stride())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_strides_are_torchs(shape):
     assert strides(shape) == list(torch.empty(shape).stride())
@@ -121,6 +124,7 @@ def test_four_stages_seven_iterations():
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 6))
 def test_a_pipeline_keeps_the_order_of_stages(iterations, stages):
     plan = pipeline.pipelined(iterations, stages)
@@ -159,6 +163,7 @@ def test_the_notes_sizes():
     assert all_in_float32 == 80 * KB > DEVICES["A100"].shared_static
 
 
+@settings(deadline=None)
 @given(st.sampled_from([32, 64, 128, 256]), st.sampled_from([2, 4]), st.integers(16 * KB, 227 * KB))
 def test_the_largest_tile_fits_and_the_next_does_not(d, itemsize, shared):
     size = budget.largest_square_tile(shared, d, itemsize=itemsize)
@@ -171,6 +176,7 @@ def test_karpathys_vocabulary():
     assert (budget.alignment(50257), budget.alignment(50304)) == (1, 128)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10_000))
 def test_alignment_is_the_largest_power_of_two(n):
     a = budget.alignment(n)

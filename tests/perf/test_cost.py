@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
@@ -15,6 +15,7 @@ GPT2_MEDIUM = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv
 side = st.none() | st.integers(0, 12)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10), st.integers(0, 10), side, side)
 def test_visible_pairs_are_those_of_the_mask(n_q, n_k, before, after):
     mask = seen(n_q, n_k, Spec(scale=1.0, before=before, after=after))

@@ -21,7 +21,8 @@ COMPILES = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file_
 
 
 def told(*shape, **options):
-    return explain(shape or SHAPE, shape or SHAPE, shape or SHAPE, **{"device": "H200", "backend": "triton"} | options)
+    shape = shape or SHAPE
+    return explain(shape, shape, shape, **{"device": "H200", "backend": "triton"} | options)
 
 
 def test_tensors_meta_tensors_and_shapes_say_the_same():

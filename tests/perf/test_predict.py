@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
@@ -19,6 +19,7 @@ USUAL = Call(4, 4096, 4096, 16, 16, 128, 128)
 side = st.none() | st.integers(0, 40)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), side, side, st.sampled_from([8, 16]), st.sampled_from([8, 16]))
 def test_steps_cover_what_the_mask_shows(n_q, n_k, before, after, block_m, block_n):
     """Every visible pair lies in a visited tile, and a tile that is called unmasked hides nothing."""

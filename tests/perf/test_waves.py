@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise.perf.waves import cliffs, matmul_blocks, schedule, waves
@@ -34,6 +34,7 @@ def test_nothing_to_do():
     assert schedule([], 4).finish == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8))
 def test_a_schedule_lies_between_its_bounds(work, slots):
     found = schedule(work, slots)
@@ -41,6 +42,7 @@ def test_a_schedule_lies_between_its_bounds(work, slots):
     assert found.efficiency == pytest.approx(sum(work) / (slots * found.finish))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 20))
 def test_equal_blocks_are_waves(blocks, slots):
     assert schedule([1] * blocks, slots).finish == waves(blocks, slots).waves

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import cli, trace
@@ -38,6 +38,7 @@ def test_the_correction_uses_l2_not_l_squared():
     assert l3 != pytest.approx(l2**2 * e(3 - 5) + 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=12))
 def test_every_prefix_is_right(x):
     found = trace.softmax(x)["right"]
