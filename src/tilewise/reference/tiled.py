@@ -1,4 +1,4 @@
-"""The last rung: attention tile by tile, forward and backward, with every feature, on any device.
+"""The last rung: attention tile by tile, forward and backward, dense or packed, in any band, on any device.
 
 This is the CPU backend, and in float64 the oracle of the kernels. A tile of scores lives only as long as its turn in
 the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a kv head
@@ -23,12 +23,14 @@ from torch import Tensor
 
 from tilewise.spec import Spec
 
-TILE_Q = 512
+TILE_Q = 256
 TILE_K = 1024
 TILE_SCORES = 1 << 20  # scores held at once, over all heads of a tile
+PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
 SUM_Q = 64  # queries summed at a time into dk and dv: in float32, sums of 512 had 2.5 times the error of torch's
-ALIGN = 64  # edges of interior tiles; odd widths cost the matrix product a tenth of its speed
+ALIGN = 64  # interior tiles begin and end at multiples of this
 
+ALL = slice(None)
 LOG2E = math.log2(math.e)
 
 
@@ -73,15 +75,17 @@ def forward(
         for part in parts([q, out, as_rows(lse)], [k, v], cu_q, cu_k, spec):
             q_view, out_view, lse_view = part.rows
             k_view, v_view = part.keys
+            k_all, v_all = load_columns(k_view, part, dtype), load(v_view, ALL, dtype)
+            room = tile_room(part, spec, dtype)
             for rows in row_tiles(part, spec):
                 q_tile = load(q_view, rows, dtype) * spec.scale
                 acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
                 l = torch.zeros_like(acc[..., :1])
                 m, pivot = l - torch.inf, l
                 for tile in key_tiles(part, rows, spec):
-                    k_tile, v_tile = load(k_view, tile.columns, dtype), load(v_view, tile.columns, dtype)
+                    k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]
                     hide = hidden(tile, part, spec)
-                    s = scores(q_tile, k_tile)
+                    s = scores(q_tile, k_tile, room)
                     if hide is not None:
                         s.masked_fill_(hide, -torch.inf)
                     m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
@@ -118,7 +122,10 @@ def backward(
         for part in parts([q, out, dout, dq, *stats], [k, v, dk, dv], cu_q, cu_k, spec):
             q_view, out_view, dout_view, dq_view, *stat_views = part.rows
             k_view, v_view, dk_view, dv_view = part.keys
+            k_all, k_columns = load(k_view, ALL, dtype), load_columns(k_view, part, dtype)
+            v_columns = load_columns(v_view, part, dtype)
             dk_acc, dv_acc = (q.new_zeros(x.shape, dtype=dtype).flatten(0, 2) for x in (dk_view, dv_view))
+            p_room, ds_room = tile_room(part, spec, dtype), tile_room(part, spec, dtype)
             for rows in row_tiles(part, spec):
                 q_tile = load(q_view, rows, dtype) * spec.scale
                 dout_tile = load(dout_view, rows, dtype)
@@ -129,27 +136,26 @@ def backward(
                 for x in dlse_tile:
                     delta -= x
                 for tile in key_tiles(part, rows, spec):
-                    k_tile, v_tile = load(k_view, tile.columns, dtype), load(v_view, tile.columns, dtype)
                     hide = hidden(tile, part, spec)
                     hide_t = None if hide is None else hide.mT
-                    p = exp_(scores(q_tile, k_tile).sub_(lse_tile))
+                    p = exp_(scores(q_tile, k_columns[:, tile.columns], p_room).sub_(lse_tile))
                     if hide is not None:
                         p.masked_fill_(hide, 0.0)
                     accumulate_(dv_acc[:, tile.columns], p.mT, dout_tile, hide_t, SUM_Q)
-                    ds = torch.bmm(dout_tile, v_tile.mT).sub_(delta).mul_(p)
+                    ds = multiply(dout_tile, v_columns[:, tile.columns].mT, ds_room).sub_(delta).mul_(p)
                     if hide is not None:
                         ds.masked_fill_(hide, 0.0)
-                    accumulate_(dq_acc, ds, k_tile, hide)
+                    accumulate_(dq_acc, ds, k_all[:, tile.columns], hide)
                     accumulate_(dk_acc[:, tile.columns], ds.mT, q_tile, hide_t, SUM_Q)
                 store(dq_view, rows, dq_acc * spec.scale)
-            store(dk_view, slice(None), dk_acc)
-            store(dv_view, slice(None), dv_acc)
+            store(dk_view, ALL, dk_acc)
+            store(dv_view, ALL, dv_acc)
     return dq, dk, dv
 
 
-def scores(q_tile: Tensor, k_tile: Tensor) -> Tensor:
+def scores(q_tile: Tensor, k_tile: Tensor, room: Tensor) -> Tensor:
     """What each pair of a tile is worth, before masks: (h, R, D), (h, C, D) -> (h, R, C). q_tile holds scale·q."""
-    return torch.bmm(q_tile, k_tile.mT)
+    return multiply(q_tile, k_tile.mT, room)
 
 
 def hidden(tile: Tile, part: Part, spec: Spec) -> Tensor | None:
@@ -186,6 +192,12 @@ def span(i_lo: int, i_hi: int, n_q: int, n_k: int, spec: Spec) -> Span:
 def exp_(x: Tensor) -> Tensor:
     """exp, in place; exp2 is 1.5 times as fast, even with the product before it."""
     return x.mul_(LOG2E).exp2_()
+
+
+def multiply(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
+    """a @ b, written into room."""
+    shape = a.shape[0], a.shape[1], b.shape[2]
+    return torch.bmm(a, b, out=room[: math.prod(shape)].view(shape))
 
 
 def accumulate_(acc: Tensor, a: Tensor, b: Tensor, hide: Tensor | None, step: int = TILE_K) -> None:
@@ -231,7 +243,8 @@ def _heads(rows: list[Tensor], keys: list[Tensor], spec: Spec) -> Iterator[Part]
     rows = [x.unflatten(2, (heads_k, -1)).permute(0, 2, 3, 1, 4) for x in rows]
     keys = [x.transpose(1, 2).unsqueeze(2) for x in keys]
     group = heads // heads_k
-    at_once = max(1, TILE_SCORES // (group * tile_height(n_q, group, spec) * max(1, min(n_k, TILE_K))))
+    scores_of_head = group * tile_height(n_q, group, spec) * min(n_k, TILE_K)
+    at_once = max(1, min(TILE_SCORES // max(1, scores_of_head), PART_KEYS // max(1, keys[0][0, :, 0].numel())))
     step_b, step_h = max(1, at_once // heads_k), min(at_once, heads_k)
     for b in range(0, batch, step_b):
         for h in range(0, heads_k, step_h):
@@ -245,6 +258,13 @@ def tile_height(n_q: int, group: int, spec: Spec) -> int:
     if spec.before is not None and spec.after is not None:
         height = min(height, max(128, spec.before + spec.after))
     return min(n_q, max(16, height // group))
+
+
+def tile_room(part: Part, spec: Spec, dtype: torch.dtype) -> Tensor:
+    """Memory for one tile of scores, used for every tile of the part: fresh pages would cost a tenth of the time."""
+    b, h, group = part.rows[0].shape[:3]
+    height, width = tile_height(part.n_q, group, spec), min(part.n_k, TILE_K)
+    return part.rows[0].new_empty(b * h * group * height * width, dtype=dtype)
 
 
 def row_tiles(part: Part, spec: Spec) -> Iterator[slice]:
@@ -270,6 +290,12 @@ def as_rows(stat: Tensor) -> Tensor:
 def load(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
     """(b, h, G, S, D) -> (b h, G rows, D)"""
     return x[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype).contiguous()
+
+
+def load_columns(x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+    """All keys, by columns where there are rows enough to repay it: x.mT is then row-major, which is fastest."""
+    x_all = load(x, ALL, dtype)
+    return x_all.mT.contiguous().mT if part.n_q * part.rows[0].shape[2] >= 64 else x_all
 
 
 def store(x: Tensor, rows: slice, tile: Tensor) -> None:
