@@ -36,7 +36,7 @@ def test_tensors_meta_tensors_and_shapes_say_the_same():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_device(device, backward):
-    found = told(device=device, backward=backward)
+    found = told(device=device, backward=backward, backend="auto")
     assert found.device.name == device
     assert found.backend == ("hopper" if found.device.capability == 90 else "triton")
     assert found.binding == "matrix units"

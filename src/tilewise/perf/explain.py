@@ -1,6 +1,6 @@
 """What a call would do on a device, and why: `tilewise.explain`.
 
->>> told = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="A100")
+>>> told = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
 >>> told.backend, told.binding, f"{told.traffic.naive / told.traffic.tiled:.0f} times less memory traffic"
 ('hopper', 'matrix units', '49 times less memory traffic')
 
