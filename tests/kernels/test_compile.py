@@ -31,6 +31,7 @@ SPILLS = {
     (80, "key", "bfloat16", 512): 128,
     (90, "query", "float32", 64): 64,
     (80, "query", "float32", 64): 64,
+    (80, "key", "float32", 64): 64,
 }
 
 
