@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tilewise.perf.devices import device
 from tilewise.perf.predict import MODEL, predict
 
 H200 = device("H200")
+ROOT = Path(__file__).parents[2]
 
 
 def invented(model=MODEL):
@@ -63,3 +65,11 @@ def test_the_comparison_ends_with_the_median():
 def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
     assert cli.main(["explain", "--check", str(tmp_path / "x.json")]) == 2
     assert "none is here" in capsys.readouterr().err
+
+
+def test_predictions_are_within_a_fifth_of_the_h200():
+    """The median over every forward and backward that the kept benchmark measured."""
+    (kept,) = (ROOT / "bench" / "results").glob("*-nvidia-h200.json")
+    name, measured = check.load(kept)
+    assert len(measured) >= 60
+    assert statistics.median(m.error(device(name)) for m in measured) <= 0.2

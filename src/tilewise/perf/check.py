@@ -106,12 +106,29 @@ def run(path: Path) -> int:
 
 
 def load(path: Path) -> tuple[str, list[Measured]]:
-    """The device's name, and what was measured on it."""
+    """The device's name, and what was measured on it: a file of `--check`, or a result of `tilewise bench`."""
     record = json.loads(path.read_text())
+    if "cells" in record:
+        return record["machine"]["device"], list(_from_bench(record["cells"]))
     return record["device"], [
         Measured(_call(entry["call"]), entry["backend"], entry["pass"], entry["seconds"], entry["spread"])
         for entry in record["calls"]
     ]
+
+
+def _from_bench(cells: list[dict[str, Any]]) -> Iterator[Measured]:
+    for cell in cells:
+        case = cell["case"]
+        if cell["group"] not in ("forward", "backward") or case["lengths"]:
+            continue
+        before, after = case["window"] or (None, None)
+        sizes = case["batch"], case["seq"], case["seq"], case["heads"], case["kv_heads"], case["dim"], case["dim"]
+        call = Call(*sizes, dtype=case["dtype"], before=before, after=0 if case["causal"] else after)
+        for backend in ("triton", "hopper"):
+            entry = cell["entries"].get(f"tilewise-{backend}", {})
+            if entry.get("status") == "ok" and entry.get("times"):
+                times = entry["times"]
+                yield Measured(call, backend, cell["group"], statistics.median(times), spread(times))
 
 
 def _call(fields: dict[str, Any]) -> Call:
@@ -256,11 +273,13 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
         for key, row in model.efficiency.items():
             for d in row:
                 touched = [m for m in measured if _uses(m, *key, d)]
+                if not touched:
+                    continue
                 model = min(
                     (_with(model, key, d, value) for value in around(model.efficiency[key][d])),
                     key=lambda candidate: loss(candidate, touched),
                 )
-        for name in ("prologue", "edge", "gap", "host", "host_backward", "bandwidth"):
+        for name in ("prologue", "edge", "gap", "host", "host_backward"):
             model = min((_constant(model, name, value) for value in around(getattr(model, name))), key=loss)
     return model
 
