@@ -5,7 +5,6 @@ at (dtypes, strides, alignment, integers) is the key under which a call's launch
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,7 +22,6 @@ class Step(NamedTuple):
     args: list[Any]
     views: list[tuple[int, int, View]]
     tensors: list[tuple[int, int]]
-    descriptors: list[tuple[int, int, Any]]
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         args = self.args.copy()
@@ -31,9 +29,6 @@ class Step(NamedTuple):
             args[place] = View(tensors[slot], strides, wide)
         for place, slot in self.tensors:
             args[place] = tensors[slot]
-        for place, slot, like in self.descriptors:  # checked when it was made; only the tensor is another
-            args[place] = descriptor = object.__new__(type(like))
-            descriptor.__dict__.update(like.__dict__, base=tensors[slot])
         self.binary[self.grid](*args)
 
 
@@ -67,16 +62,12 @@ def shares(tensors: Sequence[Tensor | None]) -> bool:
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
     slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
-    views, plain, descriptors = [], [], []
+    views, plain = [], []
     for place, x in enumerate(args):
         if isinstance(x, View) and x.ptr is not None:
             views.append((place, slots[id(x.ptr)], x._replace(ptr=None)))
         elif isinstance(x, Tensor):
             plain.append((place, slots[id(x)]))
-        elif hasattr(x, "block_shape"):
-            like = copy(x)
-            like.base = None
-            descriptors.append((place, slots[id(x.base)], like))
-    for place, *_ in (*views, *plain, *descriptors):
+    for place, *_ in (*views, *plain):
         args[place] = None  # the cache must not keep a call's memory alive
-    return Step(binary, (made.programs, 1, 1), args, views, plain, descriptors)
+    return Step(binary, (made.programs, 1, 1), args, views, plain)
