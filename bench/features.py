@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise
 
 Call = Callable[[], Any]
-ROUNDS, WARM = 12, 3
+ROUNDS, WARM = 10, 3
 
 
 def interleave(calls: dict[str, Call]) -> dict[str, float]:

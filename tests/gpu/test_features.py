@@ -22,7 +22,7 @@ def test_random_combinations(number: int) -> None:
     for n in range(18):
         call = features.make(chosen, 100 * number + n, longest=300 if n % 3 else 700, device="cuda")
         try:
-            features.check(call, "triton")
+            features.check(call, "triton", ulps=40 if chosen.dtype == "float32" else 8)
         except AssertionError as error:
             failures.append(str(error))
     assert not failures, f"{len(failures)} of 18:\n" + "\n".join(failures)

@@ -237,7 +237,7 @@ def _blocks(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: 
     (offsets, entries), own, other, n = (
         (terms.blocks[2:], block_k, block_q, size.n_k) if by_key else (terms.blocks[:2], block_q, block_k, size.n_q)
     )
-    rows = -(-n // own)
+    rows = 16 * -(-n // own)
     head_rows = rows if heads > 1 else 0
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
 

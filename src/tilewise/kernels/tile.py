@@ -57,7 +57,8 @@ class Bias(NamedTuple):
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
-    each 2 * position + (1 if full). Tiles are `own` rows by `other` columns."""
+    each 2 * position + (1 if full). Tiles are `own` rows by `other` columns. The rows of a batch row and of a head are
+    counted in sixteenths: Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -131,7 +132,7 @@ def walk(span, w, h, blocks):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = blocks.offsets + w.b * blocks.batch_rows + h * blocks.head_rows + w.first // blocks.own
+        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + w.first // blocks.own
         return tl.load(row) * blocks.other, tl.load(row + 1) * blocks.other
 
 

@@ -98,6 +98,8 @@ def block_mask(
         for b in range(batch)
     ])  # fmt: skip
     lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
+    if len(lists[1]) * max(block) >= 2**31:
+        raise AttentionError("visited tiles of a block mask", len(lists[1]), f"fewer than {2**31 // max(block)}")
     return BlockMask(mod, lists, block, (batch, heads, n_q, n_k))
 
 
