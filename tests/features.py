@@ -332,7 +332,8 @@ def check(call: Call, backend: str, ulps: int = 8) -> None:
     """Every result within twice the error of torch's own in the same dtype, and a few roundings.
 
     The roundings: of the result, and of scores and lse in float32, from which the backward recomputes each weight, by
-    so many `ulps`: more where float32 products are made of three tf32 ones. lse itself is held to torch in float32, except where tanh is the hardware's, as fine as half precision.
+    so many `ulps`: more where float32 products are made of three tf32 ones.
+    lse itself is held to torch in float32, except where tanh is the hardware's, as fine as half precision.
     """
     dtype = getattr(torch, call.features.dtype)
     ours, exact, peer = run(call, backend), truth(call, torch.float64), truth(call, dtype)
