@@ -348,6 +348,7 @@ def check(call: Call, backend: str, ulps: int = 8) -> None:
             continue
         each = (((t.double() - y).abs()[y.isfinite()]).max().item() for t in (x, peer[name], slipped[name]))
         error, theirs, slip = each
-        unit = ulps / 2 * torch.finfo(torch.float32).eps if name == "lse" else torch.finfo(dtype).eps
+        noise = ulps * torch.finfo(torch.float32).eps
+        unit = noise if name == "lse" else max(noise, torch.finfo(dtype).eps)
         floor = slip + unit * max(1.0, y[y.isfinite()].abs().max().item())
         assert error <= 2 * theirs + floor, f"{name} of {call.features}: {error:.2e}, torch {theirs:.2e}"
