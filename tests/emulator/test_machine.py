@@ -128,6 +128,10 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_caught(name):
     replace, error = BUGS[name]
-    with pytest.raises(error):
+
+    def runs():
         for seed in range(4):
             run(n_q=1300, n_k=400, after=0, heads=1, d=64, programs=1, seed=seed, replace=replace)
+
+    with pytest.raises(error):
+        runs()

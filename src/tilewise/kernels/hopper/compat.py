@@ -58,7 +58,7 @@ def narrow(x, DTYPE: gl.constexpr):
     """float32 to DTYPE, rounding to nearest even, two at a time. As assembly because LLVM moves a plain conversion
     across the loop's back edge, where it holds twice the registers.
     """
-    if DTYPE == gl.bfloat16:
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -109,7 +109,7 @@ def hide_until(s, limit):
 
 @builtin
 def add_out(desc, where, tile, _semantic=None):
-    """global[where] += tile, by the copy engine. Triton 3.9 calls it tma.async_atomic_add; 3.6 has it without a name."""
+    """global[where] += tile, by the copy engine. Triton 3.9 calls it tma.async_atomic_add; 3.6 has no name for it."""
     where = _semantic._convert_to_ir_values(where, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, where, tile.handle)
 
@@ -142,7 +142,7 @@ def semaphore_wait(ptr, value):
 
 @gluon.jit
 def semaphore_release(ptr):
-    """Once what this warp sent out has arrived in memory (store_wait only says that it has been read), every lane adds 1
+    """Once what this warp sent out is in memory (store_wait only says that it has been read), every lane adds 1
     to *ptr: 32 in all."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync -1; fence.acq_rel.gpu; red.release.gpu.global.add.u32 [$1], 1;"
