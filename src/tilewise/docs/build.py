@@ -47,10 +47,10 @@ def build(out: Path, *, explorer: bool = True) -> list[Page]:
             body=page.body,
         )
         _write(out / page.path, whole)
-    for picture in sorted((ROOT / "docs").glob("**/*.svg")) + sorted((ROOT / "docs").glob("**/*.png")):
-        target = out / "guide" / picture.relative_to(ROOT / "docs")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, target)
+    for folder, place in (("docs", "guide"), ("bench/plots", "bench/plots")):  # where the pages' links look for them
+        for picture in sorted((ROOT / folder).glob("*.[sp][vn]g")):
+            (out / place).mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, out / place)
     if explorer:
         from tilewise.explore.export import export
 
