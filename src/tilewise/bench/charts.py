@@ -89,7 +89,9 @@ def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit) -> str:
         if roofs:
             yield f'<path class="roof" d="M{path(roofs)}"><title>matmul, in the same rounds</title></path>'
         ends = {}
-        for name in sorted({name for cell in cells for name in cell.timed()}, key=lambda name: (name.startswith(OURS), name)):
+        for name in sorted(
+            {name for cell in cells for name in cell.timed()}, key=lambda name: (name.startswith(OURS), name)
+        ):
             rates = {n: unit(cell.rate(name)) for n, cell in zip(lengths, cells, strict=True) if name in cell.timed()}
             yield _line(name, rates, log, y, unit.name)
             last = max(rates)
