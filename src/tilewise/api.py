@@ -61,7 +61,8 @@ def attention(
     sinks: (H,) scores that join the denominator and have no value; learnable.
     dropout_p, seed: each weight is dropped with this probability, by a hash of the seed (an int or one int64; drawn
         from torch's generator if None), batch row, head and both positions: see `tilewise.dropout_mask`.
-    deterministic: every backend is bitwise reproducible today, so both True and False are met.
+    deterministic: the same bits in every run; by default as torch.use_deterministic_algorithms says. Only the backward
+        of the "hopper" backend is faster without (docs/hopper-backward.md says by how much).
     backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
     """
     q, k, v = _autocast(q, k, v)
@@ -72,6 +73,7 @@ def attention(
     terms, named = _terms(
         q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=False
     )
+    named["deterministic"] = _is_deterministic(deterministic)
     spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
     out, lse = ops.attend(q, k, v, None, None, spec, terms)
     return (out, lse) if return_lse else out
@@ -130,9 +132,14 @@ def attention_varlen(
     terms, named = _terms(
         q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=True
     )
+    named["deterministic"] = _is_deterministic(deterministic)
     spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
     out, lse = ops.attend(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), spec, terms)
     return (out, lse) if return_lse else out
+
+
+def _is_deterministic(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def _terms(

@@ -117,8 +117,8 @@ class HopperTile:
 # The forward in Gluon: (largest padded head dim, most keys, only with a band that ends by the query) -> tile; TFLOPS
 # on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless said otherwise.
 HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
-    # causal and short: a third warpgroup mostly waits; 229 314 against 205 272, from 4096 on 410 449 against 411 480
-    (64, 2048, True, HopperTile(128, 2, turns=True)),
+    # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377
+    (64, 1024, True, HopperTile(128, 2, turns=True)),
     # exponentials, not products, are the limit: three warpgroups overlap more of them, and turns keep them apart;
     # full 380 420 503 525, without turns 367 402 494 523
     (64, None, False, HopperTile(128, 3, turns=True)),

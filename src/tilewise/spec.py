@@ -51,7 +51,8 @@ class Spec:
     mask_mod: str | None = None
     mask_numbers: tuple[float, ...] = ()
     dropout_p: float = 0.0
-    mask_block: tuple[int, ...] = ()  # (queries, keys) of a block mask's tiles
+    mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
+    deterministic: bool = False  # the gradients are the same bits in every run
 
     @staticmethod
     def of(
@@ -81,13 +82,14 @@ class Spec:
         return (
             self.scale, self.before, self.after, self.backend, self.score_mod, list(self.score_numbers),
             self.mask_mod, list(self.mask_numbers), self.dropout_p, list(self.mask_block),
+            self.deterministic,
         )  # fmt: skip
 
 
 # in the order of Spec's fields
 SPEC_SCHEMA = (
     "float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
-    " float[] mask_numbers, float dropout_p, int[] mask_block"
+    " float[] mask_numbers, float dropout_p, int[] mask_block, bool deterministic"
 )
 
 

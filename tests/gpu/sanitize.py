@@ -1,4 +1,7 @@
-"""A few calls that touch every kernel and every edge, for compute-sanitizer (see sanitize.sh)."""
+"""A few calls that touch every kernel and every edge, for compute-sanitizer (see sanitize.sh).
+
+python -m tests.gpu.sanitize [--check] triton hopper
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 
 from tests import budget
 from tests.cases import Case, make, run
+from tilewise.dispatch import hopper_obstacle
 
 CASES = [
     Case(batch=2, n_q=130, n_k=130, heads=4, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0),
@@ -17,9 +21,13 @@ CASES = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
+    backends = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
     for case in CASES:
         inputs = make(case, "cuda")
-        results = run(inputs, "triton")
-        if "--check" in sys.argv:  # many more kernels, torch's own: not for the sanitizer
-            budget.check(results, inputs)
-        print("ok", case, flush=True)
+        for backend in backends:
+            if backend == "hopper" and hopper_obstacle(*inputs[1:4], case.spec) is not None:
+                continue
+            results = run(inputs, backend)
+            if "--check" in sys.argv:  # many more kernels, torch's own: not for the sanitizer
+                budget.check(results, inputs)
+            print("ok", backend, case, flush=True)

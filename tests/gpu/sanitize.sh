@@ -6,7 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${1:-python3}
 export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1
-"$python" -m tests.gpu.sanitize --check  # compiles, and fails early
-for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.sanitize
-done
+check() {
+    echo "== $*"
+    compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.sanitize "${@:2}"
+}
+"$python" -m tests.gpu.sanitize --check triton hopper  # compiles, and fails early
+check memcheck triton hopper
+check racecheck triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +27,21 @@ PACKED = replace(DENSE, batch=4, lengths=((300, 300), (0, 0), (123, 123), (277, 
 CASES = pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 
 
+@pytest.fixture(params=[True, False], ids=["deterministic", "default"], autouse=True)
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """torch.use_deterministic_algorithms also fills what is not written with nan."""
+    torch.use_deterministic_algorithms(request.param, warn_only=True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
 def same(x: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> None:
+    """The same bits; by default dq, which is summed in any order, only nearly."""
     for name, a, b in zip(NAMES, x, y, strict=True):
-        assert torch.equal(a, b), name
+        if name == "dq" and not torch.are_deterministic_algorithms_enabled():
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
+        else:
+            assert torch.equal(a, b), name
 
 
 @CASES
@@ -107,7 +120,7 @@ def test_alignment(shift: int) -> None:
         return x.new_empty(x.numel() + shift)[shift:].view(x.shape).copy_(x)
 
     for _ in range(2):
-        same(run(inputs, "auto"), run(inputs._replace(**{n: moved(getattr(inputs, n)) for n in "qkv"}), "auto"))
+        same(run(inputs, "triton"), run(inputs._replace(**{n: moved(getattr(inputs, n)) for n in "qkv"}), "triton"))
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
@@ -155,14 +168,12 @@ def test_hidden_token(name: str, at: int, value: float, dtype: str) -> None:
     case = replace(LEAKS, dtype=dtype)
     inputs = make(case, "cuda")
     found = run(poisoned(inputs, name, (0, at), value), "auto")
-    check_untouched(run(inputs, "auto"), found, affected(name, at, case))
+    # what is repaired is computed by another kernel, with other roundings
+    tolerance = {"rtol": 1.6e-2, "atol": 2e-3} if dtype == "bfloat16" else {}
+    check_untouched(run(inputs, "auto"), found, affected(name, at, case), **tolerance)
 
 
 def test_unwritten_memory() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for case in (DENSE, PACKED, replace(DENSE, n_q=130, n_k=1), replace(DENSE, n_q=1, n_k=130)):
-            inputs = make(case, "cuda")
-            budget.check(run(inputs, "auto"), inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for case in (DENSE, PACKED, replace(DENSE, n_q=130, n_k=1), replace(DENSE, n_q=1, n_k=130)):
+        inputs = make(case, "cuda")
+        budget.check(run(inputs, "auto"), inputs)

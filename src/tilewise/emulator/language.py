@@ -169,11 +169,12 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.memory()[index[keep]] = content[keep]
 
 
-def atomic_add(pointer: Pointer, value: int, sem: str = "") -> Int:
+def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Any:
     current().step()
-    old = Int(pointer.memory()[pointer.index()])
-    pointer.memory()[pointer.index()] += value
-    return old
+    index = pointer.index()
+    old = pointer.memory()[index].clone()
+    pointer.memory().index_put_((index,), torch.as_tensor(raw(value), dtype=old.dtype), accumulate=True)
+    return Value(old) if index.dim() else Int(old)
 
 
 class Descriptor:
@@ -207,6 +208,9 @@ class Descriptor:
         address, inside = self.locate(where)
         Pointer(self.base).memory()[address[inside]] = tile.view(self.box)[inside]
 
+    def add(self, where: list[int], tile: Tensor) -> None:
+        self.write(where, self.read(where) + tile.view(self.box))
+
 
 def _signed(x: int, wrap: int) -> int:
     return x - wrap if x >= wrap // 2 else x
@@ -234,7 +238,9 @@ class Memory:
         return Memory(self.shared.view(lambda x: x[int(n)], f"[{n}]"))
 
     def reshape(self, shape: list[int]) -> Memory:
-        return Memory(self.shared.view(lambda x: x.view(list(shape))))
+        *outer, inner = shape
+        columns = self.shape[-1]
+        return Memory(self.shared.view(lambda x: x.view([*outer, inner * x.shape[-1] // columns])))
 
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.shared.view(lambda x: x.permute(order)))
@@ -348,6 +354,28 @@ def _copy_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     machine.copy_out(source.shared, lambda tile: descriptor.write(at, tile), descriptor.name)
 
 
+def _recast(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) -> Memory:
+    """The same bytes as another type. Their state stays as fine as it was: one entry for 4 bytes remains one."""
+    *outer, inner = shape
+    data = memory.shared.data.view(-1).view(dtype).view(list(shape))
+    times = data.numel() // memory.shared.data.numel()
+    state = {k: x.view([*outer, inner // times]) for k, x in memory.shared.state.items()}
+    return Memory(Shared(memory.shared.name, data, state))
+
+
+def _add_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
+    machine.copy_out(source.shared, lambda tile: descriptor.add(at, tile), descriptor.name)
+
+
+def _semaphore_wait(pointer: Pointer, value: int) -> None:
+    current().wait("a semaphore", lambda: int(pointer.memory()[pointer.index()]) >= value)
+
+
+def _semaphore_release(pointer: Pointer) -> None:
+    machine.store_wait(0)
+    pointer.memory()[pointer.index()] += 32
+
+
 def _range(*args: int, **_hints: Any) -> Iterator[Int]:
     return map(Int, range(*(int(a) for a in args)))
 
@@ -397,6 +425,9 @@ NAMES: dict[str, Any] = {
     "arrive": lambda bar: bar.arrive(),
     "wait_turn": lambda ident, threads: machine.turn(ident, threads, wait=True),
     "pass_turn": lambda ident, threads: machine.turn(ident, threads, wait=False),
+    "meet": lambda ident, threads: machine.turn(ident, threads, wait=True),
+    "signal": lambda ident, threads: machine.turn(ident, threads, wait=False),
+    "add_out": _add_out, "recast": _recast, "semaphore_wait": _semaphore_wait, "semaphore_release": _semaphore_release,
     "pin": lambda x: x,
     "narrow": lambda x, dtype: x.to(dtype),
     "hide_from": _hide(torch.lt), "hide_until": _hide(torch.ge),

@@ -111,7 +111,7 @@ class Partition:
         self.waits_for = ""
         self.condition: Callable[[], bool] | None = None
         self.mmas: list[Mma] = []
-        self.stores = 0
+        self.stores: list[bool] = []  # in the order in which they were sent out: has it been read?
         self.unfenced: list[Shared] = []
         self._since = self.clock
         self._turn = threading.Semaphore(0)
@@ -335,22 +335,24 @@ def copy_out(source: Shared, write: Callable[[Tensor], None], what: str) -> None
     p.step()
     source.check_read(f"the copy of {what}", asynchronous=True)
     source.state["readers"] += 1
-    p.stores += 1
+    n = len(p.stores)
+    p.stores.append(False)
     size = source.data.numel() * source.data.element_size()
     start, duration = p.clock, p.machine.late(TMA_LATENCY) + size / TMA_BYTES
 
     def land() -> None:
         write(source.data.clone())
         source.state["readers"] -= 1
-        p.stores -= 1
+        p.stores[n] = True
         p.record("copies", f"store {what}", start, p.machine.now)
 
     p.machine.after(duration, land)
 
 
 def store_wait(pending: int) -> None:
+    """Until all stores but the last `pending` have been read."""
     p = current()
-    p.wait("stores", lambda: p.stores <= pending)
+    p.wait("stores", lambda: all(p.stores[: len(p.stores) - pending]))
 
 
 class Mma:

@@ -5,6 +5,7 @@ at (dtypes, strides, alignment, integers) is the key under which a call's launch
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +23,7 @@ class Step(NamedTuple):
     args: list[Any]
     views: list[tuple[int, int, View]]
     tensors: list[tuple[int, int]]
+    descriptors: list[tuple[int, int, Any]]
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         args = self.args.copy()
@@ -29,6 +31,9 @@ class Step(NamedTuple):
             args[place] = View(tensors[slot], strides, wide)
         for place, slot in self.tensors:
             args[place] = tensors[slot]
+        for place, slot, like in self.descriptors:  # checked when it was made; only the tensor is another
+            args[place] = descriptor = object.__new__(type(like))
+            descriptor.__dict__.update(like.__dict__, base=tensors[slot])
         self.binary[self.grid](*args)
 
 
@@ -62,12 +67,16 @@ def shares(tensors: Sequence[Tensor | None]) -> bool:
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
     slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
-    views, plain = [], []
+    views, plain, descriptors = [], [], []
     for place, x in enumerate(args):
         if isinstance(x, View) and x.ptr is not None:
             views.append((place, slots[id(x.ptr)], x._replace(ptr=None)))
         elif isinstance(x, Tensor):
             plain.append((place, slots[id(x)]))
-    for place, *_ in (*views, *plain):
+        elif hasattr(x, "block_shape"):
+            like = copy(x)
+            like.base = None
+            descriptors.append((place, slots[id(x.base)], like))
+    for place, *_ in (*views, *plain, *descriptors):
         args[place] = None  # the cache must not keep a call's memory alive
-    return Step(binary, (made.programs, 1, 1), args, views, plain)
+    return Step(binary, (made.programs, 1, 1), args, views, plain, descriptors)

@@ -1,10 +1,11 @@
 """The kernels for Hopper (sm_90), in Gluon: TMA, mbarriers, asynchronous wgmma, warps with different jobs.
 
-Derivatives come from the portable kernels, which read the same out and lse.
+Forward-mode derivatives come from the portable kernels, which read the same out and lse.
 """
 
-from ..launch import backward, jvp
+from ..launch import jvp
 from ..terms import term_gradients
+from .backward_launch import backward
 from .launch import forward
 
 __all__ = ["backward", "forward", "jvp", "term_gradients"]

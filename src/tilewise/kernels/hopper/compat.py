@@ -7,7 +7,7 @@ Kernels import Gluon from here. Each function below is one PTX instruction or on
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,7 +23,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
     "TensorDescriptor", "add_out", "arrive", "barrier", "copy_in", "copy_out", "fence_async_shared", "gl", "gluon",
-    "hide_from", "hide_until", "mbarrier", "meet", "narrow", "pass_turn", "pin", "semaphore_release",
+    "hide_from", "hide_until", "mbarrier", "meet", "narrow", "pass_turn", "pin", "recast", "semaphore_release",
     "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -112,6 +112,13 @@ def add_out(desc, where, tile, _semantic=None):
     """global[where] += tile, by the copy engine. Triton 3.9 calls it tma.async_atomic_add; 3.6 has no name for it."""
     where = _semantic._convert_to_ir_values(where, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, where, tile.handle)
+
+
+@builtin
+def recast(memory, dtype, shape, layout, _semantic=None):
+    """The same shared memory as tiles of another kind: memory.reinterpret in Triton 3.9, memory._reinterpret in 3.6."""
+    shape = [int(_unwrap_if_constexpr(n)) for n in shape]
+    return _semantic.memdesc_reinterpret(memory, _unwrap_if_constexpr(dtype), shape, _unwrap_if_constexpr(layout))
 
 
 @gluon.jit

@@ -58,7 +58,6 @@ from .pipeline import (
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 TURN: gl.constexpr = gl.constexpr(8)  # the first hardware barrier that the compiler does not use
-SLACK: gl.constexpr = gl.constexpr(8.0)  # log2: how far a score may pass the pivot before everything is rescaled
 
 
 class Plan(NamedTuple):
@@ -130,13 +129,8 @@ def lane_sums(p):
 
 @gluon.jit
 def softmax(m, l, s, unit):
-    """Weights p, the factor of what came before, the new pivot m (log2 units) and the lanes' sums l.
-
-    m follows the maximum only when it has fallen SLACK behind: weights up to 2^SLACK are as exact as weights up to 1,
-    and the factor stays 1, which `rescale` does for free.
-    """
-    top = gl.max(s, 1) * unit
-    m_new = gl.where(top > m + SLACK, top, m)
+    """Weights p, the factor of what came before, the new maximum m (log2 units) and the lanes' sums l."""
+    m_new = gl.maximum(m, gl.max(s, 1) * unit)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     factor = gl.exp2(m - pivot)
     p = gl.exp2(s * unit - pivot[:, None])
@@ -154,7 +148,7 @@ def first_softmax(s, unit):
 
 @gluon.jit
 def rescale(acc, factor):
-    """acc * factor, skipped by a warp all of whose factors are 1."""
+    """acc * factor, skipped by a warp all of whose factors are 1: most blocks of a long row bring no new maximum."""
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
     return gl.map_elementwise(rescale_lane, acc, factor, pack=4)[0]

@@ -1,0 +1,153 @@
+"""From tensors to the launches of the Hopper backward: statistics, the sums, dQ from its sums, repair."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...spec import Spec
+from .. import replay
+from ..backward import prepare_kernel
+from ..launch import Launch, Problem, problem
+from ..launch import _row_view as row_view
+from ..launch import _view as view
+from ..launch import backward as portable
+from ..tile import LOG2E, PAD, View
+from .backward import backward_kernel
+from .backward_repair import ROWS, repair_backward_kernel
+from .backward_tiles import BLOCK_M, Plan
+from .compat import TensorDescriptor, gl
+from .finish import finish_kernel
+from .launch import descriptor, padded, sms
+
+L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
+PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+class Space(NamedTuple):
+    """What a call needs beside its arguments, and gives back: the row statistics (line of a head, padded token); and,
+    all zero, dQ in float32 in rows of 256, the tickets drawn, a flag, and a semaphore for each dQ tile."""
+
+    lse2: Tensor
+    delta: Tensor
+    sums: Tensor
+    tickets: Tensor
+    flag: Tensor
+    semaphores: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.lse2.shape[1]
+
+
+def new_space(q: Tensor, size: Problem, deterministic: bool) -> Space:
+    lines = size.heads * (1 if size.packed else size.batch)
+    tokens = size.tiles(size.n_q, PAD.value) * PAD.value
+    n = lines * tokens * block_dims(size)[0]
+    lse2, delta = q.new_empty((2, lines, tokens), dtype=torch.float32)
+    counts = lines * tokens // BLOCK_M.value if deterministic else 1
+    zeros = torch.zeros(n + 32 + counts, dtype=torch.float32, device=q.device)
+    sums, ints = zeros[:n].view(-1, 256), zeros[n:].view(torch.int32)
+    return Space(lse2, delta, sums, ints[:1], ints[16:17], ints[32:])
+
+
+def block_dims(size: Problem) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V and dO: dV leaves through memory made for dQ."""
+    return max(padded(size.d), padded(size.dv)), padded(size.dv)
+
+
+def backward_launches(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, space: Space,
+    processors: int,
+) -> list[Launch]:  # fmt: skip
+    size = problem(q, k, v, cu_q)
+    block_d, block_dv = block_dims(size)
+    group = size.heads // size.kv_heads
+    banded = spec.before is not None or spec.after is not None
+    flag = space.flag if banded else None
+    packing = cu_q, cu_k, size.n_q, size.n_k
+    statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
+    dims = {"D": size.d, "BLOCK_D": block_d}
+
+    pads = space.tokens // PAD.value
+    prepare = Launch(
+        prepare_kernel,
+        size.programs(size.n_q, size.heads, PAD.value),
+        (
+            view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
+            *statistics, *packing, pads, size.heads, size.batch,
+        ),
+        {"DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_DV": block_dv, "num_warps": 8 if size.dv > 128 else 4},
+    )  # fmt: skip
+
+    persistent = block_d <= 64 and not spec.deterministic
+    plan = Plan(block_d, block_dv, 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent)
+    tiles = size.tiles(size.n_k, plan.BLOCK_N)
+    lines = size.kv_heads * (1 if size.packed else size.batch)
+    in_l2 = L2_BYTES // (size.n_q * group * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1
+    cohort = max(1, in_l2, -(-processors // tiles) if spec.deterministic else 1)
+    sums = Launch(
+        backward_kernel,
+        min(tiles * lines, processors) if persistent else tiles * lines,
+        (
+            descriptor(q, BLOCK_M.value, block_d), descriptor(k, 64, block_d), descriptor(v, 64, block_dv),
+            descriptor(dout, BLOCK_M.value, block_dv),
+            *(TensorDescriptor(x, x.shape, x.stride(), [1, BLOCK_M.value], PLAIN) for x in (space.lse2, space.delta)),
+            space.sums, TensorDescriptor(space.sums, space.sums.shape, (256, 1), [block_d // 8, 256], PLAIN),
+            descriptor(dk, 64, block_d), descriptor(dv, 64, block_dv), flag, space.semaphores, *packing,
+            spec.before, spec.after, spec.scale * LOG2E.value, spec.scale, space.tokens,
+            space.tickets, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort,
+        ),
+        {"PLAN": plan, "num_warps": 4},
+    )  # fmt: skip
+
+    finish = Launch(
+        finish_kernel,
+        2 * size.programs(size.n_q, size.heads, PAD.value),
+        (space.sums, view(dq), flag, *packing, spec.scale, space.tokens, pads, size.heads, size.batch),
+        dims | {"num_warps": 8},
+    )
+    if not banded:
+        return [prepare, sums, finish]
+
+    q_total = size.programs(size.n_q, size.heads, ROWS.value)
+    k_total = size.programs(size.n_k, size.kv_heads, ROWS.value)
+    repair = Launch(
+        repair_backward_kernel,
+        min(max(q_total, k_total), processors),
+        (
+            *(view(x) for x in (q, k, v, dout)), *statistics, *(view(x) for x in (dq, dk, dv)), flag, *packing,
+            spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
+            size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch,
+        ),
+        dims | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
+    )  # fmt: skip
+    return [prepare, sums, finish, repair]
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, _terms: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if max(q.shape[-1], v.shape[-1]) > 128 or q.shape[-1] % 8:  # until there is a kernel of its own for these
+        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
+        dout = dout.contiguous()
+    with torch.cuda.device(q.device):
+        space = new_space(q, problem(q, k, v, cu_q), spec.deterministic)
+
+        def build() -> list[Launch]:
+            return backward_launches(dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device))
+
+        inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k
+        if replay.shares(inputs):
+            for launch in build():
+                launch()
+        else:
+            key = "hopper backward", q.get_device(), spec, *replay.signature(*inputs)
+            replay.launch(key, (*inputs, dq, dk, dv, *space), build)
+    return dq, dk, dv

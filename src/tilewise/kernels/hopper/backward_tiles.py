@@ -1,0 +1,310 @@
+"""What both forms of the Hopper backward share: which queries a key tile visits, how tiles come in and sums go out."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..tile import PAD, Work, band, locate
+from .compat import (
+    add_out,
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    hide_from,
+    hide_until,
+    mbarrier,
+    semaphore_release,
+    semaphore_wait,
+    tma,
+    warpgroup_mma,
+)  # fmt: skip
+from .pipeline import at, barriers, next_ticket, order, phase, post
+
+BLOCK_M: gl.constexpr = gl.constexpr(64)
+
+
+class Plan(NamedTuple):
+    """What is known at compile time: columns of the tiles of K and Q, and of V and dO; keys of a tile; query heads per
+    KV head; whether dQ is summed in a fixed order; whether the programs draw one tile after the other, or the
+    hardware deals them out, one to a program."""
+
+    D: int
+    DV: int
+    BLOCK_N: int
+    GROUP: int
+    ORDERED: bool
+    PERSISTENT: bool
+
+
+class Call(NamedTuple):
+    """The scalars of a launch. unit = scale * log2(e); `padded` tokens per head in the row statistics and in dQ."""
+
+    cu_q: tl.tensor
+    cu_k: tl.tensor
+    n_q: tl.tensor
+    n_k: tl.tensor
+    before: tl.tensor
+    after: tl.tensor
+    unit: tl.tensor
+    scale: tl.tensor
+    padded: tl.tensor
+
+
+class Inputs(NamedTuple):
+    """Where TMA finds them."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    do: tl.tensor
+    lse2: tl.tensor
+    delta: tl.tensor
+
+
+class Outputs(NamedTuple):
+    """dQ in float32, as a pointer and, for the copy engine, as rows of 256; dK; dV; a flag for what is not finite."""
+
+    sums: tl.tensor
+    sum_rows: tl.tensor
+    dk: tl.tensor
+    dv: tl.tensor
+    flag: tl.tensor
+
+
+class Keys(NamedTuple):
+    """A key tile in shared memory: K and V, [part of 64 keys, ..., 64, dim]."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Rows(NamedTuple):
+    """A ring of two tiles of queries (or of their dO), each with a statistic per row: lse2 (or delta)."""
+
+    tiles: gl.shared_memory_descriptor
+    statistics: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Visit(NamedTuple):
+    """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on and around;
+    those inside [full_lo, full_hi) need no mask. `tile` is the place of the first head's query 0 among all tiles of 64
+    rows, in the padded statistics and in dQ."""
+
+    start: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+    full_lo: tl.tensor
+    full_hi: tl.tensor
+    tile: tl.tensor
+
+
+@gluon.jit
+def boxes(desc, N: gl.constexpr):
+    """Shared memory for N of a descriptor's boxes."""
+    return gl.allocate_shared_memory(desc.dtype, [N] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+
+
+@gluon.jit
+def keys_ring(k, v, PARTS: gl.constexpr):
+    return Keys(boxes(k, PARTS), boxes(v, PARTS), barriers(1, 1), barriers(1, 2))
+
+
+@gluon.jit
+def rows_ring(x, statistics):
+    return Rows(boxes(x, 2), boxes(statistics, 2), barriers(2, 1), barriers(2, 2))
+
+
+@triton.jit
+def find(ticket, queue, call, PLAN: tl.constexpr):
+    """The key tile of a ticket: the longest first, which under a causal band are those of the first keys. ORDERED sums
+    want the opposite: a tile then starts two blocks behind the one whose sums it has to wait for."""
+    tile, head = order(ticket, queue)
+    if not PLAN.ORDERED:
+        tile = queue.tiles - 1 - tile
+    pid = head * queue.tiles + tile
+    return locate(
+        pid, queue.tiles, queue.heads, queue.batch, call.cu_q, call.cu_k, call.n_q, call.n_k, call.cu_k, PLAN.BLOCK_N
+    )
+
+
+@triton.jit
+def visit_of(w, queue, call, PLAN: tl.constexpr):
+    """Every tile starts where its keys are, so that the tiles of one head add to different parts of dQ at any time;
+    with ORDERED sums it starts with the first query that sees it."""
+    at = w.first + w.n_q - w.n_k
+    span = band(at, at + PLAN.BLOCK_N - 1, w.n_q, call.after, call.before, BLOCK_M)  # the forward's band, sideways
+    hi = (span.hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    start = span.lo
+    if not PLAN.ORDERED:
+        start = tl.maximum(tl.minimum(at // BLOCK_M * BLOCK_M, hi - BLOCK_M), start)
+    full_hi = tl.where(w.first + PLAN.BLOCK_N > w.n_k, 0, span.full_hi)
+    if call.cu_q is None:
+        tile = (w.b * queue.heads + w.h) * PLAN.GROUP * (call.padded // BLOCK_M)
+    else:
+        tile = w.h * PLAN.GROUP * (call.padded // BLOCK_M) + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
+    return Visit(start, span.lo, hi, span.full_lo, full_hi, tile)
+
+
+@gluon.jit
+def blocks_of(visit, PLAN: gl.constexpr):
+    return PLAN.GROUP * ((visit.hi - visit.lo) // BLOCK_M)
+
+
+@gluon.jit
+def after_block(visit, i0):
+    """The block after that of query i0."""
+    i0 += BLOCK_M
+    return gl.where(i0 == visit.hi, visit.lo, i0)
+
+
+@gluon.jit
+def is_edge(visit, i0):
+    return (i0 < visit.full_lo) | (i0 + BLOCK_M > visit.full_hi)
+
+
+@gluon.jit
+def masked(s, here, left, call):
+    """s^T, -inf where the query does not see the key: its first key is the diagonal of query `here`, and `left` of its
+    keys exist. Queries past the end need no mask: their lse2 is +inf."""
+    j = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    start = gl.where(j < left, 0, s.shape[1])
+    if call.after is not None:
+        start = gl.maximum(start, j + (here - call.after))
+    s = hide_until(s, start)
+    if call.before is not None:
+        s = hide_from(s, j + (here + call.before + 1))
+    return s
+
+
+@gluon.jit
+def product_t(a, b):
+    """a b^T of a [64, dim] and a [N, dim] tile in shared memory, on its way."""
+    N: gl.constexpr = b.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    return warpgroup_mma(a, b.permute((1, 0)), gl.zeros([64, N], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def in_register_order(dq):
+    """[64, N] as [N / 4, 256] with each thread's values in fours. `finish_kernel` puts them in place."""
+    N: gl.constexpr = dq.shape[1]
+    x = dq.reshape([4, 2, 8, N // 8, 4, 2])  # warp, half of its rows, row, group of columns, pair, column
+    return x.permute((0, 3, 2, 4, 1, 5)).reshape([N // 4, 256])
+
+
+@gluon.jit
+def add_to(sums, dq, tile):
+    """sums[tile] += dq, [64, N], in global memory, straight from the registers: four values to an instruction."""
+    x = in_register_order(dq)
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
+    c = gl.arange(0, 256, gl.SliceLayout(0, x.type.layout))[None, :]
+    first = sums + tl.cast(tile, tl.int64) * (x.shape[0] * 256)
+    gl.atomic_add(first + r.to(gl.int64) * 256 + c.to(gl.int64), x, sem="relaxed")
+
+
+@gluon.jit
+def report(flag, x):
+    """Sets *flag if x has a value that is not finite."""
+    bad = gl.sum(x - x, 1)
+    gl.store(flag + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) * 0, 1, mask=bad != bad)
+
+
+@gluon.jit
+def send(x, tile, desc, where):
+    tile.reshape(x.shape).store(x.to(desc.dtype))
+    fence_async_shared()
+    copy_out(desc, where, tile)
+
+
+@gluon.jit
+def fill_rows(rows, n, x, where, statistics, row, column):
+    """Use n of a ring of rows: wait until the consumers are done with use n - 2, then send for tile and statistics."""
+    full = rows.full.index(n % 2)
+    mbarrier.wait(rows.empty.index(n % 2), phase(n, 2) ^ 1)
+    mbarrier.expect(full, x.block_type.nbytes + statistics.block_type.nbytes)
+    copy_in(x, where, full, rows.tiles.index(n % 2))
+    copy_in(statistics, [row, column], full, rows.statistics.index(n % 2))
+
+
+@gluon.jit
+def fill_tile(hold, inputs, w, visit, n, r, call, PLAN: gl.constexpr):
+    """Send for the r-th key tile and the queries that see it; n blocks came before."""
+    keys = hold.keys
+    PARTS: gl.constexpr = keys.k.shape[0]
+    full = keys.full.index(0)
+    mbarrier.wait(keys.empty.index(0), phase(r, 1) ^ 1)
+    mbarrier.expect(full, PARTS * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
+    for part in gl.static_range(PARTS):
+        first = w.first + 64 * part
+        copy_in(inputs.k, at(inputs.k, w.b, w.h, w.k0, w.n_k, first), full, keys.k.index(part))
+        copy_in(inputs.v, at(inputs.v, w.b, w.h, w.k0, w.n_k, first), full, keys.v.index(part))
+    row = visit.tile // (call.padded // BLOCK_M)
+    column = visit.tile % (call.padded // BLOCK_M) * BLOCK_M
+    for g in range(PLAN.GROUP):
+        h = w.h * PLAN.GROUP + g
+        i0 = visit.start
+        for _ in range(visit.lo, visit.hi, BLOCK_M):
+            q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
+            fill_rows(hold.queries, n, inputs.q, q_at, inputs.lse2, row + g, column + i0)
+            do_at = at(inputs.do, w.b, h, w.q0, w.n_q, i0)
+            fill_rows(hold.grads, n, inputs.do, do_at, inputs.delta, row + g, column + i0)
+            i0 = after_block(visit, i0)
+            n += 1
+
+
+@gluon.jit
+def produce(hold, inputs, work, call, queue, PLAN: gl.constexpr):
+    PACKED: gl.constexpr = call.cu_q is not None
+    ticket = gl.program_id(0)
+    w = find(ticket, queue, call, PLAN)
+    if PLAN.PERSISTENT:
+        n = gl.to_tensor(0)
+        r = gl.to_tensor(0)
+        turn = gl.to_tensor(0)
+        while ticket < queue.total:
+            if w.first < w.n_k:
+                post(work, turn, w, PACKED)
+                turn += 1
+                visit = visit_of(w, queue, call, PLAN)
+                if visit.hi > visit.lo:
+                    fill_tile(hold, inputs, w, visit, n, r, call, PLAN)
+                    n += blocks_of(visit, PLAN)
+                    r += 1
+            ticket = next_ticket(queue)
+            w = find(gl.minimum(ticket, queue.total - 1), queue, call, PLAN)
+        post(work, turn, Work(w.b, w.h, -1, w.q0, w.n_q, w.k0, w.n_k, 0), PACKED)
+    else:
+        visit = visit_of(w, queue, call, PLAN)
+        if (w.first < w.n_k) & (visit.hi > visit.lo):
+            fill_tile(hold, inputs, w, visit, gl.to_tensor(0), 0, call, PLAN)
+
+
+@gluon.jit
+def add_in_order(out, outputs, semaphores, call, queue, TURN: gl.constexpr, PLAN: gl.constexpr):
+    """One of two warps that add the dQ tiles by turns, each after the sums of the key tiles that follow this one. They
+    wait only for programs that were started earlier, and so never for one that has yet to start."""
+    LINES: gl.constexpr = out.dq.shape[1]
+    w = find(gl.program_id(0), queue, call, PLAN)
+    visit = visit_of(w, queue, call, PLAN)
+    if w.first < w.n_k:
+        per_head = gl.maximum(visit.hi - visit.lo, BLOCK_M) // BLOCK_M
+        for n in range(TURN, blocks_of(visit, PLAN), 2):
+            i0 = visit.lo + n % per_head * BLOCK_M
+            tile = visit.tile + n // per_head * (call.padded // BLOCK_M) + i0 // BLOCK_M
+            last = w.n_k - 1  # the last key that one of these queries sees
+            if call.after is not None:
+                last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
+            semaphore_wait(semaphores + tile, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
+            mbarrier.wait(out.full.index(TURN), phase(n, 2))
+            for half in gl.static_range(2):
+                add_out(outputs.sum_rows, [(tile * 2 + half) * LINES, 0], out.dq.index(half))
+            tma.store_wait(0)
+            mbarrier.arrive(out.empty.index(0), count=1)
+            semaphore_release(semaphores + tile)

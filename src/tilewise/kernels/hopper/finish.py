@@ -1,0 +1,33 @@
+"""From the float32 sums that the Hopper backward leaves in register order to dQ."""
+
+import triton
+import triton.language as tl
+
+from ..tile import PAD, locate, store_rows
+
+ROWS: tl.constexpr = tl.constexpr(64)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "padded", "tiles", "batch"])
+def finish_kernel(
+    acc, dq, flag, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * acc, 64 rows at a time; *flag is set where they are not finite.
+
+    In `acc` a tile is [half of the columns, warp, group of 8 columns, row, pair, upper or lower 8 rows, column], as
+    `in_register_order` wrote it.
+    """
+    pid = tl.program_id(0)
+    w = locate(pid // 2, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PAD)
+    first = w.first + pid % 2 * ROWS
+    if first < w.n_q:
+        b = w.b if cu_q is None else 0
+        row = (tl.cast(b, tl.int64) * heads + w.h) * padded + w.r0 + first
+        x = tl.load(acc + row * BLOCK_D + tl.arange(0, ROWS * BLOCK_D))
+        x = tl.reshape(x, [2, 4, BLOCK_D // 16, 8, 4, 2, 2])
+        x = tl.reshape(tl.permute(x, (1, 5, 3, 0, 2, 4, 6)), [ROWS, BLOCK_D]) * scale
+        if flag is not None:
+            bad = tl.sum(x - x, 1)
+            tl.store(flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
+        store_rows(dq, x, w.b, w.h, w.q0, first, w.n_q, D, ROWS, BLOCK_D)
