@@ -1,27 +1,37 @@
-"""The error ratios of the whole grid, in one table at the end of the run."""
+"""The error ratios of all calls, in two tables at the end of the run: the grid, and the score terms by feature."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from tests.cases import NAMES
 
+Ratios = Iterable[tuple[str, str, float]]  # (row of the table, result, error over torch's own)
+
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    worst: dict[tuple[str, str], list[float]] = defaultdict(list)
     reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, ())]
-    for name, value in (pair for report in reports for pair in report.user_properties):
-        if name == "ratios":
-            for dtype, result, ratio in value:
-                worst[dtype, result].append(ratio)
-    if worst:
-        configurations = sum(len(x) for (_, result), x in worst.items() if result == "out")
-        terminalreporter.section(f"largest error over torch's own, {configurations} configurations: median, worst")
-        for dtype in sorted({dtype for dtype, _ in worst}):
-            cells = (f"{name} {middle(worst[dtype, name]):.2f} {max(worst[dtype, name]):5.2f}" for name in NAMES)
-            terminalreporter.write_line(f"{dtype:20} " + "   ".join(cells))
+    found = [pair for report in reports for pair in report.user_properties]
+    calls = [x for name, value in found if name == "ratios" for x in value]
+    show(terminalreporter, calls, sum(result == "out" for _, result, _ in calls), "configurations", NAMES)
+    features = [call for name, value in found if name == "features" for call in value]
+    rows = [(row, result, ratio) for names, ratios in features for result, ratio in ratios for row in names]
+    show(terminalreporter, rows, len(features), "combinations of terms", (*NAMES, "terms"))
 
 
-def middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def show(terminalreporter: Any, ratios: Ratios, count: int, what: str, columns: Iterable[str]) -> None:
+    """A row for each name, a column for each result: the median of its ratios and the worst."""
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row, result, ratio in ratios:
+        values[row, result].append(ratio)
+    if values:
+        terminalreporter.section(f"largest error over torch's own, {count} {what}: median, worst")
+        for row in sorted({row for row, _ in values}):
+            cells = (cell(name, values[row, name]) for name in columns)
+            terminalreporter.write_line(f"{row:24} " + "   ".join(cells))
+
+
+def cell(name: str, values: list[float]) -> str:
+    return f"{name} {sorted(values)[len(values) // 2]:.2f} {max(values):5.2f}" if values else f"{name}    -     -"

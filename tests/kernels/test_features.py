@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import tilewise
-from tests import features
+from tests import features, features_budget
 
 
 @pytest.mark.parametrize("seed", range(16))
 def test_random_combinations(seed: int, backend: str, device: str) -> None:
     chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
-    features.check(features.make(chosen, seed, longest=40, device=device), backend)
+    features_budget.check(features.make(chosen, seed, longest=40, device=device), backend)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
