@@ -83,6 +83,16 @@ class Machine:
             if self._error is not None:
                 self._abandon()
                 raise self._error
+        self._check_barriers()
+
+    def _check_barriers(self) -> None:
+        """The compiler gives the memory of a barrier that nobody uses to something else, but the hardware still takes
+        it for a barrier when it saves and restores a program that has to make room for another process."""
+        barriers = [(b.name.partition("[")[0], b.used) for p in {p.program for p in self.partitions} for b in p.barriers]
+        used = {name for name, is_used in barriers if is_used}
+        idle = {name for name, _ in barriers} - used
+        if used and idle:
+            raise RaceError(f"{', '.join(sorted(idle))}: initialised and never used, so its memory is not its own")
 
     def _guarded(self, event: Callable[[], None]) -> None:
         try:
@@ -226,6 +236,7 @@ class Barrier:
         self.name = name
         self.count: int | None = None
         self.pending = self.bytes = self.phase = 0
+        self.used = False
 
     def init(self, count: int) -> None:
         self.count = self.pending = count
@@ -234,6 +245,7 @@ class Barrier:
     def update(self, *, arrivals: int = 0, expect: int = 0) -> None:
         if self.count is None:
             raise RaceError(f"{self.name} was used before it was initialised")
+        self.used = True
         if arrivals > self.pending:
             raise RaceError(f"{self.name}: more arrivals than the {self.count} of a phase")
         self.pending -= arrivals
@@ -250,6 +262,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         if self.count is None:
             raise RaceError(f"{self.name} was waited for before it was initialised")
+        self.used = True
         current().wait(self.name, lambda: self.phase != parity)
 
 
