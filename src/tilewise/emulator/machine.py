@@ -88,7 +88,8 @@ class Machine:
     def _check_barriers(self) -> None:
         """The compiler gives the memory of a barrier that nobody uses to something else, but the hardware still takes
         it for a barrier when it saves and restores a program that has to make room for another process."""
-        barriers = [(b.name.partition("[")[0], b.used) for p in {p.program for p in self.partitions} for b in p.barriers]
+        programs = {p.program for p in self.partitions}
+        barriers = [(b.name.partition("[")[0], b.used) for program in programs for b in program.barriers]
         used = {name for name, is_used in barriers if is_used}
         idle = {name for name, _ in barriers} - used
         if used and idle:
