@@ -50,6 +50,25 @@ def test_forward_mode(options: dict[str, object], triton_runs: None, device: str
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["k", "v", "dk", "dv"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_forward_mode_of_a_hidden_key(name: str, value: float, triton_runs: None, device: str) -> None:
+    """Key 20, or its movement, is not finite: rows that do not see it must not know, and those that do become nan."""
+    x, along = ([torch.randn(1, 36, 2, 16, device=device) for _ in range(3)] for _ in range(2))
+    bad_x, bad_along = ([t.clone() for t in tensors] for tensors in (x, along))
+    (bad_along if name.startswith("d") else bad_x)["qkv".index(name[-1])][0, 20] = value
+
+    def moved(x: list[torch.Tensor], along: list[torch.Tensor]) -> torch.Tensor:
+        call = lambda *t: tilewise.attention(*t, window=(6, 2), backend="triton")  # noqa: E731
+        return torch.func.jvp(call, tuple(x), tuple(along))[1]
+
+    clean, dirty = moved(x, along), moved(bad_x, bad_along)
+    i = torch.arange(36, device=device)
+    sees = (i - 6 <= 20) & (i + 2 >= 20)
+    torch.testing.assert_close(dirty[:, ~sees], clean[:, ~sees])
+    assert not dirty[:, sees].isfinite().any(-1).any()
+
+
 def test_forward_mode_of_a_term_is_refused(triton_runs: None, device: str) -> None:
     x = torch.randn(1, 8, 2, 16, device=device)
     with pytest.raises(tilewise.AttentionError, match="forward mode"):

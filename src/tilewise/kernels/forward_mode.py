@@ -7,7 +7,36 @@ With p = exp(s - lse) from the saved lse, and a dot for the movement:
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, band, load_rows, locate, row_pointers, scores, store_rows, unit_of, visible
+from .tile import LOG2E, band, dot, has_nan, load_rows, locate, row_pointers, scores, store_rows, unit_of, visible
+
+
+@triton.jit
+def moves(
+    q_tile, dq_tile, lse2_i, k, v, dk, dv, w, h_kv, i, span, before, after, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """lse. and sum (p s.) v + p v., over the span."""
+    moved = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+        j = first + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
+        dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
+        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
+        dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
+        ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
+        s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
+        seen = visible(i[:, None], j[None, :], w, before, after)
+        p = tl.where(seen, tl.exp2(s * unit_of(scale, FOLD) - lse2_i[:, None]), 0.0)
+        pds = tl.where(seen, p * ds, 0.0)
+        moved += tl.sum(pds, 1)
+        met = seen if CAREFUL else None
+        acc = dot(pds.to(v_tile.dtype), v_tile, acc, met, PRECISION)
+        acc = dot(p.to(v_tile.dtype), dv_tile, acc, met, PRECISION)
+    return moved, acc
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
@@ -24,26 +53,17 @@ def jvp_kernel(
         dq_tile = load_rows(dq, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
         lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
         lse2_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-        moved = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         at = w.first + w.n_k - w.n_q
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
-        for first in tl.range(span.lo, span.hi, BLOCK_N):
-            j = first + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-            dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-            v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-            dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
-            ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
-            s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
-            seen = visible(i[:, None], j[None, :], w, before, after)
-            p = tl.where(seen, tl.exp2(s * unit_of(scale, FOLD) - lse2_i[:, None]), 0.0)
-            pds = tl.where(seen, p * ds, 0.0)
-            moved += tl.sum(pds, 1)
-            acc = tl.dot(pds.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-            acc = tl.dot(p.to(v_tile.dtype), dv_tile, acc, input_precision=PRECISION)
+        moved, acc = moves(
+            q_tile, dq_tile, lse2_i, k, v, dk, dv, w, h_kv, i, span, before, after, scale,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, False,
+        )  # fmt: skip
+        if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
+            moved, acc = moves(
+                q_tile, dq_tile, lse2_i, k, v, dk, dv, w, h_kv, i, span, before, after, scale,
+                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, PRECISION, True,
+            )  # fmt: skip
         o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         store_rows(do, acc - moved[:, None] * o_tile, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)
