@@ -6,7 +6,7 @@ import torch
 from tests.oracle import naive_grads
 from tilewise.bench.cases import Case
 from tilewise.bench.judge import Judge, blocks, formula
-from tilewise.bench.providers import Naive
+from tilewise.bench.providers import Naive, Tilewise
 from tilewise.spec import Spec
 
 CPU = torch.device("cpu")
@@ -89,4 +89,29 @@ def test_samples_hold_the_first_and_the_last():
 def test_formula_keeps_the_dtype():
     x = torch.randn(2, 8, 4, dtype=torch.float16)
     found = formula(Case(1, 8, 2, 1, 4), x, x[0], x[0], x)
+    assert found.pop("lse").dtype == torch.float32
     assert {value.dtype for value in found.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("lengths", [(), (5, 19)], ids=["dense", "packed"])
+def test_the_logsumexp_is_judged(lengths):
+    case = Case(2, 24, 4, 2, 8, causal=True, lengths=lengths, dtype="float32")
+    x = case.inputs(CPU, seed=0)
+    judge = Judge(case, x, samples=99)
+    lse = Tilewise("tilewise", "").lse(case, x)
+    assert judge.errors({"lse": lse})["lse"].ok
+    assert not judge.errors({"lse": lse + 1e-3})["lse"].ok
+
+
+def test_what_moves_too_far_is_seen_wherever_it_is():
+    case = Case(2, 8, 4, 4, 4, dtype="float32")
+    x = case.inputs(CPU, seed=0)
+    judge = Judge(case, x, samples=1)
+    first = {"out": torch.zeros_like(x.q)}
+    last = {"out": torch.zeros_like(x.q)}
+    assert judge.changes(first, last, same_bits=True)["out"].ok
+    last["out"][1, 3, 2, 1] = judge.limits["out"]
+    assert judge.changes(first, last, same_bits=False)["out"].ok
+    assert not judge.changes(first, last, same_bits=True)["out"].ok
+    last["out"][1, 3, 2, 1] = torch.nan
+    assert judge.changes(first, last, same_bits=False)["out"] == (None, 2 * judge.limits["out"])

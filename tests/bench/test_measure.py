@@ -14,49 +14,58 @@ class FakeClock:
     """Each work is a number: the seconds it takes."""
 
     def __init__(self):
-        self.bursts = []
+        self.started = []
 
-    def start(self, work, repeats):
-        self.bursts.append((work(), repeats))
-        return work
+    def start(self, calls):
+        found = [work() for work in calls]
+        self.started.append(found)
+        return lambda: found
 
 
-def run(works, count=8, burst=0.1, limit=1e9):
+def run(works, count=8, burst=0.1, limit=1e9, **more):
     clock = FakeClock()
-    return rounds(works, clock, count=count, burst=burst, limit=limit, rng=random.Random(0)), clock
+    times = rounds(works, clock, count=count, burst=burst, limit=limit, rng=random.Random(0), **more)
+    return times, clock.started[2:]  # without the pass that warms up, and the one that is estimated from
 
 
-def test_everyone_has_one_burst_in_each_round():
-    times, clock = run({"a": lambda: 0.01, "b": lambda: 0.5})
-    assert times == {"a": [0.01] * 8, "b": [0.5] * 8}
-    after_calibration = clock.bursts[-16:]
-    for n in range(8):
-        assert sorted(after_calibration[2 * n : 2 * n + 2]) == [(0.01, 10), (0.5, 1)]
+def test_everyone_has_a_turn_in_each_pass():
+    times, started = run({"a": lambda: 0.01, "b": lambda: 0.03})
+    assert {name: pytest.approx(found) for name, found in times.items()} == {"a": [0.01] * 8, "b": [0.03] * 8}
+    assert len(started) == 8
+    for calls in started:
+        assert len(calls) == 10  # 2 x 0.1 s in passes of 0.04 s
+        assert all(sorted(calls[n : n + 2]) == [0.01, 0.03] for n in range(0, 10, 2))
 
 
 def test_the_order_is_shuffled():
-    _, clock = run({name: lambda n=n: 0.01 * (n + 1) for n, name in enumerate("abcd")}, count=12)
-    bursts = clock.bursts[-48:]
-    orders = {tuple(bursts[n : n + 4]) for n in range(0, 48, 4)}
+    _, started = run({name: lambda n=n: 0.01 * (n + 1) for n, name in enumerate("abcd")}, count=12)
+    orders = {tuple(calls[n : n + 4]) for calls in started for n in range(0, len(calls), 4)}
     assert len(orders) > 3
 
 
-def test_bursts_are_as_long_as_asked():
-    _, clock = run({"tiny": lambda: 1e-9, "slow": lambda: 3.0})
-    assert {repeats for seconds, repeats in clock.bursts[-16:] if seconds == 1e-9} == {measure.MOST_REPEATS}
-    assert {repeats for seconds, repeats in clock.bursts[-16:] if seconds == 3.0} == {1}
+def test_rounds_are_as_long_as_asked():
+    _, started = run({"tiny": lambda: 1e-9})
+    assert {len(calls) for calls in started} == {measure.MOST_PASSES}
+    _, started = run({"slow": lambda: 3.0})
+    assert {len(calls) for calls in started} == {1}
 
 
 def test_a_round_is_queued_before_anyone_waits():
     events = []
 
     class Queue:
-        def start(self, work, repeats):
-            events.append("start")
-            return lambda: events.append("wait") or 1.0
+        def start(self, calls):
+            events.append(len(calls))
+            return lambda: events.append("wait") or [1.0] * len(calls)
 
-    rounds(dict.fromkeys("abc"), Queue(), count=2, burst=1.0, limit=1e9, rng=random.Random(0))
-    assert events[6:] == (["start"] * 3 + ["wait"] * 3) * 2
+    rounds(dict.fromkeys("abc"), Queue(), count=2, burst=2.0, limit=1e9, rng=random.Random(0))
+    assert events == [3, "wait", 3, "wait", 6, "wait", 6, "wait"]
+
+
+def test_every_round_is_looked_at():
+    seen = []
+    run({"a": lambda: 1.0}, count=5, after_each=lambda: seen.append(1))
+    assert len(seen) == 5
 
 
 def test_the_limit_ends_it_but_leaves_a_median():
@@ -67,8 +76,9 @@ def test_the_limit_ends_it_but_leaves_a_median():
 @pytest.mark.parametrize("clock", [CpuClock(), HostClock(torch.device("cpu"))], ids=["cpu", "host"])
 def test_clocks_call_as_often_as_asked(clock):
     calls = []
-    assert clock.start(lambda: calls.append(1), 5)() > 0
-    assert len(calls) == 5
+    times = clock.start([lambda: calls.append(1)] * 5)()
+    assert len(calls) == len(times) == 5
+    assert min(times) > 0
 
 
 def test_cuda_events_enclose_each_call_and_not_the_cache(monkeypatch):
@@ -91,9 +101,9 @@ def test_cuda_events_enclose_each_call_and_not_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = object.__new__(measure.CudaClock)
     clock.cache = SimpleNamespace(zero_=lambda: log.append("empty"))
-    result = clock.start(lambda: log.append("call"), 3)
+    result = clock.start([lambda: log.append("call")] * 3)
     assert log[measure.HEAD_START :] == ["empty", "event", "call", "event"] * 3
-    assert result() == 4e-3
+    assert result() == [4e-3] * 3
     assert log[-1] == "wait"
 
 

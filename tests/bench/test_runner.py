@@ -19,7 +19,7 @@ CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
 SMALL = replace(
     settings(CPU, quick=True), rounds=3, burst=1e-4, limit=60.0, dims=(8,), seqs=(16,), tokens=16, hidden=16,
     gqa=CASE, varlen=replace(CASE, lengths=(3, 9)), window=replace(CASE, window=4), layer=Model(1, 16, 2, 1, 24, 0),
-    gpt=Model(2, 16, 2, 1, 24, 32), memory=replace(CASE, seq=0), memory_lengths=(64, 256),
+    gpt=Model(2, 16, 2, 1, 24, 32), deterministic=(replace(CASE, deterministic=True),), memory=replace(CASE, seq=0), memory_lengths=(64, 256),
 )  # fmt: skip
 
 
@@ -49,12 +49,12 @@ class Peculiar(Provider):
                 raise torch.OutOfMemoryError
             if self.how == "wrong" or (self.how == "wrong later" and len(calls) > 2):
                 return right(q, k, v) * 1.01
-            return right(q, k, v)
+            return right(q, k, v) * (1 + (self.how == "wrong once" and len(calls) == 4))
 
         return attention
 
 
-HOWS = ("right", "missing", "refuses", "raises", "refuses late", "full", "wrong", "wrong later")
+HOWS = ("right", "missing", "refuses", "raises", "refuses late", "full", "wrong", "wrong later", "wrong once")
 
 
 @pytest.fixture
@@ -68,7 +68,8 @@ def test_only_right_answers_have_a_speed(run):
     (cell,) = run.attention(CASE, {"forward": "forward"})
     assert {name: entry.status for name, entry in cell.entries.items()} == {
         "right": "ok", "missing": "missing", "refuses": "refused", "raises": "failed", "refuses late": "refused",
-        "full": "out of memory", "wrong": "wrong", "wrong later": "wrong", "tilewise-reference": "ok",
+        "full": "out of memory", "wrong": "wrong", "wrong later": "wrong", "wrong once": "wrong",
+        "tilewise-reference": "ok",
     }  # fmt: skip
     assert cell.timed() == ["right", "tilewise-reference"]
     assert all(len(cell.entries[name].times) == 3 for name in cell.timed())
@@ -84,7 +85,8 @@ def test_reasons_are_kept(run):
     assert reasons["raises"] == "RuntimeError: no kernel"
     assert reasons["refuses late"] == "not today"
     assert reasons["wrong"].startswith("out is off by")
-    assert reasons["wrong later"].startswith("after the timing: out is off by")
+    assert reasons["wrong later"].startswith("in the rounds: out is off by")
+    assert reasons["wrong once"].startswith("in the rounds: out is off by")
 
 
 def test_a_wrong_gradient_is_wrong(run):
@@ -119,7 +121,7 @@ def test_every_target_gives_something(monkeypatch):
     groups = {cell.group for cell in results.cells}
     assert groups == {
         "forward", "backward", "gqa forward", "gqa backward", "varlen forward", "varlen backward", "window forward",
-        "window backward", "layer", "overhead",
+        "window backward", "deterministic backward", "layer", "overhead",
     }  # fmt: skip
     assert not results.wrong(ours=True)
     assert not results.wrong(ours=False)

@@ -37,7 +37,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="+", help="peers by name, or: all")
     parser.add_argument("--fa3", type=Path, metavar="DIR", help="FlashAttention-3 with its fa3.py (or TILEWISE_FA3)")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of one provider in one round")
+    parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of a provider in a round, on average")
     parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where reports go (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help=f"also keep the results in {KEPT}, by date and device")

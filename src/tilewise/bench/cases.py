@@ -46,6 +46,7 @@ class Case:
     window: int | None = None  # keys a query sees to its left, besides its own; only with causal
     lengths: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    deterministic: bool = False  # the backward gives the same bits in every run
 
     @property
     def mask(self) -> str:
@@ -55,7 +56,8 @@ class Case:
     def key(self) -> str:
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}/{self.kv_heads}"
         tokens = f"n{len(self.lengths)} t{sum(self.lengths)}" if self.lengths else f"b{self.batch} s{self.seq}"
-        return f"{tokens} {heads} d{self.dim} {self.mask} {self.dtype}"
+        same_bits = " deterministic" if self.deterministic else ""
+        return f"{tokens} {heads} d{self.dim} {self.mask} {self.dtype}{same_bits}"
 
     @property
     def before(self) -> int:

@@ -52,6 +52,9 @@ class Block:
         return x[self.tokens][:, self.head]
 
     def take(self, name: str, x: Tensor) -> Tensor:
+        if name == "lse":  # (B, H, S), packed (H, T) -> (G, S)
+            heads = slice(self.head * self.group, (self.head + 1) * self.group)
+            return x[heads, self.tokens] if isinstance(self.tokens, slice) else x[self.tokens, heads]
         return self.keys(x) if name in ("dk", "dv") else self.queries(x)
 
 
@@ -85,6 +88,14 @@ class Judge:
     def errors(self, answer: Mapping[str, Tensor]) -> dict[str, Error]:
         return {name: Error(self._error(name, x), self.limits[name]) for name, x in answer.items()}
 
+    def changes(self, first: Mapping[str, Tensor], last: Mapping[str, Tensor], *, same_bits: bool) -> dict[str, Error]:
+        """What moved in all of an answer since it was found right: two right answers lie two limits apart at most."""
+        moved = {name: (last[name].float() - x.float()).abs().max() for name, x in first.items()}
+        return {
+            name: Error(None if math.isnan(x) else x, 0.0 if same_bits else 2 * self.limits[name])
+            for name, x in zip(moved, torch.stack(list(moved.values())).tolist(), strict=True)
+        }
+
     def _error(self, name: str, x: Tensor) -> float | None:
         if not bool(torch.isfinite(x).all()):
             return None
@@ -115,11 +126,11 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tiled:
     """Attention and its gradient as the textbook has them, in the dtype of the inputs, some rows at a time.
 
     S = q kᵀ/√D, P = softmax(S), out = P v; dv = Pᵀ dout, dP = dout vᵀ, dS = P (dP - rowsum(P dP)), dq = dS k/√D,
-    dk = dSᵀ q/√D. tiled: rowsum(P dP) is taken as rowsum(dout out), which it equals.
+    dk = dSᵀ q/√D, lse = log rowsum(exp S). tiled: rowsum(P dP) is taken as rowsum(dout out), which it equals.
     """
     n, scale = k.shape[0], 1 / math.sqrt(q.shape[-1])
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, dq = torch.empty_like(q), torch.empty_like(q)
+    out, dq, lse = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q[..., 0], dtype=wide)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     step = max(1, ELEMENTS // (n * q.shape[0]))
     keys = torch.arange(n, device=q.device)
@@ -129,6 +140,7 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tiled:
         if case.causal:
             gap = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - keys
             s.masked_fill_((gap < 0) | (gap > (n if case.window is None else case.window)), -torch.inf)
+        lse[:, rows] = s.to(wide).logsumexp(-1)
         p = s.softmax(-1)
         del s
         out[:, rows] = p @ v
@@ -141,7 +153,7 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tiled:
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
         dq[:, rows] = scale * (ds @ k)
         dk += (ds.mT @ (scale * q[:, rows])).sum(0)
-    return {"out": out, "dq": dq, "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
 
 
 def distance(x: Tensor, exact: Tensor) -> float:

@@ -1,19 +1,20 @@
-"""How it is measured: bursts on a clock, rounds in shuffled order, ceilings beside them, and what the GPU reports.
+"""How it is measured: calls on a clock, rounds in shuffled order, ceilings beside them, and what the GPU reports.
 
-A GPU under attention runs at its power limit, and its clock drifts by a tenth within minutes. So nobody is timed alone:
-in each round everybody has one burst of calls, in random order, one right behind the other, and only ratios within a
-round are compared.
+A GPU under attention runs at its power limit: its clock drifts by a tenth within minutes, and for some milliseconds
+after a hungry kernel it is lower than after a copy. So nobody is timed alone, nor for long at a time: a round calls
+everybody in turn, again and again, in an order shuffled for each pass, and only times of one round are compared.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import random
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,56 +23,54 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], Any]
-Result = Callable[[], float]
-MOST_REPEATS = 500
+MOST_PASSES = 500
 LEAST_ROUNDS = 3
-HEAD_START = 8  # writes of the cache that keep the device busy while the host queues the first calls
+HEAD_START = 32  # writes of the cache, about a millisecond, while the host queues the first calls
 
 
 class Clock(Protocol):
-    def start(self, work: Work, repeats: int) -> Result:
-        """Begin so many calls in a row; the result, when it is asked for, is seconds per call."""
+    def start(self, calls: Sequence[Work]) -> Callable[[], list[float]]:
+        """Begin these calls, one behind the other; the result, when it is asked for, is the seconds of each."""
 
 
 class CpuClock:
     def __init__(self) -> None:
         self.cache = torch.zeros(2**23)  # 32 MiB, more than the cache of most
 
-    def start(self, work: Work, repeats: int) -> Result:
-        total = 0.0
-        for _ in range(repeats):
+    def start(self, calls: Sequence[Work]) -> Callable[[], list[float]]:
+        found = []
+        for work in calls:
             self.cache.add_(1)
             began = time.perf_counter()
             work()
-            total += time.perf_counter() - began
-        return lambda: total / repeats
+            found.append(time.perf_counter() - began)
+        return lambda: found
 
 
 class CudaClock:
     """A pair of events around each call, the cache emptied before it.
 
-    Nothing waits until a result is asked for: the host queues one burst behind the other, so the device never idles and
-    no call is measured while the host is still launching it.
+    Nothing waits until the result is asked for: the host queues one call behind the other, so the device never idles
+    and no call is measured while the host is still launching it.
     """
 
     def __init__(self, device: torch.device) -> None:
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         self.cache = torch.empty(2 * size, dtype=torch.int8, device=device)
 
-    def start(self, work: Work, repeats: int) -> Result:
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    def start(self, calls: Sequence[Work]) -> Callable[[], list[float]]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
         for _ in range(HEAD_START):
             self.cache.zero_()
-        for begin, end in events:
+        for work, (begin, end) in zip(calls, events, strict=True):
             self.cache.zero_()
             begin.record()
             work()
             end.record()
 
-        def result() -> float:
+        def result() -> list[float]:
             events[-1][1].synchronize()
-            milliseconds: float = sum(begin.elapsed_time(end) for begin, end in events)
-            return milliseconds / repeats / 1e3
+            return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
         return result
 
@@ -82,14 +81,14 @@ class HostClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def start(self, work: Work, repeats: int) -> Result:
-        synchronize(self.device)
-        began = time.perf_counter()
-        for _ in range(repeats):
+    def start(self, calls: Sequence[Work]) -> Callable[[], list[float]]:
+        found = []
+        for work in calls:
+            synchronize(self.device)
+            began = time.perf_counter()
             work()
-        seconds = time.perf_counter() - began
-        synchronize(self.device)
-        return lambda: seconds / repeats
+            found.append(time.perf_counter() - began)
+        return lambda: found
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -101,32 +100,41 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rounds(
-    works: Mapping[str, Work], clock: Clock, *, count: int, burst: float, limit: float, rng: random.Random
-) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: each round gives every work one burst of about `burst` seconds.
+def nothing() -> None:
+    pass
 
-    Past `limit` seconds no new round begins, once there are enough for a median.
+
+def rounds(
+    works: Mapping[str, Work],
+    clock: Clock,
+    *,
+    count: int,
+    burst: float,
+    limit: float,
+    rng: random.Random,
+    after_each: Work = nothing,
+) -> dict[str, list[float]]:
+    """Seconds per call, one number per round: the mean over its passes, each of which calls everybody once.
+
+    A round has so many passes that a work has `burst` seconds of it, on average. Past `limit` seconds no new round
+    begins, once there are enough for a median.
     """
     began = time.monotonic()
-    repeats = {name: _repeats(work, clock, burst) for name, work in works.items()}
+    clock.start(list(works.values()))()
+    one_pass = sum(clock.start(list(works.values()))())
+    passes = min(MOST_PASSES, math.ceil(burst * len(works) / one_pass))
     times: dict[str, list[float]] = {name: [] for name in works}
     for done in range(count):
         if done >= LEAST_ROUNDS and time.monotonic() - began > limit:
             break
-        order = list(works)
-        rng.shuffle(order)
-        results = {name: clock.start(works[name], repeats[name]) for name in order}
-        for name, result in results.items():
-            times[name].append(result())
+        order = [name for _ in range(passes) for name in rng.sample(list(works), len(works))]
+        total = dict.fromkeys(works, 0.0)
+        for name, seconds in zip(order, clock.start([works[name] for name in order])(), strict=True):
+            total[name] += seconds
+        for name in works:
+            times[name].append(total[name] / passes)
+        after_each()
     return times
-
-
-def _repeats(work: Work, clock: Clock, burst: float) -> int:
-    seconds = clock.start(work, 1)()
-    if seconds < burst / 10:  # one short call says little
-        seconds = clock.start(work, 5)()
-    return min(MOST_REPEATS, max(1, round(burst / seconds)))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from tilewise.demo.charts import lines
 from tilewise.demo.words import binary, duration, tokens
 
 PASSES = ("forward", "backward")
-ERRORS = ("out", "dq", "dk", "dv")
+ERRORS = ("out", "lse", "dq", "dk", "dv")
 SPEED = """{unit} against length, {tokens} tokens and hidden size {hidden}, however they are cut. The band
 around a line holds half of the rounds; the dotted line is a matrix product in the same rounds."""
 RATIOS = """How many times as fast as a peer, the median over the rounds; blue is faster than the peer, orange
-slower. Each round gives every provider one burst in random order, and a ratio compares two bursts of the same
+slower. Each round calls every provider in turn, again and again in random order, and a ratio compares times of the same
 round."""
 OTHERS = """Time of one call; shorter is better. In brackets: how many times as fast as that peer tilewise is.
 The overhead is what a tiny call keeps the host, whatever the device still has to do."""
@@ -29,12 +29,12 @@ MEMORY = """The most that torch's allocator had handed out at once during one fo
 inputs: causal, {heads} heads of {dim}, {dtype}."""
 WRONG = f"""The largest error against float64 over all cells, as a share of what is allowed: {BUDGET:g} times
 the error that the textbook formula makes in the same dtype, plus one rounding. 100 % or less is right; a wrong
-answer gets no speed. The call that is compared is the call that is timed, before and after. Compared in each
+answer gets no speed. The call that is compared is the call that is timed: before the rounds, after each, and after all. Compared in each
 cell: {{checked}}; the rest must be finite."""
 METHOD = """Random normal inputs in {dtype}. First every provider's answer is compared with float64. Then
-{rounds} rounds: in each, every provider that was right, a large matrix product and a copy have one burst of
-about {burst_ms:g} ms, in an order shuffled anew, the cache emptied before every call. A GPU at its power limit
-changes its clock within seconds; within one round everybody meets the same. Rates and ratios are medians over
+{rounds} rounds: in each, every provider that was right, a large matrix product and a copy are called in turn, in
+an order shuffled for every pass, as often as gives each about {burst_ms:g} ms, the cache emptied before every call.
+A GPU at its power limit changes its clock within milliseconds; in turns everybody meets the same. Rates and ratios are medians over
 the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that backward.
 Backward times hold no forward."""
 

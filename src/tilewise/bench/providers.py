@@ -49,6 +49,14 @@ class Provider:
         """Why it will not run this case."""
         return None
 
+    def same_bits(self, case: Case) -> str | None:
+        """Why its backward will not give the same bits twice."""
+        return "no switch of its own for a deterministic backward"
+
+    def lse(self, case: Case, x: Inputs) -> Tensor | None:
+        """The logsumexp of the call, (B, H, S) or packed (H, T), where the provider gives it."""
+        return None
+
     def bind(self, case: Case, x: Inputs) -> Attention:
         raise NotImplementedError
 
@@ -90,9 +98,20 @@ class Tilewise(Provider):
             return str(error)
         return None
 
+    def same_bits(self, case: Case) -> str | None:
+        return None
+
     def bind(self, case: Case, x: Inputs) -> Attention:
+        return self._bind(case, x)
+
+    def lse(self, case: Case, x: Inputs) -> Tensor | None:
+        found: Tensor = self._bind(case, x, return_lse=True)(x.q, x.k, x.v)[1]
+        return found
+
+    def _bind(self, case: Case, x: Inputs, **options: Any) -> Any:
         window = None if case.window is None else (case.window, 0)
-        options: dict[str, Any] = {"causal": case.causal, "window": window, "backend": self.backend}
+        options |= {"causal": case.causal, "window": window, "backend": self.backend}
+        options["deterministic"] = case.deterministic
         cu = x.cu
         if cu is not None:
             return lambda q, k, v: tilewise.attention_varlen(q, k, v, cu, cu, **options)
@@ -272,12 +291,17 @@ class FlashAttn(Provider):
             return f"only for CUDA, and the tensors are on the {device.type}"
         return _absent(self.module, "flash_attn_func")
 
+    def same_bits(self, case: Case) -> str | None:
+        return None
+
     def bind(self, case: Case, x: Inputs) -> Attention:
         module = import_module(self.module)
         ends = [self.unbounded if end < 0 else end for end in (case.before, case.after)]
         options: dict[str, Any] = {"causal": case.causal}
         if case.window is not None:
             options = {"causal": False, "window_size": tuple(ends)}
+        if case.deterministic:
+            options["deterministic"] = True
         cu, longest = x.cu, case.longest
         if cu is not None:
             varlen = module.flash_attn_varlen_func
@@ -320,7 +344,15 @@ class FlashAttn3(FlashAttn):
             return super().backward(case, x)
         fa3, options = _load(self.folder), self._options(case, x)
         out, lse = fa3.forward(x.q, x.k, x.v, **options)
+        if case.deterministic:
+            options["deterministic"] = True
         return lambda: _named(fa3.backward(x.dout, x.q, x.k, x.v, out, lse, **options))
+
+    def lse(self, case: Case, x: Inputs) -> Tensor | None:
+        if self.folder is None:
+            return None
+        found: Tensor = _load(self.folder).forward(x.q, x.k, x.v, **self._options(case, x))[1]
+        return found
 
     def _options(self, case: Case, x: Inputs) -> dict[str, Any]:
         options: dict[str, Any] = {"causal": case.causal}

@@ -20,7 +20,18 @@ from torch import Tensor
 from tilewise.bench import machine, models
 from tilewise.bench.cases import PASSES, Case, Inputs
 from tilewise.bench.judge import BUDGET, Error, Judge
-from tilewise.bench.measure import Ceiling, Clock, HostClock, Sensors, Work, ceilings, clock_for, rounds, synchronize
+from tilewise.bench.measure import (
+    Ceiling,
+    Clock,
+    HostClock,
+    Sensors,
+    Work,
+    ceilings,
+    clock_for,
+    nothing,
+    rounds,
+    synchronize,
+)
 from tilewise.bench.providers import OURS, Answer, Attention, Provider, RefusedError, Roster, Tilewise, auto, first_line
 from tilewise.bench.results import Cell, Entry, Peak, Results
 from tilewise.bench.settings import UNMEASURED, Settings
@@ -29,6 +40,7 @@ from tilewise.spec import AttentionError
 
 TINY = Case(1, 64, 1, 1, 64, True)
 HOST_PEERS = ("flash-attn", "fa3", "fa4")
+HOST_CALLS = 50
 Part = Callable[[], Iterator[Cell | Peak]]
 
 
@@ -83,6 +95,11 @@ class Run:
             elif target in ("gqa", "varlen", "window"):
                 groups = {which: f"{target} {which}" for which in PASSES}
                 found.append((target, partial(self.attention, getattr(chosen, target), groups)))
+            elif target == "deterministic":
+                found += [
+                    (case.key, partial(self.attention, case, {"backward": "deterministic backward"}))
+                    for case in chosen.deterministic
+                ]
             elif target == "layer":
                 found.append((target, self.layer))
             elif target == "gpt":
@@ -97,20 +114,31 @@ class Run:
         return found
 
     def attention(self, case: Case, groups: Mapping[str, str]) -> Iterator[Cell]:
-        """Check every provider on the very call that is timed, time the right ones, check those again."""
+        """Check every provider on the very call that is timed, time the right ones, check the calls that were timed.
+
+        The last answer of every round is compared with the first one, all of it; the last of all with float64 again.
+        """
         x = case.inputs(self.device, self.settings.seed)
         judge = Judge(case, x, self.settings.samples, self.settings.seed)
         for which, group in groups.items():
-            entries, works = {}, {}
+            entries: dict[str, Entry] = {}
+            works: dict[str, Kept] = {}
             for provider in self.roster.taking_part():
                 entries[provider.name], work = self.admit(provider, case, which, x, judge)
                 if work is not None:
                     works[provider.name] = work
             cell = Cell(group, case.key, asdict(case), case.flops(which), self.auto(case, x), entries)
             cell.checked = judge.checked
-            self.time(cell, works)
+
+            def look_again(entries: dict[str, Entry] = entries, works: dict[str, Kept] = works) -> None:
+                for name, work in works.items():
+                    moved = judge.changes(work.first, work.last, same_bits=case.deterministic)
+                    condemn(entries[name], moved, "in the rounds: ")
+
+            self.time(cell, works, look_again)
             for name, work in works.items():
-                condemn(entries[name], judge.errors(work()), "after the timing: ")
+                note(entries[name], judge.errors(work.last))
+                condemn(entries[name], judge.errors(work.last), "in the last round: ")
             yield cell
             works.clear()
             self.tidy()
@@ -121,21 +149,23 @@ class Run:
         except AttentionError:
             return None
 
-    def admit(self, provider: Provider, case: Case, which: str, x: Inputs, judge: Judge) -> tuple[Entry, Answer | None]:
+    def admit(self, provider: Provider, case: Case, which: str, x: Inputs, judge: Judge) -> tuple[Entry, Kept | None]:
         missing = self.missing[provider.name]
         if missing:
             return Entry("missing", missing), None
-        refusal = provider.refuses(case, which)
+        refusal = provider.refuses(case, which) or (provider.same_bits(case) if case.deterministic else None)
         if refusal:
             return Entry("refused", refusal), None
         began = time.perf_counter()
-        entry, prepared = self.attempt(lambda: _called(provider.answer(case, which, x)))
-        if prepared is None:
+        entry, work = self.attempt(lambda: Kept(provider.answer(case, which, x)))
+        if work is None:
             return entry, None
         synchronize(self.device)
         entry.first = round(time.perf_counter() - began, 4)
-        work, answer = prepared
-        condemn(entry, judge.errors(answer))
+        lse = provider.lse(case, x) if which == "forward" else None
+        errors = judge.errors(work.first if lse is None else {**work.first, "lse": lse})
+        note(entry, errors)
+        condemn(entry, errors)
         return entry, work if entry.status == "ok" else None
 
     def attempt(self, do: Callable[[], Any]) -> tuple[Entry, Any]:
@@ -153,21 +183,22 @@ class Run:
         self.tidy()
         return entry, None
 
-    def rounds(self, works: Mapping[str, Work], clock: Clock) -> dict[str, list[float]]:
+    def rounds(self, works: Mapping[str, Work], clock: Clock, after_each: Work = nothing) -> dict[str, list[float]]:
         s = self.settings
-        return rounds(works, clock, count=s.rounds, burst=s.burst, limit=s.limit, rng=self.rng)
+        return rounds(works, clock, count=s.rounds, burst=s.burst, limit=s.limit, rng=self.rng, after_each=after_each)
 
-    def time(self, cell: Cell, works: Mapping[str, Work]) -> None:
+    def time(self, cell: Cell, works: Mapping[str, Work], after_each: Work = nothing) -> None:
         if not works:
             return
         if not self.limits:
             self.limits = ceilings(self.device, getattr(torch, self.settings.dtype))
         everyone = {**works, **{f"ceiling {limit.name}": limit.work for limit in self.limits}}
         began = time.monotonic()
-        times = self.rounds(everyone, self.clock)
+        times = self.rounds(everyone, self.clock, after_each)
         cell.sensors = self.sensors.since(began)
         for name in works:
-            cell.entries[name].times = [_short(t) for t in times[name]]
+            if cell.entries[name].status == "ok":
+                cell.entries[name].times = [_short(t) for t in times[name]]
         for limit in self.limits:
             found = [_short(t) for t in times[f"ceiling {limit.name}"]]
             cell.ceilings[limit.name] = {"amount": limit.amount, "unit": limit.unit, "times": found}
@@ -219,7 +250,9 @@ class Run:
                 continue
             synchronize(self.device)
             entry.first = round(time.perf_counter() - start, 4)
-            condemn(entry, {"all": Error(models.distance(found, truth), limit)})
+            errors = {"all": Error(models.distance(found, truth), limit)}
+            note(entry, errors)
+            condemn(entry, errors)
             if entry.status == "ok":
                 works[contender] = step
         cell = Cell(group, name, {}, flops, OURS, entries, checked="all outputs and gradients, by their norm")
@@ -259,9 +292,10 @@ class Run:
             if work is not None:
                 works[provider.name] = work
         cell = Cell("overhead", case.key, asdict(case), None, OURS, entries, checked=judge.checked)
-        times = self.rounds(works, HostClock(self.device))
+        in_a_row = {name: partial(_repeat, work, HOST_CALLS) for name, work in works.items()}
+        times = self.rounds(in_a_row, HostClock(self.device))
         for name in works:
-            entries[name].times = [_short(t) for t in times[name]]
+            entries[name].times = [_short(t / HOST_CALLS) for t in times[name]]
         notes["profiler_us"] = {name: round(profiled(work, self.device), 2) for name, work in works.items()}
         notes.update(importing())
         yield cell
@@ -272,15 +306,33 @@ class Run:
             torch.cuda.empty_cache()
 
 
-def _called(work: Answer) -> tuple[Answer, dict[str, Tensor]]:
-    return work, work()
+def _repeat(work: Work, times: int) -> None:
+    for _ in range(times):
+        work()
+
+
+class Kept:
+    """A call that keeps its first answer and its last."""
+
+    def __init__(self, work: Answer) -> None:
+        self.work = work
+        self.first = self.last = work()
+
+    def __call__(self) -> None:
+        self.last = self.work()
+
+
+def note(entry: Entry, errors: Mapping[str, Error]) -> None:
+    """Write errors down, the largest of each tensor so far."""
+    for name, error in errors.items():
+        found, limit = entry.errors.get(name, (0.0, error.limit))
+        entry.errors[name] = [None if None in (found, error.found) else max(found or 0.0, error.found or 0.0), limit]
 
 
 def condemn(entry: Entry, errors: Mapping[str, Error], when: str = "") -> None:
-    """Write the errors down; a wrong answer loses its status and its times."""
-    entry.errors = {name: [error.found, error.limit] for name, error in errors.items()}
+    """A wrong answer loses its status and its times, however many right ones there were."""
     bad = {name: error for name, error in errors.items() if not error.ok}
-    if bad:
+    if bad and entry.status == "ok":
         words = (
             f"{n} is not finite" if e.found is None else f"{n} is off by {e.found:.1e}, allowed {e.limit:.1e}"
             for n, e in bad.items()

@@ -17,6 +17,7 @@ TARGETS = {
     "gqa": "grouped heads, causal, forward and backward",
     "varlen": "32 packed sequences of random lengths, causal, forward and backward",
     "window": "a sliding window, forward and backward",
+    "deterministic": "the backward with the same bits in every run",
     "decode": "one query token against a long cache",
     "layer": "a transformer layer, forward and backward",
     "gpt": "the training step of a small GPT, eager and compiled",
@@ -55,6 +56,7 @@ class Settings:
     gqa: Case
     varlen: Case
     window: Case
+    deterministic: tuple[Case, ...]
     layer: Model
     gpt: Model
     compiled: bool
@@ -93,12 +95,16 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
             gqa=Case(2, 8192, 64, 8, 128, True, dtype=dtype),
             varlen=Case(1, 0, 16, 16, 128, True, lengths=random_lengths(32, 2048), dtype=dtype),
             window=Case(1, 16384, 16, 16, 128, True, 1024, dtype=dtype),
+            deterministic=tuple(
+                Case(16384 // seq, seq, 2048 // dim, 2048 // dim, dim, causal, dtype=dtype, deterministic=True)
+                for dim in (64, 128) for causal in (False, True) for seq in (1024, 4096, 16384)
+            ),
             layer=Model(1, 2048, 16, 4, 4096, 0),
             gpt=Model(12, 768, 12, 8, 1024, 50304),
             compiled=not quick,
             memory=Case(1, 0, 16, 16, 128, True, dtype=dtype),
             memory_lengths=tuple(2**n for n in (range(10, 15) if quick else range(10, 18))),
-            rounds=7 if quick else 11, burst=0.02, limit=10.0, samples=4,
+            rounds=5 if quick else 7, burst=0.02, limit=10.0, samples=4,
         )  # fmt: skip
     dtype = dtype or "float32"
     tokens, most = (1024, 10) if quick else (4096, 12)
@@ -110,6 +116,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         gqa=Case(1, tokens // 2, 8, 2, 64, True, dtype=dtype),
         varlen=Case(1, 0, 4, 4, 64, True, lengths=random_lengths(32, 64 if quick else 256), dtype=dtype),
         window=Case(1, tokens, 4, 4, 64, True, tokens // 16, dtype=dtype),
+        deterministic=(Case(1, tokens // 2, 8, 8, 64, True, dtype=dtype, deterministic=True),),
         layer=Model(1, 256, 4, 1, tokens // 2, 0),
         gpt=Model(4, 256, 4, 4, 256, 4096),
         compiled=not quick,
