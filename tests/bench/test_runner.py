@@ -19,7 +19,8 @@ CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
 SMALL = replace(
     settings(CPU, quick=True), rounds=3, burst=1e-4, limit=60.0, dims=(8,), seqs=(16,), tokens=16, hidden=16,
     gqa=CASE, varlen=replace(CASE, lengths=(3, 9)), window=replace(CASE, window=4), layer=Model(1, 16, 2, 1, 24, 0),
-    gpt=Model(2, 16, 2, 1, 24, 32), deterministic=(replace(CASE, deterministic=True),), memory=replace(CASE, seq=0), memory_lengths=(64, 256),
+    gpt=Model(2, 16, 2, 1, 24, 32), deterministic=(replace(CASE, deterministic=True),),
+    memory=replace(CASE, seq=0), memory_lengths=(64, 256),
 )  # fmt: skip
 
 

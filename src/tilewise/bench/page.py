@@ -29,13 +29,13 @@ MEMORY = """The most that torch's allocator had handed out at once during one fo
 inputs: causal, {heads} heads of {dim}, {dtype}."""
 WRONG = f"""The largest error against float64 over all cells, as a share of what is allowed: {BUDGET:g} times
 the error that the textbook formula makes in the same dtype, plus one rounding. 100 % or less is right; a wrong
-answer gets no speed. The call that is compared is the call that is timed: before the rounds, after each, and after all. Compared in each
-cell: {{checked}}; the rest must be finite."""
+answer gets no speed. The call that is compared is the call that is timed: before the rounds, after each, and after
+all. Compared in each cell: {{checked}}; the rest must be finite, and stay where it was found right."""
 METHOD = """Random normal inputs in {dtype}. First every provider's answer is compared with float64. Then
 {rounds} rounds: in each, every provider that was right, a large matrix product and a copy are called in turn, in
 an order shuffled for every pass, as often as gives each about {burst_ms:g} ms, the cache emptied before every call.
-A GPU at its power limit changes its clock within milliseconds; in turns everybody meets the same. Rates and ratios are medians over
-the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that backward.
+A GPU at its power limit changes its clock within milliseconds; in turns everybody meets the same. Rates and ratios
+are medians over the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that backward.
 Backward times hold no forward."""
 
 

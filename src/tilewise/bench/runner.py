@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilewise.bench import machine, models
 from tilewise.bench.cases import PASSES, Case, Inputs
