@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 import tilewise
+from tests import features
 from tests.cases import Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
@@ -46,6 +50,54 @@ def test_opcheck(packed: bool, backend: str) -> None:
     for dlse in (inputs.dlse, None):
         backward = (inputs.dout, dlse, *inputs[1:4], out, lse, *op_arguments(inputs, spec))
         torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
+
+
+def test_opcheck_of_term_gradients(backend: str) -> None:
+    """Of a bias, of sinks and of what a mod reads; each alone and all together."""
+    inputs = make(case(), DEVICE)
+    mod = features.distance_table(torch.randn(4, 16, device=DEVICE))
+    spec = Spec(0.5, 3, 0, backend, score_mod=mod.key)
+    terms = (torch.randn(1, 4, 7, 9, device=DEVICE), torch.randn(4, device=DEVICE), None, list(mod.tensors), [], [])
+    call = (None, None, *terms, *spec.args())
+    out, lse = torch.ops.tilewise.forward(*inputs[1:4], *call)
+    for wanted in ([True, True, True], [True, False, False], [False, True, False], [False, False, True]):
+        arguments = (inputs.dout, inputs.dlse, *inputs[1:4], out, lse, *call, wanted)
+        torch.library.opcheck(torch.ops.tilewise.term_gradients.default, arguments)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_opcheck_of_forward_mode(packed: bool, triton_runs: None) -> None:
+    inputs = make(case(packed=packed), DEVICE)
+    call = op_arguments(inputs, Spec(0.5, 3, 0, "triton"))
+    out, lse = torch.ops.tilewise.forward(*inputs[1:4], *call)
+    arguments = ([torch.randn_like(x) for x in inputs[1:4]], *inputs[1:4], out, lse, *call)
+    torch.library.opcheck(torch.ops.tilewise.jvp.default, arguments)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_without_data(kind: str, packed: bool) -> None:
+    """Shapes, dtypes and gradients on torch.device("meta") and under FakeTensorMode, where nothing is computed."""
+    f = features.Features(
+        softcap=True, mod="distance_table", alibi="h", bias="hij", sinks=True, dropout=True, mask="block_diagonal",
+        packed=packed, dtype="bfloat16",
+    )  # fmt: skip
+    real = features.make(f, 3, longest=40, device="cpu")
+    expected = features.run(real, "auto")
+    mode = FakeTensorMode()
+    with mode if kind == "fake" else nullcontext():
+
+        def empty(x: Tensor) -> Tensor:
+            return mode.from_tensor(x) if kind == "fake" else x.to("meta")
+
+        moved = replace(
+            real, leaves={name: empty(x) for name, x in real.leaves.items()}, dout=empty(real.dout),
+            dlse=empty(real.dlse), cu=None if real.cu is None else tuple(map(empty, real.cu)),
+        )  # fmt: skip
+        found = features.run(moved, "auto")
+    for name, x in found.items():
+        assert (x.shape, x.dtype) == (expected[name].shape, expected[name].dtype), name
+        assert x.is_meta == (kind == "meta")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
