@@ -149,7 +149,7 @@ class Features:
             sinks=r.random() < 0.3,
             dropout=r.random() < 0.25,
             mask=mask,
-            blocks=blocks if mask and not packed and r.random() < 0.5 else 0,
+            blocks=blocks if mask and r.random() < 0.5 else 0,
             band=r.choice([(False, False), (False, True), (True, True), (True, False)]),
             packed=packed,
             heads=r.choice([(2, 2), (4, 2), (3, 1)]),
@@ -316,7 +316,9 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
         options |= {"dropout_p": P, "seed": SEED}
     if f.mask:
         mod = MASKS[f.mask][0](call.fixed["ids"], call.fixed["prefix"])
-        if f.blocks:
+        if f.blocks and call.cu is not None:
+            mod = tilewise.block_mask_varlen(mod, *call.cu, window=call.window, block=(f.blocks, f.blocks))
+        elif f.blocks:
             n_q, n_k = call.lengths[0]
             reads_b = f.mask in ("document", "prefix_lm")
             mod = tilewise.block_mask(

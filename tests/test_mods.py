@@ -130,6 +130,36 @@ def test_builtin_masks_and_their_tiles(name: str) -> None:
     assert picture.png(image).startswith(b"\x89PNG")
 
 
+def test_tiles_of_packed_sequences() -> None:
+    """Each sequence has the tiles of a mask of its own lengths, and none past its end."""
+    lengths = [(40, 70), (0, 9), (33, 0), (64, 64)]
+    cu_q, cu_k = (torch.tensor([0, *x], dtype=torch.int32).cumsum(0).int() for x in zip(*lengths, strict=True))
+    mod = mods.block_diagonal(24)
+    mask = tilewise.block_mask_varlen(mod, cu_q, cu_k, window=(30, 5), block=(16, 32))
+    assert mask.shape == (4, 1, 64, 70)
+    for b, (n_q, n_k) in enumerate(lengths):
+        expected = torch.zeros(4, 3, dtype=torch.int8)
+        if min(n_q, n_k):
+            alone = tilewise.block_mask(mod, n_q, n_k, window=(30, 5), block=(16, 32)).tiles[0, 0]
+            expected[: alone.shape[0], : alone.shape[1]] = alone
+        assert torch.equal(mask.tiles[b, 0], expected)
+
+
+def test_a_block_mask_of_the_other_kind_is_refused() -> None:
+    cu = torch.tensor([0, 5, 16], dtype=torch.int32)
+    mod = mods.block_diagonal(4)
+    dense, packed = tilewise.block_mask(mod, 16, 16), tilewise.block_mask_varlen(mod, cu, cu)
+    x = torch.zeros(16, 2, 4)
+    with pytest.raises(AttentionError, match="made by block_mask; expected one made by block_mask_varlen"):
+        tilewise.attention_varlen(x, x, x, cu, cu, mask_mod=dense)
+    with pytest.raises(AttentionError, match="made by block_mask_varlen; expected one made by block_mask,"):
+        tilewise.attention(x[None], x[None], x[None], mask_mod=packed)
+    with pytest.raises(AttentionError, match="tokens of the block mask: found 16; expected q's 15"):
+        tilewise.attention_varlen(x[:15], x[:15], x[:15], cu, cu, mask_mod=packed)
+    with pytest.raises(AttentionError, match="sequences of a block mask"):
+        tilewise.block_mask_varlen(mod, cu, cu[:2])
+
+
 def test_t5_buckets_are_those_of_the_formula() -> None:
     distance = torch.arange(-128, 129)
     n = distance.abs()

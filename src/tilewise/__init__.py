@@ -6,7 +6,7 @@ from . import mods
 from .api import attention, attention_varlen
 from .dropout import dropout_mask
 from .merge import merge
-from .mods import block_mask, mask_mod, score_mod
+from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .spec import AttentionError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "block_mask",
+    "block_mask_varlen",
     "dropout_mask",
     "explain",
     "mask_mod",

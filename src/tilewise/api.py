@@ -57,7 +57,7 @@ def attention(
         `tilewise.score_mod`); minus slope * distance, slopes (H,) or (B, H); plus a bias that broadcasts to
         (B, H, Sq, Sk). The tensors get gradients where they require them, summed in a fixed order.
     mask_mod: which pairs see each other, besides the band: a `tilewise.mask_mod`, or a `tilewise.block_mask` made of
-        one, which skips the tiles nobody sees.
+        one (`block_mask_varlen` for packed sequences), which skips the tiles nobody sees.
     sinks: (H,) scores that join the denominator and have no value; learnable.
     dropout_p, seed: each weight is dropped with this probability, by a hash of the seed (an int or one int64; drawn
         from torch's generator if None), batch row, head and both positions: see `tilewise.dropout_mask`.
@@ -167,7 +167,7 @@ def _terms(
     blocks: tuple[Tensor, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(mask_mod, BlockMask):
-        mask_mod.check(sizes, q.device, packed)
+        mask_mod.check(sizes, q, packed)
         blocks, named = mask_mod.lists, {"mask_block": (*mask_mod.block, *mask_mod.shape[:2])}
         mask_mod = mask_mod.mod
     mask = None if mask_mod is None else _checked_mod("mask", mask_mod, q)
@@ -249,7 +249,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))

@@ -260,6 +260,7 @@ def _is_watched(*tensors: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
         or any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
+        or tensors[0].is_meta
     )
 
 

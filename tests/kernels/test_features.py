@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,13 @@ from tests import features, features_budget
 def test_random_combinations(seed: int, backend: str, device: str) -> None:
     chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
     features_budget.check(features.make(chosen, seed, longest=40, device=device), backend)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_block_masks_of_packed_sequences(seed: int, triton_runs: None, device: str) -> None:
+    chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)
+    chosen = replace(chosen, packed=True, blocks=16, mask=list(features.MASKS)[seed])
+    features_budget.check(features.make(chosen, seed, longest=60, device=device), "triton")
 
 
 @pytest.mark.parametrize("blocks", [False, True])

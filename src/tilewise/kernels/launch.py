@@ -224,20 +224,19 @@ def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: b
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(terms.score, spec.score_numbers),
         mask=mods.captured(terms.mask, spec.mask_numbers),
-        blocks=_blocks(spec, terms, size, tile, by_key) if terms.blocks else device.Blocks(),
+        blocks=_blocks(spec, terms, tile, by_key) if terms.blocks else device.Blocks(),
     )
 
 
-def _blocks(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: bool) -> device.Blocks:
+def _blocks(spec: Spec, terms: Terms, tile: config.Tile, by_key: bool) -> device.Blocks:
     block_q, block_k, batch, heads = spec.mask_block
     if block_q % tile.block_m or block_k % tile.block_n:
         raise AttentionError(
             "tiles of the block mask", (block_q, block_k), f"multiples of the kernel's ({tile.block_m}, {tile.block_n})"
         )
-    (offsets, entries), own, other, n = (
-        (terms.blocks[2:], block_k, block_q, size.n_k) if by_key else (terms.blocks[:2], block_q, block_k, size.n_q)
-    )
-    rows = 16 * -(-n // own)
+    offsets, entries = terms.blocks[2:] if by_key else terms.blocks[:2]
+    own, other = (block_k, block_q) if by_key else (block_q, block_k)
+    rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
     head_rows = rows if heads > 1 else 0
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
 

@@ -3,7 +3,7 @@
 `score_mod` and `mask_mod` decorate a function; the rest are built-ins, each an ordinary mod.
 """
 
-from tilewise.mods.blocks import BlockMask, block_mask
+from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen
 from tilewise.mods.builtin import (
     alibi,
     block_diagonal,
@@ -26,6 +26,7 @@ __all__ = [
     "alibi",
     "block_diagonal",
     "block_mask",
+    "block_mask_varlen",
     "dilated_window",
     "document",
     "mask_mod",

@@ -19,7 +19,8 @@ PAIRS = 1 << 25  # pairs looked at together while a mask is made
 
 
 class BlockMask(NamedTuple):
-    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k.
+    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k; of
+    packed sequences, of which n_q and n_k are the longest, also the tokens in all.
 
     lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
     written 2 * position + (1 if full).
@@ -29,16 +30,21 @@ class BlockMask(NamedTuple):
     lists: tuple[Tensor, Tensor, Tensor, Tensor]
     block: tuple[int, int]
     shape: tuple[int, int, int, int]
+    tokens: tuple[int, int] | None = None
 
-    def check(self, sizes: tuple[int, int, int | None, int | None], device: torch.device, packed: bool) -> None:
-        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk)."""
-        if packed:
-            raise AttentionError("mask_mod", "a block mask, with packed sequences", "its mask mod, without the blocks")
+    def check(self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool) -> None:
+        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
+        caller says of them, or None."""
+        made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
+        if packed == (self.tokens is None):
+            raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
         for name, own, size in zip(("B", "H", "Sq", "Sk"), self.shape, sizes, strict=True):
-            if own != size and not (own == 1 and name in "BH"):
+            if own != size and size is not None and not (own == 1 and name in "BH"):
                 raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
-        if self.lists[0].device != device:
-            raise AttentionError("device of the block mask", self.lists[0].device, f"q's {device}")
+        if self.tokens is not None and self.tokens[0] != q.shape[0]:
+            raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
+        if self.lists[0].device != q.device:
+            raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
 
     @property
     def tiles(self) -> Tensor:
@@ -80,27 +86,69 @@ def block_mask(
     batch and heads are 1 where the mask does not depend on them. `causal` and `window`, if the call has them, leave
     out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
     """
-    if not isinstance(mod, Mod) or mod.kind != "mask":
-        raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
     if min(n_q, n_k, batch, heads) < 1:
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
-    if min(block) < 16 or any(x % 16 for x in block):
-        raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
+    _check(mod, block, {"b": batch, "h": heads})
     if device is None:
         device = mod.tensors[0].device if mod.tensors else "cpu"
-    for axis, size in (("b", batch), ("h", heads)):
-        if size == 1 and axis in mod.program.root.deps:
-            hint = {"b": "batch", "h": "heads"}[axis]
-            if not _trivial(mod, axis):
-                raise AttentionError(f"{hint} of a block mask", 1, f"the call's {hint}: the mask reads {axis}")
     kinds = torch.stack([
         torch.stack([_kinds(mod, b, h, n_q, n_k, band(causal, window), block, device) for h in range(heads)])
         for b in range(batch)
     ])  # fmt: skip
-    lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
-    if len(lists[1]) * max(block) >= 2**31:
-        raise AttentionError("visited tiles of a block mask", len(lists[1]), f"fewer than {2**31 // max(block)}")
-    return BlockMask(mod, lists, block, (batch, heads, n_q, n_k))
+    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k))
+
+
+def block_mask_varlen(
+    mod: Mod,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    heads: int = 1,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    block: tuple[int, int] = (128, 128),
+) -> BlockMask:
+    """`block_mask` for packed sequences of these lengths, for use as `attention_varlen(..., mask_mod=...)`.
+
+    >>> from tilewise.mods import block_diagonal
+    >>> cu = torch.tensor([0, 384, 512], dtype=torch.int32)  # lengths 384 and 128
+    >>> block_mask_varlen(block_diagonal(128), cu, cu).tiles[:, 0]
+    tensor([[[2, 0, 0],
+             [0, 2, 0],
+             [0, 0, 2]],
+    <BLANKLINE>
+            [[2, 0, 0],
+             [0, 0, 0],
+             [0, 0, 0]]], dtype=torch.int8)
+
+    Every sequence has its own tiles, counted from its first token. Making the mask reads the lengths on the host, once;
+    the calls that use it do not.
+    """
+    lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
+    batch = len(lengths[0])
+    if batch < 1 or len(lengths[1]) != batch:
+        raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
+    _check(mod, block, {"b": batch, "h": heads})
+    n_q, n_k = (max(1, *x) for x in lengths)
+    shape = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
+    kinds = torch.zeros(shape, dtype=torch.int8, device=cu_seqlens_q.device)
+    for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):
+        for h in range(heads if min(rows, keys) > 0 else 0):
+            found = _kinds(mod, b, h, rows, keys, band(causal, window), block, kinds.device)
+            kinds[b, h, : found.shape[0], : found.shape[1]] = found
+    tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
+    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), tokens)
+
+
+def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
+    if not isinstance(mod, Mod) or mod.kind != "mask":
+        raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
+    if min(block) < 16 or any(x % 16 for x in block):
+        raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
+    for axis, size in sizes.items():
+        if size == 1 and axis in mod.program.root.deps and not _trivial(mod, axis):
+            hint = {"b": "batch", "h": "heads"}[axis]
+            raise AttentionError(f"{hint} of a block mask", 1, f"the call's {hint}: the mask reads {axis}")
 
 
 def _trivial(mod: Mod, axis: str) -> bool:
@@ -140,6 +188,13 @@ def _kinds(
         every = tiles(seen, True).all(3).all(1)
         kinds.append(some.to(torch.int8) + (some & every).to(torch.int8))
     return torch.cat(kinds)
+
+
+def _both_lists(kinds: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
+    if len(lists[1]) * max(block) >= 2**31:
+        raise AttentionError("visited tiles of a block mask", len(lists[1]), f"fewer than {2**31 // max(block)}")
+    return lists
 
 
 def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
