@@ -11,7 +11,7 @@ import torch
 from tilewise import cli
 from tilewise.perf import check
 from tilewise.perf.devices import device
-from tilewise.perf.predict import MODEL, predict
+from tilewise.perf.predict import MODEL, Model, predict
 
 H200 = device("H200")
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def invented(model=MODEL):
             call,
             "triton",
             which,
-            predict(call, "triton", H200, only_backward=which == "backward", model=model).call,
+            predict(call, "triton", H200, only_backward=which == "backward", model=model).device,
             0.0,
         )
         for call in check.calls()
@@ -35,6 +35,13 @@ def test_enough_calls_are_measured():
     calls = list(check.calls())
     assert len(set(calls)) == len(calls)
     assert 2 * len(calls) >= 60
+
+
+def test_no_benchmark_makes_the_calls_that_check_the_model():
+    for kept in (ROOT / "bench" / "results").glob("*-nvidia-*.json"):
+        fitted = {m.call for m in check.load(kept)[1]}
+        assert len(fitted) >= 36
+        assert not fitted & set(check.calls())
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
@@ -57,8 +64,17 @@ def test_the_fit_finds_the_efficiencies_that_made_the_data():
     assert after < 0.05 < before
 
 
+def test_a_fit_is_written_and_read(tmp_path, monkeypatch, capsys):
+    (kept,) = (ROOT / "bench" / "results").glob("*-nvidia-h200.json")
+    monkeypatch.setattr(check, "fit", lambda measured, on: replace(MODEL, edge=0.123))
+    monkeypatch.setattr(check.Model, "save", lambda model: Model.save(model, tmp_path / "model.json"))
+    assert cli.main(["explain", "--fit", str(kept)]) == 0
+    assert Model.load(tmp_path / "model.json").edge == 0.123
+    assert "median error" in capsys.readouterr().out
+
+
 def test_the_comparison_ends_with_the_median():
-    assert check.compare(invented(), H200).splitlines()[-1] == "72 calls: median error 0.0%, 100% within 20 %"
+    assert check.compare(invented(), H200).splitlines()[-1] == "84 calls: median error 0.0%, 100% within 20 %"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -187,3 +188,48 @@ def test_command(capsys):
         "seconds",
     } <= set(found)
     assert cli.main(["explain", "1", "2", "--device", "H200"]) == 2
+
+
+def test_score_terms_are_counted():
+    bias = torch.empty(1, 16, 4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    plain, capped = told(backend="auto"), told(backend="auto", softcap=30.0, bias=bias)
+    assert (plain.backend, capped.backend) == ("hopper", "triton")
+    assert "terms of the score" in capped.reason
+    assert capped.call.terms.names == ("softcap", "bias")
+    assert capped.call.terms.read == capped.call.terms.written == 2 * 16 * 4096**2
+    assert capped.backward  # the bias wants its gradient
+    assert capped.prediction.device > told(backward=True).prediction.device
+    assert "softcap, bias: 18 operations on each pair" in str(capped)
+    json.dumps(capped.to_dict())
+
+
+def test_block_masks_save_what_they_skip():
+    mask = tilewise.mods.block_diagonal(512)
+    blocks = tilewise.block_mask(mask, 4096, 4096)
+    every, some = told(mask_mod=mask), told(mask_mod=blocks)
+    assert some.flops == every.flops / 8
+    assert 4 < every.prediction.device / some.prediction.device < 8
+    assert any("tilewise.block_mask" in advice.text for advice in every.advice)
+    assert not any("tilewise.block_mask" in advice.text for advice in some.advice)
+
+
+def test_explain_takes_what_attention_takes():
+    """Every keyword of both functions, with the same defaults."""
+    known = inspect.signature(explain).parameters
+    for function in (tilewise.attention, tilewise.attention_varlen):
+        for name, parameter in inspect.signature(function).parameters.items():
+            assert name in known
+            if parameter.default is not parameter.empty:
+                assert known[name].default == parameter.default
+
+
+def test_terms_are_refused_as_attention_refuses_them():
+    with pytest.raises(tilewise.AttentionError, match="softcap"):
+        told(softcap=-1.0)
+    with pytest.raises(tilewise.AttentionError, match="H of bias"):
+        told(bias=torch.zeros(1, 3, 4096, 4096, device="meta"))
+
+
+def test_a_fixed_order_costs_time():
+    times = [told(backend="hopper", backward=True, deterministic=same).prediction.device for same in (False, True)]
+    assert times[0] < times[1]

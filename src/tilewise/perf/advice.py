@@ -31,6 +31,7 @@ def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Ite
         return
     gains = [*_wave(found, estimate), *_dtype(found, estimate), *_host(found), *_heads(found, estimate)]
     yield from sorted((a for a in gains if a.gain and a.gain > WORTH), key=lambda advice: -(advice.gain or 0))
+    yield from _terms(found)
     yield from _programs(found)
     yield from _dims(found)
     for name, x in zip("qkv", tensors, strict=True):
@@ -41,7 +42,7 @@ def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Ite
 
 
 def _gain(found: Explanation, other: Explanation) -> float:
-    return found.prediction.call / other.prediction.call
+    return found.prediction.device / other.prediction.device
 
 
 def _wave(found: Explanation, estimate: Estimate) -> Iterator[Advice]:
@@ -83,6 +84,12 @@ def _heads(found: Explanation, estimate: Estimate) -> Iterator[Advice]:
             "memory binds, and K and V are most of it: grouped heads (8 queries to a KV head) read an eighth",
             _gain(found, estimate(replace(call, kv_heads=call.heads // 8))),
         )
+
+
+def _terms(found: Explanation) -> Iterator[Advice]:
+    terms = found.call.terms
+    if terms and terms.masked and terms.visited == 1.0:
+        yield Advice("a mask mod alone visits every tile: tilewise.block_mask(...) made of it skips those nobody sees")
 
 
 def _programs(found: Explanation) -> Iterator[Advice]:

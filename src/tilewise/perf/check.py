@@ -1,23 +1,25 @@
 """Prediction against measurement: `tilewise explain --check FILE` on a GPU, `--fit FILE` anywhere.
 
-FILE is JSON: {"device", "torch", "triton", "when", "calls": [{"call": Call.to_dict(), "backend", "pass", "seconds",
-"spread"}]}; pass is "forward" or "backward" (alone), seconds the median of rounds, spread their interquartile range
-over the median.
+The model is fitted to a result of `tilewise bench` and checked with calls that no benchmark makes. Times are of the
+device: the host is ahead, and the cache is emptied before each call.
+
+FILE is JSON: {"device", "torch", "triton", "when", "host": seconds of a tiny call by pass, "calls": [{"call":
+Call.to_dict(), "backend", "pass", "seconds", "spread"}]}; pass is "forward" or "backward" (alone), seconds the median
+of some calls, spread their interquartile range over the median.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import math
-import random
+import os
 import statistics
 import sys
-from collections import defaultdict
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,10 +29,10 @@ import torch
 
 from tilewise.perf.cost import Call
 from tilewise.perf.devices import Device, device
-from tilewise.perf.predict import MODEL, Model, padded, predict
+from tilewise.perf.predict import FITTED, MODEL, Model, padded, plan, predict
 
-TOKENS, WIDTH = 16384, 2048
-ROUNDS, SECONDS = 3, 0.01
+SECONDS = 0.01  # of each pass of each call
+LENGTHS = (128, 4096, 37, 1000, 2048, 512, 6000, 2563, 1, 777, 3333)
 
 
 class Measured(NamedTuple):
@@ -41,39 +43,48 @@ class Measured(NamedTuple):
     spread: float
 
     def predicted(self, on: Device, model: Model = MODEL) -> float:
-        return predict(self.call, self.backend, on, only_backward=self.which == "backward", model=model).call
+        return predict(self.call, self.backend, on, only_backward=self.which == "backward", model=model).device
 
     def error(self, on: Device, model: Model = MODEL) -> float:
         return abs(self.predicted(on, model) / self.seconds - 1)
 
+    def to_dict(self) -> dict[str, Any]:
+        shape = {name: x for name, x in self.call.to_dict().items() if name != "terms"}
+        return {
+            "call": shape, "backend": self.backend, "pass": self.which, "seconds": float(f"{self.seconds:.4g}"),
+            "spread": round(self.spread, 3),
+        }  # fmt: skip
+
 
 def calls() -> Iterator[Call]:
-    """The calls that are measured, each forward and backward: the usual grid, then everything that is unusual."""
-    for d in (64, 128, 256):
-        for s in (512, 2048, 8192):
-            for after in (None, 0):
-                yield Call(TOKENS // s, s, s, WIDTH // d, WIDTH // d, d, d, after=after)
-    usual = Call(4, 4096, 4096, 16, 16, 128, 128, after=0)
-    yield replace(usual, dtype="float16")
-    yield replace(usual, kv_heads=4)
-    yield replace(usual, before=1023)
-    yield replace(usual, batch=1, n_q=16384, n_k=16384, before=1023)
-    yield replace(usual, n_q=512)
-    yield replace(usual, n_q=2049, n_k=2049, after=None)
-    yield replace(usual, batch=1, n_q=2049, n_k=2049, after=None)
-    yield replace(usual, batch=1, n_q=2048, n_k=2048, after=None)
-    yield replace(usual, n_q=1000, n_k=1000)
-    yield replace(usual, batch=1, n_q=512, n_k=512)
-    yield replace(usual, batch=1, n_q=128, n_k=128, heads=8, kv_heads=8)
-    yield replace(usual, d=100, dv=100)
-    yield replace(usual, d=96, dv=96)
-    yield replace(usual, d=32, dv=32, heads=64, kv_heads=64, batch=1)
-    yield replace(usual, d=192, dv=128)
-    yield replace(usual, dtype="float32", n_q=2048, n_k=2048, d=64, dv=64)
-    yield replace(usual, dtype="float32", n_q=2048, n_k=2048)
-    lengths = tuple((n, n) for n in (128, 4096, 37, 1000, 2048, 512, 6000, 2563))
-    total = sum(n for n, _ in lengths)
-    yield replace(usual, batch=len(lengths), n_q=total, n_k=total, lengths=lengths)
+    """What is measured, each forward and backward: sizes of every kind that the benchmark's grid does not have."""
+
+    def sizes(d: int, *rows: tuple[int, int, int], **more: Any) -> Iterator[Call]:
+        for batch, n, heads in rows:
+            yield Call(batch, n, n, heads, heads, d, d, **more)
+
+    yield from sizes(128, (1, 3000, 16), (3, 1500, 16), (2, 6144, 16), (1, 24576, 16), (7, 777, 32), (1, 10000, 5))
+    yield from sizes(128, (1, 3000, 16), (6, 2500, 16), (1, 32768, 8), (12, 1024, 12), (1, 1024, 16), after=0)
+    yield from sizes(64, (2, 3000, 24), (1, 12000, 12), (16, 700, 16))
+    yield from sizes(64, (3, 5000, 20), (1, 20000, 8), (24, 600, 16), after=0)
+    yield from sizes(256, (2, 3000, 8), (5, 2000, 16))
+    yield from sizes(256, (1, 12000, 4), (6, 1500, 8), after=0)
+    yield from sizes(128, (1, 12000, 16), (4, 4096, 16), before=511, after=0)
+    yield from sizes(128, (2, 8192, 16), before=255, after=255)
+    for d, dv, heads in ((96, 96, 16), (32, 32, 32), (100, 100, 16), (192, 128, 16)):
+        yield Call(4, 3000, 3000, heads, heads, d, dv, after=0)
+    yield Call(2, 4000, 4000, 20, 20, 80, 80)
+    yield Call(8, 512, 4096, 16, 16, 128, 128)
+    yield Call(4, 512, 8192, 16, 16, 128, 128, after=0)
+    yield Call(2, 4000, 4000, 32, 8, 128, 128, after=0)
+    yield Call(1, 12288, 12288, 32, 8, 128, 128, after=0)
+    yield Call(1, 6000, 6000, 64, 8, 128, 128, after=0)
+    yield Call(2, 5000, 5000, 16, 16, 128, 128, "float16", after=0)
+    yield Call(1, 3000, 3000, 8, 8, 64, 64, "float32", after=0)
+    lengths = tuple((n, n) for n in LENGTHS)
+    total = sum(LENGTHS)
+    yield Call(len(lengths), total, total, 16, 16, 128, 128, after=0, lengths=lengths)
+    yield Call(len(lengths), total, total, 32, 32, 64, 64, lengths=lengths)
 
 
 def run(path: Path) -> int:
@@ -83,11 +94,13 @@ def run(path: Path) -> int:
             file=sys.stderr,
         )
         return 2
-    major, minor = torch.cuda.get_device_capability()
-    todo = [(call, backend) for call in calls() for backend in backends(call)]
-    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        list(pool.map(partial(compile_ahead, capability=major * 10 + minor), *zip(*distinct(todo), strict=True)))
-    measured = measure(todo)
+    began = time.monotonic()
+    todo = list(calls())
+    if (os.cpu_count() or 1) > 2:
+        with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+            list(pool.map(compile_ahead, distinct(todo)))
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+    measured = list(measure(todo))
     import triton
 
     record = {
@@ -95,14 +108,19 @@ def run(path: Path) -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "when": datetime.date.today().isoformat(),
-        "calls": [
-            {"call": m.call.to_dict(), "backend": m.backend, "pass": m.which, "seconds": m.seconds, "spread": m.spread}
-            for m in measured
-        ],
+        "host": host_seconds(),
     }
-    path.write_text(json.dumps(record, indent=1))
+    write(path, record, measured)
     print(compare(measured, device("cuda")))
+    print(f"the host takes {record['host']}; {time.monotonic() - began:.0f} s")
     return 0
+
+
+def write(path: Path, record: dict[str, Any], measured: list[Measured]) -> None:
+    """One line per call."""
+    lines = ",\n  ".join(json.dumps(m.to_dict()) for m in measured)
+    body = json.dumps(record, indent=1).removesuffix("\n}")
+    path.write_text(f'{body},\n "calls": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def load(path: Path) -> tuple[str, list[Measured]]:
@@ -117,18 +135,20 @@ def load(path: Path) -> tuple[str, list[Measured]]:
 
 
 def _from_bench(cells: list[dict[str, Any]]) -> Iterator[Measured]:
+    """The grid, and the deterministic backward."""
+    passes = {"forward": "forward", "backward": "backward", "deterministic backward": "backward"}
     for cell in cells:
         case = cell["case"]
-        if cell["group"] not in ("forward", "backward") or case["lengths"]:
+        if cell["group"] not in passes:
             continue
-        before, after = case["window"] or (None, None)
         sizes = case["batch"], case["seq"], case["seq"], case["heads"], case["kv_heads"], case["dim"], case["dim"]
-        call = Call(*sizes, dtype=case["dtype"], before=before, after=0 if case["causal"] else after)
+        deterministic = case.get("deterministic", False)
+        call = Call(*sizes, dtype=case["dtype"], after=0 if case["causal"] else None, deterministic=deterministic)
         for backend in ("triton", "hopper"):
             entry = cell["entries"].get(f"tilewise-{backend}", {})
             if entry.get("status") == "ok" and entry.get("times"):
                 times = entry["times"]
-                yield Measured(call, backend, cell["group"], statistics.median(times), spread(times))
+                yield Measured(call, backend, passes[cell["group"]], statistics.median(times), spread(times))
 
 
 def _call(fields: dict[str, Any]) -> Call:
@@ -136,97 +156,74 @@ def _call(fields: dict[str, Any]) -> Call:
     return Call(**fields | {"lengths": lengths and tuple(map(tuple, lengths))})
 
 
-def tensors(call: Call, where: str) -> list[torch.Tensor]:
-    """q, k, v of a call."""
-    batch = () if call.lengths else (call.batch,)
-    shapes = (call.n_q, call.heads, call.d), (call.n_k, call.kv_heads, call.d), (call.n_k, call.kv_heads, call.dv)
-    make = torch.empty if where == "meta" else torch.randn
-    return [make(*batch, *shape, dtype=getattr(torch, call.dtype), device=where) for shape in shapes]
-
-
-def backends(call: Call) -> list[str]:
-    """The portable kernels, and what would run by default where that is something else."""
-    from tilewise.dispatch import choose
-
-    q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in tensors(call, "meta"))
-    return sorted({"triton", choose(q, k, v, spec_of(call)).backend})
-
-
-def spec_of(call: Call) -> Any:
-    from tilewise.spec import Spec
-
-    return Spec(1 / math.sqrt(call.d), call.before, call.after)
-
-
-def distinct(todo: list[tuple[Call, str]]) -> list[tuple[Call, str]]:
-    """One of the calls that share their kernels, the slowest to compile first."""
+def distinct(todo: list[Call]) -> list[Call]:
+    """One of the calls that share their kernels, as far as the sizes tell."""
     kinds = {
         (
-            backend, c.d, c.dv, c.dtype, c.before is None, c.after is None, c.heads // c.kv_heads,
-            c.n_q % 128 == 0, c.n_k % 128 == 0, c.lengths is None, c.n_k <= 2048,
-        ): (c, backend)
-        for c, backend in todo
+            c.d, c.dv, c.dtype, c.before is None, c.after is None, c.heads // c.kv_heads, c.heads % 16 == 0,
+            c.n_q == c.n_k, c.lengths is None, c.n_k <= 1024,
+        ): c
+        for c in todo
     }  # fmt: skip
-    return sorted(kinds.values(), key=lambda one: one[1] != "hopper")
+    return list(kinds.values())
 
 
-def compile_ahead(call: Call, backend: str, capability: int) -> None:
-    """Fill Triton's cache from another process; what fails here fails again, with its reason, when it is launched."""
-    from tilewise.perf.explain import compile_kernels
-
-    q, k, v = tensors(call, "meta")
-    with contextlib.suppress(Exception):
-        list(compile_kernels(q, k, v, call.lengths, spec_of(call), capability, backward=True, backend=backend))
-
-
-def measure(todo: Iterable[tuple[Call, str]]) -> list[Measured]:
-    """Rounds in shuffled order; in each, a call repeats back to back for some milliseconds between two events."""
-    found: dict[tuple[Call, str, str], list[float]] = defaultdict(list)
-    todo = list(todo)
-    for _ in range(ROUNDS):
-        random.shuffle(todo)
-        for call, backend in todo:
-            forward, backward = once(call, backend)
-            found[call, backend, "forward"].append(forward)
-            found[call, backend, "backward"].append(backward)
-    return [
-        Measured(call, backend, which, statistics.median(times), spread(times))
-        for (call, backend, which), times in found.items()
-    ]
+def compile_ahead(call: Call) -> None:
+    """Fill Triton's cache from another process; what fails here fails again, with its reason, when it is measured."""
+    try:
+        for work in passes(call)[1]:
+            work()
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"{call}: {type(error).__name__}: {error}", flush=True)
 
 
-def once(call: Call, backend: str) -> tuple[float, float]:
-    """Seconds of one forward call and of one backward."""
+def passes(call: Call) -> tuple[str, list[Any]]:
+    """The backend that runs a call by default, and the work of its forward and of its backward."""
     import tilewise
+    from tilewise.dispatch import choose
+    from tilewise.spec import Spec
 
-    inputs = tensors(call, "cuda")
-    options: dict[str, Any] = {"window": (call.before, call.after), "backend": backend}
+    batch = () if call.lengths else (call.batch,)
+    shapes = (call.n_q, call.heads, call.d), (call.n_k, call.kv_heads, call.d), (call.n_k, call.kv_heads, call.dv)
+    dtype = getattr(torch, call.dtype)
+    q, k, v = inputs = [torch.randn(*batch, *shape, device="cuda", dtype=dtype) for shape in shapes]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     attention: Any = tilewise.attention
     if call.lengths is not None:
         ends = torch.tensor([0, *(n for n, _ in call.lengths)], device="cuda").cumsum(0, dtype=torch.int32)
         attention = partial(tilewise.attention_varlen, cu_seqlens_q=ends, cu_seqlens_k=ends)
-    forward = clock(partial(attention, *inputs, **options))
-    for x in inputs:
-        x.requires_grad_()
-    out = attention(*inputs, **options)
-    return forward, clock(partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True))
+    attention = partial(attention, window=(call.before, call.after))
+    out = attention(*leaves)
+    backend = choose(q, k, v, Spec(1 / math.sqrt(call.d), call.before, call.after)).backend
+    backward = partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+    return backend, [partial(attention, *inputs), backward]
 
 
-def clock(work: Any) -> float:
-    """Seconds of one call in a row of calls long enough to be timed."""
-    work()
-    once = _events(work, 1)
-    return _events(work, max(2, min(200, int(SECONDS / max(once, 1e-6)))))
+def measure(todo: Iterable[Call]) -> Iterator[Measured]:
+    from tilewise.bench.measure import CudaClock
+
+    clock = CudaClock(torch.device("cuda"))
+    for call in todo:
+        backend, works = passes(call)
+        for which, work in zip(("forward", "backward"), works, strict=True):
+            once = min(clock.start([work] * 2)())
+            times = clock.start([work] * max(3, min(20, int(SECONDS / once))))()
+            yield Measured(call, backend, which, statistics.median(times), spread(times))
 
 
-def _events(work: Any, repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
+def host_seconds(times: int = 200) -> dict[str, float]:
+    """What a tiny call keeps the host, by pass."""
+    found = {}
+    for which, work in zip(("forward", "backward"), passes(Call(1, 64, 64, 1, 1, 64, 64))[1], strict=True):
         work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        found[which] = float(f"{(time.perf_counter() - began) / times:.3g}")
+        torch.cuda.synchronize()
+    return found
 
 
 def spread(times: list[float]) -> float:
@@ -251,16 +248,27 @@ def compare(measured: list[Measured], on: Device, model: Model = MODEL) -> str:
     )
 
 
-def show_fit(path: Path) -> int:
-    name, measured = load(path)
+def show_fit(paths: list[Path]) -> int:
+    """Fit the model to results of `tilewise bench`, write it down, compare."""
+    loaded = [load(path) for path in paths]
+    name, measured = loaded[0][0], [m for _, found in loaded for m in found]
     model = fit(measured, device(name))
-    for field in fields(model):
-        if field.name != "efficiency":
-            print(f"    {field.name}={getattr(model, field.name):.3g},")
-    for key, row in model.efficiency.items():
-        print(f"        {key!r}: {{{', '.join(f'{d}: {e:.2f}' for d, e in row.items())}}},")
+    host = [host for path in paths if (host := _host(path))]
+    if host:
+        model = replace(model, host=host[0])
+    model.save()
     print(compare(measured, device(name), model))
+    print(f"written: {FITTED.name}")
     return 0
+
+
+def _host(path: Path) -> float | None:
+    """Seconds of a tiny eager call, in a result of `tilewise bench` that has them."""
+    for cell in json.loads(path.read_text()).get("cells", []):
+        times = cell["entries"].get("tilewise", {}).get("times")
+        if cell["group"] == "overhead" and times:
+            return float(statistics.median(times))
+    return None
 
 
 def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int = 3) -> Model:
@@ -269,25 +277,32 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
     def loss(candidate: Model, touched: list[Measured] = measured) -> float:
         return sum(abs(math.log(m.predicted(on, candidate) / m.seconds)) for m in touched)
 
+    used = {id(m): _kernels(m, on) for m in measured}
     for _ in range(rounds):
         for key, row in model.efficiency.items():
             for d in row:
-                touched = [m for m in measured if _uses(m, *key, d)]
+                touched = [m for m in measured if (*key, d) in used[id(m)]]
                 if not touched:
                     continue
                 model = min(
                     (_with(model, key, d, value) for value in around(model.efficiency[key][d])),
                     key=lambda candidate: loss(candidate, touched),
                 )
-        for name in ("prologue", "edge", "gap", "host", "host_backward"):
-            model = min((_constant(model, name, value) for value in around(getattr(model, name))), key=loss)
+        for name in ("prologue", "edge", "gap", "bandwidth"):
+            values = (value for value in around(getattr(model, name)) if name != "bandwidth" or value <= 0.95)
+            model = min((_constant(model, name, value) for value in values), key=loss)
+        ordered = [m for m in measured if m.call.deterministic]
+        if ordered:
+            values = (value for value in around(model.ordered) if value <= 1)
+            model = min((_constant(model, "ordered", value) for value in values), key=lambda c: loss(c, ordered))
     return model
 
 
-def _uses(m: Measured, kernel: str, itemsize: int, d: int) -> bool:
-    same_pass = (m.which == "forward") == kernel.endswith("forward")
-    same_backend = (m.backend == "hopper") == kernel.startswith("hopper")
-    return same_pass and same_backend and m.call.itemsize == itemsize and padded(max(m.call.d, m.call.dv)) == d
+def _kernels(m: Measured, on: Device) -> set[tuple[str, int, int]]:
+    """The rows of the table of efficiencies that a call uses."""
+    kernels = plan(m.call, m.backend, on, backward=m.which == "backward", only_backward=m.which == "backward")
+    d = padded(max(m.call.d, m.call.dv))
+    return {(k.name, m.call.itemsize, max(d, 64) if k.name.startswith("hopper") else d) for k in kernels}
 
 
 def _with(model: Model, key: tuple[str, int], d: int, value: float) -> Model:

@@ -40,7 +40,11 @@ def configure(parser: ArgumentParser) -> None:
         "--check", type=Path, metavar="FILE", help="measure many calls on this GPU, keep them in FILE, compare"
     )
     parser.add_argument(
-        "--fit", type=Path, metavar="FILE", help="fit the model to such a FILE and print its efficiencies"
+        "--fit",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="fit the model to results of `tilewise bench`, and write it",
     )
 
 

@@ -19,6 +19,23 @@ from tilewise.perf.devices import ITEMSIZE
 STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
 
+class ScoreTerms(NamedTuple):
+    """What a call does to its scores beside scaling them, and to their weights.
+
+    Operations are per visible pair, on the ordinary units: an addition is one, a special function eight. `read` is what
+    biases and tables bring from memory, `written` their gradients; `visited` the share of the tiles of a block mask.
+    """
+
+    names: tuple[str, ...]
+    forward: int = 0
+    backward: int = 0
+    read: int = 0
+    written: int = 0
+    visited: float = 1.0
+    masked: bool = False
+    dropout: bool = False
+
+
 @dataclass(frozen=True)
 class Call:
     """The shapes of a call. `lengths` are (n_q, n_k) of packed sequences; n_q and n_k are then their totals."""
@@ -34,6 +51,8 @@ class Call:
     before: int | None = None
     after: int | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
+    deterministic: bool = False
+    terms: ScoreTerms | None = None
 
     @property
     def itemsize(self) -> int:
@@ -49,10 +68,11 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that see each other, over all heads and sequences."""
-        return self.heads * sum(
+        """Query-key pairs that see each other, over all heads and sequences; with a block mask, those of its tiles."""
+        pairs = self.heads * sum(
             count * visible_pairs(n_q, n_k, self.before, self.after) for count, n_q, n_k in self.sequences
         )
+        return pairs if self.terms is None else round(pairs * self.terms.visited)
 
     @property
     def score_bytes(self) -> int:
@@ -122,11 +142,13 @@ BACKWARD = (
 # Elementwise steps that an eager framework runs on their own: each reads the matrix and writes it again.
 MASK = Step("mask S", 2, "")
 DROPOUT = Step("drop P", 2.5, "")  # half a pass for one byte of keep-or-drop per score
+TERM = Step("change S", 2, "")
 
 
-def naive_steps(*, backward: bool, masked: bool = False, dropout: bool = False) -> list[Step]:
-    """The kernels of an eager implementation; the backward of mask and dropout costs what their forward did."""
+def naive_steps(*, backward: bool, masked: bool = False, dropout: bool = False, terms: int = 0) -> list[Step]:
+    """The kernels of an eager implementation; the backward of mask, dropout and terms costs what their forward did."""
     extra = [step for step, there in ((MASK, masked), (DROPOUT, dropout)) if there]
+    extra += [TERM] * terms
     again = [Step(f"{step.name}, backward", step.passes, "") for step in extra]
     return [*FORWARD, *extra, *((*BACKWARD, *again) if backward else ())]
 
@@ -152,13 +174,16 @@ def traffic(
 ) -> Traffic:
     """`reads_of_keys`: how often K and V come from memory, once if L2 serves the other query tiles; of_queries the same
     for Q and dO in the backward. FA1 keeps one key block and streams Q and O past it, once per block of `fa1_block`."""
-    steps = naive_steps(backward=backward, masked=masked, dropout=dropout)
+    asked = call.terms or ScoreTerms(())
+    masked, dropout = masked or asked.masked, dropout or asked.dropout
+    steps = naive_steps(backward=backward, masked=masked, dropout=dropout, terms=len(asked.names))
     naive = sum(round(step.passes * call.score_bytes) + sum(map(call.rows, step.rows)) for step in steps)
+    more = asked.read * (1 + backward) + asked.written * backward
     return Traffic(
-        naive,
-        _fa1(call, fa1_block, backward),
-        _tiled(call, backward, reads_of_keys, reads_of_queries),
-        _least(call, backward),
+        naive + more,
+        _fa1(call, fa1_block, backward) + more,
+        _tiled(call, backward, reads_of_keys, reads_of_queries) + more,
+        _least(call, backward) + asked.read + asked.written * backward,
     )
 
 

@@ -44,6 +44,11 @@ class Device:
         """FLOP/s of a matrix product in `dtype` with float32 sums (float32: exact products, no TF32)."""
         return self.rates[dtype]
 
+    @property
+    def lanes(self) -> float:
+        """Ordinary float32 operations per second: 128 lanes on each SM."""
+        return 128 * self.sms * self.clock
+
     def ridge(self, dtype: str) -> float:
         """FLOPs per byte at which the memory roof meets the compute roof."""
         return self.flops(dtype) / self.bandwidth

@@ -6,7 +6,8 @@
 
 `Explanation.to_dict()` is the JSON of `tilewise explain --json`, and what pages are drawn from:
 
-    call       batch, n_q, n_k, heads, kv_heads, d, dv, dtype, before, after, lengths; backward: bool
+    call       batch, n_q, n_k, heads, kv_heads, d, dv, dtype, before, after, lengths, deterministic, backward;
+               terms: None, or {names, forward, backward (operations per pair), read, written (bytes), visited, ...}
     device     the facts of `devices.Device`
     backend    name, reason
     flops      forward, backward (visible pairs only), executed (whole tiles, padding included)
@@ -34,13 +35,16 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
+from tilewise.mods.blocks import BlockMask
+from tilewise.mods.program import Mod
 from tilewise.perf import cost, predict, roofline
 from tilewise.perf.advice import Advice, advise
 from tilewise.perf.compiled import Compiled, compile_for
 from tilewise.perf.cost import Call
 from tilewise.perf.devices import ITEMSIZE, Device
 from tilewise.perf.devices import device as device_named
-from tilewise.spec import AttentionError, Spec
+from tilewise.perf.terms import count
+from tilewise.spec import AttentionError, Spec, Terms
 
 Shape = Sequence[int]
 
@@ -83,7 +87,8 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         none = Resources(None, None, None)  # type: ignore[arg-type]
         return {
-            "call": self.call.to_dict() | {"backward": self.backward},
+            "call": self.call.to_dict()
+            | {"backward": self.backward, "terms": self.call.terms and self.call.terms._asdict()},
             "device": self.device.to_dict(),
             "backend": {"name": self.backend, "reason": self.reason},
             "flops": {
@@ -121,9 +126,21 @@ def explain(
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     cu_seqlens_k: Tensor | Sequence[int] | None = None,
     *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | BlockMask | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
     backend: str = "auto",
     backward: bool | None = None,
     device: str | None = None,
@@ -132,24 +149,43 @@ def explain(
 ) -> Explanation:
     """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
 
-    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched.
+    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched. The
+    arguments are theirs, and:
 
     device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda", "cpu"; None is where the tensors are.
     backward: count the backward too; None means if an input requires a gradient.
     compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
     """
     tensors = [_tensor(x, dtype) for x in (q, k, v)]
-    call, spec = _call(tensors, cu_seqlens_q, cu_seqlens_k, causal, window, scale, backend)
+    lengths = _lengths(tensors, cu_seqlens_q, cu_seqlens_k)
+    extras = {
+        "softcap": softcap, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod,
+        "mask_mod": mask_mod, "dropout_p": dropout_p, "seed": seed,
+    }  # fmt: skip
+    longest = [max_seqlen_q, max_seqlen_k] if lengths else [tensors[0].shape[1], tensors[1].shape[1]]
+    terms, named = _terms(tensors[0], len(lengths or tensors[0]), longest, extras, packed=lengths is not None)
+    same_bits = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    spec = Spec.of(
+        head_dim=tensors[0].shape[-1], causal=causal, window=window, scale=scale, backend=backend,
+        deterministic=same_bits, **named,
+    )  # fmt: skip
+    names = tuple(
+        name for name, x in extras.items() if name != "seed" and (name != "dropout_p" or dropout_p) and x is not None
+    )
+    blocks = mask_mod if isinstance(mask_mod, BlockMask) else None
+    call = _call(tensors, lengths, spec, count(spec, terms, names, blocks))
     where = _device(tensors[0], device)
     if backward is None:
-        backward = any(x.requires_grad for x in tensors)
+        backward = any(x.requires_grad for x in (*tensors, *terms.score, *(t for t in terms[:2] if t is not None)))
     if where.capability:
-        chosen = dispatch.choose(tensors[0], tensors[1], tensors[2], spec, where.capability)
+        chosen = dispatch.choose(tensors[0], tensors[1], tensors[2], spec, where.capability, terms)
     else:
         here = torch.empty(0, dtype=tensors[0].dtype)
-        chosen = dispatch.choose(here, here, here, spec)
+        chosen = dispatch.choose(here, here, here, spec, terms=terms)
     found = estimate(call, backward, where, chosen.backend, chosen.reason)
-    resources, not_compiled = _resources(tensors, call, spec, where, found) if compiled else ({}, "not asked for")
+    resources, not_compiled = ({}, "not asked for")
+    if compiled:
+        resources, not_compiled = _resources(tensors, call, spec, where, found)
     found = replace(found, resources=resources, not_compiled=not_compiled)
     return replace(
         found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, where, found.backend)))
@@ -171,7 +207,10 @@ def estimate(call: Call, backward: bool, device: Device, backend: str, reason: s
         reads_of_queries=rereads.get("key", rereads.get("hopper backward", 1.0)),
     )
     flops = call.flops() + (call.flops(backward=True) if backward else 0)
-    exps = call.pairs * (1 + 2 * backward)  # the dK and the dQ kernel each compute P again
+    again = 0 if not backward else 1 if len(kernels) == 2 else 2  # the portable dK and dQ kernels each compute P
+    exps = call.pairs * (1 + again)
+    terms = call.terms or cost.ScoreTerms(())
+    operations = call.pairs * (terms.forward + again * terms.backward)
     return Explanation(
         call=call,
         backward=backward,
@@ -181,7 +220,7 @@ def estimate(call: Call, backward: bool, device: Device, backend: str, reason: s
         traffic=bill,
         kernels=kernels,
         prediction=predict.predict(call, backend, device, backward=backward),
-        roofs=roofline.roofs(flops, bill.tiled, exps, device, call.dtype),
+        roofs=roofline.roofs(flops, bill.tiled, exps, device, call.dtype, operations),
         resources={},
         not_compiled="",
         advice=[],
@@ -196,29 +235,43 @@ def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
     return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")
 
 
-def _call(
-    tensors: list[Tensor],
-    cu_q: Tensor | Sequence[int] | None,
-    cu_k: Tensor | Sequence[int] | None,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    scale: float | None,
-    backend: str,
-) -> tuple[Call, Spec]:
-    q, k, v = tensors
+def _lengths(
+    tensors: list[Tensor], cu_q: Tensor | Sequence[int] | None, cu_k: Tensor | Sequence[int] | None
+) -> tuple[tuple[int, int], ...] | None:
+    """(n_q, n_k) of packed sequences; None for a dense call. Raises where the shapes fit neither."""
     rank = 4 if cu_q is None else 3
     for name, x in zip("qkv", tensors, strict=True):
         if x.dim() != rank:
             axes = "(batch, tokens, heads, dim)" if rank == 4 else "(tokens, heads, dim) beside cu_seqlens"
             raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise AttentionError("heads of q", q.shape[-2], f"a multiple of k's {k.shape[-2]}")
-    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend)
-    lengths = None
-    if cu_q is not None:
-        ends = [list(map(int, cu)) for cu in (cu_q, cu_q if cu_k is None else cu_k)]
-        lengths = tuple(zip(*([b - a for a, b in pairwise(cu)] for cu in ends), strict=True))
-    call = Call(
+    heads, kv_heads = tensors[0].shape[-2], tensors[1].shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads}")
+    if cu_q is None:
+        return None
+    ends = [list(map(int, cu)) for cu in (cu_q, cu_q if cu_k is None else cu_k)]
+    return tuple(zip(*([b - a for a, b in pairwise(cu)] for cu in ends), strict=True))
+
+
+def _terms(
+    q: Tensor, batch: int, longest: Sequence[int | None], extras: dict[str, Any], *, packed: bool
+) -> tuple[Terms, dict[str, Any]]:
+    """As `attention` sees them. Shapes and meta tensors live nowhere, so the terms may live anywhere."""
+    from tilewise import api
+
+    heads = q.shape[-2]
+    if q.device.type == "meta":
+        mods = [x for x in (extras["score_mod"], extras["mask_mod"]) if x is not None]
+        mods = [x.mod if isinstance(x, BlockMask) else x for x in mods]
+        tensors = [x for x in extras.values() if isinstance(x, Tensor)]
+        tensors += [x for mod in mods for x in getattr(mod, "tensors", ())]
+        q = q.new_empty(0, device=tensors[0].device if tensors else "cpu")
+    return api._terms(q, (batch, heads, longest[0], longest[1]), **extras, packed=packed)
+
+
+def _call(tensors: list[Tensor], lengths: tuple[tuple[int, int], ...] | None, spec: Spec, terms: Any) -> Call:
+    q, k, v = tensors
+    return Call(
         batch=q.shape[0] if lengths is None else len(lengths),
         n_q=q.shape[-3],
         n_k=k.shape[-3],
@@ -230,8 +283,9 @@ def _call(
         before=spec.before,
         after=spec.after,
         lengths=lengths,
+        deterministic=spec.deterministic,
+        terms=terms,
     )
-    return call, spec
 
 
 def _device(q: Tensor, name: str | None) -> Device:
@@ -244,6 +298,8 @@ def _resources(
     """Registers and shared memory of each kernel, or why they are not known."""
     if found.backend == "reference":
         return {}, "the reference backend has no kernels of its own"
+    if call.terms:
+        return {}, "kernels with score terms are compiled when they are first called"
     if not dispatch.has_triton():
         return {}, "no Triton here"
     from tilewise.kernels import launch
@@ -290,7 +346,7 @@ def compile_kernels(
     backward: bool,
     backend: str = "triton",
 ) -> Iterator[tuple[str, Compiled]]:
-    """The kernels of a call, compiled as a launch would (of Hopper's, the forward); the tensors may be meta."""
+    """The kernels of a call, compiled as a launch would; the tensors may be meta."""
     from tilewise.kernels import launch
 
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -300,13 +356,20 @@ def compile_kernels(
         from tilewise.kernels.hopper.launch import forward_launches, new_state
 
         one, *_ = forward_launches(q, k, v, out, lse, cu, cu, spec, new_state(torch.device("meta")), 132)
-        yield "hopper forward", compile_for(capability, one.kernel, one.args, one.options)
-        return
-    launches = {"forward": launch.forward_launch(q, k, v, out, lse, cu, cu, spec, capability)}
+        launches = {"hopper forward": one}
+    else:
+        launches = {"forward": launch.forward_launch(q, k, v, out, lse, cu, cu, spec, capability)}
     if backward:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        three = launch.backward_launches(out, None, q, k, v, out, lse, dq, dk, dv, cu, cu, spec, capability)
-        launches |= dict(zip(("prepare", "key", "query"), three, strict=True))
+        tensors = out, None, q, k, v, out, lse, dq, dk, dv, cu, cu, spec
+        if backend == "hopper" and predict.has_hopper_backward(q.shape[-1], v.shape[-1]):
+            from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
+
+            space = new_space(q, launch.problem(q, k, v, cu), spec.deterministic)
+            launches["hopper backward"] = backward_launches(*tensors, space, 132)[1]
+        else:
+            three = launch.backward_launches(*tensors, capability)
+            launches |= dict(zip(("prepare", "key", "query"), three, strict=True))
     for name, one in launches.items():
         yield name, compile_for(capability, one.kernel, one.args, one.options)
 

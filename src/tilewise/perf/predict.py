@@ -1,5 +1,7 @@
 """How long a call takes: a model with a few efficiencies, each with a meaning, fitted to measurements on an H200.
 
+The numbers are in model.json; `tilewise explain --fit FILE` fits them to a result of `tilewise bench`, and writes it.
+
 A kernel is a list of programs; a program is a prologue and so many steps over tiles. One step costs
 
     step = FLOPs of its tile / (rate of one SM · efficiency)
@@ -11,9 +13,11 @@ call takes at least the time the host needs to launch it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise import config
@@ -22,6 +26,8 @@ from tilewise.perf.devices import Device
 from tilewise.perf.waves import Schedule, Waves, schedule, waves
 
 Table = Mapping[tuple[str, int], Mapping[int, float]]
+FITTED = Path(__file__).with_name("model.json")
+HOPPER_BACKWARD = 128  # the widest head dim of the Hopper backward; wider ones run the portable kernels
 
 
 @dataclass(frozen=True)
@@ -35,28 +41,30 @@ class Model:
     host_backward: float  # the backward's launches, and autograd around them
     bandwidth: float  # of the vendor's number
     reference: float  # of a matrix product in torch: the reference backend
+    ordered: float  # of the Hopper backward's speed, when it sums dQ in a fixed order
+    lanes: float  # of the ordinary units, while they work on score terms
     efficiency: Table  # (kernel, bytes per element) -> {padded head dim: share of the matrix units}
 
+    @staticmethod
+    def load(path: Path = FITTED) -> Model:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        table = {
+            (row["kernel"], row["itemsize"]): {int(d): share for d, share in row["share"].items()}
+            for row in fields.pop("efficiency")
+        }
+        return Model(**fields, efficiency=table)
 
-MODEL = Model(
-    prologue=2.4e-6,
-    edge=0.63,
-    gap=3.8e-6,
-    host=37e-6,
-    host_backward=125e-6,
-    bandwidth=0.88,
-    reference=0.5,
-    efficiency={
-        ("forward", 2): {16: 0.15, 32: 0.27, 64: 0.43, 128: 0.44, 256: 0.31, 512: 0.15},
-        ("key", 2): {16: 0.15, 32: 0.27, 64: 0.45, 128: 0.46, 256: 0.25, 512: 0.12},
-        ("query", 2): {16: 0.15, 32: 0.27, 64: 0.62, 128: 0.64, 256: 0.25, 512: 0.12},
-        ("forward", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
-        ("key", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
-        ("query", 4): {16: 0.2, 32: 0.3, 64: 0.35, 128: 0.35, 256: 0.3, 512: 0.2},
-        ("hopper forward", 2): {16: 0.2, 32: 0.32, 64: 0.57, 128: 0.73, 256: 0.81},
-        ("hopper backward", 2): {16: 0.2, 32: 0.3, 64: 0.39, 128: 0.39, 256: 0.31},
-    },
-)
+    def save(self, path: Path = FITTED) -> None:
+        fields = {name: float(f"{x:.3g}") for name, x in asdict(self).items() if name != "efficiency"}
+        rows = [
+            json.dumps({"kernel": kernel, "itemsize": size, "share": {d: round(e, 3) for d, e in row.items()}})
+            for (kernel, size), row in self.efficiency.items()
+        ]
+        body = json.dumps(fields, indent=1).removesuffix("\n}")
+        path.write_text(body + ',\n "efficiency": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n", encoding="utf-8")
+
+
+MODEL = Model.load()
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,14 @@ class Kernel:
     name: str
     tile: config.Tile
     work: tuple[tuple[int, int, int], ...]
-    step_flops: int
+    step_flops: int  # of a step, on average
     moved: int  # bytes to and from memory
     blocks_per_sm: int
     slots: int
     rate: float  # FLOP/s that all slots together reach
     model: Model
+    beside: int = 0  # bytes moved by small kernels before and after, which overlap with nothing
+    term_seconds: float = 0.0  # of a step: score terms, one SM's share of the ordinary units
 
     @cached_property
     def programs(self) -> int:
@@ -92,7 +102,7 @@ class Kernel:
 
     @cached_property
     def schedule(self) -> Schedule:
-        step = self.step_flops * self.slots / self.rate
+        step = self.step_flops * self.slots / self.rate + self.term_seconds
         costs = [(n, self.model.prologue + step * (s + self.model.edge * e)) for n, s, e in self.work]
         if self.programs > 20_000:  # the tail no longer matters: half a block on average
             total = sum(n * cost for n, cost in costs)
@@ -101,7 +111,8 @@ class Kernel:
         return schedule([cost for n, cost in costs for _ in range(n)], self.slots)
 
     def seconds(self, device: Device) -> float:
-        return max(self.schedule.finish, self.moved / (device.bandwidth * self.model.bandwidth))
+        bandwidth = device.bandwidth * self.model.bandwidth
+        return max(self.schedule.finish, self.moved / bandwidth) + self.beside / bandwidth
 
 
 def padded(d: int) -> int:
@@ -162,42 +173,71 @@ def span(
     return steps, steps - min(full, steps)
 
 
+def has_hopper_backward(d: int, dv: int) -> bool:
+    return max(d, dv) <= HOPPER_BACKWARD and d % 8 == 0
+
+
 def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
     """The kernels of a call, in order. The reference backend launches none of its own: []."""
     if backend == "reference":
         return []
+    forward, after = "forward", ["key", "query"]
     if backend == "hopper":
-        names = ["hopper forward"] * (not only_backward) + ["hopper backward"] * backward
-    else:
-        names = ["forward"] * (not only_backward) + ["key", "query"] * backward
+        forward = "hopper forward"
+        if has_hopper_backward(call.d, call.dv):
+            after = ["hopper backward"]
+    names = [forward] * (not only_backward) + after * backward
     return [_kernel(call, name, device, model) for name in names]
 
 
 def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
     d, dv = padded(call.d), padded(call.dv)
     tile = tile_of(call, name, device)
-    side = name.rpartition(" ")[2]
-    products = {"forward": d + dv, "key": 2 * d + 2 * dv, "query": 2 * d + dv, "backward": 3 * d + 2 * dv}[side]
     if name.startswith("hopper"):
-        fit = 1  # persistent: one program per SM, which takes tiles until none is left
+        d, dv = max(d, 64), max(dv, 64)
+        fit = 1  # one program per SM, which takes tiles until none is left
     else:
         shared = shared_estimate(name, tile, d, dv, call.itemsize)
         registers = 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168
         fit = max(1, device.blocks_per_sm(shared=min(shared, device.shared), registers=registers, warps=tile.warps))
     efficiency = model.efficiency[name, call.itemsize][max(d, dv)]
+    if name == "hopper backward" and call.deterministic:
+        efficiency *= model.ordered
+    products = {
+        "forward": d + dv,
+        "key": 2 * d + 2 * dv,
+        "query": 2 * d + dv,
+        "hopper forward": d // 2 + tail(call.d, d) + dv,
+        "hopper backward": 3 * max(d, dv) + 2 * dv,
+    }[name]
+    slots = device.sms * fit
+    visited = 1.0 if call.terms is None else call.terms.visited
+    operations = 0 if call.terms is None else getattr(call.terms, "forward" if name.endswith("forward") else "backward")
     return Kernel(
         name=name,
         tile=tile,
         work=work_of(call, name, tile),
-        step_flops=2 * tile.block_m * tile.block_n * products,
+        step_flops=round(2 * tile.block_m * tile.block_n * products * visited),
         moved=_moved(call, name, device, tile),
         blocks_per_sm=fit,
-        slots=device.sms * fit,
+        slots=slots,
         rate=device.flops(call.dtype) * efficiency,
         model=model,
+        beside=_beside(call, name),
+        term_seconds=visited * tile.block_m * tile.block_n * operations * slots / (device.lanes * model.lanes),
     )
+
+
+def tail(d: int, block: int) -> int:
+    """Columns of the second half of a block that the Hopper forward multiplies: the power of two that holds the rest.
+
+    >>> tail(192, 256), tail(80, 128), tail(128, 128)
+    (64, 16, 64)
+    """
+    rest = d - block // 2
+    return min(max(16, 1 << max(rest - 1, 0).bit_length()), block // 2)
 
 
 def tile_of(call: Call, name: str, device: Device) -> config.Tile:
@@ -213,13 +253,20 @@ def tile_of(call: Call, name: str, device: Device) -> config.Tile:
 
 def _moved(call: Call, name: str, device: Device, tile: config.Tile) -> int:
     q, k, v, o = map(call.rows, "qkvo")
+    terms = 0 if call.terms is None else call.terms.read
     if name.endswith("forward"):
-        return round(q + o + call.statistic_bytes + rereads(call, device, tile) * (k + v))
-    if name == "hopper backward":  # dQ is summed in float32, in memory
-        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o) + 2 * o + q * 8 // call.itemsize)
-    if name == "key":
-        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o))
-    return round(2 * q + 3 * o + rereads(call, device, tile) * (k + v))  # with the row statistics' O and dO
+        return round(q + o + call.statistic_bytes + rereads(call, device, tile) * (k + v)) + terms
+    if name in ("key", "hopper backward"):
+        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o)) + terms
+    return round(2 * q + o + rereads(call, device, tile) * (k + v)) + terms
+
+
+def _beside(call: Call, name: str) -> int:
+    """Before the portable backward O and dO are read; around Hopper's, also dQ in float32 is cleared, read, stored."""
+    q, o = call.rows("q"), call.rows("o")
+    wide = 4 * q // call.itemsize
+    written = 0 if call.terms is None else call.terms.written
+    return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q}.get(name, 0)
 
 
 def rereads(call: Call, device: Device, tile: config.Tile, *, queries: bool = False) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tilewise.perf.cost import Call
+from tilewise.perf.cost import Call, ScoreTerms
 from tilewise.perf.explain import Explanation
 from tilewise.perf.predict import Kernel
 
@@ -17,9 +17,12 @@ def text(told: Explanation) -> str:
 def lines(told: Explanation) -> Iterator[tuple[str, str]]:
     call, where, bill = told.call, told.device, told.traffic
     passes = "  forward + backward" if told.backward else ""
+    passes += ", the same bits every time" if told.backward and call.deterministic else ""
     yield "call", f"{shapes(call)}  {call.dtype}  {band(call.before, call.after)}{passes}"
     yield "device", f"{where.name}, {where.sms} {'SMs' if where.capability else 'threads; rates measured now'}"
     yield "backend", f"{told.backend}: {told.reason}"
+    if call.terms:
+        yield "terms", score_terms(call.terms, told.backward)
     more = "" if told.executed == told.flops else f"; the tiles compute {told.executed / told.flops:.2f} times that"
     yield "work", f"{amount(told.flops)}FLOP on visible pairs{more}"
     kinds = {"naive": bill.naive, "FA1 order": bill.fa1, "tiled": bill.tiled, "least": bill.least}
@@ -35,6 +38,21 @@ def lines(told: Explanation) -> Iterator[tuple[str, str]]:
     yield "predicted", prediction(told)
     for advice in told.advice:
         yield "advice", advice.text + (f" ({advice.gain:.2f}x faster)" if advice.gain else "")
+
+
+def score_terms(terms: ScoreTerms, backward: bool) -> str:
+    """
+    >>> score_terms(ScoreTerms(("softcap", "bias"), 18, 30, read=2**20), False)
+    'softcap, bias: 18 operations on each pair, 1.05 MB read'
+    """
+    said = [f"{terms.forward} operations on each pair" + (f", {terms.backward} backward" if backward else "")]
+    if terms.read:
+        said.append(f"{amount(terms.read)}B read")
+    if terms.written and backward:
+        said.append(f"{amount(terms.written)}B of gradients")
+    if terms.visited < 1:
+        said.append(f"{terms.visited:.0%} of the tiles visited")
+    return f"{', '.join(terms.names)}: {', '.join(said)}"
 
 
 def shapes(call: Call) -> str:

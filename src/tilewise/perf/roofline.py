@@ -25,7 +25,7 @@ def attainable(intensity: float, device: Device, dtype: str) -> float:
     return min(device.flops(dtype), intensity * device.bandwidth)
 
 
-def roofs(flops: float, moved: float, exps: float, device: Device, dtype: str) -> list[Roof]:
+def roofs(flops: float, moved: float, exps: float, device: Device, dtype: str, operations: float = 0) -> list[Roof]:
     """What binds, slowest first. Exponentials have their own units, and at head dim 64 these can be the roof.
 
     >>> from tilewise.perf.devices import device
@@ -38,6 +38,8 @@ def roofs(flops: float, moved: float, exps: float, device: Device, dtype: str) -
     ]
     if device.capability:
         found.append(Roof("exponentials", exps / (device.exps * device.sms * device.clock)))
+    if device.capability and operations:
+        found.append(Roof("score terms", operations / device.lanes))
     return sorted(found, key=lambda roof: -roof.seconds)
 
 

@@ -1,0 +1,58 @@
+"""What score terms cost: operations per pair, counted in the programs of the mods, and bytes of their tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.mods import expr
+from tilewise.mods.blocks import BlockMask
+from tilewise.mods.expr import Expr
+from tilewise.mods.program import PROGRAMS
+from tilewise.perf.cost import ScoreTerms
+from tilewise.spec import Spec, Terms
+
+SPECIAL = 8  # a special function has an eighth of the units that an addition has
+HASH = 12  # integer operations of dropout for each weight
+FREE = ("score", "index", "number", "const", "load")
+
+
+def operations(*roots: Expr) -> int:
+    """Of one pair: what depends on its score or on both of its positions.
+
+    >>> from tilewise import mods
+    >>> operations(mods.softcap(30.0).program.root)  # cap * tanh(score / cap)
+    17
+    """
+    return sum(
+        SPECIAL if x.op in (*expr.FUNCTIONS, "div") else 1
+        for x in expr.nodes(*roots)
+        if x.op not in FREE and ("score" in x.deps or {"i", "j"} <= x.deps)
+    )
+
+
+def count(spec: Spec, terms: Terms, names: tuple[str, ...], blocks: BlockMask | None = None) -> ScoreTerms | None:
+    """The terms of a call, as the model sees them; None where there are none."""
+    if not names:
+        return None
+    roots = [PROGRAMS[key].root for key in (spec.score_mod, spec.mask_mod) if key is not None]
+    slopes = [PROGRAMS[spec.score_mod].slope] if spec.score_mod is not None else []
+    simple = (terms.bias is not None) + HASH * (spec.dropout_p > 0)
+    tensors = [x for x in (terms.bias, *terms.score, *terms.mask) if x is not None]
+    return ScoreTerms(
+        names,
+        forward=simple + operations(*roots),
+        backward=simple + operations(*roots, *slopes),
+        read=sum(map(size, tensors)),
+        written=sum(size(x) for x in tensors if x.requires_grad),
+        visited=1.0 if blocks is None else blocks.density(),
+        masked=spec.mask_mod is not None,
+        dropout=spec.dropout_p > 0,
+    )
+
+
+def size(x: Tensor) -> int:
+    """Bytes, once, however it is broadcast."""
+    n = x.element_size()
+    for length, stride in zip(x.shape, x.stride(), strict=True):
+        n *= length if stride else 1
+    return n
