@@ -169,9 +169,8 @@ def explain(
         head_dim=tensors[0].shape[-1], causal=causal, window=window, scale=scale, backend=backend,
         deterministic=same_bits, **named,
     )  # fmt: skip
-    names = tuple(
-        name for name, x in extras.items() if name != "seed" and (name != "dropout_p" or dropout_p) and x is not None
-    )
+    asked = extras | {"seed": None, "dropout_p": dropout_p or None}
+    names = tuple(name for name, x in asked.items() if x is not None)
     blocks = mask_mod if isinstance(mask_mod, BlockMask) else None
     call = _call(tensors, lengths, spec, count(spec, terms, names, blocks))
     where = _device(tensors[0], device)
@@ -183,9 +182,7 @@ def explain(
         here = torch.empty(0, dtype=tensors[0].dtype)
         chosen = dispatch.choose(here, here, here, spec, terms=terms)
     found = estimate(call, backward, where, chosen.backend, chosen.reason)
-    resources, not_compiled = ({}, "not asked for")
-    if compiled:
-        resources, not_compiled = _resources(tensors, call, spec, where, found)
+    resources, not_compiled = _resources(tensors, call, spec, where, found) if compiled else ({}, "not asked for")
     found = replace(found, resources=resources, not_compiled=not_compiled)
     return replace(
         found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, where, found.backend)))
