@@ -60,7 +60,7 @@ RULES = {
     "explore": Rule("explore trace machine perf mods reference spec"),
     "explore.hopper": Rule("emulator kernels.hopper spec"),
     "perf.check": Rule("perf", lazy="tilewise dispatch spec bench triton"),
-    "bench": Rule("bench demo tilewise spec dispatch rich", lazy="matplotlib"),
+    "bench": Rule("bench demo perf tilewise spec dispatch rich", lazy="matplotlib"),
     "demo": Rule("demo tilewise rich"),
     "show_mask": Rule("tilewise mods spec"),
     "cli": Rule("tilewise"),

@@ -41,6 +41,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where reports go (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help=f"also keep the results in {KEPT}, by date and device")
+    parser.add_argument("--again", action="store_true", help="keep them as the day's second run: do two runs agree?")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: report on earlier results")
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar=("A", "B"), help="what changed from A to B beyond noise"
@@ -74,7 +75,7 @@ def _run(options: Namespace) -> int:
         terminal.show_comparison(compare(before, after, floor))
         return 0
     results = load(options.report) if options.report else _measure(options)
-    terminal.show(results, _write(results, options.out, keep=options.keep))
+    terminal.show(results, _write(results, options.out, keep=options.keep, again=options.again))
     if options.gate:
         comparison = compare(load(readme.newest(options.gate, results.machine["device"])), results, floor)
         terminal.show_comparison(comparison)
@@ -122,7 +123,7 @@ def settings_of(options: Namespace, device: torch.device) -> Settings:
     return chosen
 
 
-def _write(results: Results, out: Path, *, keep: bool) -> list[Path]:
+def _write(results: Results, out: Path, *, keep: bool, again: bool = False) -> list[Path]:
     from tilewise.bench import page, plots, readme
 
     out.mkdir(parents=True, exist_ok=True)
@@ -130,8 +131,9 @@ def _write(results: Results, out: Path, *, keep: bool) -> list[Path]:
     results.save(data)
     report.write_text(page.render(results), encoding="utf-8")
     files = [report, data, *plots.write(results, out)]
-    if keep:
+    if keep or again:
         kept = KEPT / readme.kept_name(results)
+        kept = readme.again(kept) if again else kept
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(data, kept)
         files.append(kept)

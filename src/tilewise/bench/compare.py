@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.bench.results import OURS, Cell, Results, Spread
 from tilewise.spec import AttentionError
@@ -38,6 +41,24 @@ class Change:
     @property
     def slower(self) -> bool:
         return self.factor < 1 / (1 + self.noise)
+
+
+class Agreement(NamedTuple):
+    """How far ratios of two runs lie apart; within: the share of them that agree to the floor."""
+
+    ratios: int
+    median: float
+    widest: float
+    within: float
+
+    @staticmethod
+    def of(changes: Sequence[Change], floor: float = FLOOR) -> Agreement:
+        apart = sorted(math.exp(abs(math.log(change.factor))) - 1 for change in changes)
+        within = sum(x <= floor for x in apart) / len(apart)
+        return Agreement(len(apart), statistics.median(apart), apart[-1], within)
+
+    def __str__(self) -> str:
+        return f"apart by {self.median:.1%} (median), {self.widest:.1%} at most; {self.within:.0%} within {FLOOR:.0%}"
 
 
 @dataclass(frozen=True)

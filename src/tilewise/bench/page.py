@@ -35,8 +35,8 @@ METHOD = """Random normal inputs in {dtype}. First every provider's answer is co
 {rounds} rounds: in each, every provider that was right, a large matrix product and a copy are called in turn, in
 an order shuffled for every pass, as often as gives each about {burst_ms:g} ms, the cache emptied before every call.
 A GPU at its power limit changes its clock within milliseconds; in turns everybody meets the same. Rates and ratios
-are medians over the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that backward.
-Backward times hold no forward."""
+are medians over the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that
+backward. Backward times hold no forward."""
 
 
 def render(results: Results) -> str:

@@ -102,7 +102,8 @@ class Tilewise(Provider):
         return None
 
     def bind(self, case: Case, x: Inputs) -> Attention:
-        return self._bind(case, x)
+        attention: Attention = self._bind(case, x)
+        return attention
 
     def lse(self, case: Case, x: Inputs) -> Tensor | None:
         found: Tensor = self._bind(case, x, return_lse=True)(x.q, x.k, x.v)[1]

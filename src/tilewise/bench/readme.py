@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tilewise.bench import charts
+from tilewise.bench import charts, predicted
 from tilewise.bench.charts import label
+from tilewise.bench.compare import Agreement, compare
 from tilewise.bench.machine import slug
 from tilewise.bench.page import memory_rows
 from tilewise.bench.results import Cell, Results, Unit, load
@@ -19,9 +20,11 @@ from tilewise.bench.summary import bars, standings
 from tilewise.demo.words import duration, tokens
 from tilewise.spec import AttentionError
 
-DOCUMENTS = ("README.md", "bench/README.md")
+DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
 RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
+PREDICTED = Path("docs/explain-h200.svg")
+AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
 MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
 
 
@@ -35,7 +38,7 @@ def newest(path: Path, device: str) -> Path:
     if path.is_file():
         return path
     folder = path.parent if path.name == "LATEST.json" else path
-    found = sorted(folder.glob(f"*-{slug(device)}.json"))
+    found = sorted(folder.glob(f"*-{slug(device)}.json"))  # and not its second run
     if not found:
         raise AttentionError(
             f"results in {folder}", f"none of {device}", "a file that `tilewise bench --keep` wrote there"
@@ -51,8 +54,13 @@ def latest(root: Path) -> list[Results]:
 
 
 def kept(root: Path) -> list[Path]:
-    """The results of this command, by date; other measurements may lie beside them."""
-    return [path for path in sorted((root / RESULTS).glob("*.json")) if "schema" in json.loads(path.read_text())]
+    """The results of this command, by date; second runs and other measurements may lie beside them."""
+    found = [path for path in sorted((root / RESULTS).glob("*.json")) if not path.stem.endswith(AGAIN)]
+    return [path for path in found if "schema" in json.loads(path.read_text())]
+
+
+def again(path: Path) -> Path:
+    return path.with_name(f"{path.stem}{AGAIN}.json")
 
 
 def write(root: Path) -> list[Path]:
@@ -70,13 +78,17 @@ def expected(root: Path) -> dict[Path, str]:
     """Every generated file, and every document with its generated parts, as they should be."""
     everything = latest(root)
     found = {}
+    calls = predicted.newest(root / RESULTS)
+    if calls:
+        fitted = [path for path in kept(root) if path.name.removesuffix(".json") in calls.name]
+        found[root / PREDICTED] = predicted.figure(calls, fitted[-1] if fitted else None)
     if everything:
         for name, text in plots(everything[0]).items():
             found[root / PLOTS / name] = text
     for document in DOCUMENTS:
         path = root / document
         if path.exists():
-            found[path] = fill(path.read_text(encoding="utf-8"), everything, document)
+            found[path] = fill(path.read_text(encoding="utf-8"), everything, document, root)
     return found
 
 
@@ -84,20 +96,20 @@ def plots(results: Results) -> dict[str, str]:
     return {f"{which}.svg": charts.figure(results, which) for which in ("forward", "backward") if results.of(which)}
 
 
-def fill(text: str, everything: list[Results], document: str) -> str:
+def fill(text: str, everything: list[Results], document: str, root: Path = Path()) -> str:
     def part(match: re.Match[str]) -> str:
         name = match[2]
         if name not in PARTS:
             raise AttentionError(
                 f"marker in {document}", f"bench:{name}", " or ".join(f"bench:{part}" for part in PARTS)
             )
-        body = PARTS[name](everything, document) if everything else "Nothing has been measured yet.\n"
+        body = PARTS[name](everything, root / document) if everything else "Nothing has been measured yet.\n"
         return f"{match[1]}{body}{match[4]}"
 
     return MARKER.sub(part, text)
 
 
-def speed(everything: list[Results], document: str) -> str:
+def speed(everything: list[Results], document: Path) -> str:
     """TFLOP/s of ours and the ratio to the fastest peer, on the first device."""
     results = everything[0]
     said, unit = [_measured(results)], results.unit()
@@ -114,12 +126,12 @@ def speed(everything: list[Results], document: str) -> str:
     return "\n".join(said)
 
 
-def plot(everything: list[Results], document: str) -> str:
-    up = "../" * document.count("/")
+def plot(everything: list[Results], document: Path) -> str:
+    up = "" if document.parent == _root(document) else "../"
     return "".join(f"![{name}]({up}{PLOTS.as_posix()}/{name})\n" for name in plots(everything[0]))
 
 
-def peers(everything: list[Results], document: str) -> str:
+def peers(everything: list[Results], document: Path) -> str:
     """The geometric mean against every peer, on every device."""
     head = ["cells", "tilewise backend", "peer", "times as fast", "worst", "best"]
 
@@ -132,7 +144,7 @@ def peers(everything: list[Results], document: str) -> str:
     return _by_device(everything, lambda results: _table(head, rows(results), left=3))
 
 
-def cases(everything: list[Results], document: str) -> str:
+def cases(everything: list[Results], document: Path) -> str:
     """Everything beyond the grid: times, and the ratio to the fastest peer."""
     head = ["case", "size", "tilewise", "fastest peer", "times as fast"]
 
@@ -146,7 +158,44 @@ def cases(everything: list[Results], document: str) -> str:
     return _by_device(everything, lambda results: _table(head, rows(results), left=2))
 
 
-def memory(everything: list[Results], document: str) -> str:
+def agreement(everything: list[Results], document: Path) -> str:
+    """How far the ratios of two runs of the same code lie apart."""
+    root = _root(document)
+
+    def part(results: Results) -> str:
+        second = again(root / RESULTS / kept_name(results))
+        if not second.exists():
+            return ""
+        changes = compare(results, load(second)).changes
+        chosen = [c for c in changes if c.ours == _ours(results, c.cell)]
+        rows = []
+        for what, some in (("every backend, every peer", changes), ("the chosen backend, every peer", chosen)):
+            found = Agreement.of(some)
+            rows.append([what, str(found.ratios), f"{found.median:.1%}", f"{found.widest:.1%}", f"{found.within:.0%}"])
+        return _table(["ratios of two runs", "how many", "median apart", "widest", "within 3 %"], rows, left=1)
+
+    return _by_device(everything, part)
+
+
+def explain(everything: list[Results], document: Path) -> str:
+    """Predicted against measured time, of calls the model was not fitted to."""
+    calls = predicted.newest(_root(document) / RESULTS)
+    if calls is None:
+        return ""
+    head = ["pass", "backend", "calls", "median error", "within 20 %"]
+    return _table(head, predicted.rows(calls), left=2)
+
+
+def _root(document: Path) -> Path:
+    """The repository that a document lies in."""
+    return document.parents[1] if document.parent.name in ("bench", "docs") else document.parent
+
+
+def _ours(results: Results, key: str) -> str | None:
+    return next(cell.ours for cell in results.cells if cell.key == key)
+
+
+def memory(everything: list[Results], document: Path) -> str:
     def part(results: Results) -> str:
         names = list(dict.fromkeys(peak.provider for peak in results.memory))
         return _table(["tokens", *names], memory_rows(results, names), left=0)
@@ -154,7 +203,7 @@ def memory(everything: list[Results], document: str) -> str:
     return _by_device(everything, part)
 
 
-def goals(everything: list[Results], document: str) -> str:
+def goals(everything: list[Results], document: Path) -> str:
     verdicts = {None: "", True: "met", False: "missed"}
 
     def part(results: Results) -> str:
@@ -164,8 +213,8 @@ def goals(everything: list[Results], document: str) -> str:
     return _by_device(everything, part)
 
 
-PARTS: dict[str, Callable[[list[Results], str], str]] = {
-    part.__name__: part for part in (speed, plot, peers, cases, memory, goals)
+PARTS: dict[str, Callable[[list[Results], Path], str]] = {
+    part.__name__: part for part in (speed, plot, peers, cases, memory, goals, agreement, explain)
 }
 
 

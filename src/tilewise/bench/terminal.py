@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tilewise.bench.compare import Comparison
+from tilewise.bench.compare import Agreement, Comparison
 from tilewise.bench.judge import BUDGET
 from tilewise.bench.results import OURS, Cell, Peak, Results, Spread, Unit
 from tilewise.bench.runner import Run
@@ -238,4 +238,5 @@ def show_comparison(comparison: Comparison) -> None:
         widest = comparison.widest
         where = f"{widest.cell}, {short(widest.ours)} / {widest.peer}"
         said += f"; the widest change is {100 * (widest.factor - 1):+.1f} % ({where})"
+        said += f"\nthe two runs are {Agreement.of(comparison.changes)}"
     console.print(f"[bold]{said}[/]", highlight=False)

@@ -77,10 +77,10 @@ def chain(x, y, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def read_apart(x, y, stride, n, BLOCK: tl.constexpr):
+def read_apart(x, y, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     """Neighbouring lanes read elements `stride` apart; every element of x is read once, whatever the stride."""
     t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    i = t * stride % n + t * stride // n  # strides that divide n: walk down a column, then the next
+    i = t * stride % N + t * stride // N  # strides that divide N: walk down a column, then the next
     total = tl.sum(tl.load(x + i), 0)
     tl.store(y + tl.program_id(0), total)
 

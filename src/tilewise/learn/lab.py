@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import statistics
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -51,16 +52,29 @@ def measure_all(path: Path) -> int:
         print("tilewise learn --measure needs a GPU, and none is here")
         return 2
     found: dict[str, Found] = {}
-    for name, function in EXPERIMENTS.items():
-        try:
-            found[name] = function()
-            print(name, json.dumps(found[name]), flush=True)
-        except Exception as error:
-            print(f"{name} failed: {type(error).__name__}: {error}", flush=True)
-        torch.cuda.empty_cache()
     record = {"device": torch.cuda.get_device_name(), "when": datetime.date.today().isoformat(), "found": found}
-    path.write_text(json.dumps(record, indent=1))
-    return 0
+    failed = 0
+    for name, function in EXPERIMENTS.items():
+        began = time.monotonic()
+        try:
+            found[name] = rounded(function())
+            print(f"{name} ({time.monotonic() - began:.1f} s)", json.dumps(found[name]), flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"{name} failed: {type(error).__name__}: {error}", flush=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+def rounded(x: Any) -> Any:
+    """
+    >>> rounded({"a": 0.123456, "b": None, "c": {"d": 1234567.0}})
+    {'a': 0.1235, 'b': None, 'c': {'d': 1235000.0}}
+    """
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    return float(f"{x:.4g}") if isinstance(x, float) else x
 
 
 def seconds(work: Callable[[], object], budget: float = 0.03) -> float:
@@ -123,7 +137,7 @@ def precision() -> Found:
 
 @experiment
 def latency() -> Found:
-    """Nanoseconds per dependent load, from buffers that fit in L1, in L2, and in neither; and the SM clock in GHz."""
+    """Nanoseconds per dependent load, from buffers that fit in L1, in L2, and in neither."""
     from tilewise.learn.kernels import chase
 
     found: Found = {}
@@ -136,7 +150,7 @@ def latency() -> Found:
         out = torch.empty(1, dtype=torch.int32, device="cuda")
         steps = 20_000
         found[name] = seconds(lambda: chase[(1,)](ring, out, steps, num_warps=1)) / steps * 1e9  # noqa: B023
-    return found | {"ghz": torch.cuda.clock_rate() / 1e3 if hasattr(torch.cuda, "clock_rate") else None}
+    return found
 
 
 @experiment
@@ -148,9 +162,37 @@ def coalescing() -> Found:
     x = torch.randn(n, device="cuda")
     y = torch.empty(n // 1024, device="cuda")
     return {
-        str(stride): 4 * n / seconds(lambda: read_apart[(n // 1024,)](x, y, stride, n, BLOCK=1024)) / 1e9  # noqa: B023
+        str(stride): 4 * n / seconds(lambda: read_apart[(n // 1024,)](x, y, stride, N=n, BLOCK=1024)) / 1e9  # noqa: B023
         for stride in (1, 2, 4, 8, 32, 4096)
     }
+
+
+BRANCH = """
+extern "C" __global__ void branch(const int* left, float* y, int steps) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float v = i;
+    if (left[i])
+        for (int n = 0; n < steps; ++n) v = fmaf(v, 1.0001f, 0.5f);
+    else
+        for (int n = 0; n < steps; ++n) v = fmaxf(v * 0.999f, 1.0f);
+    y[i] = v;
+}
+"""
+
+
+@experiment
+def divergence() -> Found:
+    """Milliseconds of the same work on both sides of an if, in CUDA, by who goes where: warps agree or lanes differ."""
+    n, steps = 1 << 22, 2000
+    kernel = torch.cuda._compile_kernel(BRANCH, "branch")
+    lane = torch.arange(n, device="cuda")
+    sides = {"left": lane >= 0, "right": lane < 0, "by warp": lane // 32 % 2 == 0, "by lane": lane % 2 == 0}
+    y = torch.empty(n, device="cuda")
+    found = {}
+    for name, side in sides.items():
+        args = [side.int(), y, steps]
+        found[name] = seconds(lambda: kernel((n // 256, 1, 1), (256, 1, 1), args)) * 1e3  # noqa: B023
+    return found
 
 
 @experiment
@@ -169,11 +211,14 @@ def tiling() -> Found:
     }
 
 
-def _tiled(a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int) -> Callable[[], object]:
+def _tiled(
+    a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int, side: int | None = None
+) -> Callable[[], object]:
+    """c = a b in tiles; with `side` only those that cover its first `side` rows and columns, each of them whole."""
     from tilewise.learn.kernels import matmul_tiled
 
     (m, k), n = a.shape, b.shape[1]
-    grid = -(-m // block_m), -(-n // block_n)
+    grid = -(-(side or m) // block_m), -(-(side or n) // block_n)
     return lambda: matmul_tiled[grid](
         a, b, c, m, n, k, a.stride(0), b.stride(0), c.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=64, num_warps=8, num_stages=3,
@@ -182,12 +227,12 @@ def _tiled(a: Tensor, b: Tensor, c: Tensor, block_m: int, block_n: int) -> Calla
 
 @experiment
 def waves() -> Found:
-    """TFLOP/s of n × n × 4096 products in 256 × 128 tiles, rows aligned in memory so that only the waves change."""
+    """TFLOP/s of n × n × 4096 products in 256 × 128 tiles; all of them whole, so that only their number changes."""
     found = {}
     k, width = 4096, 3072
     a, b, c = _normal(width, k), _normal(k, width), _normal(width, width)
     for n in (1536, 1792, 1793, 1920, 2048, 2049, 2304, 2560, 2816, 2817, 3072):
-        run = _tiled(a[:n], b[:, :n], c[:n, :n], 256, 128)
+        run = _tiled(a, b, c, 256, 128, side=n)
         found[str(n)] = 2 * n * n * k / seconds(run) / 1e12
     return found
 
@@ -268,6 +313,25 @@ def causal() -> Found:
         name: seconds(partial(_attention("tilewise", name == "causal_ms"), q, k, v)) * 1e3
         for name in ("full_ms", "causal_ms")
     }
+
+
+@experiment
+def sums() -> Found:
+    """Milliseconds of the backward (4 × 4096 tokens, 16 heads of 128), by how dQ is summed over the blocks of keys."""
+    import tilewise
+
+    inputs = [_normal(4, 4096, 16, 128).requires_grad_() for _ in range(3)]
+    dout = _normal(4, 4096, 16, 128)
+    ways: dict[str, dict[str, Any]] = {
+        "two kernels": {"backend": "triton"},
+        "atomic": {"deterministic": False},
+        "in order": {"deterministic": True},
+    }
+    found = {}
+    for name, options in ways.items():
+        out = tilewise.attention(*inputs, **options)
+        found[name] = seconds(partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)) * 1e3
+    return found
 
 
 @experiment
