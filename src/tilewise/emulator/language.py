@@ -373,7 +373,7 @@ def _semaphore_wait(pointer: Pointer, value: int) -> None:
 
 def _semaphore_release(pointer: Pointer) -> None:
     machine.store_wait(0)
-    pointer.memory()[pointer.index()] += 32
+    pointer.memory()[pointer.index()] += 32 * current().warps
 
 
 def _range(*args: int, **_hints: Any) -> Iterator[Int]:

@@ -16,6 +16,7 @@ from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_repair import ROWS, repair_backward_kernel
 from .backward_tiles import BLOCK_M, Plan
+from .backward_wide import backward_wide_kernel
 from .compat import TensorDescriptor, gl
 from .finish import finish_kernel
 from .launch import descriptor, padded, sms
@@ -52,8 +53,10 @@ def new_space(q: Tensor, size: Problem, deterministic: bool) -> Space:
 
 
 def block_dims(size: Problem) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO: dV leaves through memory made for dQ."""
-    return max(padded(size.d), padded(size.dv)), padded(size.dv)
+    """Columns of the tiles of Q and K, and of V and dO: dV leaves through memory made for dQ; in the wide form each of
+    two warpgroups has a multiple of 64 of them."""
+    d, dv = max(padded(size.d), padded(size.dv)), padded(size.dv)
+    return d, max(dv, 128) if d > 128 else dv
 
 
 def backward_launches(
@@ -82,20 +85,22 @@ def backward_launches(
     )  # fmt: skip
 
     persistent = block_d <= 64 and not spec.deterministic
-    plan = Plan(block_d, block_dv, 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent)
+    wide = block_d > 128
+    plan = Plan(block_d, block_dv, 64 if wide else 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent)
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_q * group * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1
     cohort = max(1, in_l2, -(-processors // tiles) if spec.deterministic else 1)
     sums = Launch(
-        backward_kernel,
+        backward_wide_kernel if wide else backward_kernel,
         min(tiles * lines, processors) if persistent else tiles * lines,
         (
             descriptor(q, BLOCK_M.value, block_d), descriptor(k, 64, block_d), descriptor(v, 64, block_dv),
             descriptor(dout, BLOCK_M.value, block_dv),
             *(TensorDescriptor(x, x.shape, x.stride(), [1, BLOCK_M.value], PLAIN) for x in (space.lse2, space.delta)),
             space.sums, TensorDescriptor(space.sums, space.sums.shape, (256, 1), [block_d // 8, 256], PLAIN),
-            descriptor(dk, 64, block_d), descriptor(dv, 64, block_dv), flag, space.semaphores, *packing,
+            descriptor(dk, 64, block_d // 2 if wide else block_d),
+            descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
             spec.before, spec.after, spec.scale * LOG2E.value, spec.scale, space.tokens,
             space.tickets, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort,
         ),
@@ -130,7 +135,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, _terms: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if max(q.shape[-1], v.shape[-1]) > 128 or q.shape[-1] % 8:  # until there is a kernel of its own for these
+    if max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8:
         return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0 or k.numel() == 0:

@@ -196,17 +196,18 @@ def in_register_order(dq):
     """[64, N] as [N / 4, 256] with each thread's values in fours. `finish_kernel` puts them in place."""
     N: gl.constexpr = dq.shape[1]
     x = dq.reshape([4, 2, 8, N // 8, 4, 2])  # warp, half of its rows, row, group of columns, pair, column
-    return x.permute((0, 3, 2, 4, 1, 5)).reshape([N // 4, 256])
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
 
 
 @gluon.jit
 def add_to(sums, dq, tile):
     """sums[tile] += dq, [64, N], in global memory, straight from the registers: four values to an instruction."""
-    x = in_register_order(dq)
-    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
-    c = gl.arange(0, 256, gl.SliceLayout(0, x.type.layout))[None, :]
-    first = sums + tl.cast(tile, tl.int64) * (x.shape[0] * 256)
-    gl.atomic_add(first + r.to(gl.int64) * 256 + c.to(gl.int64), x, sem="relaxed")
+    GROUPS: gl.constexpr = dq.shape[1] // 8
+    x = in_register_order(dq).reshape([GROUPS, 512])  # the row is known at compile time, the column from the thread
+    r = gl.arange(0, GROUPS, gl.SliceLayout(1, x.type.layout))[:, None]
+    c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :]
+    first = sums + tl.cast(tile, tl.int64) * (GROUPS * 512)
+    gl.atomic_add(first + c.to(gl.int64) + r.to(gl.int64) * 512, x, sem="relaxed")
 
 
 @gluon.jit

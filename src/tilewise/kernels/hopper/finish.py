@@ -15,7 +15,7 @@ def finish_kernel(
 ):  # fmt: skip
     """dq = scale * acc, 64 rows at a time; *flag is set where they are not finite.
 
-    In `acc` a tile is [half of the columns, warp, group of 8 columns, row, pair, upper or lower 8 rows, column], as
+    In `acc` a tile is [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as
     `in_register_order` wrote it.
     """
     pid = tl.program_id(0)
@@ -25,8 +25,8 @@ def finish_kernel(
         b = w.b if cu_q is None else 0
         row = (tl.cast(b, tl.int64) * heads + w.h) * padded + w.r0 + first
         x = tl.load(acc + row * BLOCK_D + tl.arange(0, ROWS * BLOCK_D))
-        x = tl.reshape(x, [2, 4, BLOCK_D // 16, 8, 4, 2, 2])
-        x = tl.reshape(tl.permute(x, (1, 5, 3, 0, 2, 4, 6)), [ROWS, BLOCK_D]) * scale
+        x = tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2])
+        x = tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, BLOCK_D]) * scale
         if flag is not None:
             bad = tl.sum(x - x, 1)
             tl.store(flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)

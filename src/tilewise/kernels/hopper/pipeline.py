@@ -71,18 +71,18 @@ def phase(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def at(desc, b, h, t, n, row):
-    """Where TMA finds row `row` of the n rows from token t of batch row b, head h: rows past n read as zero and are not
-    written.
+def at(desc, b, h, t, n, row, column=0):
+    """Where TMA finds row `row`, from `column` on, of the n rows from token t of batch row b, head h: rows past n read
+    as zero and are not written.
 
     A dense descriptor has the axes (batch, head, token, dim) and ends where the sequence ends. A packed one has (FAR,
     FAR, head, FAR, dim) with the strides (-token, token, head, token, 1), modulo 2^64 bytes: of the many coordinates of
     one row, these put the sequence's last row just before the end of the axis.
     """
     if len(desc.block_type.shape) == 4:
-        return [b, h, row, 0]
+        return [b, h, row, column]
     else:
-        return [FAR, t + n, h, FAR - n + row, 0]
+        return [FAR, t + n, h, FAR - n + row, column]
 
 
 @gluon.jit

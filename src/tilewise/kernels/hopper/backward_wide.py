@@ -1,0 +1,319 @@
+"""The backward pass on Hopper for head dims above 128: five products, read from shared memory as rarely as possible.
+
+A program owns 64 keys of one KV head and streams past them the queries that see them, 64 at a time. dK and dV of more
+keys would not fit into the registers; so the two warpgroups share the keys, and each has its own work on the scores:
+
+    warpgroup 0    S^T = K Q^T       P^T = exp2(unit S^T - lse2)      to the other, in float32
+    warpgroup 1    dP^T = V dO^T     dS^T = P^T * (dP^T - delta)      to the other, in 16 bits
+    each, for its half of the columns:    dV += P^T dO    dK += dS^T Q    dQ = dS K
+
+P^T and dS^T are computed by turns: while one warpgroup computes, the products of the other run. P^T of the next block
+comes after dS^T of this one has been seen, and dS^T after P^T: so the two barriers that say "stored" also say that what
+was stored before has been read, P^T in its one buffer and dS^T in its two.
+
+dQ is added to global memory straight from the registers: by atomics, in any order; or (ORDERED) in that of the key
+tiles, each warp waiting at a semaphore, and telling the next one a block later, when the sums have long arrived.
+"""
+
+from typing import NamedTuple
+
+from .backward_tiles import (
+    BLOCK_M,
+    Call,
+    Inputs,
+    Keys,
+    Outputs,
+    Rows,
+    add_to,
+    after_block,
+    blocks_of,
+    find,
+    in_register_order,
+    is_edge,
+    keys_ring,
+    masked,
+    produce,
+    product_t,
+    report,
+    rows_ring,
+    visit_of,
+)  # fmt: skip
+from .compat import (
+    arrive,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    narrow,
+    pass_turn,
+    recast,
+    semaphore_release,
+    semaphore_wait,
+    tma,
+    wait_turn,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+from .pipeline import Queue, at
+
+# hardware barriers of both warpgroups
+P_STORED: gl.constexpr = gl.constexpr(8)
+DS_STORED: gl.constexpr = gl.constexpr(9)
+ALL_READ: gl.constexpr = gl.constexpr(10)
+COLUMNS: gl.constexpr = gl.constexpr(64)  # of dQ at a time
+
+
+class Hold(NamedTuple):
+    """All of shared memory: the inputs, P^T in register order, two buffers of dS^T [keys, queries]; in the end dK and
+    dV leave through the memory of K and V."""
+
+    keys: Keys
+    queries: Rows
+    grads: Rows
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dk: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
+
+
+class Sums(NamedTuple):
+    """dQ in float32, and a semaphore for each of its tiles."""
+
+    ptr: gl.tensor
+    semaphores: gl.tensor
+
+
+@gluon.jit
+def from_register_order(x, LAYOUT: gl.constexpr):
+    """The inverse of `in_register_order`."""
+    N: gl.constexpr = x.shape[0] * 4
+    x = x.reshape([N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, N])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def half(tile, WG: gl.constexpr):
+    """The columns of a [64, dim] tile that are this warpgroup's."""
+    N: gl.constexpr = tile.shape[1] // 2
+    return tile.slice(N * WG, N, dim=1)
+
+
+@gluon.jit
+def product_dq(hold, stage, zero, PART: gl.constexpr, WG: gl.constexpr, D: gl.constexpr):
+    """A part of the columns of dQ = dS K."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    k = hold.keys.k.index(zero).reshape([64, D]).slice(D // 2 * WG + COLUMNS * PART, COLUMNS, dim=1)
+    none = gl.zeros([BLOCK_M, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(hold.ds.index(stage).permute((1, 0)), k, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def in_turn(sums, old, tile, i0, here, left, call, PLAN: gl.constexpr):
+    """With ORDERED sums: let others add to tile `old`, if it is one, and wait until the key tiles after this one have
+    added to `tile`, that of the queries from i0 on."""
+    if PLAN.ORDERED:
+        if old >= 0:
+            semaphore_release(sums.semaphores + old)
+        last = left - 1  # the last key that one of these queries sees, counted from the first of this tile
+        if call.after is not None:
+            last = gl.minimum(last, i0 + BLOCK_M - 1 - here + call.after)
+        semaphore_wait(sums.semaphores + tile, last // PLAN.BLOCK_N * 256)
+
+
+@gluon.jit
+def probabilities(s, hold, stage, i0, edge, here, left, call):
+    """P^T of the queries from i0 on, also stored for the other warpgroup."""
+    layout: gl.constexpr = s.type.layout
+    s = s * call.unit - hold.queries.statistics.index(stage).load(layout)
+    if edge:
+        s = masked(s, here - i0, left, call)
+    p = gl.exp2(s)
+    hold.p.store(in_register_order(p))
+    pass_turn(P_STORED, 256)
+    return narrow(p, hold.ds.dtype)
+
+
+@gluon.jit
+def attend_0(
+    hold, sums, p, dk, dv, n, old, tile, i0, ahead, edge, here, left, call, LAST: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """What warpgroup 0 does for the n-th block of queries, those from i0 on, whose P^T is stored and whose place in dQ
+    is `tile` (that of the block before it is `old`), up to P^T of the block after it, that of query `ahead`."""
+    D: gl.constexpr = PLAN.D
+    DV: gl.constexpr = PLAN.DV
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    keys = hold.keys
+    queries = hold.queries
+    grads = hold.grads
+    cur = n & 1
+    new = cur ^ 1
+    # The compiler must not know that this is 0: it would keep the descriptors of K in registers.
+    zero = gl.where(i0 < 0, 1, 0)
+    q = queries.tiles.index(cur).reshape([BLOCK_M, D])
+    mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
+    do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
+    p = gl.convert_layout(p, operand, assert_trivial=True)
+    dv = warpgroup_mma(p, half(do, 0), dv, is_async=True)
+    if not LAST:
+        mbarrier.wait(queries.full.index(new), ((n + 1) >> 1) & 1)
+        s = product_t(keys.k.index(zero).reshape([64, D]), queries.tiles.index(new).reshape([BLOCK_M, D]))
+    wait_turn(DS_STORED, 256)
+    dk = warpgroup_mma(hold.ds.index(cur), half(q, 0), dk, is_async=True)
+    dq = product_dq(hold, cur, zero, 0, 0, D)
+    if LAST:
+        dv, p = warpgroup_mma_wait(2, deps=(dv, p))
+    else:
+        dv, p, s = warpgroup_mma_wait(2, deps=(dv, p, s))
+        arrive(grads.empty.index(cur))
+        p = probabilities(s, hold, new, ahead, edge, here, left, call)
+        mbarrier.wait(keys.full.index(0), 0)  # true since long: the branch keeps the next wait after the exp2
+    dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+    arrive(queries.empty.index(cur))
+    rest = product_dq(hold, cur, zero, 1, 0, D)
+    in_turn(sums, old, tile, i0, here, left, call, PLAN)
+    add_to(sums.ptr, dq, tile * 4)
+    rest = warpgroup_mma_wait(0, deps=(rest,))
+    add_to(sums.ptr, rest, tile * 4 + 1)
+    return p, dk, dv
+
+
+@gluon.jit
+def attend_1(hold, sums, dp, dk, dv, n, old, tile, i0, more, here, left, call, PLAN: gl.constexpr):
+    """What warpgroup 1 does for the n-th block of queries, whose dP^T is on its way, as on return that of the next is;
+    of the last one, rather than branch around a wgmma, once more its own."""
+    D: gl.constexpr = PLAN.D
+    DV: gl.constexpr = PLAN.DV
+    DTYPE: gl.constexpr = hold.ds.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    flat: gl.constexpr = in_register_order(gl.zeros([64, BLOCK_M], gl.float32, layout)).type.layout
+    dk_operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    queries = hold.queries
+    grads = hold.grads
+    cur = n & 1
+    new = cur ^ 1
+    zero = gl.where(i0 < 0, 1, 0)
+    do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
+    delta = grads.statistics.index(cur).load(layout)
+    wait_turn(P_STORED, 256)
+    p = from_register_order(hold.p.load(flat), layout)
+    dp = warpgroup_mma_wait(0, deps=(dp,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
+    p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
+    dv = warpgroup_mma(p16, half(do, 1), dv, is_async=True)
+    ds = narrow(p * (dp - delta), DTYPE)
+    hold.ds.index(cur).store(ds)
+    fence_async_shared()
+    pass_turn(DS_STORED, 256)
+    ds16 = gl.convert_layout(ds, dk_operand, assert_trivial=True)
+    mbarrier.wait(queries.full.index(cur), (n >> 1) & 1)
+    dk = warpgroup_mma(ds16, half(queries.tiles.index(cur).reshape([BLOCK_M, D]), 1), dk, is_async=True)
+    dq = product_dq(hold, cur, zero, 0, 1, D)
+    dk, dv, p16, ds16 = warpgroup_mma_wait(1, deps=(dk, dv, p16, ds16))
+    arrive(grads.empty.index(cur))
+    arrive(queries.empty.index(cur))
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    rest = product_dq(hold, cur, zero, 1, 1, D)
+    in_turn(sums, old, tile, i0, here, left, call, PLAN)
+    add_to(sums.ptr, dq, tile * 4 + 2)
+    rest = warpgroup_mma_wait(0, deps=(rest,))
+    mbarrier.wait(grads.full.index(new), ((n + 1) >> 1) & 1, pred=more)
+    do = grads.tiles.index(gl.where(more, new, cur)).reshape([BLOCK_M, DV])
+    dp = product_t(hold.keys.v.index(zero).reshape([64, DV]), do)
+    add_to(sums.ptr, rest, tile * 4 + 3)
+    return dp, dk, dv
+
+
+@gluon.jit
+def sum_blocks(hold, sums, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.constexpr):
+    """This warpgroup's columns of dK and dV of the key tile, and its part of dQ."""
+    D: gl.constexpr = PLAN.D
+    DV: gl.constexpr = PLAN.DV
+    end = blocks_of(visit, PLAN)
+    here = w.first + w.n_q - w.n_k  # the query whose diagonal is the first key
+    left = w.n_k - w.first
+    i0 = visit.start
+    head = visit.tile
+    tile = head + i0 // BLOCK_M
+    old = gl.to_tensor(-1)
+    zero = gl.minimum(call.padded, 0)
+    mbarrier.wait(hold.keys.full.index(0), 0)
+    if WG == 0:
+        mbarrier.wait(hold.queries.full.index(0), 0)
+        s = product_t(hold.keys.k.index(zero).reshape([64, D]), hold.queries.tiles.index(zero).reshape([BLOCK_M, D]))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        x = probabilities(s, hold, 0, i0, is_edge(visit, i0), here, left, call)
+    else:
+        mbarrier.wait(hold.grads.full.index(0), 0)
+        x = product_t(hold.keys.v.index(zero).reshape([64, DV]), hold.grads.tiles.index(zero).reshape([BLOCK_M, DV]))
+    for n in range(end - 1 + WG):
+        ahead = after_block(visit, i0)
+        if WG == 0:
+            edge = is_edge(visit, ahead)
+            x, dk, dv = attend_0(hold, sums, x, dk, dv, n, old, tile, i0, ahead, edge, here, left, call, False, PLAN)
+        else:
+            x, dk, dv = attend_1(hold, sums, x, dk, dv, n, old, tile, i0, n + 1 < end, here, left, call, PLAN)
+        i0 = ahead
+        old = tile
+        if PLAN.GROUP > 1:
+            head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
+        tile = head + i0 // BLOCK_M
+    if WG == 0:
+        x, dk, dv = attend_0(hold, sums, x, dk, dv, end - 1, old, tile, i0, i0, False, here, left, call, True, PLAN)
+        old = tile
+    else:
+        x = warpgroup_mma_wait(0, deps=(x,))
+    if PLAN.ORDERED:
+        semaphore_release(sums.semaphores + old)
+    wait_turn(ALL_READ, 256)
+    return dk, dv
+
+
+@gluon.jit
+def consume(hold, outputs, semaphores, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
+    """dK and dV, which are 0 for keys that no query sees."""
+    D: gl.constexpr = PLAN.D // 2
+    DV: gl.constexpr = PLAN.DV // 2
+    w = find(gl.program_id(0), queue, call, PLAN)
+    if w.first < w.n_k:
+        visit = visit_of(w, queue, call, PLAN)
+        dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
+        dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
+        if visit.hi > visit.lo:
+            dk, dv = sum_blocks(hold, Sums(outputs.sums, semaphores), dk, dv, w, visit, call, WG, PLAN)
+        if outputs.flag is not None:
+            report(outputs.flag, dk)
+            report(outputs.flag, dv)
+        if WG == 1:  # kept all along, it would cost registers
+            w = find(gl.program_id(0) + gl.where(visit.tile < 0, 1, 0), queue, call, PLAN)
+        dk_at = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first, D * WG)
+        dv_at = at(outputs.dv, w.b, w.h, w.k0, w.n_k, w.first, DV * WG)
+        hold.dk.index(WG).reshape([64, D]).store((dk * call.scale).to(outputs.dk.dtype))
+        hold.dv.index(WG).reshape([64, DV]).store(dv.to(outputs.dv.dtype))
+        fence_async_shared()
+        copy_out(outputs.dk, dk_at, hold.dk.index(WG))
+        copy_out(outputs.dv, dv_at, hold.dv.index(WG))
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
+def backward_wide_kernel(
+    q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
+    scale, padded, counter, total, rows, tiles, heads, batch, cohort, PLAN: gl.constexpr,
+):  # fmt: skip
+    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded)
+    queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
+    inputs = Inputs(q, k, v, do, lse2, delta)
+    outputs = Outputs(sums, sum_rows, dk, dv, flag)
+    keys = keys_ring(k, v, 1)
+    p_tile = gl.allocate_shared_memory(gl.float32, [BLOCK_M // 4, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    dk_tiles = recast(keys.k, q.dtype, [2] + dk.block_type.shape, dk.layout)  # noqa: RUF005
+    dv_tiles = recast(keys.v, q.dtype, [2] + dv.block_type.shape, dv.layout)  # noqa: RUF005
+    hold = Hold(keys, rows_ring(q, lse2), rows_ring(do, delta), p_tile, ds_tiles, dk_tiles, dv_tiles)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consume, (hold, outputs, semaphores, call, queue, 0, PLAN)),
+        (consume, (hold, outputs, semaphores, call, queue, 1, PLAN)),
+        (produce, (hold, inputs, None, call, queue, PLAN)),
+    ], [4, 1], [240, 24])  # fmt: skip
