@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .tile import (
+    LOG2E,
     band,
     column,
     dot,
@@ -28,14 +29,14 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) of online softmax over the span: o = acc / l, lse = m * unit * ln 2 + log l."""
+    """(acc, m, l) of online softmax over the span: o = acc / l, lse = m * ln 2 + log l."""
     unit = unit_of(scale, FOLD)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if terms.sinks is not None:  # a key without a value, seen before all others
         sink = tl.load(terms.sinks + w.h).to(tl.float32)
-        m = l + (sink / scale if FOLD else sink)
+        m = l + sink * LOG2E
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks)
     for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
@@ -80,4 +81,4 @@ def forward_kernel(
                 D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
         store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
-        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l, scale, FOLD), mask=i < w.n_q)
+        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)

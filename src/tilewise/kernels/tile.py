@@ -233,15 +233,15 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 
 @triton.jit
-def logsumexp(m, l, scale, FOLD: tl.constexpr):
-    """What the running (maximum, sum) amount to, in natural units, as the backward will use it: with the same `unit`.
+def logsumexp(m, l):
+    """What the running (maximum, sum) amount to, in natural units.
 
     The hardware's log2 is off by up to 2^-22 of its result; one Newton step against its exp2 mends that.
     """
     some = tl.where(l == 0.0, 1.0, l)
     y = tl.log2(some)
     y += (some * tl.exp2(-y) - 1.0) * LOG2E
-    return tl.where(l == 0.0, float("-inf"), (m * unit_of(scale, FOLD) + y) * LN2)
+    return tl.where(l == 0.0, float("-inf"), (m + y) * LN2)
 
 
 @triton.jit
@@ -304,11 +304,15 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
 
 @triton.jit
 def softmax_step(m, l, s, unit):
-    """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new) * unit
+    """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
+
+    m is in log2 units, as it was subtracted: a product of s and unit once more would be fused with the difference, not
+    rounded, and alpha would not be 1 where the maximum stays, an error that grows with every tile.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * unit - pivot[:, None])
-    alpha = tl.exp2(m * unit - pivot)
+    alpha = tl.exp2(m - pivot)
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 

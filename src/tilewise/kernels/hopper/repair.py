@@ -43,4 +43,4 @@ def repair_kernel(
                     acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], seen, "ieee")
                 out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
                 store_rows(o, out, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
-                tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l, scale, False), mask=i < w.n_q)
+                tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)
