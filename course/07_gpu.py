@@ -105,6 +105,16 @@ print(f"128 mixed lanes: {warps.branches(mixed, 10, 7)} cycles; sorted: {warps.b
 assert warps.branches(sorted(mixed), 10, 7) == warps.branches(mixed, 10, 7) / 2
 
 # %% [markdown]
+# On a real GPU: the same arithmetic on either side of an `if`, in CUDA. When every other *warp* goes right the time is
+# the mean of the two sides; when every other *lane* does, it is close to their sum.
+
+# %%
+times = measured("divergence")
+if times:
+    show(["who goes right", "ms"], [[who, f"{times[who]:.2f}"] for who in ("left", "right", "by warp", "by lane")])
+    assert times["by lane"] > 1.3 * max(times["right"], times["by warp"])
+
+# %% [markdown]
 # ## The machine in numbers
 #
 # An SM holds the arithmetic: ordinary units, tensor cores for matrices, registers, and shared memory. How many SMs? Take

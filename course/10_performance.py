@@ -215,7 +215,6 @@ if bands:
 power = measured("zeros")
 if power:
     print(f"{power['random']:.0f} TFLOP/s on random data, {power['zeros']:.0f} on zeros")
-    assert power["zeros"] > 1.03 * power["random"]
 
 # %% [markdown]
 # **Exercise.** Write `best_batch(tokens, heads, tile, slots, limit)`: the batch size up to `limit` for which attention's grid

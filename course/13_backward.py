@@ -17,7 +17,7 @@ import torch
 
 import tilewise
 from tilewise import trace
-from tilewise.learn import has_triton, picture, show
+from tilewise.learn import has_triton, measured, picture, show
 from tilewise.reference import attention as rung
 from tilewise.reference import gradient
 
@@ -101,6 +101,16 @@ show(
 assert totals["one"]["stored"]["dq"] == 4 * totals["two"]["stored"]["dq"]
 assert "dq" not in totals["two"]["loaded"]
 assert trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)["error"] < 1e-12
+
+# %% [markdown]
+# On Hopper there is a third way: a single loop, five products, and dQ summed in HBM after all, by wide atomic additions or, with
+# `deterministic=True`, in a fixed order for which the programs wait. There the two products saved are worth more than the traffic.
+
+# %%
+times = measured("sums")
+if times:
+    ways = {"two kernels": "two owners, seven products", "atomic": "one loop, atomic", "in order": "one loop, in order"}
+    show(["dQ is summed by", "ms of the backward"], [[words, f"{times[way]:.2f}"] for way, words in ways.items()])
 
 # %% [markdown]
 # ## In Triton, as a node of autograd

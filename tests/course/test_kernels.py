@@ -68,9 +68,11 @@ def test_the_chase_follows_the_ring(device):
     ring = torch.zeros(4, dtype=torch.int32, device=device)
     for a, b in zip(order, order[1:] + order[:1], strict=True):
         ring[a] = b
-    out = torch.empty(1, dtype=torch.int32, device=device)
-    chase[(1,)](ring, out, 2)
-    assert out.item() == order[3]
+    place = torch.zeros(1, dtype=torch.int32, device=device)
+    chase[(1,)](ring, place, 3)
+    assert place.item() == order[3]
+    chase[(1,)](ring, place, 3)
+    assert place.item() == order[2]
 
 
 def test_the_kernels_softmax_step_is_the_references(device):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from tests.oracle import seen
 from tilewise.config import Tile
 from tilewise.perf.cost import Call
 from tilewise.perf.devices import device
-from tilewise.perf.predict import MODEL, Kernel, padded, plan, predict, rereads, span, work_of
+from tilewise.perf.predict import HOPPER_BACKWARD, MODEL, Kernel, padded, plan, predict, rereads, span, work_of
 from tilewise.spec import Spec
 
 H200 = device("H200")
@@ -117,3 +118,11 @@ def test_many_programs_are_not_simulated_one_by_one():
     kernel = Kernel("forward", Tile(128, 64, 8, 3), ((20_000, 8, 0), (20_000, 4, 0)), 10**6, 0, 1, 132, 1e12, MODEL)
     exact = sum(n * (MODEL.prologue + s * 132e-6) for n, s, _ in kernel.work) / 132
     assert exact < kernel.schedule.finish < 1.02 * exact
+
+
+def test_the_hopper_backward_is_where_the_launcher_has_it():
+    launch = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
+    assert f"> {HOPPER_BACKWARD} or q.shape[-1] % 8" in inspect.getsource(launch.backward)
+    for d, names in ((64, ["hopper backward"]), (256, ["hopper backward"]), (100, ["key", "query"])):
+        kernels = plan(replace(USUAL, d=d, dv=d), "hopper", H200, backward=True, only_backward=True)
+        assert [kernel.name for kernel in kernels] == names

@@ -15,7 +15,7 @@ from tilewise.bench.charts import label
 from tilewise.bench.compare import Agreement, compare
 from tilewise.bench.machine import slug
 from tilewise.bench.page import memory_rows
-from tilewise.bench.results import Cell, Results, Unit, load
+from tilewise.bench.results import Cell, Results, Unit, geometric_mean, load
 from tilewise.bench.summary import bars, standings
 from tilewise.demo.words import duration, tokens
 from tilewise.spec import AttentionError
@@ -126,6 +126,25 @@ def speed(everything: list[Results], document: Path) -> str:
     return "\n".join(said)
 
 
+def standing(everything: list[Results], document: Path) -> str:
+    """A sentence for each pass: the chosen backend beside the fastest peer of every cell, and what a call costs."""
+    results = everything[0]
+    said = []
+    for which in ("forward", "backward"):
+        ratios = [ratio.median for cell in results.of(which) if (ratio := cell.ratio_to_best())]
+        mean = geometric_mean(ratios)
+        if mean is not None:
+            names = {label(best) for cell in results.of(which) if (best := cell.best_peer())}
+            peers = " or ".join(sorted(names))
+            said.append(
+                f"the {which} runs at {mean:.2f} times the speed of the fastest peer of each of {len(ratios)} cells "
+                f"({peers}), from {min(ratios):.2f} to {max(ratios):.2f}"
+            )
+    host = next((bar.said for bar in bars(results) if bar.what.startswith("host time")), None)
+    words = "; ".join(said) + (f"; a call on small tensors costs {host} of host time" if host else "")
+    return f"On the {results.machine['device']} {words}.\n"
+
+
 def plot(everything: list[Results], document: Path) -> str:
     up = "" if document.parent == _root(document) else "../"
     return "".join(f"![{name}]({up}{PLOTS.as_posix()}/{name})\n" for name in plots(everything[0]))
@@ -214,7 +233,7 @@ def goals(everything: list[Results], document: Path) -> str:
 
 
 PARTS: dict[str, Callable[[list[Results], Path], str]] = {
-    part.__name__: part for part in (speed, plot, peers, cases, memory, goals, agreement, explain)
+    part.__name__: part for part in (standing, speed, plot, peers, cases, memory, goals, agreement, explain)
 }
 
 

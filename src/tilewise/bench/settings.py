@@ -122,7 +122,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         compiled=not quick,
         memory=Case(1, 0, 4, 4, 64, True, dtype=dtype),
         memory_lengths=tuple(2**n for n in range(8, 12 if quick else 14)),
-        rounds=7 if quick else 9, burst=0.02 if quick else 0.1, limit=1.0 if quick else 8.0, samples=2 if quick else 4,
+        rounds=5 if quick else 9, burst=0.01 if quick else 0.1, limit=1.0 if quick else 8.0, samples=2 if quick else 4,
     )  # fmt: skip
 
 

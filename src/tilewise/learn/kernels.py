@@ -87,8 +87,11 @@ def read_apart(x, y, stride, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def chase(x, y, steps):
-    """Each load says where the next one is: nothing overlaps, and the time per step is the latency of memory."""
-    i = tl.load(x)
+    """Each load says where the next one is: nothing overlaps, and the time per step is the latency of memory.
+
+    y holds the place to start from, and then the place that was reached: the next launch goes on from there.
+    """
+    i = tl.load(y)
     for _ in range(steps):
         i = tl.load(x + i)
     tl.store(y, i)

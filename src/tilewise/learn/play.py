@@ -76,4 +76,4 @@ def display(cell: Cell) -> None:
     if cell.kind == "markdown":
         console.print(Markdown(cell.text))
     else:
-        console.print(Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default"), (1, 4)))
+        console.print(Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4)))

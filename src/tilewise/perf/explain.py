@@ -365,8 +365,9 @@ def compile_kernels(
             space = new_space(q, launch.problem(q, k, v, cu), spec.deterministic)
             launches["hopper backward"] = backward_launches(*tensors, space, 132)[1]
         else:
-            three = launch.backward_launches(*tensors, capability)
-            launches |= dict(zip(("prepare", "key", "query"), three, strict=True))
+            passes = launch.backward_launches(*tensors, capability)
+            names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
+            launches |= dict(zip(names, passes, strict=True))
     for name, one in launches.items():
         yield name, compile_for(capability, one.kernel, one.args, one.options)
 

@@ -27,7 +27,7 @@ from tilewise.perf.waves import Schedule, Waves, schedule, waves
 
 Table = Mapping[tuple[str, int], Mapping[int, float]]
 FITTED = Path(__file__).with_name("model.json")
-HOPPER_BACKWARD = 128  # the widest head dim of the Hopper backward; wider ones run the portable kernels
+HOPPER_BACKWARD = 256  # the widest head dim of the Hopper backward; wider ones run the portable kernels
 
 
 @dataclass(frozen=True)
