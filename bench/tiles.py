@@ -16,8 +16,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -44,12 +46,12 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    kernel: str  # forward, query or key
+    kernel: str  # forward, query, key, or value: the half of key that sums dV where that has a pass of its own
     capability: int
     dtype: str
     dim: int
     variant: str
-    tile: tuple[int, int, int, int] | None = None
+    tile: tuple[int, ...] | None = None
     precision: str | None = None
 
 
@@ -64,14 +66,16 @@ def compile_row(row: Row) -> Compiled:
     k = torch.empty(*shape, 1, row.dim, dtype=dtype)
     lse = torch.empty(*shape[:-1], group, n)
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
-    if row.kernel == "forward":
-        launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability)
-    else:
-        launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability)
-        (launch,) = (x for x in launches if x.kernel.__name__ == f"{row.kernel}_kernel")
+    chosen = (
+        nullcontext() if row.tile is None else mock.patch.object(config, "tile", return_value=config.Tile(*row.tile))
+    )
+    with chosen:
+        if row.kernel == "forward":
+            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability)
+        else:
+            launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability)
+            launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
     options = dict(launch.options)
-    if row.tile is not None:
-        options |= config.Tile(*row.tile).options()
     if row.precision is not None:
         options["PRECISION"] = row.precision
     return compile_for(row.capability, launch.kernel, launch.args, options)
@@ -111,11 +115,11 @@ def search(row: Row) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", choices=("forward", "query", "key", "json"))
+    parser.add_argument("kernel", choices=("forward", "query", "key", "value", "json"))
     parser.add_argument("--capability", type=int, default=90, choices=SHARED)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"))
+    parser.add_argument("--tile", type=int, nargs="+", help="M N WARPS STAGES, and 1 where dK and dV are summed apart")
     parser.add_argument("--precision", choices=("ieee", "tf32", "tf32x3"))
     args = parser.parse_args()
     if args.kernel == "json":  # rows on the standard input, reports on the standard output: the tests' way in

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight."""
+    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight; `apart`: dK and dV are summed
+    by passes of their own, which costs one product more and holds one sum instead of two."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    apart: bool = False
 
     def options(self) -> dict[str, int]:
         return {
@@ -32,20 +34,20 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
     ("forward", 2): {
         64: Tile(64, 64, 4, 3),  # 392 to 458 TFLOP/s; 128x64x8 within 5 %, 128x128x8 20 % slower (H200, 2026-11-15)
         128: Tile(64, 64, 4, 3),  # 407 to 480; two programs per SM hide what one 128x128x8 (360 to 468) cannot
-        256: Tile(64, 32, 4, 2),  # not timed; 64x64x8 makes ptxas serialise its products, 128x64x8 spills
+        256: Tile(128, 64, 8, 2),  # 471 (causal, 4k); 64x32x4 373, 128x32x8 308, 64x64x4 299
         512: Tile(32, 32, 8, 2),
     },
     ("query", 2): {
         64: Tile(64, 64, 4, 3),  # 518 to 624; 2 stages 10 % slower
         128: Tile(64, 64, 4, 2),  # 454 to 551; 64x32x4 with 3 stages is equal
-        256: Tile(64, 32, 8, 2),  # not timed; spills 88 bytes, but what does not is too short for wgmma
+        256: Tile(128, 32, 8, 2),  # 372 (causal, 4k); 64x64x8 295, 64x32x4 283, 64x32x8 190 and with 3 stages 233
         512: Tile(16, 32, 8, 1),
     },
     ("key", 2): {
         64: Tile(64, 64, 4, 3),  # 420 to 495; 2 stages 10 % slower, 8 warps 20 %
         128: Tile(32, 64, 4, 3),  # 463 to 558; 2 stages 20 % slower, 64x64x4 spills and is 25 % slower
-        256: Tile(32, 32, 8, 2),  # not timed; 64 keys spill 1120 bytes
-        512: Tile(16, 16, 8, 1),  # spills 128 bytes
+        256: Tile(32, 128, 8, 2, apart=True),  # both sums at once: 64x64x8 257 (spills), 32x64x8 247, 32x32x8 134
+        512: Tile(16, 16, 8, 1),
     },
     ("forward", 4): {
         64: Tile(32, 32, 4, 2),

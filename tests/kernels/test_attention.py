@@ -95,9 +95,12 @@ def test_any_packing(lengths, window, dtype, seed) -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's tiles come from its table")
 @pytest.mark.parametrize("tile", [(32, 16), (16, 32), (64, 16)])
-@pytest.mark.parametrize("band", BANDS[1:4])
-def test_tile(tile: tuple[int, int], band: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "INTERPRETER", config.Tile(*tile, 4, 1))
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("band", BANDS[1:3])
+def test_tile(
+    tile: tuple[int, int], apart: bool, band: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "INTERPRETER", config.Tile(*tile, 4, 1, apart))
     inputs = make(Case(batch=1, n_q=70, n_k=75, heads=2, kv_heads=1, d=8, dv=8, before=band[0], after=band[1]), DEVICE)
     budget.check(run(inputs, "triton"), inputs)
 

@@ -20,6 +20,7 @@ from .tile import (
     has_nan,
     load_rows,
     locate,
+    matmul,
     row_pointers,
     row_statistics,
     store_rows,
@@ -89,13 +90,13 @@ def query_gradient(
 ):  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     lo, hi = walk(span, w, w.h, terms.blocks)
-    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
         first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
+        dp = matmul(do_tile, tl.trans(v_tile), None, PRECISION)
         p, slope = weights(
             product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, terms,
             FOLD, SCORE_MOD, MASK_MOD,
@@ -144,33 +145,35 @@ def key_gradients(
     k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for g in range(GROUP):
+    for g in tl.range(GROUP, disable_licm=True):
         h = w.h * GROUP + g
         lo, hi = walk(span, w, h, terms.blocks)
-        for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None):
+        for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
             first, edge = column(at, span, terms.blocks, BLOCK_M, CAREFUL or MASK_MOD is not None)
             i = first + tl.arange(0, BLOCK_M)
             q_tile = load_rows(q, w.b, h, w.q0, first, w.n_q, D, BLOCK_M, BLOCK_D, EVEN)
             do_tile = load_rows(do, w.b, h, w.q0, first, w.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
             lse2_i = tl.load(row_statistics(lse2, w, h, first, cu_q, BLOCK_M))
-            delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
-            product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            product = matmul(k_tile, tl.trans(q_tile), None, PRECISION)
             p, slope = weights(
                 product, w, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, terms,
                 FOLD, SCORE_MOD, MASK_MOD,
             )  # fmt: skip
             seen = visible(i[None, :], j[:, None], w, before, after, h, terms, MASK_MOD) if CAREFUL else None
-            stayed = dropped(p, w, h, i[None, :], j[:, None], terms)
-            dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
-            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms, SCORE_MOD)
-            if CAREFUL:
-                ds = tl.where(seen, ds, 0.0)
-            dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)
+            if SUM_V:
+                stayed = dropped(p, w, h, i[None, :], j[:, None], terms)
+                dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
+            if SUM_K:
+                delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
+                dp = matmul(v_tile, tl.trans(do_tile), None, PRECISION)
+                ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms, SCORE_MOD)
+                if CAREFUL:
+                    ds = tl.where(seen, ds, 0.0)
+                dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)
     return dk_acc, dv_acc
 
 
@@ -179,24 +182,33 @@ def key_kernel(
     q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr,
 ):  # fmt: skip
-    """`heads` counts KV heads; each program sums over the GROUP query heads that share its own."""
+    """dK, dV, or both. `heads` counts KV heads; each program sums over the GROUP query heads that share its own."""
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
     if w.first < w.n_k:
         j = w.first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-        v_tile = load_rows(v, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
+        v_tile = k_tile
+        if SUM_K:
+            v_tile = load_rows(v, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         at = w.first + w.n_q - w.n_k
         span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)  # the same band, read sideways
         dk_acc, dv_acc = key_gradients(
             k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
-            SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
+            SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
+            SUM_K, SUM_V, False,
         )  # fmt: skip
-        if has_nan(dk_acc) or has_nan(dv_acc):
+        bad = has_nan(dk_acc if SUM_K else dv_acc)
+        if SUM_K and SUM_V:
+            bad = bad or has_nan(dv_acc)
+        if bad:
             dk_acc, dv_acc = key_gradients(
                 k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
-                SCORE_MOD, MASK_MOD, GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
+                SCORE_MOD, MASK_MOD, GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
+                SUM_K, SUM_V, True,
             )  # fmt: skip
-        store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
-        store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)
+        if SUM_K:
+            store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
+        if SUM_V:
+            store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)

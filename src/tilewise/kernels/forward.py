@@ -13,6 +13,7 @@ from .tile import (
     load_rows,
     locate,
     logsumexp,
+    matmul,
     row_pointers,
     softmax_step,
     store_rows,
@@ -39,11 +40,11 @@ def attend(
         m = l + sink * LOG2E
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks)
-    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
         first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
         s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
         if edge:
             s = tl.where(visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD), s, float("-inf"))

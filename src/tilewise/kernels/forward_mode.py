@@ -7,7 +7,20 @@ With p = exp(s - lse) from the saved lse, and a dot for the movement:
 import triton
 import triton.language as tl
 
-from .tile import LOG2E, band, dot, has_nan, load_rows, locate, row_pointers, scores, store_rows, unit_of, visible
+from .tile import (
+    LOG2E,
+    band,
+    dot,
+    has_nan,
+    load_rows,
+    locate,
+    matmul,
+    row_pointers,
+    scores,
+    store_rows,
+    unit_of,
+    visible,
+)
 
 
 @triton.jit
@@ -19,15 +32,15 @@ def moves(
     """lse. and sum (p s.) v + p v., over the span."""
     moved = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
         dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
-        ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
+        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
+        ds = matmul(dq_tile, tl.trans(k_tile), None, PRECISION)
+        ds = matmul(q_tile, tl.trans(dk_tile), ds, PRECISION) * scale
         s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
         seen = visible(i[:, None], j[None, :], w, before, after)
         p = tl.where(seen, tl.exp2(s * unit_of(scale, FOLD) - lse2_i[:, None]), 0.0)

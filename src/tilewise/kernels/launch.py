@@ -103,16 +103,22 @@ def backward_launches(
     )
     tile = _tile("key", q, size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
-    key = Launch(
-        key_kernel,
-        size.programs(size.n_k, size.kv_heads, tile.block_n),
-        (
-            *shared, _view(dk), _view(dv), *scalars, tiles, size.kv_heads, size.batch,
-            _terms(spec, terms, size, tile, by_key=True),
-        ),
-        _options(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_q, tile.block_m)},
-    )  # fmt: skip
-    return [prepare, key, query]
+    sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
+    keys = [
+        Launch(
+            key_kernel,
+            size.programs(size.n_k, size.kv_heads, tile.block_n),
+            (
+                *shared, _view(dk), _view(dv), *scalars, tiles, size.kv_heads, size.batch,
+                _terms(spec, terms, size, tile, by_key=True),
+            ),
+            _options(size, spec, tile, q, terms) | program | {
+                "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
+            },
+        )
+        for sum_k, sum_v in sums
+    ]  # fmt: skip
+    return [prepare, *keys, query]
 
 
 def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
