@@ -1,10 +1,11 @@
-"""`tilewise show-mask`: a picture of a mask and of its tiles, empty, partial and full."""
+"""`tilewise show-mask`: a picture of a mask and of its tiles, empty, partial and full; or of a score mod."""
 
 from __future__ import annotations
 
 import runpy
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from tilewise import mods
 from tilewise.mods import picture
 from tilewise.spec import AttentionError
 
-EXAMPLES = {
+EXAMPLES: dict[str, tuple[float, ...]] = {
     "causal": (),
     "document": (200, 56, 300, 468),
     "prefix_lm": (300,),
@@ -21,6 +22,9 @@ EXAMPLES = {
     "neighbourhood_2d": (32, 3),
     "block_diagonal": (256,),
     "strided_sparse": (64,),
+    "softcap": (20.0,),
+    "alibi": (0.0625,),
+    "t5_relative": (32, 128),
 }
 
 
@@ -30,50 +34,77 @@ def causal(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-de
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("mask", help=f"{', '.join(EXAMPLES)}, or FILE.py:NAME of a mask mod of yours")
-    parser.add_argument("numbers", nargs="*", type=int, help="its arguments; for document, the documents' lengths")
+    parser.add_argument("mod", help=f"{', '.join(EXAMPLES)}, or FILE.py:NAME of a mask or score mod of yours")
+    parser.add_argument(
+        "numbers", nargs="*", type=number,
+        help="its arguments; for document, the documents' lengths; for alibi, the slopes of the heads; for t5_relative,"
+        " buckets and the largest distance",
+    )  # fmt: skip
     parser.add_argument("--queries", type=int, default=1024)
     parser.add_argument("--keys", type=int, help="(default: as many as queries)")
     parser.add_argument("--block", type=int, default=128, help="tokens along a tile (default: %(default)s)")
+    parser.add_argument("--head", type=int, default=0, help="whose scores (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("mask.png"), help="a .png or .html (default: %(default)s)")
 
 
+def number(text: str) -> int | float:
+    """
+    >>> number("3"), number("0.5")
+    (3, 0.5)
+    """
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
 def run(options: Namespace) -> int:
+    keys = options.keys or options.queries
+    drawn: mods.BlockMask | picture.Heat
     try:
-        mod = mask_named(options.mask, options.numbers, options.queries)
-        block = (options.block, options.block)
-        mask = mods.block_mask(mod, options.queries, options.keys or options.queries, block=block)
+        mod = mod_named(options.mod, options.numbers, options.queries)
+        if mod.kind == "score":
+            drawn = picture.heat(mod, options.queries, keys, h=options.head)
+        else:
+            drawn = mods.block_mask(mod, options.queries, keys, block=(options.block, options.block))
     except AttentionError as error:
         print(error)
         return 2
+    file, words = picture.draw(drawn)
     if options.out.suffix == ".html":
-        options.out.write_text(picture.html(mask), encoding="utf-8")
+        options.out.write_text(picture.html(drawn), encoding="utf-8")
     else:
-        options.out.write_bytes(picture.png(picture.picture(mask)))
-    print(f"{picture.summary(mask)}\n{options.out}")
+        options.out.write_bytes(file)
+    print(f"{words}\n{options.out}")
     return 0
 
 
-def mask_named(name: str, numbers: list[int], tokens: int) -> mods.Mod:
-    """A mask mod by its name, with the arguments of its example unless given.
+def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
+    """A mod by its name, with the arguments of its example unless given.
 
-    >>> mask_named("causal", [], 4).program.name
+    >>> mod_named("causal", [], 4).program.name
     'causal'
     """
     file, _, function = name.rpartition(":")
     if file:
         found = runpy.run_path(file).get(function)
         if found is None:
-            raise AttentionError(f"a mask mod in {file}", f"no {function!r}", "a function decorated with mask_mod")
+            raise AttentionError(
+                f"a mod in {file}", f"no {function!r}", "a function decorated with mask_mod or score_mod"
+            )
         mod: mods.Mod = found(*numbers) if callable(getattr(found, "function", None)) else found
         return mod
     if name not in EXAMPLES:
-        raise AttentionError("mask", repr(name), f"{', '.join(EXAMPLES)}, or FILE.py:NAME")
-    arguments = numbers or list(EXAMPLES[name])
-    if name == "document":
-        ends = torch.tensor([0, *arguments]).cumsum(0)
-        return mods.document(cu_seqlens=ends, tokens=tokens)
-    if name == "prefix_lm":
-        return mods.prefix_lm(torch.tensor(arguments))
+        raise AttentionError("mod", repr(name), f"{', '.join(EXAMPLES)}, or FILE.py:NAME")
+    arguments: list[Any] = numbers or list(EXAMPLES[name])
+    match name:
+        case "document":
+            return mods.document(cu_seqlens=torch.tensor([0, *arguments]).cumsum(0), tokens=tokens)
+        case "prefix_lm":
+            return mods.prefix_lm(torch.tensor(arguments))
+        case "alibi":
+            return mods.alibi(torch.tensor(arguments, dtype=torch.float32))
+        case "t5_relative":
+            buckets, reach = map(int, arguments)
+            return mods.t5_relative(torch.linspace(-1, 1, buckets)[:, None], max_distance=reach)
+        case "softcap":
+            return mods.softcap(float(arguments[0]))
     bound: mods.Mod = (causal if name == "causal" else getattr(mods, name))(*arguments)
     return bound

@@ -18,13 +18,23 @@ def _softcap_slope(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-
 
 @score_mod(grad=_softcap_slope)
 def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
-    """cap * tanh(score / cap): scores stay within (-cap, cap)."""
+    """cap * tanh(score / cap): scores stay within (-cap, cap).
+
+    >>> softcap(2.0)(torch.tensor([-50.0, 0.0, 1.0]), 0, 0, 0, 0)
+    tensor([-2.0000,  0.0000,  0.9242])
+    """
     return cap * torch.tanh(score / cap)
 
 
 @score_mod
 def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """score - slopes[h] * |distance|; the last query sits at the last key."""
+    """score - slopes[h] * |distance|; the last query sits at the last key.
+
+    >>> from tilewise.mods.picture import heat
+    >>> heat(alibi(torch.tensor([0.5])), 2, 3).values
+    tensor([[-0.5000,  0.0000, -0.5000],
+            [-1.0000, -0.5000,  0.0000]])
+    """
     return score - slopes[h] * abs(q_idx + (kv_len - q_len) - kv_idx)
 
 
@@ -64,39 +74,67 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 
 @mask_mod
 def prefix_lm(b, h, q_idx, kv_idx, prefix):  # type: ignore[no-untyped-def]
-    """All see the first `prefix[b]` keys; past them, causal. prefix (B,)."""
+    """All see the first `prefix[b]` keys; past them, causal. prefix (B,).
+
+    >>> prefix_lm(torch.tensor([2]))(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
+    """
     return (kv_idx < prefix[b]) | (kv_idx <= q_idx)
 
 
 @mask_mod
 def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens):  # type: ignore[no-untyped-def]
-    """Keys within `width` of the query, and the first `global_tokens` tokens, which see and are seen by all."""
+    """Keys within `width` of the query, and the first `global_tokens` tokens, which see and are seen by all.
+
+    >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
+    tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
+    """
     return (abs(q_idx - kv_idx) <= width) | (kv_idx < global_tokens) | (q_idx < global_tokens)
 
 
 @mask_mod
 def dilated_window(b, h, q_idx, kv_idx, width, dilation):  # type: ignore[no-untyped-def]
-    """Every dilation-th key, up to `width` of them to either side."""
+    """Every dilation-th key, up to `width` of them to either side.
+
+    >>> dilated_window(1, 2)(0, 0, torch.tensor([3]), torch.arange(7)).int()
+    tensor([0, 1, 0, 1, 0, 1, 0], dtype=torch.int32)
+    """
     distance = abs(q_idx - kv_idx)
     return (distance <= width * dilation) & (distance % dilation == 0)
 
 
 @mask_mod
 def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius):  # type: ignore[no-untyped-def]
-    """Tokens are pixels, row by row of an image with so many columns; a pixel sees those within `radius` both ways."""
+    """Tokens are pixels, row by row of an image with so many columns; a pixel sees those within `radius` both ways.
+
+    >>> neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12)).int().view(3, 4)
+    tensor([[1, 1, 1, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
+    """
     near_rows = abs(q_idx // columns - kv_idx // columns) <= radius
     return near_rows & (abs(q_idx % columns - kv_idx % columns) <= radius)
 
 
 @mask_mod
 def block_diagonal(b, h, q_idx, kv_idx, block):  # type: ignore[no-untyped-def]
-    """Blocks of so many tokens, each seeing itself only."""
+    """Blocks of so many tokens, each seeing itself only.
+
+    >>> block_diagonal(2)(0, 0, torch.tensor([2]), torch.arange(6)).int()
+    tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32)
+    """
     return q_idx // block == kv_idx // block
 
 
 @mask_mod
 def strided_sparse(b, h, q_idx, kv_idx, stride):  # type: ignore[no-untyped-def]
-    """Causal: the last `stride` keys, and every stride-th key before them (Sparse Transformer)."""
+    """Causal: the last `stride` keys, and every stride-th key before them (Sparse Transformer).
+
+    >>> strided_sparse(3)(0, 0, torch.tensor([7]), torch.arange(9)).int()
+    tensor([0, 0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
+    """
     return (kv_idx <= q_idx) & ((q_idx - kv_idx < stride) | (kv_idx % stride == stride - 1))
 
 
@@ -108,6 +146,10 @@ def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach):  # type: ignore[no-u
 def t5_relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
     """T5's relative position bias, score + table[bucket(kv_idx - q_idx), h]: near distances have a bucket each, far
     ones share buckets by their logarithm. table (buckets, H) is learned: it gets a gradient if it wants one.
+
+    >>> mod = t5_relative(torch.arange(8.0)[:, None], max_distance=8)
+    >>> mod(torch.zeros(1), 0, 0, 4, torch.arange(9))
+    tensor([3., 2., 2., 1., 0., 5., 6., 6., 7.])
     """
     if table.dim() != 2:
         raise AttentionError("shape of the T5 table", tuple(table.shape), "(buckets, heads)")
