@@ -300,10 +300,9 @@ def _is_near_kink(call: Call) -> bool:
     return False
 
 
-def run(call: Call, backend: str) -> dict[str, Tensor]:
-    """out, lse and the gradient of every leaf, by tilewise."""
+def attend(call: Call, x: Leaves, backend: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the call with these leaves, by tilewise."""
     f = call.features
-    x = {name: t.detach().clone().requires_grad_() for name, t in call.leaves.items()}
     options: dict[str, Any] = {"window": call.window, "backend": backend, "return_lse": True}
     if f.softcap:
         options["softcap"] = CAP
@@ -327,11 +326,16 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
             )  # fmt: skip
         options["mask_mod"] = mod
     if call.cu is None:
-        out, lse = tilewise.attention(x["q"], x["k"], x["v"], **options)
-    else:
-        longest = {
-            n: max(m) for n, m in zip(("max_seqlen_q", "max_seqlen_k"), zip(*call.lengths, strict=True), strict=True)
-        }
-        out, lse = tilewise.attention_varlen(x["q"], x["k"], x["v"], *call.cu, **longest, **options)
+        return tilewise.attention(x["q"], x["k"], x["v"], **options)
+    max_q, max_k = map(max, zip(*call.lengths, strict=True))
+    return tilewise.attention_varlen(
+        x["q"], x["k"], x["v"], *call.cu, max_seqlen_q=max_q, max_seqlen_k=max_k, **options
+    )
+
+
+def run(call: Call, backend: str) -> dict[str, Tensor]:
+    """out, lse and the gradient of every leaf, by tilewise."""
+    x = {name: t.detach().clone().requires_grad_() for name, t in call.leaves.items()}
+    out, lse = attend(call, x, backend)
     grads = torch.autograd.grad((out, lse), list(x.values()), (call.dout, call.dlse))
     return {"out": out.detach(), "lse": lse.detach()} | dict(zip(x, grads, strict=True))

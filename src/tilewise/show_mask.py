@@ -94,17 +94,20 @@ def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
     if name not in EXAMPLES:
         raise AttentionError("mod", repr(name), f"{', '.join(EXAMPLES)}, or FILE.py:NAME")
     arguments: list[Any] = numbers or list(EXAMPLES[name])
+    make: Any = causal if name == "causal" else getattr(mods, name)
     match name:
         case "document":
-            return mods.document(cu_seqlens=torch.tensor([0, *arguments]).cumsum(0), tokens=tokens)
+            bound = make(cu_seqlens=torch.tensor([0, *arguments]).cumsum(0), tokens=tokens)
         case "prefix_lm":
-            return mods.prefix_lm(torch.tensor(arguments))
+            bound = make(torch.tensor(arguments))
         case "alibi":
-            return mods.alibi(torch.tensor(arguments, dtype=torch.float32))
+            bound = make(torch.tensor(arguments, dtype=torch.float32))
         case "t5_relative":
             buckets, reach = map(int, arguments)
-            return mods.t5_relative(torch.linspace(-1, 1, buckets)[:, None], max_distance=reach)
+            bound = make(torch.linspace(-1, 1, buckets)[:, None], max_distance=reach)
         case "softcap":
-            return mods.softcap(float(arguments[0]))
-    bound: mods.Mod = (causal if name == "causal" else getattr(mods, name))(*arguments)
-    return bound
+            bound = make(float(arguments[0]))
+        case _:
+            bound = make(*arguments)
+    result: mods.Mod = bound
+    return result
