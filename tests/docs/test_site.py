@@ -33,7 +33,7 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("site")
-    build(out, explorer=False)
+    build(out, explorer=False, outputs=False)
     return out
 
 
@@ -87,3 +87,16 @@ def test_no_id_is_used_twice_where_links_point(parsed):
     for path, page in parsed.items():
         wanted = {urlsplit(link).fragment for link in page.links if link.startswith("#")}
         assert not [name for name in wanted if page.ids.count(name) > 1], path.name
+
+
+def test_lessons_show_what_they_print_and_draw(tmp_path, monkeypatch):
+    from tilewise.learn import course
+
+    first = course.lessons()[:1]
+    monkeypatch.setattr(course, "lessons", lambda: first)
+    build(tmp_path, explorer=False)
+    page = (tmp_path / "learn" / "01.html").read_text(encoding="utf-8")
+    assert '<pre class="output">matrix  shape\nQ       (8, 4)' in page
+    assert page.count("<img ") == len(list((tmp_path / "learn").glob("01_*.png"))) >= 1
+    assert "(picture:" not in page
+    assert 'class="output"' not in (tmp_path / "learn" / "02.html").read_text(encoding="utf-8")

@@ -192,13 +192,12 @@ def test_command(capsys):
 
 def test_score_terms_are_counted():
     bias = torch.empty(1, 16, 4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    plain, capped = told(backend="auto"), told(backend="auto", softcap=30.0, bias=bias)
-    assert (plain.backend, capped.backend) == ("hopper", "triton")
-    assert "terms of the score" in capped.reason
+    capped = told(backend="auto", softcap=30.0, bias=bias)
+    assert [kernel.name for kernel in capped.kernels[1:]] == ["key", "query"]
     assert capped.call.terms.names == ("softcap", "bias")
     assert capped.call.terms.read == capped.call.terms.written == 2 * 16 * 4096**2
     assert capped.backward  # the bias wants its gradient
-    assert capped.prediction.device > told(backward=True).prediction.device
+    assert capped.prediction.device > told(backend="auto", backward=True).prediction.device
     assert "softcap, bias: 18 operations on each pair" in str(capped)
     json.dumps(capped.to_dict())
 

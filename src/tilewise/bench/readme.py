@@ -18,12 +18,15 @@ from tilewise.bench.page import memory_rows
 from tilewise.bench.results import Cell, Results, Unit, geometric_mean, load
 from tilewise.bench.summary import bars, standings
 from tilewise.demo.words import duration, tokens
+from tilewise.perf.check import Measured
+from tilewise.perf.cost import Call
 from tilewise.spec import AttentionError
 
 DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
 RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
 PREDICTED = Path("docs/explain-h200.svg")
+EXPLORER = Path("src/tilewise/explore/measured.json")
 AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
 MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
 
@@ -85,6 +88,8 @@ def expected(root: Path) -> dict[Path, str]:
     if everything:
         for name, text in plots(everything[0]).items():
             found[root / PLOTS / name] = text
+        if (root / EXPLORER).exists():
+            found[root / EXPLORER] = measured_calls(everything[0])
     for document in DOCUMENTS:
         path = root / document
         if path.exists():
@@ -94,6 +99,22 @@ def expected(root: Path) -> dict[Path, str]:
 
 def plots(results: Results) -> dict[str, str]:
     return {f"{which}.svg": charts.figure(results, which) for which in ("forward", "backward") if results.of(which)}
+
+
+def measured_calls(results: Results) -> str:
+    """Forward calls of the grid for the explorer's roofline: JSON, one line each."""
+    lines = []
+    for cell in results.of("forward"):
+        ours, case = cell.chosen(), cell.case
+        if ours and case["seq"] in (1024, 4096, 16384):
+            n, heads, d = case["seq"], case["heads"], case["dim"]
+            call = Call(case["batch"], n, n, heads, heads, d, d, case["dtype"], after=0 if case["causal"] else None)
+            lines.append(
+                json.dumps(Measured(call, ours.split("-")[-1], "forward", cell.seconds(ours).median, 0.0).to_dict())
+            )
+    source = (RESULTS / kept_name(results)).as_posix()
+    facts = {"device": results.machine["device"], "when": results.machine["date"][:10], "source": source}
+    return json.dumps(facts, indent=1).removesuffix("\n}") + ',\n "calls": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
 
 
 def fill(text: str, everything: list[Results], document: str, root: Path = Path()) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
+import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from string import Template
 
@@ -30,10 +36,10 @@ class Page:
     source: str = ""
 
 
-def build(out: Path, *, explorer: bool = True) -> list[Page]:
-    """Write the site; the folder is emptied first."""
-    pages = list(collect())
+def build(out: Path, *, explorer: bool = True, outputs: bool = True) -> list[Page]:
+    """Write the site; the folder is emptied first. `outputs`: run the lessons, and show what they print and draw."""
     shutil.rmtree(out, ignore_errors=True)
+    pages = list(collect(run_lessons(out / "learn") if outputs else {}))
     template = Template((files("tilewise.docs") / "page.html").read_text(encoding="utf-8"))
     style = (files("tilewise.docs") / "style.css").read_text(encoding="utf-8") + text.style()
     _write(out / "style.css", style)
@@ -59,7 +65,29 @@ def build(out: Path, *, explorer: bool = True) -> list[Page]:
     return pages
 
 
-def collect() -> Iterator[Page]:
+def run_lessons(folder: Path) -> dict[int, list[str]]:
+    """What the cells of each lesson print; what they draw lies in the folder."""
+    from tilewise.learn.course import lessons
+
+    folder.mkdir(parents=True)
+    env = os.environ | {"TILEWISE_PICTURES": str(folder), "COLUMNS": "100"}
+
+    def one(number: int, work: str) -> list[str]:
+        file = Path(work, f"{number}.json")
+        command = [sys.executable, "-m", "tilewise", "learn", str(number), "--record", str(file)]
+        subprocess.run(command, env=env, check=True)
+        found: list[str] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting = {
+            lesson.number: pool.submit(one, lesson.number, work) for lesson in lessons() if ROOT in lesson.path.parents
+        }
+        return {number: result.result() for number, result in waiting.items()}
+
+
+def collect(printed: Mapping[int, list[str]]) -> Iterator[Page]:
+    """Every page; `printed`: what the cells of the lessons say."""
     places = dict(documents())
     places |= {f"course/{path.name}": f"learn/{path.name[:2]}.html" for path in _lessons()}
 
@@ -83,7 +111,9 @@ def collect() -> Iterator[Page]:
         yield Page("index.html", "tilewise", "", "<h1>tilewise</h1><p>Exact attention for PyTorch, tile by tile.</p>")
     for lesson in _lessons():
         path = f"learn/{lesson.name[:2]}.html"
-        yield from lesson_page(lesson, path, linker(f"course/{lesson.name}", path))
+        yield from lesson_page(
+            lesson, path, linker(f"course/{lesson.name}", path), printed.get(int(lesson.name[:2]), [])
+        )
     for module in api.modules():
         path = f"api/{module.__name__}.html"
         yield Page(path, module.__name__, "Reference", api.body(module, linker("", path)))
@@ -103,12 +133,16 @@ def _lessons() -> list[Path]:
     return sorted((ROOT / "course").glob("[0-9][0-9]_*.py"))
 
 
-def lesson_page(file: Path, path: str, link: text.Link) -> Iterator[Page]:
-    """Words and code of a lesson, its exercise, and a solution that is folded away."""
+def lesson_page(file: Path, path: str, link: text.Link, printed: Sequence[str]) -> Iterator[Page]:
+    """Words and code of a lesson, what the code prints and draws, its exercise, and a solution that is folded away."""
     from tilewise.learn.course import Lesson
 
     lesson = Lesson(int(file.name[:2]), file)
-    parts = [text.markdown(c.text, link) if c.kind == "markdown" else text.block(c.text) for c in lesson.cells]
+    parts = []
+    for cell, said in zip_longest(lesson.cells, printed, fillvalue=""):
+        assert not isinstance(cell, str)
+        parts.append(text.markdown(cell.text, link) if cell.kind == "markdown" else text.block(cell.text))
+        parts += output(said)
     number = lesson.number
     parts.append(f"<p class='run'>Run it: <code>tilewise learn {number}</code></p>")
     for folder, title in (("exercises", "The exercise"), ("solutions", "A solution")):
@@ -116,6 +150,21 @@ def lesson_page(file: Path, path: str, link: text.Link) -> Iterator[Page]:
             source = text.block(lesson.beside(folder).read_text(encoding="utf-8"))
             parts.append(f"<details><summary>{title}</summary>{source}</details>")
     yield Page(path, f"{number}. {lesson.title}", "Course", "\n".join(parts), f"course/{file.name}")
+
+
+PICTURE = re.compile(r"^\(picture: .*?([\w-]+\.png)\)\n?", re.M)
+
+
+def output(said: str) -> Iterator[str]:
+    """
+    >>> list(output("4\\n(picture: /tmp/07_waves.png)\\n"))
+    ['<pre class="output">4</pre>', '<img src="07_waves.png" alt="what the cell draws">']
+    """
+    words = PICTURE.sub("", said).strip("\n")
+    if words:
+        yield f'<pre class="output">{escape(words, quote=False)}</pre>'
+    for name in PICTURE.findall(said):
+        yield f'<img src="{name}" alt="what the cell draws">'
 
 
 def results() -> Iterator[Page]:

@@ -142,7 +142,7 @@ def measured(*, device: str = "H200") -> Json:
             points.append({
                 "b": call.batch, "s": call.n_q, "h": call.heads, "d": call.d, "causal": int(call.after == 0),
                 "seconds": seconds, "rate": flops / seconds, "intensity": flops / told.traffic.tiled,
-                "backend": one["backend"], "predicted": told.prediction.call,
+                "backend": one["backend"], "predicted": told.prediction.device,
             })  # fmt: skip
     return {"points": points, "source": kept["source"], "when": kept["when"]}
 

@@ -25,6 +25,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="run the code, print only what it prints")
     parser.add_argument("--pause", action="store_true", help="wait for Enter between cells")
     parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="run it quietly, keep what each cell prints as JSON"
+    )
+    parser.add_argument(
         "--measure", type=Path, metavar="FILE", help="run the course's measurements on this GPU, keep them"
     )
 
@@ -44,7 +47,7 @@ def run(options: Namespace) -> int:
             return check.hand_out(options.lesson)
         if options.solution:
             return check.reveal(options.lesson)
-        return play.play(options.lesson, quiet=options.quiet, pause=options.pause)
+        return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)
     except AttentionError as error:
         print(f"tilewise learn: {error}")
         return 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from tilewise.learn import progress
@@ -30,13 +34,18 @@ def next_one(done: dict[str, list[int]]) -> int:
     return next((n for n in range(1, 100) if n not in done["solved"]), 1)
 
 
-def play(number: int, *, quiet: bool = False, pause: bool = False) -> int:
+def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path | None = None) -> int:
     one = lesson(number)
     if wrong_triton(one):
         # Triton decides at import whether it interprets or compiles: this lesson needs a process of its own.
-        flags = ["--quiet"] * quiet + ["--pause"] * pause
+        flags = ["--quiet"] * quiet + ["--pause"] * pause + ([] if record is None else ["--record", str(record)])
         env = os.environ | {"TRITON_INTERPRET": "1" if one.needs == "interpreter" else "0"}
         return subprocess.call([sys.executable, "-m", "tilewise", "learn", str(number), *flags], env=env)
+    if record is not None:
+        printed: list[str] = []
+        run(one, quiet=True, printed=printed)
+        record.write_text(json.dumps(printed), encoding="utf-8")
+        return 0
     run(one, quiet=quiet, pause=pause)
     progress.note("read", number)
     if not quiet:
@@ -49,15 +58,22 @@ def wrong_triton(one: Lesson) -> bool:
     return (one.needs == "interpreter" and not interprets) or (one.needs == "compiler" and interprets)
 
 
-def run(one: Lesson, *, quiet: bool = False, pause: bool = False) -> dict[str, Any]:
-    """Execute the cells in one namespace, which is returned; errors point into the lesson's file."""
+def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[str] | None = None) -> dict[str, Any]:
+    """Execute the cells in one namespace, which is returned; errors point into the lesson's file.
+
+    printed: takes what each cell prints, in place of the terminal.
+    """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
     for cell in one.cells:
         if not quiet:
             display(cell)
         if cell.kind == "code":
             code = compile("\n" * (cell.line - 1) + cell.text, str(one.path), "exec")
-            exec(code, space)
+            heard = io.StringIO()
+            with contextlib.nullcontext() if printed is None else contextlib.redirect_stdout(heard):
+                exec(code, space)
+        if printed is not None:
+            printed.append(heard.getvalue() if cell.kind == "code" else "")
         if pause and not quiet:
             input("⏎ ")
     return space
@@ -76,4 +92,6 @@ def display(cell: Cell) -> None:
     if cell.kind == "markdown":
         console.print(Markdown(cell.text))
     else:
-        console.print(Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4)))
+        console.print(
+            Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
+        )

@@ -37,7 +37,7 @@ def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Ite
     for name, x in zip("qkv", tensors, strict=True):
         yield from _strides(name, x)
     for name, used in found.resources.items():
-        if used.spills:
+        if used.spills > 64:  # a few bytes, moved once, cost nothing
             yield Advice(f"the {name} kernel spills {used.spills} bytes of registers: please report this shape")
 
 

@@ -186,7 +186,7 @@ def plan(
     forward, after = "forward", ["key", "query"]
     if backend == "hopper":
         forward = "hopper forward"
-        if has_hopper_backward(call.d, call.dv):
+        if has_hopper_backward(call.d, call.dv) and call.terms is None:
             after = ["hopper backward"]
     names = [forward] * (not only_backward) + after * backward
     return [_kernel(call, name, device, model) for name in names]
