@@ -15,6 +15,7 @@ import tilewise
 from tests import features
 from tilewise import AttentionError, cli, mods
 from tilewise.mods import picture
+from tilewise.reference import scored
 
 S = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 PLACE = (0, 1, torch.arange(4)[:, None], torch.arange(5))
@@ -131,6 +132,30 @@ def test_builtin_masks_and_their_tiles(name: str) -> None:
     image = picture.picture(mask)
     assert image.shape == (80, 75, 3)
     assert picture.png(image).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_the_reference_computes_only_visited_tiles(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = []
+    worth = scored.worth
+    monkeypatch.setattr(scored, "worth", lambda raw, *rest: (pairs.append(raw.numel()), worth(raw, *rest))[1])
+    x = [torch.randn(96, 2, 4, requires_grad=True) for _ in range(3)]
+    cu = torch.tensor([0, 64, 96], dtype=torch.int32)
+    mod = mods.block_diagonal(32)
+    computed, results = [], []
+    for blocks in (False, True):
+        if packed:
+            mask = tilewise.block_mask_varlen(mod, cu, cu, block=(16, 32)) if blocks else mod
+            out = tilewise.attention_varlen(*x, cu, cu, mask_mod=mask)
+        else:
+            mask = tilewise.block_mask(mod, 96, 96, block=(16, 32)) if blocks else mod
+            out = tilewise.attention(*(t[None] for t in x), mask_mod=mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        computed.append(sum(pairs))
+        pairs.clear()
+    torch.testing.assert_close(*results)
+    every = 64**2 + 32**2 if packed else 96**2
+    assert computed == [2 * 2 * every, 2 * 2 * 3 * 32**2]  # two heads, forward and backward
 
 
 def test_tiles_of_packed_sequences() -> None:

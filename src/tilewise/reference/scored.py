@@ -1,4 +1,4 @@
-"""Attention with every term, a block of query rows against all keys they may see, in torch alone.
+"""Attention with every term, a block of query rows against the keys they may see, in torch alone.
 
     s = worth(scale * q.k)        softcap, score mods, ALiBi (one program), then the bias
     p = exp(s - lse)              hidden pairs 0; lse counts the sink, which has no value
@@ -23,13 +23,15 @@ from tilewise.reference.tiled import accumulate_
 from tilewise.spec import Spec, Terms
 
 ROWS = 1 << 22  # scores held at once
+Keys = slice | Tensor  # all keys, or those of the tiles that a block mask lists
 
 
 class Block(NamedTuple):
-    """Query rows of one sequence and where they lie: index tensors that broadcast to (H, R, C)."""
+    """Query rows of one sequence, the keys they meet, and where they lie: index tensors that broadcast to (H, R, C)."""
 
     b: int
-    tokens: slice  # rows of the packed or batched tensors
+    tokens: slice  # rows of the sequence
+    keys: Keys
     place: Place
 
 
@@ -48,12 +50,13 @@ def forward(
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for (q_all, out_all, lse_all), (k_tile, v_tile), blocks in _sequences(
-            [q, out, lse.mT.unsqueeze(-1)], [k, v], cu_q, cu_k, dtype
+        for (q_all, out_all, lse_all), (k_all, v_all), blocks in _sequences(
+            [q, out, lse.mT.unsqueeze(-1)], [k, v], cu_q, cu_k, spec, terms
         ):
             for block in blocks:
                 q_tile = q_all[:, block.tokens].to(dtype)
-                s = worth(spec.scale * (q_tile @ k_tile.mT), block.place, spec, terms, dtype)
+                k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
+                s = worth(spec.scale * (q_tile @ k_tile.mT), block, spec, terms, dtype)
                 hide = hidden(block.place, spec, terms).expand(s.shape)
                 s = s.masked_fill(hide, -torch.inf)
                 p, log_sum = softmax(s, terms.sinks)
@@ -87,15 +90,16 @@ def _passes(
     dtype = torch.promote_types(q.dtype, torch.float32)
     stats = [x.mT.unsqueeze(-1) for x in (lse, dlse) if x is not None]
     rows = [q, out, dout, *stats]
-    for views, (k_tile, v_tile), blocks in _sequences([*rows, *more_rows], [k, v], cu_q, cu_k, dtype):
+    for views, (k_all, v_all), blocks in _sequences([*rows, *more_rows], [k, v], cu_q, cu_k, spec, terms):
         for block in blocks:
+            k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
             q_tile, out_tile, dout_tile, lse_tile, *dlse_tile = (
                 x[:, block.tokens].to(dtype) for x in views[: len(rows)]
             )
             raw = spec.scale * (q_tile @ k_tile.mT)
             hide = hidden(block.place, spec, terms).expand(raw.shape)
             safe_lse = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
-            p = torch.exp(worth(raw, block.place, spec, terms, dtype) - safe_lse).masked_fill(hide, 0.0)
+            p = torch.exp(worth(raw, block, spec, terms, dtype) - safe_lse).masked_fill(hide, 0.0)
             factor = kept(block.place, spec, terms, dtype)
             dp = dout_tile @ v_tile.mT
             delta = (dout_tile * out_tile).sum(-1, keepdim=True) - (dlse_tile[0] if dlse_tile else 0.0)
@@ -130,7 +134,7 @@ def backward(
             dq_all[:, x.block.tokens] = (dq_tile * spec.scale).to(dq.dtype)
             for total, tile, factor in (dk, dk_tile, spec.scale), (dv, dv_tile, 1.0):
                 view = total[x.block.b] if cu_k is None else total[_tokens(cu_k, x.block.b)]  # (n_k, Hk, D)
-                view += factor * tile.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+                view[x.block.keys] += factor * tile.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -149,8 +153,8 @@ def term_gradients(
         for x, _ in _passes(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, []):
             place = x.block.place
             if bias is not None:
-                view = _bias_tile(bias, place)
-                view += x.ds.sum_to_size(view.shape)
+                view, keys = _bias_rows(bias, x.block)
+                view[..., keys] += x.ds.sum_to_size(view[..., keys].shape)
             if sinks is not None:
                 sinks += x.sink.sum((1, 2))
             if spec.score_mod is None:
@@ -163,14 +167,15 @@ def term_gradients(
     return [g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
 
 
-def worth(raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
+def worth(raw: Tensor, block: Block, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
     """What each pair is worth before masks: the score program, then the bias."""
     s = raw
     if spec.score_mod is not None:
-        (s,) = _values([PROGRAMS[spec.score_mod].root], raw, place, spec, terms, dtype)
+        (s,) = _values([PROGRAMS[spec.score_mod].root], raw, block.place, spec, terms, dtype)
         s = s.expand(raw.shape)
     if terms.bias is not None:
-        s = s + _bias_tile(terms.bias, place).to(dtype)
+        view, keys = _bias_rows(terms.bias, block)
+        s = s + view[..., keys].to(dtype)
     return s
 
 
@@ -185,13 +190,10 @@ def _values(roots: list[Expr], raw: Tensor, place: Place, spec: Spec, terms: Ter
     return evaluate(roots, place, raw, terms.score, spec.score_numbers, dtype)
 
 
-def _bias_tile(bias: Tensor, place: Place) -> Tensor:
-    """The view of a (B, H, Sq, Sk) bias, axes of size 1 kept, that lies over a block."""
-    b = place.b if bias.shape[0] > 1 else 0
-    first = int(place.i[0]) if len(place.i) else 0
-    rows = slice(first, first + len(place.i)) if bias.shape[2] > 1 else slice(None)
-    keys = slice(0, place.n_k) if bias.shape[3] > 1 else slice(None)
-    return bias[b, :, rows, keys]
+def _bias_rows(bias: Tensor, block: Block) -> tuple[Tensor, Keys]:
+    """The view (H, R, Sk) of a (B, H, Sq, Sk) bias, axes of size 1 kept, at a block's rows; and which of its keys."""
+    rows = block.tokens if bias.shape[2] > 1 else slice(None)
+    return bias[block.b if bias.shape[0] > 1 else 0][:, rows], block.keys if bias.shape[3] > 1 else slice(None)
 
 
 def hidden(place: Place, spec: Spec, terms: Terms) -> Tensor:
@@ -238,9 +240,9 @@ def differentiable(
     dtype = torch.promote_types(q.dtype, torch.float32)
     outs, logs = [], []
     with torch.autocast(q.device.type, enabled=False):
-        for (q_all,), (k_all, v_all), blocks in _sequences([q], [k, v], cu_q, cu_k, dtype, whole=True):
+        for (q_all,), (k_all, v_all), blocks in _sequences([q], [k, v], cu_q, cu_k, spec, terms, whole=True):
             (block,) = blocks
-            s = worth(spec.scale * (q_all.to(dtype) @ k_all.mT), block.place, spec, terms, dtype)
+            s = worth(spec.scale * (q_all.to(dtype) @ k_all.mT), block, spec, terms, dtype)
             s = s.masked_fill(hidden(block.place, spec, terms), -torch.inf)
             p, lse = softmax(s, terms.sinks)
             factor = kept(block.place, spec, terms, dtype)
@@ -253,12 +255,14 @@ def differentiable(
 
 
 def _sequences(
-    rows: list[Tensor], keys: list[Tensor], cu_q: Tensor | None, cu_k: Tensor | None, dtype: torch.dtype,
+    rows: list[Tensor], keys: list[Tensor], cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
     whole: bool = False,
 ) -> Iterator[Sequence]:  # fmt: skip
-    """Sequence by sequence: rows and keys as (H, n, D), and the blocks of rows."""
+    """Sequence by sequence: rows and keys as (H, n, D), the keys in the dtype of the sums; and the blocks of rows."""
+    dtype = torch.promote_types(rows[0].dtype, torch.float32)
     group = rows[0].shape[-2] // keys[0].shape[-2]
     batch = rows[0].shape[0] if cu_q is None else cu_q.shape[0] - 1
+    tiles = _visited(spec, terms) if terms.blocks and not whole else None
     for b in range(batch):
         if cu_q is None or cu_k is None:
             row_views, key_views = [x[b] for x in rows], [x[b] for x in keys]
@@ -268,16 +272,50 @@ def _sequences(
         key_views = [x.transpose(0, 1).to(dtype).repeat_interleave(group, 0) for x in key_views]
         heads, n_q = row_views[0].shape[:2]
         n_k = key_views[0].shape[1]
-        step = n_q if whole else max(1, ROWS // max(1, heads * n_k))
-        yield Sequence(row_views, key_views, [
-            Block(b, slice(i, min(i + step, n_q)), _place(b, heads, i, min(i + step, n_q), n_q, n_k, rows[0].device))
-            for i in range(0, max(n_q, int(whole)), max(step, 1))
-        ])  # fmt: skip
+        if whole:
+            blocks = [_block(b, slice(0, n_q), slice(0, n_k), heads, n_q, n_k, rows[0].device)]
+        else:
+            blocks = [
+                _block(b, slice(i, min(i + step, stop)), columns, heads, n_q, n_k, rows[0].device)
+                for start, stop, columns in _strips(b, n_q, n_k, spec, tiles, rows[0].device)
+                for step in [max(1, ROWS // max(1, heads * (n_k if isinstance(columns, slice) else len(columns))))]
+                for i in range(start, stop, step)
+            ]
+        yield Sequence(row_views, key_views, blocks)
 
 
-def _place(b: int, heads: int, start: int, stop: int, n_q: int, n_k: int, device: torch.device) -> Place:
-    h, i, j = (torch.arange(*ends, device=device) for ends in ((0, heads), (start, stop), (0, n_k)))
-    return Place(b, h[:, None, None], i[:, None], j, n_q, n_k)
+def _strips(
+    b: int, n_q: int, n_k: int, spec: Spec, tiles: list[list[list[int]]] | None, device: torch.device
+) -> Iterator[tuple[int, int, Keys]]:
+    """(first row, end, keys): all rows and all keys, or each row of tiles and the keys of the tiles that it visits."""
+    if tiles is None:
+        yield 0, n_q, slice(0, n_k)
+        return
+    height, width = spec.mask_block[:2]
+    for row, visited in zip(range(0, n_q, height), tiles[b % len(tiles)], strict=False):
+        parts = [torch.arange(t * width, min((t + 1) * width, n_k), device=device) for t in visited]
+        yield row, min(row + height, n_q), torch.cat([torch.arange(0, device=device), *parts])
+
+
+def _visited(spec: Spec, terms: Terms) -> list[list[list[int]]]:
+    """For each batch row (or the one that stands for all) and row of tiles: the tiles that some head visits."""
+    _, _, batch, heads = spec.mask_block
+    offsets, entries = (x.tolist() for x in terms.blocks[:2])
+    rows = (len(offsets) - 1) // (batch * heads)
+
+    def visits(line: int) -> set[int]:
+        return {entry // 2 for entry in entries[offsets[line] : offsets[line + 1]]}
+
+    return [
+        [sorted(set().union(*(visits((b * heads + h) * rows + row) for h in range(heads)))) for row in range(rows)]
+        for b in range(batch)
+    ]
+
+
+def _block(b: int, tokens: slice, keys: Keys, heads: int, n_q: int, n_k: int, device: torch.device) -> Block:
+    h, i = torch.arange(heads, device=device), torch.arange(tokens.start, tokens.stop, device=device)
+    j = torch.arange(n_k, device=device)[keys]
+    return Block(b, tokens, keys, Place(b, h[:, None, None], i[:, None], j, n_q, n_k))
 
 
 def _tokens(cu: Tensor, b: int) -> slice:
