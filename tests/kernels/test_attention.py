@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests import budget
 from tests.cases import BANDS, DTYPES, LAYOUTS, NAMES, TINY, Case, make, random_case, run
 from tests.conftest import DEVICE
-from tilewise import config
+from tilewise import attention_varlen, config
 
 FEATURES = {
     "full": Case(batch=2),
@@ -113,6 +113,27 @@ def test_empty_rows_are_exact() -> None:
     assert not out[:, :30].any()
     assert not dq[:, :30].any()
     assert dq[:, 31:].any()
+
+
+@pytest.mark.parametrize("ends", [([0, 20, 20, 41], [0, 10, 30, 33]), ([0, 5, 5], [0, 16, 16])], ids=["long", "empty"])
+def test_rows_past_the_sequences(ends: tuple[list[int], list[int]]) -> None:
+    """A packed buffer may be longer than its sequences: out 0, lse -inf and gradients 0 there, whatever it holds."""
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ends)
+    n_q, n_k = (x[-1] for x in ends)
+
+    def grads(extra: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        lengths = n_q, n_k, n_k, n_q
+        rows = [torch.randn(n, 2, 8, device=DEVICE) for n in lengths]
+        nans = torch.full((extra, 2, 8), torch.nan, device=DEVICE)
+        q, k, v, dout = (torch.cat((x, nans)) for x in rows)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = attention_varlen(*leaves, cu_q, cu_k, causal=True, return_lse=True, backend="triton")
+        return out, lse.mT, *torch.autograd.grad(out, leaves, dout)
+
+    for name, n, x, y in zip(NAMES, (n_q, n_q, n_q, n_k, n_k), grads(37), grads(0), strict=True):
+        assert torch.equal(x[:n], y), name
+        assert (x[n:] == (-torch.inf if name == "lse" else 0)).all(), name
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "packed"])

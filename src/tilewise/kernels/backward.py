@@ -14,10 +14,12 @@ from .tile import (
     LOG2E,
     band,
     biases,
+    clear_rows,
     column,
     dot,
     dropped,
     has_nan,
+    is_past,
     load_rows,
     locate,
     matmul,
@@ -138,6 +140,8 @@ def query_kernel(
                 SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
         store_rows(dq, acc * scale, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D)
+    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
+        clear_rows(dq, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -212,3 +216,8 @@ def key_kernel(
             store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
         if SUM_V:
             store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)
+    if is_past(w, cu_k, w.n_k, batch, BLOCK_N):
+        if SUM_K:
+            clear_rows(dk, w.b, w.h, w.k0, w.first, w.n_k, n_k - w.k0, D, BLOCK_N, BLOCK_D)
+        if SUM_V:
+            clear_rows(dv, w.b, w.h, w.k0, w.first, w.n_k, n_k - w.k0, DV, BLOCK_N, BLOCK_DV)

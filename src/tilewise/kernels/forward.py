@@ -6,10 +6,12 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
+    clear_rows,
     column,
     dot,
     dropped,
     has_nan,
+    is_past,
     load_rows,
     locate,
     logsumexp,
@@ -83,3 +85,7 @@ def forward_kernel(
             )  # fmt: skip
         store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)
+    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
+        clear_rows(o, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
+        i = w.first + tl.arange(0, BLOCK_M)
+        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), float("-inf"), mask=(i >= w.n_q) & (i < n_q - w.q0))

@@ -10,8 +10,10 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
+    clear_rows,
     dot,
     has_nan,
+    is_past,
     load_rows,
     locate,
     matmul,
@@ -80,3 +82,7 @@ def jvp_kernel(
         o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         store_rows(do, acc - moved[:, None] * o_tile, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)
+    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
+        clear_rows(do, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
+        i = w.first + tl.arange(0, BLOCK_M)
+        tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), 0.0, mask=(i >= w.n_q) & (i < n_q - w.q0))

@@ -107,7 +107,7 @@ class Sums:
 
     def _add_lines(self, total: Tensor, where: Expr, site: Any, by_key: bool) -> None:
         x = self.k if by_key else self.q
-        sums = x.new_empty((*x.shape[:-3], self.size.heads, x.shape[-3]), dtype=torch.float32)  # (B, H, S) or (H, T)
+        sums = x.new_zeros((*x.shape[:-3], self.size.heads, x.shape[-3]), dtype=torch.float32)  # (B, H, S) or (H, T)
         n, block = (self.size.n_k, self.tile.block_n) if by_key else (self.size.n_q, self.tile.block_m)
         size, spec = self.size, self.spec
         Launch(

@@ -201,6 +201,26 @@ def store_rows(x, tile, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def is_past(w, cu, n, batch, ROWS: tl.constexpr):
+    """Whether some rows of this tile lie past the last packed sequence (n rows), in a buffer that is longer: nobody's,
+    and written by whoever owns the last sequence, for whose tiles and theirs there is always room."""
+    if cu is None:
+        return False
+    else:
+        return (w.b == batch - 1) & (w.first + ROWS > n)
+
+
+@triton.jit
+def clear_rows(x, b, h, t, first, n, end, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Zero those of the tile's rows that lie in n .. end."""
+    first = first * tl.num_programs(1)
+    r = first + tl.arange(0, ROWS)[:, None]
+    keep = (r >= n) & (r < end) & (tl.arange(0, COLS)[None, :] < D)
+    zeros = tl.zeros([ROWS, COLS], x.ptr.dtype.element_ty)
+    tl.store(tile_pointers(x, b, h, t, first, ROWS, COLS), zeros, mask=keep)
+
+
+@triton.jit
 def row_pointers(x, b, h, t, i):
     """Pointers to x[b, t + i, h] for a view without a dim axis."""
     return (
@@ -318,27 +338,30 @@ def softmax_step(m, l, s, unit):
 
 
 @triton.jit
-def halves(x, HALF: tl.constexpr):
-    """float32 x = high + low, each with TF32's 10 bits of mantissa: HALF rounds low, tensor cores cut off the rest."""
-    high = (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-    low = (x - high).to(tl.int32, bitcast=True) + HALF
-    return high, low.to(tl.float32, bitcast=True)
+def halves(x):
+    """float32 x = high + low: high has TF32's 10 bits of mantissa; so has low, once a tensor core has cut off the rest.
+
+    high is rounded, so that low is as often negative as positive, and what is lost of it has no sign of its own.
+    """
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    high = tl.where(tl.abs(x) < 3.4e38, rounded, x)  # what is not finite stays so, what is finite too
+    return high, x - high
 
 
 @triton.jit
 def matmul(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b, or a @ b where acc is None.
 
-    "tf32x3": float32, as three products of halves. Triton's own does not round the low halves, which shrinks every
-    product by 2.4e-7 (H200). Ties go up in a and down in b, so that they do not add up. acc is added last and outside
-    the tensor cores, whose sums are cut off, not rounded.
+    "tf32x3": float32, as three products of halves; low by low is below its rounding. Triton's own cuts off the high
+    halves: all low ones have the sign of their number, and every product shrinks by 2.4e-7 (H200). acc is added last
+    and outside the tensor cores, which cut off their sums, too.
     """
     if PRECISION == "tf32x3":
-        a_high, a_low = halves(a, 0x1000)
-        b_high, b_low = halves(b, 0x0FFF)
+        a_high, a_low = halves(a)
+        b_high, b_low = halves(b)
         small = tl.dot(a_low, b_high, input_precision="tf32")
         small = tl.dot(a_high, b_low, small, input_precision="tf32")
-        small = tl.where(small == small, small, 0.0)  # the low half of inf is nan
+        small = tl.where(small == small, small, 0.0)  # inf - inf
         product = tl.dot(a_high, b_high, small, input_precision="tf32")
         return product if acc is None else acc + product
     else:
