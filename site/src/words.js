@@ -66,8 +66,8 @@ export const words = {
     "Q、K、V 放在又大又远的 HBM 里。程序把它们的块载入 SRAM，算出一块分数，用完即弃。看看每一步载入了什么、留下了什么、写回了什么。FA1 外层循环遍历 K/V，让 O 反复进出 HBM；FA2 外层循环遍历 Q，O 只写一次。",
   ],
   "tiles.after": [
-    "A tile outside the mask is never visited; one on its edge is computed and then masked. The backward computes every tile of P again from the logsumexp, P = e<sup>S − lse</sup>, instead of reading it back: in tilewise dK and dV belong to the owners of keys, dQ to the owners of queries, so no two programs write to the same place.",
-    "掩码之外的块根本不会访问，边界上的块先算再遮。反向传播不读回 P，而是用 logsumexp 重算：P = e<sup>S − lse</sup>。在 tilewise 里，dK、dV 由负责 K 块的程序写，dQ 由负责 Q 块的程序写，没有两个程序写同一处。",
+    "A tile outside the mask is never visited; one on its edge is computed and then masked. The backward computes every tile of P again from the logsumexp, P = e<sup>S − lse</sup>, instead of reading it back. Shown is the portable kernel: dK and dV belong to the owners of keys, dQ to the owners of queries, so no two programs write to the same place. (On Hopper one loop does both, and dQ is summed in memory.)",
+    "掩码之外的块根本不会访问，边界上的块先算再遮。反向传播不读回 P，而是用 logsumexp 重算：P = e<sup>S − lse</sup>。这里画的是通用内核：dK、dV 由负责 K 块的程序写，dQ 由负责 Q 块的程序写，没有两个程序写同一处。（在 Hopper 上一个循环完成两者，dQ 在显存里累加。）",
   ],
   "tiles.n": ["tokens", "序列长度"],
   "tiles.rows": ["rows of a Q block", "Q 块行数"],
