@@ -99,6 +99,21 @@ def test_mods_of_one_name_do_not_share() -> None:
     torch.testing.assert_close(make(3.0)(S, *PLACE), 3 * S)
 
 
+def test_a_mod_is_read_once_unless_what_it_reads_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift = 1.0
+
+    @tilewise.score_mod
+    def shifted(score, b, h, q_idx, kv_idx):
+        return score + shift
+
+    assert shifted()(S, *PLACE).equal(S + 1)
+    shift = 2.0
+    assert shifted()(S, *PLACE).equal(S + 2)
+    mods.softcap(2.0)
+    monkeypatch.setattr(mods.parse, "read", lambda *args: pytest.fail("read again"))
+    mods.softcap(3.0)
+
+
 def test_a_given_slope_is_used() -> None:
     @tilewise.score_mod(grad=lambda_free_zero)
     def straight(score, b, h, q_idx, kv_idx):

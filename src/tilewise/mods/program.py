@@ -14,9 +14,11 @@ and its tensors and floats. A program is known by what it says, never by its nam
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -180,9 +182,27 @@ def _signature(argument: Any) -> str:
     raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
 
 
+_bindings: dict[tuple[str, tuple[str, ...]], str] = {}
+
+
 @_constant
 def _bind(function: str, signature: tuple[str, ...]) -> str:
-    modifier = _functions[function]
+    """The key of the program; read again by every call where the function's meaning may have changed since."""
+    key = _bindings.get((function, signature))
+    if key is None:
+        key = _read(_functions[function], signature)
+        if _is_closed(_functions[function]):
+            _bindings[function, signature] = key
+    return key
+
+
+def _is_closed(modifier: Modifier) -> bool:
+    """Whether the function reads nothing from outside but modules and builtins."""
+    outside = [inspect.getclosurevars(f) for f in (modifier.function, modifier.grad) if f is not None]
+    return all(isinstance(x, ModuleType) for o in outside for x in (*o.globals.values(), *o.nonlocals.values()))
+
+
+def _read(modifier: Modifier, signature: tuple[str, ...]) -> str:
     names = list(modifier.function.__code__.co_varnames[: modifier.function.__code__.co_argcount])
     leading = len(PAIR) + (modifier.kind == "score")
     if len(names) != leading + len(signature):
