@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,8 @@ import pytest
 
 from tests.conftest import HAS_TRITON
 from tilewise import cli
-from tilewise.learn import check, play, progress
-from tilewise.learn.course import lesson, lessons, parse
+from tilewise.learn import check, lab, play, progress
+from tilewise.learn.course import home, lesson, lessons, parse
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = [one.number for one in lessons()]
@@ -150,3 +152,14 @@ def test_a_lesson_is_shown_with_its_words(capsys, monkeypatch):
 def test_cells_know_their_lines():
     (cell,) = [c for c in parse("# %% [markdown]\n# words\n# %%\n\nx = 1\n") if c.kind == "code"]
     assert (cell.line, cell.text) == (4, "x = 1") or cell.text == "x = 1"
+
+
+def test_kept_measurements_are_those_the_lessons_ask_for():
+    kept = json.loads((home() / "measured" / "nvidia-h200.json").read_text(encoding="utf-8"))["found"]
+    asked = set(re.findall(r'measured\("(\w+)"\)', "\n".join(one.path.read_text("utf-8") for one in lessons())))
+    assert asked == set(lab.EXPERIMENTS)
+    assert set(kept) <= asked
+    assert len(kept) >= 15
+    assert kept["divergence"]["by lane"] > max(kept["divergence"]["left"], kept["divergence"]["right"])
+    assert kept["waves"]["2049"] < 0.7 * kept["waves"]["2048"]
+    assert kept["coalescing"]["1"] > 4 * kept["coalescing"]["8"]

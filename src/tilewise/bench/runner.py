@@ -161,8 +161,10 @@ class Run:
             return entry, None
         synchronize(self.device)
         entry.first = round(time.perf_counter() - began, 4)
-        lse = provider.lse(case, x) if which == "forward" else None
-        errors = judge.errors(work.first if lse is None else {**work.first, "lse": lse})
+        _, lse = self.attempt(lambda: provider.lse(case, x) if which == "forward" else None)
+        shape = (case.heads, x.q.shape[0]) if case.lengths else (case.batch, case.heads, case.seq)
+        has_lse = lse is not None and tuple(lse.shape) == shape
+        errors = judge.errors({**work.first, "lse": lse} if has_lse else work.first)
         note(entry, errors)
         condemn(entry, errors)
         return entry, work if entry.status == "ok" else None

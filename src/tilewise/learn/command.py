@@ -30,6 +30,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--measure", type=Path, metavar="FILE", help="run the course's measurements on this GPU, keep them"
     )
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="of the measurements, these")
 
 
 def run(options: Namespace) -> int:
@@ -40,7 +41,7 @@ def run(options: Namespace) -> int:
             number, answer = options.check
             return check.grade(int(number), Path(answer))
         if options.measure:
-            return lab.measure_all(options.measure)
+            return lab.measure_all(options.measure, options.only)
         if options.lesson is None:
             return play.contents()
         if options.exercise:

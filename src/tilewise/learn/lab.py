@@ -10,7 +10,7 @@ import datetime
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,18 @@ def measured(name: str) -> Found | None:
     return None
 
 
-def measure_all(path: Path) -> int:
-    """Every experiment; one that fails says so and does not stop the others."""
+def measure_all(path: Path, only: Sequence[str] = ()) -> int:
+    """Every experiment, or some, which then replace what the file has of them; one that fails does not stop the others."""
     if not torch.cuda.is_available():
         print("tilewise learn --measure needs a GPU, and none is here")
         return 2
-    found: dict[str, Found] = {}
+    found: dict[str, Found] = json.loads(path.read_text())["found"] if only and path.exists() else {}
     record = {"device": torch.cuda.get_device_name(), "when": datetime.date.today().isoformat(), "found": found}
     failed = 0
-    for name, function in EXPERIMENTS.items():
+    for name in only or EXPERIMENTS:
         began = time.monotonic()
         try:
-            found[name] = rounded(function())
+            found[name] = rounded(EXPERIMENTS[name]())
             print(f"{name} ({time.monotonic() - began:.1f} s)", json.dumps(found[name]), flush=True)
         except Exception as error:
             failed += 1
