@@ -61,6 +61,10 @@ def jvp_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
+        clear_rows(do, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
+        i = w.first + tl.arange(0, BLOCK_M)
+        tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), 0.0, mask=(i >= w.n_q) & (i < n_q - w.q0))
     if w.first < w.n_q:
         h_kv = w.h // GROUP
         i = w.first + tl.arange(0, BLOCK_M)
@@ -82,7 +86,3 @@ def jvp_kernel(
         o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         store_rows(do, acc - moved[:, None] * o_tile, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)
-    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
-        clear_rows(do, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
-        i = w.first + tl.arange(0, BLOCK_M)
-        tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), 0.0, mask=(i >= w.n_q) & (i < n_q - w.q0))

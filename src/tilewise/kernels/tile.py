@@ -213,7 +213,6 @@ def is_past(w, cu, n, batch, ROWS: tl.constexpr):
 @triton.jit
 def clear_rows(x, b, h, t, first, n, end, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Zero those of the tile's rows that lie in n .. end."""
-    first = first * tl.num_programs(1)
     r = first + tl.arange(0, ROWS)[:, None]
     keep = (r >= n) & (r < end) & (tl.arange(0, COLS)[None, :] < D)
     zeros = tl.zeros([ROWS, COLS], x.ptr.dtype.element_ty)
