@@ -144,7 +144,7 @@ assert DEVICES["H200"].sms == 132
 #
 # The farther from the arithmetic, the slower: registers (a cycle), shared memory and L1 (20 to 30), L2 (about 200), HBM
 # (several hundred). Registers belong to a thread, shared memory to a block, HBM to everyone. Two blocks that want to talk
-# must do so through HBM (or L2): which is why tilewise gives every sum in its backward a single owner (lesson 13).
+# must do so through HBM (or L2): which is why tilewise's portable backward gives every sum a single owner (lesson 13).
 
 # %%
 show(

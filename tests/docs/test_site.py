@@ -100,3 +100,8 @@ def test_lessons_show_what_they_print_and_draw(tmp_path, monkeypatch):
     assert page.count("<img ") == len(list((tmp_path / "learn").glob("01_*.png"))) >= 1
     assert "(picture:" not in page
     assert 'class="output"' not in (tmp_path / "learn" / "02.html").read_text(encoding="utf-8")
+
+
+def test_marks_of_generated_parts_do_not_show(site):
+    for page in ("index.html", "guide/benchmark.html", "guide/explain.html"):
+        assert "bench:" not in (site / page).read_text(encoding="utf-8")

@@ -18,8 +18,10 @@ from tilewise.bench.page import memory_rows
 from tilewise.bench.results import Cell, Results, Unit, geometric_mean, load
 from tilewise.bench.summary import bars, standings
 from tilewise.demo.words import duration, tokens
+from tilewise.perf import report
 from tilewise.perf.check import Measured
 from tilewise.perf.cost import Call
+from tilewise.perf.explain import explain as told
 from tilewise.spec import AttentionError
 
 DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
@@ -226,6 +228,15 @@ def explain(everything: list[Results], document: Path) -> str:
     return _table(head, predicted.rows(calls), left=2)
 
 
+def example(everything: list[Results], document: Path) -> str:
+    """What `tilewise explain` says of a call that could be better, abridged."""
+    shape = (1, 2049, 16, 100)
+    lines = report.text(told(shape, shape, shape, device="H200", backend="triton")).splitlines()
+    kept = [line for line in lines if line.startswith(("work", "memory", "roofs", "forward", "advice"))]
+    command = "$ tilewise explain 1 2049 16 100 --device H200 --backend triton --no-compile"
+    return "\n".join(["```", command, *kept, "```", ""])
+
+
 def _root(document: Path) -> Path:
     """The repository that a document lies in."""
     return document.parents[1] if document.parent.name in ("bench", "docs") else document.parent
@@ -254,7 +265,7 @@ def goals(everything: list[Results], document: Path) -> str:
 
 
 PARTS: dict[str, Callable[[list[Results], Path], str]] = {
-    part.__name__: part for part in (standing, speed, plot, peers, cases, memory, goals, agreement, explain)
+    part.__name__: part for part in (standing, speed, plot, peers, cases, memory, goals, agreement, explain, example)
 }
 
 

@@ -157,7 +157,7 @@ PICTURE = re.compile(r"^\(picture: .*?([\w-]+\.png)\)\n?", re.M)
 
 def output(said: str) -> Iterator[str]:
     """
-    >>> list(output("4\\n(picture: /tmp/07_waves.png)\\n"))
+    >>> list(output("4\\n(picture: somewhere/07_waves.png)\\n"))
     ['<pre class="output">4</pre>', '<img src="07_waves.png" alt="what the cell draws">']
     """
     words = PICTURE.sub("", said).strip("\n")

@@ -18,6 +18,9 @@ Link = Callable[[str], str | None]
 FORMAT = HtmlFormatter(nowrap=True)
 
 
+COMMENT = re.compile(r"^<!--.*?-->\n", re.M)  # the marks of generated parts
+
+
 def markdown(text: str, link: Link) -> str:
     """`link` maps the target of a link to an address, or to None where the site has no such page.
 
@@ -25,7 +28,7 @@ def markdown(text: str, link: Link) -> str:
     '<h1 id="one-two">One <em>two</em></h1>\\n<p><a href="a.html">a</a> <span>b</span></p>\\n'
     """
     parser = MarkdownIt("commonmark", {"html": False, "highlight": code}).enable("table")
-    tokens = parser.parse(text)
+    tokens = parser.parse(COMMENT.sub("", text))
     for heading, inline in pairwise(tokens):
         if heading.type == "heading_open":
             heading.attrSet("id", slug(inline.content))

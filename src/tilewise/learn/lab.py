@@ -47,7 +47,7 @@ def measured(name: str) -> Found | None:
 
 
 def measure_all(path: Path, only: Sequence[str] = ()) -> int:
-    """Every experiment, or some, which then replace what the file has of them; one that fails does not stop the others."""
+    """Every experiment; or some, in place of what the file has of them. One that fails does not stop the others."""
     if not torch.cuda.is_available():
         print("tilewise learn --measure needs a GPU, and none is here")
         return 2
