@@ -117,6 +117,18 @@ MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
+# each term by itself, as fields of Features
+ALONE: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": True},
+    **{f"mod-{name}": {"mod": name} for name in MODS},
+    **{f"alibi-{axes}": {"alibi": axes} for axes in ("h", "bh")},
+    **{f"bias-{axes}": {"bias": axes} for axes in ("bhij", "hij", "ij", "bj", "hi", "h", "")},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout": True},
+    **{f"mask-{name}": {"mask": name, "blocks": 16} for name in MASKS},
+}
+
+
 @dataclass(frozen=True)
 class Features:
     """What a call has: compile-time choices only, so that many calls share the kernels."""

@@ -11,6 +11,14 @@ import tilewise
 from tests import features, features_budget
 
 
+@pytest.mark.parametrize("name", features.ALONE)
+def test_alone(name: str, triton_runs: None, device: str) -> None:
+    """Every other one packed: each takes the interpreter seconds."""
+    packed = list(features.ALONE).index(name) % 2 == 1
+    chosen = features.Features(**features.ALONE[name], packed=packed, d=16, dv=16, band=(False, True))
+    features_budget.check(features.make(chosen, 4, longest=24, device=device), "triton")
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_combinations(seed: int, backend: str, device: str) -> None:
     chosen = features.Features.random(seed, dims=(8, 16), dtypes=("float32",), blocks=16)

@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from tests import features, features_budget
-from tests.features import Call, Features
+from tests.features import ALONE, Call, Features
 
-ALONE = {
-    "softcap": {"softcap": True},
-    **{f"mod-{name}": {"mod": name} for name in features.MODS},
-    **{f"alibi-{axes}": {"alibi": axes} for axes in ("h", "bh")},
-    **{f"bias-{axes}": {"bias": axes} for axes in ("bhij", "hij", "ij", "bj", "hi", "h", "")},
-    "sinks": {"sinks": True},
-    "dropout": {"dropout": True},
-    **{f"mask-{name}": {"mask": name, "blocks": 16} for name in features.MASKS},
-}
 STEP = 1e-5
 
 
