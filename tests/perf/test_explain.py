@@ -198,7 +198,7 @@ def test_score_terms_are_counted():
     assert capped.call.terms.read == capped.call.terms.written == 2 * 16 * 4096**2
     assert capped.backward  # the bias wants its gradient
     assert capped.prediction.device > told(backend="auto", backward=True).prediction.device
-    assert "softcap, bias: 18 operations on each pair" in str(capped)
+    assert "softcap, bias: 17 operations on each pair" in str(capped)
     json.dumps(capped.to_dict())
 
 

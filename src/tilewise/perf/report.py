@@ -42,8 +42,8 @@ def lines(told: Explanation) -> Iterator[tuple[str, str]]:
 
 def score_terms(terms: ScoreTerms, backward: bool) -> str:
     """
-    >>> score_terms(ScoreTerms(("softcap", "bias"), 18, 30, read=2**20), False)
-    'softcap, bias: 18 operations on each pair, 1.05 MB read'
+    >>> score_terms(ScoreTerms(("softcap", "bias"), 17, 19, read=2**20), False)
+    'softcap, bias: 17 operations on each pair, 1.05 MB read'
     """
     said = [f"{terms.forward} operations on each pair" + (f", {terms.backward} backward" if backward else "")]
     if terms.read:
