@@ -14,7 +14,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.program import Mod, bound
-from .spec import MAX_HEAD_DIM, AttentionError, Spec, Terms
+from .spec import LIMIT, MAX_HEAD_DIM, AttentionError, Spec, Terms, signature
 
 Window = tuple[int | None, int | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -66,16 +66,16 @@ def attention(
     backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
-    if q.shape[0] != k.shape[0]:
-        raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
-    sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    terms, named = _terms(
-        q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=False
-    )
-    named["deterministic"] = _is_deterministic(deterministic)
-    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
-    out, lse = ops.attend(q, k, v, None, None, spec, terms)
+    options = causal, window, scale, backend, _is_deterministic(deterministic)
+    extras = softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p or None, seed
+    key = _key((q, k, v), options, extras)
+    call = _known.get(key)
+    if call is None:
+        _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+        if q.shape[0] != k.shape[0]:
+            raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
+        call = _call(key, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options, extras, packed=False)
+    out, lse = ops.attend(q, k, v, None, None, *call)
     return (out, lse) if return_lse else out
 
 
@@ -116,26 +116,54 @@ def attention_varlen(
     Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number.
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, cu, x in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
-        if cu.dim() != 1 or cu.shape[0] < 1:
-            raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
-        if cu.dtype != torch.int32:
-            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
-        if cu.device != q.device:
-            raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
-        if cu.shape[0] == 1 and x.shape[0] > 0:
-            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise AttentionError("length of cu_seqlens_k", cu_seqlens_k.shape[0], f"cu_seqlens_q's {cu_seqlens_q.shape[0]}")
-    sizes = (cu_seqlens_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    terms, named = _terms(
-        q, sizes, softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p, seed, packed=True
-    )
-    named["deterministic"] = _is_deterministic(deterministic)
-    spec = Spec.of(head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, **named)
-    out, lse = ops.attend(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), spec, terms)
+    cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    options = causal, window, scale, backend, _is_deterministic(deterministic)
+    extras = softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p or None, seed
+    key = _key((q, k, v, cu_q, cu_k), options, extras)
+    call = _known.get(key)
+    if call is None:
+        _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
+        _check_offsets(q, k, cu_q, cu_k)
+        call = _call(key, q, (cu_q.shape[0] - 1, q.shape[1], max_seqlen_q, max_seqlen_k), options, extras, packed=True)
+    out, lse = ops.attend(q, k, v, cu_q, cu_k, *call)
     return (out, lse) if return_lse else out
+
+
+Options = tuple[bool, Window | None, float | None, str, bool]
+Call = tuple[Spec, Terms, ops.Memo | None]
+_known: dict[Any, Call] = {}
+
+
+def _key(tensors: tuple[Tensor, ...], options: Options, extras: tuple[Any, ...]) -> Any:
+    """What checks and kernels look at, where calls are remembered: on a GPU, without score terms and untraced."""
+    window, scale = options[1:3]
+    if (
+        any(x is not None for x in extras)
+        or not ops.is_remembered(*tensors)
+        or not (window is None or type(window) is tuple)
+        or not (scale is None or type(scale) is float)
+    ):
+        return None
+    return (*options, *map(type, window or ()), *signature(*tensors))
+
+
+def _call(
+    key: Any, q: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options, extras: tuple[Any, ...],
+    packed: bool,
+) -> Call:  # fmt: skip
+    """What `ops.attend` is told of a call beside its tensors, from now on also for calls with the same key."""
+    causal, window, scale, backend, deterministic = options
+    terms, named = _terms(q, sizes, packed, *extras)
+    spec = Spec.of(
+        head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, deterministic=deterministic,
+        **named,
+    )  # fmt: skip
+    if key is None:
+        return spec, terms, None
+    if len(_known) >= LIMIT:
+        _known.clear()
+    _known[key] = spec, terms, ops.Memo()
+    return _known[key]
 
 
 def _is_deterministic(asked: bool | None) -> bool:
@@ -143,9 +171,9 @@ def _is_deterministic(asked: bool | None) -> bool:
 
 
 def _terms(
-    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: float | None, bias: Tensor | None,
-    alibi_slopes: Tensor | None, sinks: Tensor | None, score_mod: Mod | None, mask_mod: Mod | BlockMask | None,
-    dropout_p: float, seed: int | Tensor | None, packed: bool,
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], packed: bool, softcap: float | None,
+    bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, score_mod: Mod | None,
+    mask_mod: Mod | BlockMask | None, dropout_p: float | None, seed: int | Tensor | None,
 ) -> tuple[Terms, dict[str, Any]]:  # fmt: skip
     """The tensors of a call beside q, k, v, and the fields of its Spec that name its mods. sizes: B, H, Sq, Sk."""
     batch, heads, _, _ = sizes
@@ -171,6 +199,7 @@ def _terms(
         blocks, named = mask_mod.lists, {"mask_block": (*mask_mod.block, *mask_mod.shape[:2])}
         mask_mod = mask_mod.mod
     mask = None if mask_mod is None else _checked_mod("mask", mask_mod, q)
+    dropout_p = dropout_p or 0.0
     if not 0 <= dropout_p < 1:
         raise AttentionError("dropout_p", dropout_p, "0 <= p < 1")
     if dropout_p == 0 and seed is not None:
@@ -184,6 +213,20 @@ def _terms(
         () if score is None else score.tensors, () if mask is None else mask.tensors, blocks,
     )  # fmt: skip
     return terms, named | {"dropout_p": float(dropout_p)}
+
+
+def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
+        if cu.dtype != torch.int32:
+            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
+        if cu.device != q.device:
+            raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
+        if cu.shape[0] == 1 and x.shape[0] > 0:
+            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
+    if cu_q.shape != cu_k.shape:
+        raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
 def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:

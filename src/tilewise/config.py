@@ -124,6 +124,8 @@ HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
     # exponentials, not products, are the limit: three warpgroups overlap more of them, and turns keep them apart;
     # full 380 420 503 525, without turns 367 402 494 523
     (64, None, False, HopperTile(128, 3, turns=True)),
+    # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
+    (64, None, False, HopperTile(128, 2, turns=True)),
     # full 508 571 643 662, with turns 508 570 638 646; Q in registers 495 579 647 655
     (128, None, False, HopperTile(128, 2)),
     # 64 keys: O's 128 registers leave no room for more; causal 351 477 662 712, with turns 347 465 660 723
@@ -131,8 +133,8 @@ HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
 )
 
 
-def hopper_tile(padded_dim: int, *, banded: bool, keys: int) -> HopperTile:
-    """The tile of the Hopper forward.
+def hopper_tile(padded_dim: int, *, banded: bool, keys: int, plain: bool = True) -> HopperTile:
+    """The tile of the Hopper forward; `plain`: nothing stands between the products and the softmax but a mask's edge.
 
     >>> hopper_tile(128, banded=True, keys=4096)
     HopperTile(block_n=128, warpgroups=2, turns=False)
@@ -140,5 +142,8 @@ def hopper_tile(padded_dim: int, *, banded: bool, keys: int) -> HopperTile:
     return next(
         row
         for dim, most, only_banded, row in HOPPER_FORWARD
-        if padded_dim <= dim and (most is None or keys <= most) and (banded or not only_banded)
+        if padded_dim <= dim
+        and (most is None or keys <= most)
+        and (banded or not only_banded)
+        and (plain or row.warpgroups == 2)
     )

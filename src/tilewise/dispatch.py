@@ -77,8 +77,8 @@ def hopper_obstacle(
         capability = capability_of(q.device)
     if capability != 90:
         return f"the GPU is of compute capability {capability / 10}, not 9.0"
-    if not terms.is_empty(spec):
-        return "terms of the score beside the scale and the band"
+    if terms.seed is not None or terms.blocks:
+        return "a block mask" if terms.blocks else "dropout"
     if max(q.shape[-1], v.shape[-1]) > 256:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most 256"
     if v.shape[-1] % 8:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import choose
-from .spec import NO_TERMS, SPEC_SCHEMA, TERMS_SCHEMA, AttentionError, Spec, Terms
+from .spec import LIMIT, NO_TERMS, SPEC_SCHEMA, TERMS_SCHEMA, AttentionError, Spec, Terms, signature
 
 _library = torch.library.Library("tilewise", "DEF")
 _call = f"Tensor? cu_q, Tensor? cu_k, {TERMS_SCHEMA}, {SPEC_SCHEMA}"
@@ -20,6 +20,7 @@ _library.define(
     f"jvp(Tensor[] tangents, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_call}) -> (Tensor, Tensor)"
 )
 
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 N_TERMS, N_SPEC = len(Terms._fields), len(Spec.__dataclass_fields__)
 
 
@@ -38,6 +39,38 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, terms: Terms = NO_TERM
     return kernels
 
 
+class Memo:
+    """What calls that look alike to the kernels share: the backend's forward, and what it remembers of launches."""
+
+    __slots__ = ("forward", "launches")
+
+    def __init__(self) -> None:
+        self.forward: Any = None
+        self.launches: dict[Any, Any] = {}
+
+
+_memos: dict[Any, Memo] = {}
+
+
+def _forward_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+    memo: Memo | None = None,
+) -> Any:  # fmt: skip
+    """(out, lse) of the backend. On a GPU it is chosen once for all calls that look alike."""
+    if memo is None:
+        if not q.is_cuda:
+            return _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
+        key = (spec, *signature(q, k, v, cu_q, cu_k, *terms.tensors()))
+        memo = _memos.get(key)
+        if memo is None:
+            if len(_memos) >= LIMIT:
+                _memos.clear()
+            memo = _memos[key] = Memo()
+    if memo.forward is None:
+        memo.forward = _backend(q, k, v, spec, terms).forward
+    return memo.forward(q, k, v, cu_q, cu_k, spec, terms, memo.launches)
+
+
 def _unpack(args: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Spec, Terms]:
     """cu_q, cu_k, spec and terms from the arguments of `_call`."""
     cu_q, cu_k, *rest = args
@@ -48,8 +81,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Spec, 
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    cu_q, cu_k, spec, terms = _unpack(call)
-    result: tuple[Tensor, Tensor] = _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
+    result: tuple[Tensor, Tensor] = _forward_of(q, k, v, *_unpack(call))
     return result
 
 
@@ -122,7 +154,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Any:
         q, k, v, call = _call_of(args)
-        return (torch.ops.tilewise.forward if _is_watched(q, k, v) else _forward)(q, k, v, *call)
+        return (torch.ops.tilewise.forward if is_watched(q, k, v) else _forward)(q, k, v, *call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -250,7 +282,7 @@ def _need_reference(what: str) -> NoReturn:
     )
 
 
-def _is_watched(*tensors: Tensor) -> bool:
+def is_watched(*tensors: Tensor) -> bool:
     """Whether something traces, transforms or intercepts torch's calls, and must see the registered op.
 
     Where nobody watches, the body is called at once: the dispatcher would cost as much as a launch.
@@ -259,14 +291,20 @@ def _is_watched(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
-        or any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
+        or not PLAIN.issuperset(map(type, tensors))
         or tensors[0].is_meta
     )
 
 
+def is_remembered(*tensors: Tensor) -> bool:
+    """Whether calls with such tensors are worth a memo: the kernels take less time than the checks."""
+    return tensors[0].is_cuda and not is_watched(*tensors)
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    memo: Memo | None = None,
+) -> Any:  # fmt: skip
     """(out, lse), through autograd only where a derivative will be asked for."""
     if _in_forward_mode() and choose(q, k, v, spec).backend == "reference":
         from . import reference
@@ -280,8 +318,8 @@ def attend(
             q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
             *terms.score, *terms.mask, *terms.blocks, *spec.args(),
         )  # fmt: skip
-    if not _is_watched(q, k, v):
-        return _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
+    if memo is not None or not is_watched(q, k, v):
+        return _forward_of(q, k, v, cu_q, cu_k, spec, terms, memo)
     return torch.ops.tilewise.forward(
         q, k, v, cu_q, cu_k, terms.bias, terms.sinks, terms.seed, list(terms.score), list(terms.mask),
         list(terms.blocks), *spec.args(),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 BACKENDS = ("auto", "reference", "triton", "hopper")
 MAX_HEAD_DIM = 512
+LIMIT = 4096  # calls that are remembered, so that the next one like it costs less: a new length may bring new strides
 
 
 class AttentionError(ValueError):
@@ -111,6 +112,9 @@ class Terms(NamedTuple):
         """Nothing but q, k, v and the band."""
         return all(x is None for x in (self.bias, self.sinks, self.seed, spec.score_mod, spec.mask_mod))
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.bias, self.sinks, self.seed, *self.score, *self.mask, *self.blocks
+
 
 NO_TERMS = Terms()
 TERMS_SCHEMA = "Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] score, Tensor[] mask, Tensor[] blocks"
@@ -141,3 +145,16 @@ def band(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[in
 
 def _is_int(x: object) -> bool:
     return hasattr(x, "__index__")
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a choice of kernels and its compilation depend on; and which tensors are one, q and k say, whose places a
+    recorded launch could not tell apart.
+    """
+    seen: dict[int, int] = {}
+    return tuple([
+        None
+        if x is None
+        else (seen.setdefault(id(x), n), x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+        for n, x in enumerate(tensors)
+    ])  # fmt: skip

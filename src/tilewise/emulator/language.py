@@ -94,8 +94,14 @@ def _value_operator(f: Callable[[Any, Any], Any], swap: bool) -> Callable[[Value
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor"):
-    _f = getattr(operator, f"__{_name}__")
+def _truncated(a: Any, b: Any) -> Tensor:
+    return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")
+
+
+OPERATORS = {name: getattr(operator, f"__{name}__") for name in (
+    "add", "sub", "mul", "truediv", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor",
+)} | {"floordiv": _truncated, "mod": lambda a, b: torch.fmod(torch.as_tensor(a), torch.as_tensor(b))}  # fmt: skip
+for _name, _f in OPERATORS.items():
     setattr(Value, f"__{_name}__", _value_operator(_f, False))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(Value, f"__r{_name}__", _value_operator(_f, True))
@@ -136,8 +142,10 @@ class Pointer:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    if not isinstance(dtype, PointerType):
-        return x
+    if isinstance(dtype, torch.dtype):
+        if isinstance(x, Value):
+            return x.to(dtype)
+        return float(x) if dtype.is_floating_point else Int(x)
     for base in current().machine.addresses:
         start = base.untyped_storage().data_ptr()
         if base.dtype == dtype.element_ty and start <= x < start + max(1, base.untyped_storage().nbytes()):
@@ -415,7 +423,9 @@ WORDS = SimpleNamespace(
     expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)), map_elementwise=map_elementwise,
     where=where, maximum=_pick(torch.maximum, max), minimum=_pick(torch.minimum, min),
     max=_reduce(lambda x, axis: x.amax(axis)), sum=_reduce(lambda x, axis: x.sum(axis)),
-    exp2=_unary(torch.exp2, "exp2"), log2=_unary(torch.log2, "log2"), abs=_unary(torch.abs),
+    exp2=_unary(torch.exp2, "exp2"), log2=_unary(torch.log2, "log2"), exp=_unary(torch.exp, "exp2"),
+    sin=_unary(torch.sin), floor=_unary(torch.floor),
+    abs=lambda x: Value(x.data.abs()) if isinstance(x, Value) else abs(x),
 )  # fmt: skip
 
 # every other name that a kernel may have imported from Gluon or from compat
@@ -428,7 +438,7 @@ NAMES: dict[str, Any] = {
     "meet": lambda ident, threads: machine.turn(ident, threads, wait=True),
     "signal": lambda ident, threads: machine.turn(ident, threads, wait=False),
     "add_out": _add_out, "recast": _recast, "semaphore_wait": _semaphore_wait, "semaphore_release": _semaphore_release,
-    "pin": lambda x: x,
+    "let_next_start": lambda: None, "pin": lambda x: x, "here": lambda x: x, "fast_tanh": _unary(torch.tanh, "exp2"),
     "narrow": lambda x, dtype: x.to(dtype),
     "hide_from": _hide(torch.lt), "hide_until": _hide(torch.ge),
     "range": _range,

@@ -26,7 +26,7 @@ def launch(
     function = emulated(kernel, {}, replace or {})
     names = [name for name in kernel.arg_names if name not in options]
     values = [argument(name, x) for name, x in zip(names, args, strict=True)]
-    constants = {name: x for name, x in options.items() if name in kernel.arg_names}
+    constants = {name: translated(x, {}, replace or {}) for name, x in options.items() if name in kernel.arg_names}
     for index in range(programs):
         program = Program(machine, index, programs)
         Partition(program, "main", options["num_warps"], lambda *a: function(*a, **constants), tuple(values))

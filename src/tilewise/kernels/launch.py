@@ -68,15 +68,17 @@ def forward_launch(
     size = problem(q, k, v, cu_q)
     tile = _tile("forward", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
+    score, scale, fold = _folded(spec, q, terms)
     return Launch(
         forward_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
             *(_view(x) for x in (q, k, v, out)), _row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, tiles, size.heads, size.batch, _terms(spec, terms, size, tile),
+            spec.before, spec.after, scale, tiles, size.heads, size.batch, _terms(spec, terms, size, tile),
         ),
         _options(size, spec, tile, q, terms) | {
-            "SCORE_MOD": spec.score_mod and mods.value(spec.score_mod, _is_fast(q)),
+            "SCORE_MOD": score,
+            "FOLD": fold,
             "MASK_MOD": _mask(spec),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
@@ -148,15 +150,17 @@ def _prepare(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    launches: dict[Any, Any] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
 
     def build() -> list[Launch]:
         return [forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q), terms)]
 
-    _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build)
+    _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build, launches)
     return out, lse
 
 
@@ -178,18 +182,22 @@ def backward(
 
 def _run(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], spec: Spec, terms: Terms,
-    build: Callable[[], list[Launch]],
+    build: Callable[[], list[Launch]], launches: dict[Any, Any] | None = None,
 ) -> None:  # fmt: skip
     """The launches of a call, replayed where nothing but its tensors is new."""
     q = inputs[0]
     assert q is not None
     with _on(q):
-        if INTERPRETED or not terms.is_empty(spec) or replay.shares(inputs):
+        if INTERPRETED:
             for launch in build():
                 launch()
         else:
-            key = (q.get_device(), _precision(q), spec, *replay.signature(*inputs))
-            replay.launch(key, (*inputs, *outputs), build)
+            inputs = *inputs, *terms.tensors()
+            if launches is None:
+                key: Any = _precision(q), spec, *replay.signature(*inputs)
+            else:
+                key = _precision(q)
+            replay.launch(key, (*inputs, *outputs), build, launches)
 
 
 def jvp(
@@ -216,7 +224,9 @@ def jvp(
     return dout, dlse
 
 
-def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: bool = False) -> device.Terms:
+def _terms(
+    spec: Spec, terms: Terms, size: Problem, tile: config.Tile | None = None, by_key: bool = False
+) -> device.Terms:
     """What the kernels know of the terms; with `by_key`, the tile lists of the owner of keys."""
     if terms.is_empty(spec):
         return device.Terms()
@@ -228,9 +238,9 @@ def _terms(spec: Spec, terms: Terms, size: Problem, tile: config.Tile, by_key: b
         seed=terms.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
-        score=mods.captured(terms.score, spec.score_numbers),
+        score=mods.captured(terms.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(terms.mask, spec.mask_numbers),
-        blocks=_blocks(spec, terms, tile, by_key) if terms.blocks else device.Blocks(),
+        blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks else device.Blocks(),
     )
 
 
@@ -254,6 +264,26 @@ def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
 def _is_fast(q: Tensor) -> bool:
     """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
     return q.element_size() == 2 and not INTERPRETED
+
+
+def _score(spec: Spec, q: Tensor) -> Any:
+    return spec.score_mod and mods.value(spec.score_mod, _is_fast(q))
+
+
+def _folded(spec: Spec, q: Tensor, terms: Terms) -> tuple[Any, float, bool]:
+    """The forward's score mod, the factor of what it returns, and whether it takes q.k itself. The backward multiplies
+    one by one, and rounds otherwise: nothing to inputs of 16 bits."""
+    if spec.score_mod and terms.bias is None and q.element_size() == 2:
+        function, unit = mods.folded(spec.score_mod, _is_fast(q))
+        scale = mods.value_of(unit, (*spec.score_numbers, spec.scale))
+        if scale > 0:
+            return function, scale, True
+    return _score(spec, q), spec.scale, _is_linear(spec, terms)
+
+
+def _is_linear(spec: Spec, terms: Terms) -> bool:
+    """Whether nothing but a positive factor stands between q.k and the softmax."""
+    return spec.scale > 0 and spec.score_mod is None and terms.bias is None
 
 
 def _mask(spec: Spec) -> Any:
@@ -297,7 +327,7 @@ def _options(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Ter
         "DV": size.dv,
         "BLOCK_D": _padded(size.d),
         "BLOCK_DV": _padded(size.dv),
-        "FOLD": spec.scale > 0 and spec.score_mod is None and terms.bias is None,
+        "FOLD": _is_linear(spec, terms),
         "PRECISION": _precision(q),
         **tile.options(),
     }

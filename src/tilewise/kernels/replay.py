@@ -4,58 +4,103 @@ Triton binds and specialises a launch's arguments in Python, which takes longer 
 at (dtypes, strides, alignment, integers) is the key under which a call's launches are kept; only the tensors change.
 """
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+import torch
+import triton
 from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
 
-from .tile import View
+from ..spec import LIMIT
+from ..spec import signature as signature
 
-LIMIT = 4096  # calls that are remembered: a new length may bring new strides
+MAPS = 256  # addresses for which a step remembers a TMA descriptor
+LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first; kernels of other versions go through its Python
+STREAM = 3
+
+
+class Slot(NamedTuple):
+    """Where the call's n-th tensor goes."""
+
+    n: int
+
+
+class Address(NamedTuple):
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Bound(NamedTuple):
+    """A C launcher and what it takes, in a row: the call fills in the stream and, by their places, its addresses; with
+    more of a view behind them, deep in a tuple, or as TMA descriptors, which are functions of the address.
+    """
+
+    launch: Callable[..., None]
+    args: list[Any]
+    plain: list[tuple[int, int]]
+    views: list[tuple[int, int, tuple[Any, ...]]]
+    nested: list[tuple[int, tuple[Any, ...]]]
+    maps: list[tuple[int, int, dict[int, Any], Callable[[int], Any]]]
+
+    def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
+        args = self.args.copy()
+        args[STREAM] = stream
+        for place, slot in self.plain:
+            args[place] = addresses[slot]
+        for place, slot, rest in self.views:
+            args[place] = (addresses[slot], *rest)
+        for place, template in self.nested:
+            args[place] = _filled(template, addresses)
+        for place, slot, known, make in self.maps:
+            address: Any = addresses[slot]
+            made = known.get(address)
+            if made is None:
+                if len(known) >= MAPS:
+                    known.clear()
+                made = known[address] = make(address)
+            args[place] = made
+        self.launch(*args)
 
 
 class Step(NamedTuple):
-    """A compiled kernel and its arguments, with the places where the call's tensors go."""
+    """A compiled kernel and its arguments, with slots for the call's tensors; bound, where its launcher is known."""
 
     binary: Any
     grid: tuple[int, int, int]
-    args: list[Any]
-    views: list[tuple[int, int, View]]
-    tensors: list[tuple[int, int]]
-    descriptors: list[tuple[int, int, Any]]
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        args = self.args.copy()
-        for place, slot, (_, strides, wide) in self.views:
-            args[place] = View(tensors[slot], strides, wide)
-        for place, slot in self.tensors:
-            args[place] = tensors[slot]
-        for place, slot, like in self.descriptors:  # checked when it was made; only the tensor is another
-            args[place] = descriptor = object.__new__(type(like))
-            descriptor.__dict__.update(like.__dict__, base=tensors[slot])
-        self.binary[self.grid](*args)
+    args: tuple[Any, ...]
+    bound: Bound | None
 
 
 _calls: dict[Hashable, list[Step]] = {}
 
 
-def launch(key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]]) -> None:
+def launch(
+    key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]],
+    calls: dict[Hashable, list[Step]] | None = None,
+) -> None:  # fmt: skip
     """Run the launches that `build` makes of these tensors, or those it made for the same key."""
-    steps = _calls.get(key)
-    if steps is not None:
+    calls = _calls if calls is None else calls
+    steps = calls.get(key)
+    if steps is None:
+        launches = [made for made in build() if made.programs]
+        steps = [_step(made, made(), tensors) for made in launches]
+        if len(calls) >= LIMIT:
+            calls.clear()
+        calls[key] = steps
+    elif _is_hooked() or any(step.bound is None for step in steps):
         for step in steps:
-            step(tensors)
-        return
-    launches = [made for made in build() if made.programs]
-    steps = [_step(made, made(), tensors) for made in launches]
-    if len(_calls) >= LIMIT:
-        _calls.clear()
-    _calls[key] = steps
-
-
-def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+            step.binary[step.grid](*(_filled(x, tensors) for x in step.args))
+    else:
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        first: Any = tensors[0]
+        stream = torch._C._cuda_getCurrentRawStream(first.get_device())
+        for step in steps:
+            step.bound(stream, addresses)  # type: ignore[misc]
 
 
 def shares(tensors: Sequence[Tensor | None]) -> bool:
@@ -64,19 +109,90 @@ def shares(tensors: Sequence[Tensor | None]) -> bool:
     return len({*given}) < len(given)
 
 
+def _is_hooked() -> bool:
+    """Whether somebody, a profiler say, wants to hear of launches: then Triton makes them."""
+    runtime = triton.knobs.runtime
+    return bool(_listeners(runtime.launch_enter_hook) or _listeners(runtime.launch_exit_hook))
+
+
+def _listeners(hook: Any) -> Any:
+    return hook is not None and getattr(hook, "calls", True)
+
+
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
-    slots = {id(x): slot for slot, x in enumerate(tensors) if x is not None}
+    slots = {id(x): Slot(n) for n, x in enumerate(tensors) if x is not None}
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
-    views, plain, descriptors = [], [], []
-    for place, x in enumerate(args):
-        if isinstance(x, View) and x.ptr is not None:
-            views.append((place, slots[id(x.ptr)], x._replace(ptr=None)))
-        elif isinstance(x, Tensor):
-            plain.append((place, slots[id(x)]))
+    template = tuple(_template(x, slots) for x in args)  # the cache must not keep a call's memory alive
+    grid = made.programs, 1, 1
+    return Step(binary, grid, template, _bound(binary, grid, template))
+
+
+def _template(x: Any, slots: dict[int, Slot]) -> Any:
+    if isinstance(x, Tensor):
+        return slots[id(x)]
+    if isinstance(x, tuple):
+        return _like(x, [_template(item, slots) for item in x])
+    if hasattr(x, "block_shape"):
+        return _based(x, slots[id(x.base)])
+    return x
+
+
+def _filled(x: Any, values: Sequence[Any]) -> Any:
+    if isinstance(x, Slot):
+        return values[x.n]
+    if isinstance(x, tuple):
+        return _like(x, [_filled(item, values) for item in x])
+    if hasattr(x, "block_shape"):
+        return _based(x, values[x.base.n])
+    return x
+
+
+def _like(x: tuple[Any, ...], items: list[Any]) -> Any:
+    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+
+
+def _based(descriptor: Any, base: Any) -> Any:
+    """The same TMA descriptor of another tensor. It was checked when it was made."""
+    other = copy(descriptor)
+    other.base = base
+    return other
+
+
+def _has_slots(x: Any) -> bool:
+    return isinstance(x, Slot) or (isinstance(x, tuple) and any(map(_has_slots, x)))
+
+
+def _bound(binary: Any, grid: tuple[int, int, int], template: tuple[Any, ...]) -> Bound | None:
+    run = getattr(binary, "run", None)
+    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != LAUNCHER or not isinstance(run, nvidia.CudaLauncher):
+        return None
+    wrapped = inspect.isfunction(run.launch)  # by what makes TMA descriptors
+    if run.global_scratch_size or run.profile_scratch_size or (wrapped and not binary.metadata.tensordesc_meta):
+        return None
+    bound = Bound(
+        inspect.getclosurevars(run.launch).nonlocals["launcher"] if wrapped else run.launch,
+        [
+            *grid, 0, binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata,
+            None, None, None,
+        ],
+        [], [], [], [],
+    )  # fmt: skip
+    metadata = iter(binary.metadata.tensordesc_meta if wrapped else ())
+    for x in template:
+        place = len(bound.args)
+        bound.args.append(x)
+        if isinstance(x, Slot):
+            bound.plain.append((place, x.n))
         elif hasattr(x, "block_shape"):
-            like = copy(x)
-            like.base = None
-            descriptors.append((place, slots[id(x.base)], like))
-    for place, *_ in (*views, *plain, *descriptors):
-        args[place] = None  # the cache must not keep a call's memory alive
-    return Step(binary, (made.programs, 1, 1), args, views, plain, descriptors)
+            bound.maps.append((place, x.base.n, {}, _map_maker(x, next(metadata))))
+            bound.args[place:] = [None, *x.shape, *x.strides]
+        elif _has_slots(x):
+            if isinstance(x[0], Slot) and not _has_slots(x[1:]):
+                bound.views.append((place, x[0].n, tuple(x[1:])))
+            else:
+                bound.nested.append((place, x))
+    return bound
+
+
+def _map_maker(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
+    return lambda address: nvidia.make_tensordesc_arg(_based(descriptor, Address(address)), metadata)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,12 +46,68 @@ def test_a_replayed_descriptor_points_at_the_new_tensor():
     q = torch.empty(2, 256, 4, 128, dtype=torch.bfloat16)
     tensors, (made,) = launches(q)
     step = replay._step(made, Binary(), tensors)
-    assert not [x for x in step.args if isinstance(x, torch.Tensor) or hasattr(x, "base")]
+    assert not [x for x in step.args if isinstance(getattr(x, "base", x), torch.Tensor)]
     others, (other,) = launches(torch.empty_like(q))
-    step(others)
+    replay.launch("key", others, lambda: (), {"key": [step]})
     for ours, theirs in zip(seen[0][:4], other.args[:4], strict=True):
         assert ours.base is theirs.base
         assert (ours.shape, ours.strides, ours.block_shape) == (theirs.shape, theirs.strides, theirs.block_shape)
+
+
+def addresses(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    return tuple(map(addresses, x)) if isinstance(x, (tuple, list)) else x
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "repair"])
+def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch):
+    from triton.backends.nvidia import driver
+
+    from tilewise.kernels import replay
+
+    if getattr(driver, "_BASE_ARGS_FORMAT", None) != replay.LAUNCHER:
+        pytest.skip("another launcher: launches go through Triton")
+    made_maps = []
+
+    def make(descriptor, _meta):
+        made_maps.append(descriptor.base.data_ptr())
+        return [("map", descriptor.base.data_ptr()), *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    seen = []
+    recording = lambda *args: seen.append(addresses(args))  # noqa: E731
+
+    class Launcher(driver.CudaLauncher):
+        launch_cooperative_grid = launch_pdl = False
+        global_scratch_size = profile_scratch_size = 0
+        global_scratch_align = profile_scratch_align = num_ctas = 1
+
+        def __init__(self, args):
+            kinds = {n: "tensordesc<>" if hasattr(x, "block_shape") else "i32" for n, x in enumerate(args)}
+            self.launch = driver.wrap_handle_tensordesc(recording, kinds, [{}] * 4 if which == 0 else None)
+
+    q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16)
+    tensors, made = launches(q, after=0)
+    constants = {name: x for name, x in made[which].options.items() if name.isupper()}
+    args = [*made[which].args, *constants.values()]
+    kernel = SimpleNamespace(params=[SimpleNamespace(name=name, is_constexpr=True) for name in constants])
+    run = Launcher(args)
+    binary = SimpleNamespace(
+        run=run, function=11, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=[{}] * 4)
+    )
+    if which == 1:  # a function of C, for all that Python can tell
+        run.launch = functools.partial(recording)
+    step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
+    others, others_made = launches(torch.empty_like(q), after=0)
+    args[: len(others_made[which].args)] = others_made[which].args
+    run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)
+    made_maps.clear()
+    for _ in range(2):
+        step.bound(7, addresses(others))
+    assert len(seen[0]) > 20
+    assert seen[0] == seen[1] == seen[2]
+    assert len(made_maps) == (4 if which == 0 else 0)  # once for each address
 
 
 @pytest.mark.parametrize(
@@ -70,11 +128,17 @@ def test_what_it_does_not_take(change, obstacle):
     assert found is None if obstacle is None else obstacle in found
 
 
-def test_terms_and_other_gpus_go_to_the_portable_kernels():
+def test_what_goes_to_the_portable_kernels():
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
-    assert dispatch.choose(q, q, q, Spec(0.1), 90).backend == "hopper"
     assert dispatch.choose(q, q, q, Spec(0.1), 80).backend == "triton"
-    assert dispatch.choose(q, q, q, Spec(0.1), 90, Terms(sinks=torch.zeros(4))).backend == "triton"
+    for terms, backend in (
+        (Terms(), "hopper"),
+        (Terms(sinks=torch.zeros(4)), "hopper"),
+        (Terms(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
+        (Terms(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (Terms(blocks=(torch.zeros(1),)), "triton"),
+    ):
+        assert dispatch.choose(q, q, q, Spec(0.1), 90, terms).backend == backend
 
 
 @pytest.mark.parametrize(("d", "expected"), [(64, 32), (96, 32), (128, 64), (192, 64), (256, 128), (130, 16), (40, 16)])
@@ -89,3 +153,4 @@ def test_the_tail_covers_the_head_dim(d, expected):
 def test_short_causal_calls_have_their_own_row():
     assert config.hopper_tile(64, banded=True, keys=512).warpgroups == 2
     assert config.hopper_tile(64, banded=False, keys=512).warpgroups == 3
+    assert config.hopper_tile(64, banded=False, keys=512, plain=False).warpgroups == 2

@@ -23,8 +23,8 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
     "TensorDescriptor", "add_out", "arrive", "barrier", "copy_in", "copy_out", "fence_async_shared", "gl", "gluon",
-    "hide_from", "hide_until", "mbarrier", "meet", "narrow", "pass_turn", "pin", "recast", "semaphore_release",
-    "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
+    "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet", "narrow", "pass_turn", "pin", "recast",
+    "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
@@ -50,6 +50,16 @@ def pass_turn(ID: gl.constexpr, THREADS: gl.constexpr):
     """Come to hardware barrier ID without waiting."""
     gl.inline_asm_elementwise(
         f"bar.arrive {ID}, {THREADS}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_start():
+    """Once all programs have come here, or ended, the next kernel's may be placed, if it was launched to overlap: it
+    waits by itself for what this one computes.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -135,6 +145,13 @@ def signal(id, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;", "=r,r", [id], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def here(x):
+    """x, an int. What follows from the kernel's arguments alone the compiler computes before the warps learn their jobs,
+    and keeps for all of them, in registers that the producer has not got; not so what follows from this."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import LN2, LOG2E, Work, locate, scores, unit_of
+from ..tile import LN2, LOG2E, Work, locate, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -26,6 +26,7 @@ from .compat import (
     gluon,
     hide_from,
     hide_until,
+    let_next_start,
     mbarrier,
     narrow,
     pass_turn,
@@ -102,12 +103,19 @@ def product(q_tile, k_tile, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def score(s, w, span, first, start, before, after, scale, PLAN: gl.constexpr):
+def score(
+    s, w, span, first, start, before, after, scale, terms,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """What the softmax exponentiates: the scores of the keys from `start` on, -inf where a query does not see a key."""
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
-    j = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-    s = scores(s, w, w.h, (first + row)[:, None], j[None, :], scale, PLAN.FOLD)
+    i = (first + row)[:, None]
+    j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
+    s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
+    if MASK_MOD is not None:
+        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, w.h, i, j, w.n_q, w.n_k, terms.mask)
+        s = gl.where(seen, s, float("-inf"))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         here = row + (first + w.n_k - w.n_q - start)
         end = here * 0 + (w.n_k - start)
@@ -199,8 +207,8 @@ def skip(pipes, n, end, WG: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def consume(
-    pipes, o, lse, flag, n_q, n_k, before, after, scale,
-    WG: gl.constexpr, PACKED: gl.constexpr, PLAN: gl.constexpr,
+    pipes, o, lse, flag, n_q, n_k, before, after, scale, terms,
+    WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = o.dtype
     STAGES: gl.constexpr = PLAN.STAGES
@@ -227,7 +235,8 @@ def consume(
         q_tile = matrix(pipes.q, WG, PLAN.WARPGROUPS)
         s = warpgroup_mma_wait(0, deps=(product(q_tile, matrix(pipes.k, start, STAGES), PLAN),))
         release(pipes.k, start, STAGES)
-        s = score(s, w, span, first, (start - n + lo) * BLOCK_N, before, after, scale, PLAN)
+        key = (start - n + lo) * BLOCK_N
+        s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
         p, m, l = first_softmax(s, unit)
         p_tile = operand(p, DTYPE, BLOCK_DV)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
@@ -240,7 +249,8 @@ def consume(
             next_turn(WG, PLAN)
             s = warpgroup_mma_wait(1, deps=(s_coming,))
             release(pipes.k, use, STAGES)
-            s = score(s, w, span, first, (use - n + lo) * BLOCK_N, before, after, scale, PLAN)
+            key = (use - n + lo) * BLOCK_N
+            s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
             p, factor, m, l = softmax(m, l, s, unit)
             l = pin(l)
             await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
@@ -258,7 +268,7 @@ def consume(
         skip(pipes, stop, n, WG, PLAN)
 
         w = recall(pipes.work, r, n_q, n_k, PACKED)
-        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, PLAN)
+        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, terms, PLAN)
         if PLAN.SHARE:
             tma.store_wait(0)
             mbarrier.arrive(pipes.q.empty.index(WG), count=1)
@@ -269,9 +279,11 @@ def consume(
 
 
 @gluon.jit
-def finish(acc, m, l, w, first, o_tile, o, lse, flag, PLAN: gl.constexpr):
+def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr):
     """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
+    if terms.sinks is not None:  # a key without a value, seen after all others
+        acc, m, total = with_sink(acc, m, total, gl.load(terms.sinks + w.h).to(gl.float32) * LOG2E)
     some = gl.where(total == 0.0, 1.0, total)
     acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, acc.type.layout))[:, None]
     tma.store_wait(0)  # the last tile has left this memory
@@ -290,6 +302,17 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, PLAN: gl.constexpr):
     lse_rows = lse.ptr + tl.cast(w.b, tl.int64) * lse.strides[0] + tl.cast(w.h, tl.int64) * lse.strides[2] + w.q0
     seen = gl.convert_layout(total, m.type.layout) != 0.0
     gl.store(lse_rows + i, gl.where(seen, (m + log) * LN2, float("-inf")), mask=i < w.n_q)
+
+
+@gluon.jit
+def with_sink(acc, m, total, sink):
+    m_new = gl.maximum(m, sink)
+    pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = gl.exp2(m - pivot)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    lanes: gl.constexpr = total.type.layout
+    total = total * gl.convert_layout(factor, lanes) + gl.convert_layout(gl.exp2(sink - pivot), lanes)
+    return acc, m_new, total
 
 
 @gluon.jit
@@ -341,11 +364,13 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
 def forward_kernel(
     q, k, v, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
-    total, lines, tiles, heads, batch, cohort, PLAN: gl.constexpr,
+    total, lines, tiles, heads, batch, cohort, terms,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
     WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
     queue = Queue(counter, total, lines, tiles, heads, batch, cohort)
+    let_next_start()
     q_ring = ring(q, WARPGROUPS, 1)
     k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
     v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
@@ -357,14 +382,29 @@ def forward_kernel(
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 0, PACKED, PLAN)),
-            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 1, PACKED, PLAN)),
+            (
+                consume,
+                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
+            ),
+            (
+                consume,
+                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
+            ),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 0, PACKED, PLAN)),
-            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 1, PACKED, PLAN)),
-            (consume, (pipes, o, lse, flag, n_q, n_k, before, after, scale, 2, PACKED, PLAN)),
+            (
+                consume,
+                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
+            ),
+            (
+                consume,
+                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
+            ),
+            (
+                consume,
+                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD, PLAN),
+            ),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -8,10 +8,14 @@ import triton
 from torch import Tensor
 
 from ... import config
-from ...spec import Spec
+from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
-from ..launch import Launch, Problem, problem
+from ..launch import INTERPRETED, Launch, Problem, problem
+from ..launch import _mask as mask_mod
+from ..launch import _on as on
 from ..launch import _row_view as row_view
+from ..launch import _score as score_mod
+from ..launch import _terms as device_terms
 from ..launch import _view as view
 from .compat import TensorDescriptor, gl
 from .forward import ROWS, Plan, forward_kernel
@@ -30,12 +34,14 @@ class State(NamedTuple):
 
 def forward_launches(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-    spec: Spec, state: State, processors: int, **overrides: Any,
+    spec: Spec, state: State, processors: int, terms: Terms = NO_TERMS, **overrides: Any,
 ) -> list[Launch]:  # fmt: skip
     """The forward, and the repair of what a matrix product cannot leave out where some rows do not see some keys."""
     size = problem(q, k, v, cu_q)
-    banded = spec.before is not None or spec.after is not None
-    plan = plan_of(size, spec)._replace(**overrides)
+    masked = any(x is not None for x in (spec.before, spec.after, spec.mask_mod))
+    plan = plan_of(size, spec, terms.bias is not None)._replace(**overrides)
+    on_device = device_terms(spec, terms, size)
+    mods = {"SCORE_MOD": score_mod(spec, q), "MASK_MOD": mask_mod(spec)}
     tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
     lines = size.heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
@@ -45,44 +51,44 @@ def forward_launches(
         min(tiles * lines, processors),
         (
             *(descriptor(x, *box) for x, box in zip((q, k, v, out), boxes, strict=True)), row_view(lse),
-            state.counter, state.flag if banded else None, cu_q, cu_k, size.n_q, size.n_k,
+            state.counter, state.flag if masked else None, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads, size.batch,
-            max(1, in_l2) * plan.GROUP,
+            max(1, in_l2) * plan.GROUP, on_device,
         ),
-        {"PLAN": plan, "num_warps": 4},
+        mods | {"PLAN": plan, "num_warps": 4},
     )  # fmt: skip
-    if not banded:
+    if not masked:
         return [forward]
-    return [forward, repair_launch(q, k, v, out, lse, cu_q, cu_k, spec, state, size, processors)]
-
-
-def repair_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-    spec: Spec, state: State, size: Problem, processors: int,
-) -> Launch:  # fmt: skip
     block_m = 64
     total = size.programs(size.n_q, size.heads, block_m)
-    return Launch(
+    repair = Launch(
         repair_kernel,
         min(total, processors),
         (
             *(view(x) for x in (q, k, v, out)), row_view(lse), state.flag, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, total, size.tiles(size.n_q, block_m), size.heads, size.batch,
+            on_device,
         ),
-        {
+        mods | {
             "GROUP": size.heads // size.kv_heads, "D": size.d, "DV": size.dv, "BLOCK_D": padded(size.d),
             "BLOCK_DV": padded(size.dv), "BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4,
+            "OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
+    return [forward, repair]
 
 
 @cache
-def plan_of(size: Problem, spec: Spec) -> Plan:
+def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
     d, dv = padded(size.d), padded(size.dv)
-    row = config.hopper_tile(max(d, dv), banded=spec.after is not None, keys=size.n_k)
+    worth_is_product = spec.score_mod is None and not biased
+    row = config.hopper_tile(
+        max(d, dv), banded=spec.after is not None, keys=size.n_k, plain=worth_is_product and spec.mask_mod is None
+    )
     return Plan(
         D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), BLOCK_N=row.block_n,
-        GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2, FOLD=spec.scale > 0,
+        GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2,
+        FOLD=spec.scale > 0 and worth_is_product,
         SHARE=d == dv == 256, TURNS=row.turns,
     )  # fmt: skip
 
@@ -115,38 +121,37 @@ def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, _terms: Any = None
-) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    launches: dict[Any, Any] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
+    *outer, n_q, heads, _ = q.shape
+    out = q.new_empty((*outer, n_q, heads, v.shape[-1]))
+    lse = q.new_empty((*outer, heads, n_q), dtype=torch.float32)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel():
-        with torch.cuda.device(q.device):
-            zeros = state(q.device)
+        with on(q):
+            zeros = state(q.get_device())
 
             def build() -> list[Launch]:
-                return forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, sms(q.device))
+                return forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, sms(q.device), terms)
 
-            inputs = q, k, v, cu_q, cu_k
-            if replay.shares(inputs):
-                for launch in build():
-                    launch()
-            else:
-                key = "hopper", q.get_device(), spec, *replay.signature(*inputs)
-                replay.launch(key, (*inputs, out, lse, *zeros), build)
+            inputs = q, k, v, cu_q, cu_k, *terms.tensors()
+            key = "hopper" if launches is not None else ("hopper", spec, *replay.signature(*inputs))
+            replay.launch(key, (*inputs, out, lse, *zeros), build, launches)
     return out, lse
 
 
-def state(device: torch.device) -> State:
+def state(device: int) -> State:
     """Launches on one stream follow one another, so they share one; a captured launch may be replayed beside any other
     and gets its own.
     """
     if torch.cuda.is_current_stream_capturing():
-        return new_state(device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+        return new_state(torch.device("cuda", device))
+    key = device, torch._C._cuda_getCurrentRawStream(device)
     if key not in _states:
-        _states[key] = new_state(device)
+        _states[key] = new_state(torch.device("cuda", device))
     return _states[key]
 
 
@@ -155,7 +160,7 @@ def new_state(device: torch.device) -> State:
     return State(zeros, zeros[4:])
 
 
-_states: dict[tuple[torch.device, int], State] = {}
+_states: dict[tuple[int, int], State] = {}
 
 
 @cache
