@@ -1,8 +1,13 @@
-"""The Hopper backward for head dims above 128, in the emulator; the words are those of test_backward."""
+"""The Hopper backward for head dims above 128 without a GPU: in the emulator, and what the compiler makes of it."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace as altered
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from tests.budget import check
 from tests.cases import Case, make
 
 from .test_backward import PACKED, PLAIN, emulator, gradients
+from .test_compile import ROOT, TRITONS
 
 pytestmark = pytest.mark.usefixtures("triton_runs")
 
@@ -78,3 +84,29 @@ def test_missing_synchronisation_is_caught(word: str, slow: str) -> None:
     broken = {"narrow": limping(slow), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, seed=seed, **broken) for seed in range(4))
+
+
+CALLS = {
+    "full": {},
+    "causal": {"after": 0},
+    "192 by 128, shared keys": {"d": 192, "dv": 128, "after": 0, "group": 4},
+    "packed": {"after": 0, "packed": True, "dtype": "float16"},
+    "ordered": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize(("name", "triton"), product(CALLS, TRITONS))
+def test_no_spills_and_nothing_serialised(name: str, triton: str) -> None:
+    path = os.pathsep.join(filter(None, [triton, str(ROOT / "src"), str(ROOT)]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.hopper.compile_backward", json.dumps({"d": 256} | CALLS[name])],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert made["spills"] == 0
+    assert made["warnings"] == []
+    assert made["products"] > made["waits"] > 0
+    assert made["shared"] <= 227 * 1024

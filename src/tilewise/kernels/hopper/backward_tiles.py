@@ -205,7 +205,8 @@ def add_to(sums, dq, tile):
     GROUPS: gl.constexpr = dq.shape[1] // 8
     x = in_register_order(dq).reshape([GROUPS, 512])  # the row is known at compile time, the column from the thread
     r = gl.arange(0, GROUPS, gl.SliceLayout(1, x.type.layout))[:, None]
-    c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :]
+    zero = gl.where(tile < 0, 512, 0)  # were it known to be 0, the sum of pointer and column would be kept in registers
+    c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :] + zero
     first = sums + tl.cast(tile, tl.int64) * (GROUPS * 512)
     gl.atomic_add(first + c.to(gl.int64) + r.to(gl.int64) * 512, x, sem="relaxed")
 

@@ -12,7 +12,7 @@ comes after dS^T of this one has been seen, and dS^T after P^T: so the two barri
 was stored before has been read, P^T in its one buffer and dS^T in its two.
 
 dQ is added to global memory straight from the registers: by atomics, in any order; or (ORDERED) in that of the key
-tiles, each warp waiting at a semaphore, and telling the next one a block later, when the sums have long arrived.
+tiles, for which two more warps ask and tell.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ from .compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from .pipeline import Queue, at
+from .pipeline import Queue, at, barriers, phase
 
 # hardware barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)
@@ -77,11 +77,11 @@ class Hold(NamedTuple):
     dv: gl.shared_memory_descriptor
 
 
-class Sums(NamedTuple):
-    """dQ in float32, and a semaphore for each of its tiles."""
+class Order(NamedTuple):
+    """Of a dQ tile, where the sums are ORDERED: it is this program's turn to add to it; it has added."""
 
-    ptr: gl.tensor
-    semaphores: gl.tensor
+    turn: gl.shared_memory_descriptor
+    added: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -109,19 +109,6 @@ def product_dq(hold, stage, zero, PART: gl.constexpr, WG: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def in_turn(sums, old, tile, i0, here, left, call, PLAN: gl.constexpr):
-    """With ORDERED sums: let others add to tile `old`, if it is one, and wait until the key tiles after this one have
-    added to `tile`, that of the queries from i0 on."""
-    if PLAN.ORDERED:
-        if old >= 0:
-            semaphore_release(sums.semaphores + old)
-        last = left - 1  # the last key that one of these queries sees, counted from the first of this tile
-        if call.after is not None:
-            last = gl.minimum(last, i0 + BLOCK_M - 1 - here + call.after)
-        semaphore_wait(sums.semaphores + tile, last // PLAN.BLOCK_N * 256)
-
-
-@gluon.jit
 def probabilities(s, hold, stage, i0, edge, here, left, call):
     """P^T of the queries from i0 on, also stored for the other warpgroup."""
     layout: gl.constexpr = s.type.layout
@@ -136,10 +123,10 @@ def probabilities(s, hold, stage, i0, edge, here, left, call):
 
 @gluon.jit
 def attend_0(
-    hold, sums, p, dk, dv, n, old, tile, i0, ahead, edge, here, left, call, LAST: gl.constexpr, PLAN: gl.constexpr,
+    hold, sums, order, p, dk, dv, n, tile, i0, ahead, edge, here, left, call, LAST: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """What warpgroup 0 does for the n-th block of queries, those from i0 on, whose P^T is stored and whose place in dQ
-    is `tile` (that of the block before it is `old`), up to P^T of the block after it, that of query `ahead`."""
+    is `tile`, up to P^T of the block after it, that of query `ahead`."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -171,15 +158,18 @@ def attend_0(
     dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
     arrive(queries.empty.index(cur))
     rest = product_dq(hold, cur, zero, 1, 0, D)
-    in_turn(sums, old, tile, i0, here, left, call, PLAN)
-    add_to(sums.ptr, dq, tile * 4)
+    if PLAN.ORDERED:
+        mbarrier.wait(order.turn.index(cur), (n >> 1) & 1)
+    add_to(sums, dq, tile * 4)
     rest = warpgroup_mma_wait(0, deps=(rest,))
-    add_to(sums.ptr, rest, tile * 4 + 1)
+    add_to(sums, rest, tile * 4 + 1)
+    if PLAN.ORDERED:
+        mbarrier.arrive(order.added.index(cur), count=1)
     return p, dk, dv
 
 
 @gluon.jit
-def attend_1(hold, sums, dp, dk, dv, n, old, tile, i0, more, here, left, call, PLAN: gl.constexpr):
+def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, PLAN: gl.constexpr):
     """What warpgroup 1 does for the n-th block of queries, whose dP^T is on its way, as on return that of the next is;
     of the last one, rather than branch around a wgmma, once more its own."""
     D: gl.constexpr = PLAN.D
@@ -214,18 +204,21 @@ def attend_1(hold, sums, dp, dk, dv, n, old, tile, i0, more, here, left, call, P
     arrive(queries.empty.index(cur))
     dq = warpgroup_mma_wait(0, deps=(dq,))
     rest = product_dq(hold, cur, zero, 1, 1, D)
-    in_turn(sums, old, tile, i0, here, left, call, PLAN)
-    add_to(sums.ptr, dq, tile * 4 + 2)
+    if PLAN.ORDERED:
+        mbarrier.wait(order.turn.index(cur), (n >> 1) & 1)
+    add_to(sums, dq, tile * 4 + 2)
     rest = warpgroup_mma_wait(0, deps=(rest,))
     mbarrier.wait(grads.full.index(new), ((n + 1) >> 1) & 1, pred=more)
     do = grads.tiles.index(gl.where(more, new, cur)).reshape([BLOCK_M, DV])
     dp = product_t(hold.keys.v.index(zero).reshape([64, DV]), do)
-    add_to(sums.ptr, rest, tile * 4 + 3)
+    add_to(sums, rest, tile * 4 + 3)
+    if PLAN.ORDERED:
+        mbarrier.arrive(order.added.index(cur), count=1)
     return dp, dk, dv
 
 
 @gluon.jit
-def sum_blocks(hold, sums, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.constexpr):
+def sum_blocks(hold, sums, order, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.constexpr):
     """This warpgroup's columns of dK and dV of the key tile, and its part of dQ."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
@@ -235,7 +228,6 @@ def sum_blocks(hold, sums, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.co
     i0 = visit.start
     head = visit.tile
     tile = head + i0 // BLOCK_M
-    old = gl.to_tensor(-1)
     zero = gl.minimum(call.padded, 0)
     mbarrier.wait(hold.keys.full.index(0), 0)
     if WG == 0:
@@ -250,27 +242,23 @@ def sum_blocks(hold, sums, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.co
         ahead = after_block(visit, i0)
         if WG == 0:
             edge = is_edge(visit, ahead)
-            x, dk, dv = attend_0(hold, sums, x, dk, dv, n, old, tile, i0, ahead, edge, here, left, call, False, PLAN)
+            x, dk, dv = attend_0(hold, sums, order, x, dk, dv, n, tile, i0, ahead, edge, here, left, call, False, PLAN)
         else:
-            x, dk, dv = attend_1(hold, sums, x, dk, dv, n, old, tile, i0, n + 1 < end, here, left, call, PLAN)
+            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, n, tile, i0, n + 1 < end, PLAN)
         i0 = ahead
-        old = tile
         if PLAN.GROUP > 1:
             head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
         tile = head + i0 // BLOCK_M
     if WG == 0:
-        x, dk, dv = attend_0(hold, sums, x, dk, dv, end - 1, old, tile, i0, i0, False, here, left, call, True, PLAN)
-        old = tile
+        x, dk, dv = attend_0(hold, sums, order, x, dk, dv, end - 1, tile, i0, i0, False, here, left, call, True, PLAN)
     else:
         x = warpgroup_mma_wait(0, deps=(x,))
-    if PLAN.ORDERED:
-        semaphore_release(sums.semaphores + old)
     wait_turn(ALL_READ, 256)
     return dk, dv
 
 
 @gluon.jit
-def consume(hold, outputs, semaphores, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
+def consume(hold, outputs, order, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
     """dK and dV, which are 0 for keys that no query sees."""
     D: gl.constexpr = PLAN.D // 2
     DV: gl.constexpr = PLAN.DV // 2
@@ -280,7 +268,7 @@ def consume(hold, outputs, semaphores, call, queue, WG: gl.constexpr, PLAN: gl.c
         dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
         if visit.hi > visit.lo:
-            dk, dv = sum_blocks(hold, Sums(outputs.sums, semaphores), dk, dv, w, visit, call, WG, PLAN)
+            dk, dv = sum_blocks(hold, outputs.sums, order, dk, dv, w, visit, call, WG, PLAN)
         if outputs.flag is not None:
             report(outputs.flag, dk)
             report(outputs.flag, dv)
@@ -294,6 +282,31 @@ def consume(hold, outputs, semaphores, call, queue, WG: gl.constexpr, PLAN: gl.c
         copy_out(outputs.dk, dk_at, hold.dk.index(WG))
         copy_out(outputs.dv, dv_at, hold.dv.index(WG))
         tma.store_wait(0)
+
+
+@gluon.jit
+def keep_order(order, semaphores, call, queue, ASK: gl.constexpr, PLAN: gl.constexpr):
+    """One of two warps: the first asks, ahead of time, whether the key tiles after this one have added to a dQ tile;
+    the other one tells that this one has. They wait only for programs that were started earlier."""
+    w = find(gl.program_id(0), queue, call, PLAN)
+    visit = visit_of(w, queue, call, PLAN)
+    if w.first < w.n_k:
+        i0 = visit.start
+        head = visit.tile
+        for n in range(blocks_of(visit, PLAN)):
+            semaphore = semaphores + head + i0 // BLOCK_M
+            if ASK:
+                last = w.n_k - 1  # the last key that one of these queries sees
+                if call.after is not None:
+                    last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
+                mbarrier.wait(order.added.index(n & 1), phase(n, 2) ^ 1)
+                semaphore_wait(semaphore, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
+                mbarrier.arrive(order.turn.index(n & 1), count=1)
+            else:
+                mbarrier.wait(order.added.index(n & 1), phase(n, 2))
+                semaphore_release(semaphore)
+            i0 = after_block(visit, i0)
+            head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
 
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
@@ -311,9 +324,20 @@ def backward_wide_kernel(
     dk_tiles = recast(keys.k, q.dtype, [2] + dk.block_type.shape, dk.layout)  # noqa: RUF005
     dv_tiles = recast(keys.v, q.dtype, [2] + dv.block_type.shape, dv.layout)  # noqa: RUF005
     hold = Hold(keys, rows_ring(q, lse2), rows_ring(do, delta), p_tile, ds_tiles, dk_tiles, dv_tiles)
-    fence_async_shared()
-    gl.warp_specialize([
-        (consume, (hold, outputs, semaphores, call, queue, 0, PLAN)),
-        (consume, (hold, outputs, semaphores, call, queue, 1, PLAN)),
-        (produce, (hold, inputs, None, call, queue, PLAN)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if PLAN.ORDERED:
+        order = Order(barriers(2, 1), barriers(2, 2))
+        fence_async_shared()
+        gl.warp_specialize([
+            (consume, (hold, outputs, order, call, queue, 0, PLAN)),
+            (consume, (hold, outputs, order, call, queue, 1, PLAN)),
+            (produce, (hold, inputs, None, call, queue, PLAN)),
+            (keep_order, (order, semaphores, call, queue, True, PLAN)),
+            (keep_order, (order, semaphores, call, queue, False, PLAN)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    else:
+        fence_async_shared()
+        gl.warp_specialize([
+            (consume, (hold, outputs, None, call, queue, 0, PLAN)),
+            (consume, (hold, outputs, None, call, queue, 1, PLAN)),
+            (produce, (hold, inputs, None, call, queue, PLAN)),
+        ], [4, 1], [240, 24])  # fmt: skip
