@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mods import PROGRAMS
-from ..mods.expr import Expr, nodes
+from ..mods import PROGRAMS, Program
+from ..mods.expr import FUNCTIONS, Expr, arithmetic, const, function, nodes, number, substitute
 
 
 class Captured(NamedTuple):
@@ -89,6 +89,67 @@ def site(key: str, n: int, fast: bool) -> Any:
     """The derivative by what the program reads at its n-th site."""
     program = PROGRAMS[key]
     return _function(f"site{n}_{key}", [program.sites[n][1]], len(program.ranks), fast)
+
+
+@cache
+def folded(key: str, fast: bool) -> tuple[Any, Expr]:
+    """The program divided by a number: a function of q.k itself, and the number, of the program's own and the scale.
+
+    cap * tanh(scale * q.k / cap)   cap      tanh((scale / cap) * q.k)
+    scale * q.k - slope * |i - j|   scale    q.k - (slope / scale) * |i - j|
+
+    Every pair is spared the multiplications; the softmax multiplies by its unit anyway.
+    """
+    program = PROGRAMS[key]
+    unit, rest = factors(program)
+    return _function(f"folded_{key}", [rest], len(program.ranks), fast), unit
+
+
+def factors(program: Program) -> tuple[Expr, Expr]:
+    """The number, and what the function returns; the scale is the number after the program's own."""
+    return _factors(program.root, number(program.numbers))
+
+
+def _factors(x: Expr, scale: Expr) -> tuple[Expr, Expr]:
+    """(u, r) with x = u * r, u a product of numbers, r in terms of q.k instead of the score."""
+    one = const(1.0)
+    if _is_number(x):
+        return x, one
+    parts = [_factors(a, scale) for a in x.args] if x.op in ("mul", "div", "add", "sub", *FUNCTIONS) else []
+    match x.op:
+        case "score":
+            return scale, x
+        case "mul" | "div" if x.op == "mul" or _is_number(x.args[1]):
+            (u, r), (v, s) = parts
+            return arithmetic(x.op, u, v), arithmetic(x.op, r, s)
+        case "add" | "sub" if sum("score" in a.deps for a in x.args) == 1:
+            u = next(u for (u, _), a in zip(parts, x.args, strict=True) if "score" in a.deps)
+            terms = (r if v is u else _times(arithmetic("div", v, u), r) for v, r in parts)
+            return u, arithmetic(x.op, *terms)
+        case op if op in FUNCTIONS:
+            ((u, r),) = parts
+            return one, function(op, arithmetic("mul", r, u))
+    return one, substitute(x, lambda y, args: arithmetic("mul", y, scale) if y.op == "score" else None)
+
+
+def _times(u: Expr, x: Expr) -> Expr:
+    """u * x, with u multiplied into what is the same for the whole tile."""
+    if x.op == "mul" and not x.args[0].deps & {"score", "i", "j"}:
+        return arithmetic("mul", arithmetic("mul", u, x.args[0]), x.args[1])
+    return arithmetic("mul", u, x)
+
+
+def _is_number(x: Expr) -> bool:
+    """Whether `value_of` can tell."""
+    return x.op in ("number", "const") or (x.op in ("mul", "div") and all(map(_is_number, x.args)))
+
+
+def value_of(x: Expr, numbers: tuple[float, ...]) -> float:
+    """A product of numbers, on the host; nan where it divides by zero."""
+    if x.op in ("number", "const"):
+        return float(numbers[x.value] if x.op == "number" else x.value)
+    a, b = (value_of(y, numbers) for y in x.args)
+    return a * b if x.op == "mul" else a / b if b else float("nan")
 
 
 def _function(name: str, roots: list[Expr], tensors: int, fast: bool) -> Any:
