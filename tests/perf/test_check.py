@@ -90,3 +90,14 @@ def test_predictions_are_within_a_fifth_of_the_h200():
     name, measured = check.load(kept)
     assert len(measured) >= 60
     assert statistics.median(m.error(device(name)) for m in measured) <= 0.2
+
+
+def test_calls_that_no_benchmark_makes_are_predicted_within_a_fifth():
+    """The median over what `tilewise explain --check` measured."""
+    kept = max((ROOT / "bench" / "results").glob("*-nvidia-h200-calls.json"), default=None)
+    if kept is None:
+        pytest.skip("no measured calls are kept")
+    name, measured = check.load(kept)
+    assert len(measured) >= 60
+    assert {m.call for m in measured} <= set(check.calls())
+    assert statistics.median(m.error(device(name)) for m in measured) <= 0.2

@@ -32,6 +32,7 @@ from tilewise.perf.devices import Device, device
 from tilewise.perf.predict import FITTED, MODEL, Model, padded, plan, predict
 
 SECONDS = 0.01  # of each pass of each call
+LIMITS = {"prologue": 5e-6, "edge": 1.0, "gap": 15e-6, "bandwidth": 0.95}  # of what is fitted beside efficiencies
 LENGTHS = (128, 4096, 37, 1000, 2048, 512, 6000, 2563, 1, 777, 3333)
 
 
@@ -288,8 +289,8 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
                     (_with(model, key, d, value) for value in around(model.efficiency[key][d])),
                     key=lambda candidate: loss(candidate, touched),
                 )
-        for name in ("prologue", "edge", "gap", "bandwidth"):
-            values = (value for value in around(getattr(model, name)) if name != "bandwidth" or value <= 0.95)
+        for name, most in LIMITS.items():
+            values = (value for value in around(getattr(model, name)) if value <= most)
             model = min((_constant(model, name, value) for value in values), key=loss)
         ordered = [m for m in measured if m.call.deterministic]
         if ordered:
@@ -315,4 +316,4 @@ def _constant(model: Model, name: str, value: float) -> Model:
 
 
 def around(value: float) -> list[float]:
-    return [value * 1.03**i for i in (-16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16)]
+    return [value * 1.03**i for i in (-16, -6, -2, -1, 0, 1, 2, 6, 16)]
