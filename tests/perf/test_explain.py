@@ -232,3 +232,13 @@ def test_terms_are_refused_as_attention_refuses_them():
 def test_a_fixed_order_costs_time():
     times = [told(backend="hopper", backward=True, deterministic=same).prediction.device for same in (False, True)]
     assert times[0] < times[1]
+
+
+def test_the_command_takes_terms(capsys):
+    terms = ["--softcap", "30", "--alibi", "--bias", "--dropout", "0.1", "--deterministic", "--backward"]
+    assert cli.main(["explain", "1", "512", "4", "64", "--device", "A100", "--no-compile", *terms]) == 0
+    said = capsys.readouterr().out
+    assert "softcap, bias, alibi_slopes, dropout_p:" in said
+    assert "the same bits every time" in said
+    assert cli.main(["explain", "--softcap", "-1", "--device", "A100"]) == 2
+    assert "softcap: found -1.0" in capsys.readouterr().out

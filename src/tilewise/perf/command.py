@@ -2,6 +2,7 @@
 
 tilewise explain 4 4096 16 128 --causal --device H200
 tilewise explain 1 2049 16 100 --device A100 --backward --json
+tilewise explain 4 4096 16 128 --device H200 --softcap 30 --alibi
 tilewise explain --check calls.json        measure this GPU and compare (needs one)
 """
 
@@ -26,7 +27,12 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=side, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen to each side, or 'all'"
     )
+    parser.add_argument("--softcap", type=float, metavar="CAP")
+    parser.add_argument("--alibi", action="store_true", help="slopes, one for each head")
+    parser.add_argument("--bias", action="store_true", help="a bias for each head and pair")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P")
     parser.add_argument("--backward", action="store_true", help="count the backward too")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     parser.add_argument("--device", help=f"{', '.join(DEVICES)}, cuda or cpu (default: what is here)")
     parser.add_argument("--backend", default="auto")
     parser.add_argument(
@@ -53,6 +59,8 @@ def side(word: str) -> int | None:
 
 
 def run(options: Namespace) -> int:
+    import torch
+
     from tilewise.perf import check
     from tilewise.perf.explain import explain
     from tilewise.spec import AttentionError
@@ -75,6 +83,13 @@ def run(options: Namespace) -> int:
             (*keys, options.dv or d),
             causal=options.causal,
             window=options.window and tuple(options.window),
+            softcap=options.softcap,
+            alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
+            bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
+            if options.bias
+            else None,
+            dropout_p=options.dropout,
+            deterministic=options.deterministic,
             backend=options.backend,
             backward=options.backward,
             device=options.device,
