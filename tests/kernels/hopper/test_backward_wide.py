@@ -77,6 +77,18 @@ def test_a_slow_warpgroup_changes_nothing(slow: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_slow_keeper_of_the_order_changes_nothing() -> None:
+    release = emulator.language.NAMES["semaphore_release"]
+
+    def late(semaphore: Any) -> None:
+        emulator.machine.current().clock += 50_000
+        release(semaphore)
+
+    inputs = make(altered(WIDE, n_q=400, n_k=130), "cpu")
+    even, uneven = (gradients(inputs, deterministic=True, **x) for x in ({}, {"semaphore_release": late}))
+    assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
+
+
 @pytest.mark.parametrize("slow", ["consume 0", "consume 1"])
 @pytest.mark.parametrize("word", ["wait_turn", "pass_turn", "arrive", "fence_async_shared"])
 def test_missing_synchronisation_is_caught(word: str, slow: str) -> None:

@@ -78,10 +78,12 @@ class Hold(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Of a dQ tile, where the sums are ORDERED: it is this program's turn to add to it; it has added."""
+    """Of a dQ tile, where the sums are ORDERED: it is this program's turn to add to it; both warpgroups have added; the
+    warp that tells so has seen it."""
 
     turn: gl.shared_memory_descriptor
     added: gl.shared_memory_descriptor
+    seen: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -299,11 +301,12 @@ def keep_order(order, semaphores, call, queue, ASK: gl.constexpr, PLAN: gl.const
                 last = w.n_k - 1  # the last key that one of these queries sees
                 if call.after is not None:
                     last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
-                mbarrier.wait(order.added.index(n & 1), phase(n, 2) ^ 1)
+                mbarrier.wait(order.seen.index(n & 1), phase(n, 2) ^ 1)
                 semaphore_wait(semaphore, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
                 mbarrier.arrive(order.turn.index(n & 1), count=1)
             else:
                 mbarrier.wait(order.added.index(n & 1), phase(n, 2))
+                mbarrier.arrive(order.seen.index(n & 1), count=1)
                 semaphore_release(semaphore)
             i0 = after_block(visit, i0)
             head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
@@ -325,7 +328,7 @@ def backward_wide_kernel(
     dv_tiles = recast(keys.v, q.dtype, [2] + dv.block_type.shape, dv.layout)  # noqa: RUF005
     hold = Hold(keys, rows_ring(q, lse2), rows_ring(do, delta), p_tile, ds_tiles, dk_tiles, dv_tiles)
     if PLAN.ORDERED:
-        order = Order(barriers(2, 1), barriers(2, 2))
+        order = Order(barriers(2, 1), barriers(2, 2), barriers(2, 1))
         fence_async_shared()
         gl.warp_specialize([
             (consume, (hold, outputs, order, call, queue, 0, PLAN)),
