@@ -124,6 +124,7 @@ class Partition:
         self.mmas: list[Mma] = []
         self.stores: list[bool] = []  # in the order in which they were sent out: has it been read?
         self.unfenced: list[Shared] = []
+        self.bit = 1 << sum(p.program is program for p in self.machine.partitions)
         self._since = self.clock
         self._turn = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._main, args=(function, args), daemon=True)
@@ -268,8 +269,9 @@ class Barrier:
 
 
 class Shared:
-    """A view of shared memory. Beside every element lie its state: filled, being written, read how often, written by
-    ordinary stores and not yet fenced. Views of the data are views of the state."""
+    """A view of shared memory. Beside every element lie its state: filled, being written, read how often, and for which
+    partitions' asynchronous reads (a bit each) ordinary stores to it have not been fenced. Views of the data are views
+    of the state."""
 
     def __init__(self, name: str, data: Tensor, state: dict[str, Tensor] | None = None) -> None:
         self.name, self.data = name, data
@@ -277,7 +279,7 @@ class Shared:
             "filled": torch.zeros_like(data, dtype=torch.bool),
             "writing": torch.zeros_like(data, dtype=torch.bool),
             "readers": torch.zeros_like(data, dtype=torch.int8),
-            "unfenced": torch.zeros_like(data, dtype=torch.bool),
+            "unfenced": torch.zeros_like(data, dtype=torch.int16),
         }
 
     def view(self, f: Callable[[Tensor], Tensor], suffix: str = "") -> Shared:
@@ -288,7 +290,7 @@ class Shared:
             raise RaceError(f"{who} reads {self.name} while a copy is writing it")
         if not self.state["filled"].all():
             raise RaceError(f"{who} reads {self.name}, which nobody has filled")
-        if asynchronous and self.state["unfenced"].any():
+        if asynchronous and (self.state["unfenced"] & current().bit).any():
             raise RaceError(f"{who} reads {self.name} without a fence after ordinary stores")
 
     def check_write(self, who: str) -> None:
@@ -310,16 +312,21 @@ class Shared:
         self.check_write(p.name)
         self.data.copy_(value)
         self.state["filled"].fill_(True)
-        self.state["unfenced"].fill_(True)
+        self.state["unfenced"].fill_(-1)
         p.unfenced.append(self)
         p.charge("shared", self.data.numel())
 
 
 def fence() -> None:
+    """Between ordinary stores and asynchronous reads, by the one who stored, for all; or by one who reads, for itself."""
     p = current()
     for shared in p.unfenced:
-        shared.state["unfenced"].fill_(False)
+        shared.state["unfenced"].zero_()
     p.unfenced.clear()
+    for other in p.machine.partitions:
+        if other.program is p.program:
+            for shared in other.unfenced:
+                shared.state["unfenced"] &= ~p.bit
 
 
 def copy_in(tile: Tensor, target: Shared, barrier: Barrier, what: str) -> None:
@@ -336,7 +343,7 @@ def copy_in(tile: Tensor, target: Shared, barrier: Barrier, what: str) -> None:
         target.data.copy_(tile.reshape(target.data.shape))
         target.state["writing"].fill_(False)
         target.state["filled"].fill_(True)
-        target.state["unfenced"].fill_(False)
+        target.state["unfenced"].zero_()
         barrier.update(expect=-size)
         p.record("copies", f"load {what}", start, p.machine.now)
 

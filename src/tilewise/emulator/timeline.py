@@ -1,6 +1,6 @@
 """The timeline of a run, as JSON for the explorer and as a picture for the docs.
 
->>> print("python -m tilewise.emulator.timeline docs/hopper-forward.svg")  # writes both
+>>> print("python -m tilewise.emulator.timeline docs/hopper-forward.svg")  # writes both; so does .. hopper-backward.svg
 python -m tilewise.emulator.timeline docs/hopper-forward.svg
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 from .machine import Span
@@ -25,17 +27,32 @@ LEGEND = {  # what, as a span's text begins or ends: colour and words
     "compute": ("#4caf7d", "compute"),
     "wait": ("#e3e3e3", "wait"),
 }
+BACKWARD = {
+    "load k": ("#2f6fd6", "load K, V"),
+    "load q": ("#5b8def", "load Q, lse"),
+    "load do": ("#8fb4f7", "load dO, delta"),
+    "store d": ("#9b8afb", "store dK, dV"),
+    " S": ("#e4572e", "Sᵀ = K Qᵀ"),
+    " dP": ("#b5369b", "dPᵀ = V dOᵀ"),
+    " dV": ("#f3a712", "dV += Pᵀ dO"),
+    " dK": ("#c9d327", "dK += dSᵀ Q"),
+    " dQ": ("#3a3f8f", "dQ = dS K"),
+    "compute": ("#4caf7d", "compute"),
+    "wait": ("#e3e3e3", "wait"),
+}
+SAME = {"load v": "load k", "load lse2": "load q", "load delta": "load do"}
 
 
 def to_json(spans: Iterable[Span]) -> str:
     return json.dumps([span._asdict() for span in spans])
 
 
-def colour(what: str) -> str:
-    return next((shade for key, (shade, _) in LEGEND.items() if what.startswith(key) or what.endswith(key)), "#888")
+def colour(what: str, legend: dict[str, tuple[str, str]] = LEGEND) -> str:
+    what = SAME.get(what, what) if legend is BACKWARD else what
+    return next((shade for key, (shade, _) in legend.items() if what.startswith(key) or what.endswith(key)), "#888")
 
 
-def svg(spans: Iterable[Span], names: dict[str, str]) -> str:
+def svg(spans: Iterable[Span], names: dict[str, str], legend: dict[str, tuple[str, str]] = LEGEND) -> str:
     """One row for each unit of program 0; copies that overlap lie beneath one another."""
     shown = sorted((s for s in spans if s.program == 0 and s.unit in names), key=lambda s: s.start)
     end = max(s.end for s in shown)
@@ -57,18 +74,19 @@ def svg(spans: Iterable[Span], names: dict[str, str]) -> str:
             top, deep = top + 7 * lane, 6
         parts.append(
             f'<rect x="{LEFT + span.start * scale:.1f}" y="{top}" width="{(span.end - span.start) * scale:.1f}"'
-            f' height="{deep}" fill="{colour(span.what)}">'
+            f' height="{deep}" fill="{colour(span.what, legend)}">'
             f"<title>{escape(span.what)}: cycles {span.start} to {span.end}</title></rect>"
         )
     for tick in range(0, end, 2000):
         parts.append(f'<text x="{LEFT + tick * scale:.1f}" y="{height - 28}" fill="#666">{tick}</text>')
-    for n, (shade, words) in enumerate(LEGEND.values()):
-        parts.append(f'<rect x="{LEFT + 120 * n}" y="{height - 18}" width="10" height="10" fill="{shade}"/>')
-        parts.append(f'<text x="{LEFT + 14 + 120 * n}" y="{height - 9}">{words}</text>')
+    apart = min(120, (WIDTH - LEFT) // len(legend))
+    for n, (shade, words) in enumerate(legend.values()):
+        parts.append(f'<rect x="{LEFT + apart * n}" y="{height - 18}" width="10" height="10" fill="{shade}"/>')
+        parts.append(f'<text x="{LEFT + 14 + apart * n}" y="{height - 9}">{words}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
-def main(path: str) -> None:
+def forward() -> tuple[list[Span], dict[str, str]]:
     """A causal head of 512 queries and keys, four tiles, on one SM where nothing is late."""
     import torch
 
@@ -81,8 +99,50 @@ def main(path: str) -> None:
     state = new_state(torch.device("cpu"))
     job, _repair = forward_launches(q, k, v, out, lse, None, None, Spec(128**-0.5, None, 0), state, 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
+    return spans, {"produce 2": "producer"}
+
+
+def backward() -> tuple[list[Span], dict[str, str]]:
+    """512 queries that see 128 keys, one tile, on one SM where nothing is late."""
+    import torch
+
+    from ..kernels.hopper.backward_launch import backward_launches, new_space
+    from ..kernels.launch import problem
+    from ..spec import Spec
+    from .launch import launch
+
+    q, out, dout, dq = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(4))
+    k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
+    lse = torch.full((1, 1, 512), 9.0)
+    space = new_space(q, problem(q, k, v, None), False)
+    space.lse2.fill_(13.0)
+    space.delta.zero_()
+    _prepare, job, _finish = backward_launches(
+        dout, None, q, k, v, out, lse, dq, dk, dv, None, None, Spec(128**-0.5, None, None), space, 1
+    )
+    spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
+    return named(spans), {"produce 2": "producer"}
+
+
+def named(spans: list[Span]) -> list[Span]:
+    """The products by their names: each warpgroup asks for them in one order, and ends with dQ of its last block."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for n, span in enumerate(spans):
+        if span.unit == "tensor cores":
+            places[span.what.rpartition(" ")[0]].append(n)
+    shown = list(spans)
+    for who, own in places.items():
+        words = chain(("S", "dP", "dV", "dK", "S"), cycle(("dP", "dV", "dQ", "dQ", "dK", "S")))
+        for n, word in zip(own, chain(islice(words, len(own) - 2), ("dQ", "dQ")), strict=True):
+            shown[n] = spans[n]._replace(what=f"{who} {word}")
+    return shown
+
+
+def main(path: str) -> None:
+    is_backward = "backward" in Path(path).stem
+    spans, more = backward() if is_backward else forward()
     rows = {"copies": "TMA", "tensor cores": "tensor cores", "consume 0": "warpgroup 0", "consume 1": "warpgroup 1"}
-    Path(path).write_text(svg(spans, {**rows, "produce 2": "producer"}) + "\n")
+    Path(path).write_text(svg(spans, rows | more, BACKWARD if is_backward else LEGEND) + "\n")
     Path(path).with_suffix(".json").write_text(to_json(spans) + "\n")
 
 

@@ -9,8 +9,11 @@ the matrix units in the very registers from which dV and dK take them:
 
 dQ of a block is computed one block late, from two buffers of dS, so that the warpgroups may drift apart by most of a
 block: one exponentiates while the other multiplies. The sum of dQ over the key tiles is made in global memory, in
-float32: by atomics, in any order; or (ORDERED) by the copy engine in that of the key tiles, for which two more warps
-take turns.
+float32: by atomics, straight from the registers; or (COPIED) by the copy engine, for which two more warps take turns,
+in any order or (ORDERED) in that of the key tiles.
+
+dS is fenced where it is read, not where it is stored: a fence waits for all that its threads have under way, atomics
+too, and here it does so while dV is being multiplied.
 """
 
 from typing import NamedTuple
@@ -22,9 +25,8 @@ from .backward_tiles import (
     Keys,
     Outputs,
     Rows,
-    add_in_order,
+    add_by_turns,
     add_to,
-    after_block,
     blocks_of,
     find,
     in_register_order,
@@ -43,6 +45,7 @@ from .compat import (
     fence_async_shared,
     gl,
     gluon,
+    here,
     mbarrier,
     meet,
     narrow,
@@ -93,8 +96,8 @@ def product_dq(hold, buffer, zero, WG: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, out, sums, tile, n, WG: gl.constexpr, PLAN: gl.constexpr):
-    """Adds half a dQ tile, the n-th of this program, to global memory, or hands it to the warps that keep the order."""
-    if PLAN.ORDERED:
+    """Adds half a dQ tile, the n-th of this program, to global memory, or hands it to the warps that send it there."""
+    if PLAN.COPIED:
         mbarrier.wait(out.empty.index(0), phase(n, 1) ^ 1)
         out.dq.index(WG).store(in_register_order(dq))
         fence_async_shared()
@@ -120,7 +123,7 @@ def attend(
     cur = n & 1
     old = cur ^ 1
     # The compiler must not know that this is 0: it would keep the descriptors of K, V and dS in 64 registers.
-    zero = gl.where(i0 < 0, 2, 0)
+    zero = gl.where(tile < 0, 2, 0)
     q = queries.tiles.index(cur).reshape([BLOCK_M, D])
 
     s = warpgroup_mma_wait(0, deps=(s,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
@@ -141,7 +144,6 @@ def attend(
     if not FIRST:
         meet(READ + (1 - WG) * 2 + old, 256)
     out.ds.index(WG * 2 + cur).store(ds)
-    fence_async_shared()
     signal(STORED + WG * 2 + cur, 256)
 
     dv = warpgroup_mma(p16, do, dv, is_async=True)
@@ -152,6 +154,7 @@ def attend(
         signal(READ + WG * 2 + cur, 256)
     else:
         meet(STORED + (1 - WG) * 2 + old, 256)
+        fence_async_shared()
         dq = product_dq(hold, old, zero, WG, D)
         dv, p16 = warpgroup_mma_wait(2, deps=(dv, p16))
         arrive(grads.empty.index(cur))
@@ -174,13 +177,13 @@ def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PL
     D: gl.constexpr = PLAN.D
     keys, queries, _, out = hold
     end = n + blocks_of(visit, PLAN)
-    at_keys = w.first + 64 * WG + w.n_q - w.n_k
+    at_keys = w.first + 64 * WG + here(w.n_q) - w.n_k
     left = w.n_k - w.first - 64 * WG
-    i0 = visit.start
+    i0 = visit.lo
     tile = visit.tile + i0 // BLOCK_M
     mbarrier.wait(keys.full.index(0), phase(r, 1))
     mbarrier.wait(queries.full.index(n & 1), (n >> 1) & 1)
-    zero = gl.minimum(call.padded, 0)
+    zero = gl.where(tile < 0, 2, 0)
     q = queries.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
     s = product_t(keys.k.index(WG + zero).reshape([64, D]), q)
     s, dk, dv = attend(
@@ -188,29 +191,31 @@ def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PL
         WG, True, PLAN,
     )  # fmt: skip
     for m in range(n + 1, end):
-        i0 = after_block(visit, i0)
+        i0 += BLOCK_M
+        if PLAN.GROUP > 1:
+            i0 = gl.where(i0 == visit.hi, visit.lo, i0)
         s, dk, dv = attend(
             hold, outputs.sums, s, dk, dv, m, tile, r, at_keys, left, i0, is_edge(visit, i0), m + 1 < end, call,
             WG, False, PLAN,
         )  # fmt: skip
         tile += 1
         if PLAN.GROUP > 1:
-            tile = gl.where(i0 == visit.start, tile + call.padded // BLOCK_M, tile)
-        tile = gl.where(i0 == visit.lo, tile - (visit.hi - visit.lo) // BLOCK_M, tile)
+            tile = gl.where(i0 == visit.lo, tile + (call.padded - visit.hi + visit.lo) // BLOCK_M, tile)
 
-    zero = gl.where(i0 < 0, 2, 0)
+    zero = gl.where(tile < 0, 2, 0)
     cur = end & 1
     old = cur ^ 1
     s = warpgroup_mma_wait(0, deps=(s,))
     arrive(queries.empty.index(old))
     meet(READ + (1 - WG) * 2 + old, 256)
     meet(STORED + (1 - WG) * 2 + old, 256)
+    fence_async_shared()
     dq = warpgroup_mma_wait(0, deps=(product_dq(hold, old, zero, WG, D),))
     arrive(keys.empty.index(0))
     signal(READ + WG * 2 + cur, 256)
     add_dq(dq, out, outputs.sums, tile, end - 1, WG, PLAN)
     meet(READ + (1 - WG) * 2 + cur, 256)
-    if PLAN.ORDERED:
+    if PLAN.COPIED:
         mbarrier.wait(out.empty.index(0), phase(end - 1, 1))
     return dk, dv
 
@@ -276,19 +281,19 @@ def backward_kernel(
     dk_tiles = recast(ds_tiles, q.dtype, [256 // D] + dk.block_type.shape, dk.layout)  # noqa: RUF005
     dv_tiles = recast(dq_tiles, q.dtype, [2 * D // DV] + dv.block_type.shape, dv.layout)  # noqa: RUF005
     # No barrier that is not used: the compiler would give its memory to a tile (emulator.machine, _check_barriers).
-    full = barriers(2, 2) if PLAN.ORDERED else ds_tiles
-    empty = barriers(1, 1) if PLAN.ORDERED else ds_tiles
+    full = barriers(2, 2) if PLAN.COPIED else ds_tiles
+    empty = barriers(1, 1) if PLAN.COPIED else ds_tiles
     out = Out(ds_tiles, dq_tiles, dk_tiles, dv_tiles, full, empty)
     hold = Hold(keys_ring(k, v, 2), rows_ring(q, lse2), rows_ring(do, delta), out)
     work = board(2) if PLAN.PERSISTENT else ds_tiles
     fence_async_shared()
-    if PLAN.ORDERED:
+    if PLAN.COPIED:
         gl.warp_specialize([
             (consume, (hold, outputs, work, call, queue, 0, PLAN)),
             (consume, (hold, outputs, work, call, queue, 1, PLAN)),
             (produce, (hold, inputs, work, call, queue, PLAN)),
-            (add_in_order, (out, outputs, semaphores, call, queue, 0, PLAN)),
-            (add_in_order, (out, outputs, semaphores, call, queue, 1, PLAN)),
+            (add_by_turns, (out, outputs, semaphores, call, queue, 0, PLAN)),
+            (add_by_turns, (out, outputs, semaphores, call, queue, 1, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([

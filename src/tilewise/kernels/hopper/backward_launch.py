@@ -86,7 +86,10 @@ def backward_launches(
 
     persistent = block_d <= 64 and not spec.deterministic
     wide = block_d > 128
-    plan = Plan(block_d, block_dv, 64 if wide else 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent)
+    plan = Plan(
+        block_d, block_dv, 64 if wide else 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent,
+        COPIED=not persistent and not wide,
+    )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_q * group * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1

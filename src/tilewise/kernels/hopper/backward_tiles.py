@@ -13,6 +13,7 @@ from .compat import (
     fence_async_shared,
     gl,
     gluon,
+    here,
     hide_from,
     hide_until,
     mbarrier,
@@ -29,7 +30,7 @@ BLOCK_M: gl.constexpr = gl.constexpr(64)
 class Plan(NamedTuple):
     """What is known at compile time: columns of the tiles of K and Q, and of V and dO; keys of a tile; query heads per
     KV head; whether dQ is summed in a fixed order; whether the programs draw one tile after the other, or the
-    hardware deals them out, one to a program."""
+    hardware deals them out, one to a program; whether the copy engine sums dQ, as it does in a fixed order."""
 
     D: int
     DV: int
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     GROUP: int
     ORDERED: bool
     PERSISTENT: bool
+    COPIED: bool = False
 
 
 class Call(NamedTuple):
@@ -134,21 +136,22 @@ def find(ticket, queue, call, PLAN: tl.constexpr):
     )
 
 
-@triton.jit
+@gluon.jit
 def visit_of(w, queue, call, PLAN: tl.constexpr):
-    """Every tile starts where its keys are, so that the tiles of one head add to different parts of dQ at any time;
-    with ORDERED sums it starts with the first query that sees it."""
-    at = w.first + w.n_q - w.n_k
-    span = band(at, at + PLAN.BLOCK_N - 1, w.n_q, call.after, call.before, BLOCK_M)  # the forward's band, sideways
+    """Wide tiles start where their keys are, so that the tiles of one head add to different parts of dQ at any time;
+    others, and those of ORDERED sums, with the first query that sees them."""
+    at = w.first + here(w.n_q) - w.n_k
+    span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)  # the forward's band, sideways
     hi = (span.hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     start = span.lo
-    if not PLAN.ORDERED:
+    if PLAN.D > 128 and not PLAN.ORDERED:
         start = tl.maximum(tl.minimum(at // BLOCK_M * BLOCK_M, hi - BLOCK_M), start)
     full_hi = tl.where(w.first + PLAN.BLOCK_N > w.n_k, 0, span.full_hi)
+    blocks = here(call.padded) // BLOCK_M
     if call.cu_q is None:
-        tile = (w.b * queue.heads + w.h) * PLAN.GROUP * (call.padded // BLOCK_M)
+        tile = (w.b * queue.heads + w.h) * PLAN.GROUP * blocks
     else:
-        tile = w.h * PLAN.GROUP * (call.padded // BLOCK_M) + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
+        tile = w.h * PLAN.GROUP * blocks + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
     return Visit(start, span.lo, hi, span.full_lo, full_hi, tile)
 
 
@@ -170,16 +173,16 @@ def is_edge(visit, i0):
 
 
 @gluon.jit
-def masked(s, here, left, call):
-    """s^T, -inf where the query does not see the key: its first key is the diagonal of query `here`, and `left` of its
+def masked(s, at, left, call):
+    """s^T, -inf where the query does not see the key: its first key is the diagonal of query `at`, and `left` of its
     keys exist. Queries past the end need no mask: their lse2 is +inf."""
     j = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     start = gl.where(j < left, 0, s.shape[1])
     if call.after is not None:
-        start = gl.maximum(start, j + (here - call.after))
+        start = gl.maximum(start, j + here(at - call.after))
     s = hide_until(s, start)
     if call.before is not None:
-        s = hide_from(s, j + (here + call.before + 1))
+        s = hide_from(s, j + here(at + call.before + 1))
     return s
 
 
@@ -247,8 +250,9 @@ def fill_tile(hold, inputs, w, visit, n, r, call, PLAN: gl.constexpr):
         first = w.first + 64 * part
         copy_in(inputs.k, at(inputs.k, w.b, w.h, w.k0, w.n_k, first), full, keys.k.index(part))
         copy_in(inputs.v, at(inputs.v, w.b, w.h, w.k0, w.n_k, first), full, keys.v.index(part))
-    row = visit.tile // (call.padded // BLOCK_M)
-    column = visit.tile % (call.padded // BLOCK_M) * BLOCK_M
+    blocks = here(call.padded) // BLOCK_M
+    row = visit.tile // blocks
+    column = visit.tile % blocks * BLOCK_M
     for g in range(PLAN.GROUP):
         h = w.h * PLAN.GROUP + g
         i0 = visit.start
@@ -289,24 +293,27 @@ def produce(hold, inputs, work, call, queue, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def add_in_order(out, outputs, semaphores, call, queue, TURN: gl.constexpr, PLAN: gl.constexpr):
-    """One of two warps that add the dQ tiles by turns, each after the sums of the key tiles that follow this one. They
-    wait only for programs that were started earlier, and so never for one that has yet to start."""
+def add_by_turns(out, outputs, semaphores, call, queue, TURN: gl.constexpr, PLAN: gl.constexpr):
+    """One of two warps that add the dQ tiles by turns; ORDERED, each after the sums of the key tiles that follow this
+    one. They wait only for programs that were started earlier, and so never for one that has yet to start."""
     LINES: gl.constexpr = out.dq.shape[1]
     w = find(gl.program_id(0), queue, call, PLAN)
     visit = visit_of(w, queue, call, PLAN)
     if w.first < w.n_k:
         per_head = gl.maximum(visit.hi - visit.lo, BLOCK_M) // BLOCK_M
+        blocks = here(call.padded) // BLOCK_M
         for n in range(TURN, blocks_of(visit, PLAN), 2):
             i0 = visit.lo + n % per_head * BLOCK_M
-            tile = visit.tile + n // per_head * (call.padded // BLOCK_M) + i0 // BLOCK_M
-            last = w.n_k - 1  # the last key that one of these queries sees
-            if call.after is not None:
-                last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
-            semaphore_wait(semaphores + tile, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
+            tile = visit.tile + n // per_head * blocks + i0 // BLOCK_M
+            if PLAN.ORDERED:
+                last = w.n_k - 1  # the last key that one of these queries sees
+                if call.after is not None:
+                    last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
+                semaphore_wait(semaphores + tile, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
             mbarrier.wait(out.full.index(TURN), phase(n, 2))
             for half in gl.static_range(2):
                 add_out(outputs.sum_rows, [(tile * 2 + half) * LINES, 0], out.dq.index(half))
             tma.store_wait(0)
             mbarrier.arrive(out.empty.index(0), count=1)
-            semaphore_release(semaphores + tile)
+            if PLAN.ORDERED:
+                semaphore_release(semaphores + tile)
