@@ -318,7 +318,7 @@ class Shared:
 
 
 def fence() -> None:
-    """Between ordinary stores and asynchronous reads, by the one who stored, for all; or by one who reads, for itself."""
+    """Between ordinary stores and asynchronous reads: by the one who stored, for all, or by one who reads, for it."""
     p = current()
     for shared in p.unfenced:
         shared.state["unfenced"].zero_()

@@ -141,7 +141,8 @@ def visit_of(w, queue, call, PLAN: tl.constexpr):
     """Wide tiles start where their keys are, so that the tiles of one head add to different parts of dQ at any time;
     others, and those of ORDERED sums, with the first query that sees them."""
     at = w.first + here(w.n_q) - w.n_k
-    span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)  # the forward's band, sideways
+    # the forward's band, sideways
+    span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)
     hi = (span.hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     start = span.lo
     if PLAN.D > 128 and not PLAN.ORDERED:
