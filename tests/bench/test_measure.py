@@ -48,6 +48,8 @@ def test_rounds_are_as_long_as_asked():
     assert {len(calls) for calls in started} == {measure.MOST_PASSES}
     _, started = run({"slow": lambda: 0.9})
     assert {len(calls) for calls in started} == {1}
+    _, started = run({"slow": lambda: 0.9}, least=3)
+    assert {len(calls) for calls in started} == {3}
 
 
 def test_a_round_is_queued_before_anyone_waits():
@@ -60,6 +62,12 @@ def test_a_round_is_queued_before_anyone_waits():
 
     rounds(dict.fromkeys("abc"), Queue(), count=2, burst=0.2, limit=1e9, rng=random.Random(0))
     assert events == [3, "wait", 3, "wait", 6, "wait", 6, "wait"]
+
+
+def test_a_hiccup_does_not_count():
+    times = iter([0.01] * 2 + [0.01, 0.01, 9.0, 0.01, 0.01] * 8)
+    found, _ = run({"a": lambda: next(times)}, burst=0.05)
+    assert found["a"] == pytest.approx([0.01] * 8)
 
 
 def test_every_round_is_looked_at():

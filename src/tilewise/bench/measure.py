@@ -8,6 +8,7 @@ everybody in turn, again and again, in an order shuffled for each pass, and only
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import random
 import statistics
@@ -112,30 +113,43 @@ def rounds(
     burst: float,
     limit: float,
     rng: random.Random,
+    least: int = 1,
     after_each: Work = nothing,
 ) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: the mean over its passes, each of which calls everybody once.
+    """Seconds per call, one number per round: the mean of the middle half of its passes, each of which calls everybody.
 
-    A round has so many passes that a work has `burst` seconds of it, on average. Past `limit` seconds no new round
-    begins, once there are enough for a median.
+    A round has so many passes that a work has `burst` seconds of it, on average, and at least `least`. Past `limit`
+    seconds no new round begins, once there are enough for a median.
     """
     began = time.monotonic()
     one_pass = sum(clock.start(list(works.values()))())
     if one_pass < 1.0:  # the first pass warms up; of long calls it tells enough
         one_pass = sum(clock.start(list(works.values()))())
-    passes = min(MOST_PASSES, math.ceil(burst * len(works) / one_pass))
+    passes = min(MOST_PASSES, max(least, math.ceil(burst * len(works) / one_pass)))
     times: dict[str, list[float]] = {name: [] for name in works}
     for done in range(count):
         if done >= LEAST_ROUNDS and time.monotonic() - began > limit:
             break
         order = [name for _ in range(passes) for name in rng.sample(list(works), len(works))]
-        total = dict.fromkeys(works, 0.0)
+        found: dict[str, list[float]] = {name: [] for name in works}
+        gc.disable()  # a collection while the host queues would leave the device waiting
         for name, seconds in zip(order, clock.start([works[name] for name in order])(), strict=True):
-            total[name] += seconds
+            found[name].append(seconds)
+        gc.enable()
         for name in works:
-            times[name].append(total[name] / passes)
+            times[name].append(middle(found[name]))
         after_each()
     return times
+
+
+def middle(values: Sequence[float]) -> float:
+    """The mean without the lowest and the highest quarter.
+
+    >>> middle([1.0, 9.0, 2.0, 3.0])
+    2.5
+    """
+    cut = len(values) // 4
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 @dataclass(frozen=True)

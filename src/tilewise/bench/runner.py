@@ -186,7 +186,10 @@ class Run:
 
     def rounds(self, works: Mapping[str, Work], clock: Clock, after_each: Work = nothing) -> dict[str, list[float]]:
         s = self.settings
-        return rounds(works, clock, count=s.rounds, burst=s.burst, limit=s.limit, rng=self.rng, after_each=after_each)
+        return rounds(
+            works, clock, count=s.rounds, burst=s.burst, limit=s.limit, rng=self.rng, least=s.passes,
+            after_each=after_each,
+        )  # fmt: skip
 
     def time(self, cell: Cell, works: Mapping[str, Work], after_each: Work = nothing) -> None:
         if not works:

@@ -64,6 +64,7 @@ class Settings:
     memory_lengths: tuple[int, ...]
     rounds: int
     burst: float  # seconds
+    passes: int  # of a round, at least
     limit: float  # seconds for the rounds of one cell
     samples: int  # KV heads compared with float64 in each case
     seed: int = 0
@@ -104,7 +105,7 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
             compiled=not quick,
             memory=Case(1, 0, 16, 16, 128, True, dtype=dtype),
             memory_lengths=tuple(2**n for n in (range(10, 15) if quick else range(10, 18))),
-            rounds=5 if quick else 7, burst=0.02, limit=10.0, samples=4,
+            rounds=5 if quick else 9, burst=0.02, passes=3, limit=10.0, samples=4,
         )  # fmt: skip
     dtype = dtype or "float32"
     tokens, most = (1024, 10) if quick else (4096, 12)
@@ -122,7 +123,8 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         compiled=not quick,
         memory=Case(1, 0, 4, 4, 64, True, dtype=dtype),
         memory_lengths=tuple(2**n for n in range(8, 12 if quick else 14)),
-        rounds=5 if quick else 9, burst=0.01 if quick else 0.1, limit=1.0 if quick else 8.0, samples=2 if quick else 4,
+        rounds=5 if quick else 9, burst=0.01 if quick else 0.1, passes=1, limit=1.0 if quick else 8.0,
+        samples=2 if quick else 4,
     )  # fmt: skip
 
 
