@@ -167,8 +167,18 @@ def signed_bias(ours: Tensor, exact: Tensor, heads_axis: int) -> tuple[float, fl
     return slope.mean().item(), (slope.std() / slope.numel() ** 0.5).item()
 
 
+# What tensor cores lose of float32, in units of its last place, at the size of the tests: 64 dims, tiles of 32 keys.
+# They cut off the sum at every step, on average 0.36 units of what it is by then (half a unit, over numbers of every
+# size): (steps + 1) / 2 * 0.36 of the result. A product of 64 numbers takes 8 steps of TF32 (or 4 of 16 bits), 1.6
+# units; a sum over 32 keys takes 4, 0.9 units. out and dv pass one of each, dq and dk one more of the first; lse moves
+# with its scores, a seventh of its size, and with the hardware's exp2. Found on an H200: out -2.0, lse -0.4, dq and dk
+# -2.7, dv -1.4. An operand whose halves were cut off instead of rounded would add -2.3 with every product.
+CUT_OFF = {"out": 2.5, "lse": 0.5, "dq": 4.1, "dk": 4.1, "dv": 2.5}
+
+
 def check_unbiased(stick: Yardstick, ours: Tensor) -> None:
     """The slope is within five standard errors of zero, or within a tenth of one rounding."""
     slope, noise = signed_bias(ours, stick.exact, heads_axis=1 if stick.name == "lse" else 2)
-    eps = torch.finfo(ours.dtype).eps
-    assert abs(slope) <= 5 * noise + eps / 10, f"{stick.name}: biased by {slope:.1e}, noise {noise:.1e}"
+    units = CUT_OFF[stick.name] if ours.is_cuda and ours.dtype == torch.float32 else 0.1
+    allowed = 5 * noise + units * torch.finfo(ours.dtype).eps
+    assert abs(slope) <= allowed, f"{stick.name}: biased by {slope:.1e}, noise {noise:.1e}"

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight; `apart`: dK and dV are summed
-    by passes of their own, which costs one product more and holds one sum instead of two."""
+    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight.
+
+    `apart`: dK and dV are summed by passes of their own, for one product more, and each holds one sum instead of two.
+    """
 
     block_m: int
     block_n: int
@@ -71,7 +73,7 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
 # Ampere to Ada: 99 KB of shared memory on the small parts, operands in registers
 AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
     ("forward", 2): {
-        64: Tile(128, 64, 4, 3),
+        64: Tile(128, 64, 4, 2),  # a third stage spills 12 bytes
         128: Tile(128, 64, 8, 2),
         256: Tile(64, 32, 8, 1),
         512: Tile(16, 16, 8, 1),

@@ -22,7 +22,6 @@ from .tile import (
     is_past,
     load_rows,
     locate,
-    matmul,
     row_pointers,
     row_statistics,
     store_rows,
@@ -97,8 +96,8 @@ def query_gradient(
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
-        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
-        dp = matmul(do_tile, tl.trans(v_tile), None, PRECISION)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         p, slope = weights(
             product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, terms,
             FOLD, SCORE_MOD, MASK_MOD,
@@ -162,7 +161,7 @@ def key_gradients(
             q_tile = load_rows(q, w.b, h, w.q0, first, w.n_q, D, BLOCK_M, BLOCK_D, EVEN)
             do_tile = load_rows(do, w.b, h, w.q0, first, w.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
             lse2_i = tl.load(row_statistics(lse2, w, h, first, cu_q, BLOCK_M))
-            product = matmul(k_tile, tl.trans(q_tile), None, PRECISION)
+            product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             p, slope = weights(
                 product, w, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, terms,
                 FOLD, SCORE_MOD, MASK_MOD,
@@ -173,7 +172,7 @@ def key_gradients(
                 dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
             if SUM_K:
                 delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
-                dp = matmul(v_tile, tl.trans(do_tile), None, PRECISION)
+                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
                 ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms, SCORE_MOD)
                 if CAREFUL:
                     ds = tl.where(seen, ds, 0.0)

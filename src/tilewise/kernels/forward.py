@@ -15,7 +15,6 @@ from .tile import (
     load_rows,
     locate,
     logsumexp,
-    matmul,
     row_pointers,
     softmax_step,
     store_rows,
@@ -46,7 +45,7 @@ def attend(
         first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
         if edge:
             s = tl.where(visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD), s, float("-inf"))

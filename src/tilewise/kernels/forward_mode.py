@@ -16,7 +16,6 @@ from .tile import (
     is_past,
     load_rows,
     locate,
-    matmul,
     row_pointers,
     scores,
     store_rows,
@@ -40,9 +39,9 @@ def moves(
         dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-        product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
-        ds = matmul(dq_tile, tl.trans(k_tile), None, PRECISION)
-        ds = matmul(q_tile, tl.trans(dk_tile), ds, PRECISION) * scale
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
+        ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
         s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
         seen = visible(i[:, None], j[None, :], w, before, after)
         p = tl.where(seen, tl.exp2(s * unit_of(scale, FOLD) - lse2_i[:, None]), 0.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .backward import weights
-from .tile import PAD, Work, band, dropped, load_rows, locate, matmul, row_pointers, row_statistics, visible
+from .tile import PAD, Work, band, dropped, load_rows, locate, row_pointers, row_statistics, visible
 
 
 @triton.jit
@@ -20,8 +20,8 @@ def gradient(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g (queries, keys), 0 for pairs that do not see each other."""
-    product = matmul(q_tile, tl.trans(k_tile), None, PRECISION)
-    dp = matmul(do_tile, tl.trans(v_tile), None, PRECISION)
+    product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
     i = i[:, None]
     j = j[None, :]
     p, _ = weights(

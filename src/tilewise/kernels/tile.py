@@ -337,46 +337,15 @@ def softmax_step(m, l, s, unit):
 
 
 @triton.jit
-def halves(x):
-    """float32 x = high + low: high has TF32's 10 bits of mantissa; so has low, once a tensor core has cut off the rest.
-
-    high is rounded, so that low is as often negative as positive, and what is lost of it has no sign of its own.
-    """
-    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    high = tl.where(tl.abs(x) < 3.4e38, rounded, x)  # what is not finite stays so, what is finite too
-    return high, x - high
-
-
-@triton.jit
-def matmul(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b, or a @ b where acc is None.
-
-    "tf32x3": float32, as three products of halves; low by low is below its rounding. Triton's own cuts off the high
-    halves: all low ones have the sign of their number, and every product shrinks by 2.4e-7 (H200). acc is added last
-    and outside the tensor cores, which cut off their sums, too.
-    """
-    if PRECISION == "tf32x3":
-        a_high, a_low = halves(a)
-        b_high, b_low = halves(b)
-        small = tl.dot(a_low, b_high, input_precision="tf32")
-        small = tl.dot(a_high, b_low, small, input_precision="tf32")
-        small = tl.where(small == small, small, 0.0)  # inf - inf
-        product = tl.dot(a_high, b_high, small, input_precision="tf32")
-        return product if acc is None else acc + product
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def dot(a, b, acc, seen, PRECISION: tl.constexpr):
     """acc + a @ b. With `seen` (which rows of a meet which rows of b), a non-finite row of b makes the rows that see it
     nan and leaves the others alone. A matrix product by itself cannot keep that promise: 0 * nan is nan.
     """
     if seen is None:
-        return matmul(a, b, acc, PRECISION)
+        return tl.dot(a, b, acc, input_precision=PRECISION)
     else:
         finite = tl.abs(b.to(tl.float32)) < float("inf")
-        acc = matmul(a, tl.where(finite, b, 0.0).to(b.dtype), acc, PRECISION)
+        acc = tl.dot(a, tl.where(finite, b, 0.0).to(b.dtype), acc, input_precision=PRECISION)
         bad = tl.max(tl.where(finite, 0, 1), 1)
         met = tl.max(tl.where(seen, bad[None, :], 0), 1)
         return tl.where(met[:, None] > 0, float("nan"), acc)
