@@ -14,7 +14,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.program import Mod, bound
-from .spec import LIMIT, MAX_HEAD_DIM, AttentionError, Spec, Terms, signature
+from .spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, signature
 
 Window = tuple[int | None, int | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -136,9 +136,10 @@ _known: dict[Any, Call] = {}
 
 def _key(tensors: tuple[Tensor, ...], options: Options, extras: tuple[Any, ...]) -> Any:
     """What checks and kernels look at, where calls are remembered: on a GPU, without score terms and untraced."""
+    softcap, bias, slopes, sinks, score_mod, mask_mod, dropout_p, seed = extras
     window, scale = options[1:3]
     if (
-        any(x is not None for x in extras)
+        not (softcap is bias is slopes is sinks is score_mod is mask_mod is dropout_p is seed is None)
         or not ops.is_remembered(*tensors)
         or not (window is None or type(window) is tuple)
         or not (scale is None or type(scale) is float)
@@ -162,7 +163,7 @@ def _call(
         return spec, terms, None
     if len(_known) >= LIMIT:
         _known.clear()
-    _known[key] = spec, terms, ops.Memo()
+    _known[key] = spec, NO_TERMS, ops.Memo()
     return _known[key]
 
 
@@ -291,6 +292,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v

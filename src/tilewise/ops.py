@@ -296,6 +296,13 @@ def is_watched(*tensors: Tensor) -> bool:
     )
 
 
+def _need_grad(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    leaves = () if terms is NO_TERMS else (terms.bias, terms.sinks, *terms.score)
+    return any(x is not None and x.requires_grad for x in leaves)
+
+
 def is_remembered(*tensors: Tensor) -> bool:
     """Whether calls with such tensors are worth a memo: the kernels take less time than the checks."""
     return tensors[0].is_cuda and not is_watched(*tensors)
@@ -310,8 +317,7 @@ def attend(
         from . import reference
 
         return reference.differentiable(q, k, v, cu_q, cu_k, spec, terms)
-    leaves = (q, k, v, terms.bias, terms.sinks, *terms.score)
-    if _in_forward_mode() or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)):
+    if _in_forward_mode() or (torch.is_grad_enabled() and _need_grad(q, k, v, terms)):
         if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
             k, v, cu_k = k.view_as(k), v.view_as(v), None if cu_k is None else cu_k.view_as(cu_k)
         return (ForwardMode if _in_forward_mode() else Attention).apply(  # type: ignore[no-untyped-call]

@@ -152,9 +152,11 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     recorded launch could not tell apart.
     """
     seen: dict[int, int] = {}
-    return tuple([
-        None
-        if x is None
-        else (seen.setdefault(id(x), n), x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
-        for n, x in enumerate(tensors)
-    ])  # fmt: skip
+    found: list[Any] = []
+    for n, x in enumerate(tensors):
+        if x is None:
+            found.append(None)
+        else:
+            same = seen.setdefault(id(x), n)
+            found += same, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+    return tuple(found)

@@ -75,7 +75,7 @@ def test_other_strides_are_another_call() -> None:
 def test_the_recording_keeps_no_tensor() -> None:
     kernel = Kernel()
     run(kernel, torch.zeros(2, 3), torch.zeros(4), [])
-    [step] = next(steps for key, steps in replay._calls.items() if key[0] == id(kernel))  # type: ignore[index]
+    [step] = next(found.steps for key, found in replay._calls.items() if key[0] == id(kernel))  # type: ignore[index]
     assert not any(isinstance(x, torch.Tensor) for x in [*step.args, *step.args[0]])
 
 

@@ -349,6 +349,6 @@ _ALREADY_THERE = nullcontext()
 
 def _on(q: Tensor) -> Any:
     """Triton launches on the current device; changing it costs more than asking."""
-    return (
-        torch.cuda.device(q.device) if q.is_cuda and q.get_device() != torch.cuda.current_device() else _ALREADY_THERE
-    )
+    if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
+        return torch.cuda.device(q.device)
+    return _ALREADY_THERE

@@ -17,7 +17,7 @@ from triton.backends.nvidia import driver as nvidia
 from ..spec import LIMIT
 from ..spec import signature as signature
 
-MAPS = 256  # addresses for which a step remembers a TMA descriptor
+PLACES = 256  # sets of addresses for which a recording is ready
 LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first; kernels of other versions go through its Python
 STREAM = 3
 
@@ -37,7 +37,7 @@ class Address(NamedTuple):
 
 class Bound(NamedTuple):
     """A C launcher and what it takes, in a row: the call fills in the stream and, by their places, its addresses; with
-    more of a view behind them, deep in a tuple, or as TMA descriptors, which are functions of the address.
+    more of a view behind them, deep in a tuple, or as TMA descriptors.
     """
 
     launch: Callable[..., None]
@@ -45,9 +45,9 @@ class Bound(NamedTuple):
     plain: list[tuple[int, int]]
     views: list[tuple[int, int, tuple[Any, ...]]]
     nested: list[tuple[int, tuple[Any, ...]]]
-    maps: list[tuple[int, int, dict[int, Any], Callable[[int], Any]]]
+    maps: list[tuple[int, int, Callable[[int], Any]]]
 
-    def __call__(self, stream: int, addresses: Sequence[int | None]) -> None:
+    def filled(self, stream: int, addresses: Sequence[Any]) -> list[Any]:
         args = self.args.copy()
         args[STREAM] = stream
         for place, slot in self.plain:
@@ -56,15 +56,9 @@ class Bound(NamedTuple):
             args[place] = (addresses[slot], *rest)
         for place, template in self.nested:
             args[place] = _filled(template, addresses)
-        for place, slot, known, make in self.maps:
-            address: Any = addresses[slot]
-            made = known.get(address)
-            if made is None:
-                if len(known) >= MAPS:
-                    known.clear()
-                made = known[address] = make(address)
-            args[place] = made
-        self.launch(*args)
+        for place, slot, make in self.maps:
+            args[place] = make(addresses[slot])
+        return args
 
 
 class Step(NamedTuple):
@@ -76,31 +70,51 @@ class Step(NamedTuple):
     bound: Bound | None
 
 
-_calls: dict[Hashable, list[Step]] = {}
+class Recording(NamedTuple):
+    """The launches of a call. `ready`: where all are bound, what their launchers take, by stream and addresses: those
+    of a model's tensors come back with its next step.
+    """
+
+    steps: list[Step]
+    ready: dict[tuple[Any, ...], list[tuple[Callable[..., None], list[Any]]]] | None
+
+
+_calls: dict[Hashable, Recording] = {}
 
 
 def launch(
     key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]],
-    calls: dict[Hashable, list[Step]] | None = None,
+    calls: dict[Hashable, Recording] | None = None,
 ) -> None:  # fmt: skip
     """Run the launches that `build` makes of these tensors, or those it made for the same key."""
     calls = _calls if calls is None else calls
-    steps = calls.get(key)
-    if steps is None:
+    recording = calls.get(key)
+    if recording is None:
         launches = [made for made in build() if made.programs]
         steps = [_step(made, made(), tensors) for made in launches]
         if len(calls) >= LIMIT:
             calls.clear()
-        calls[key] = steps
-    elif _is_hooked() or any(step.bound is None for step in steps):
-        for step in steps:
+        calls[key] = Recording(steps, {} if all(step.bound for step in steps) else None)
+    elif recording.ready is None or _is_hooked():
+        for step in recording.steps:
             step.binary[step.grid](*(_filled(x, tensors) for x in step.args))
     else:
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
         first: Any = tensors[0]
         stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        for step in steps:
-            step.bound(stream, addresses)  # type: ignore[misc]
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        for launcher, args in _ready(recording, stream, addresses):
+            launcher(*args)
+
+
+def _ready(recording: Recording, stream: int, addresses: list[int | None]) -> list[tuple[Any, list[Any]]]:
+    ready: Any = recording.ready
+    found = ready.get((stream, *addresses))
+    if found is None:
+        if len(ready) >= PLACES:
+            ready.clear()
+        bound: list[Any] = [step.bound for step in recording.steps]
+        found = ready[(stream, *addresses)] = [(x.launch, x.filled(stream, addresses)) for x in bound]
+    return found
 
 
 def shares(tensors: Sequence[Tensor | None]) -> bool:
@@ -184,7 +198,7 @@ def _bound(binary: Any, grid: tuple[int, int, int], template: tuple[Any, ...]) -
         if isinstance(x, Slot):
             bound.plain.append((place, x.n))
         elif hasattr(x, "block_shape"):
-            bound.maps.append((place, x.base.n, {}, _map_maker(x, next(metadata))))
+            bound.maps.append((place, x.base.n, _map_maker(x, next(metadata))))
             bound.args[place:] = [None, *x.shape, *x.strides]
         elif _has_slots(x):
             if isinstance(x[0], Slot) and not _has_slots(x[1:]):

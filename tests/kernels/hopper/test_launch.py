@@ -48,7 +48,7 @@ def test_a_replayed_descriptor_points_at_the_new_tensor():
     step = replay._step(made, Binary(), tensors)
     assert not [x for x in step.args if isinstance(getattr(x, "base", x), torch.Tensor)]
     others, (other,) = launches(torch.empty_like(q))
-    replay.launch("key", others, lambda: (), {"key": [step]})
+    replay.launch("key", others, lambda: (), {"key": replay.Recording([step], None)})
     for ours, theirs in zip(seen[0][:4], other.args[:4], strict=True):
         assert ours.base is theirs.base
         assert (ours.shape, ours.strides, ours.block_shape) == (theirs.shape, theirs.strides, theirs.block_shape)
@@ -76,7 +76,7 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", make)
     seen = []
-    recording = lambda *args: seen.append(addresses(args))  # noqa: E731
+    record = lambda *args: seen.append(addresses(args))  # noqa: E731
 
     class Launcher(driver.CudaLauncher):
         launch_cooperative_grid = launch_pdl = False
@@ -85,7 +85,7 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
 
         def __init__(self, args):
             kinds = {n: "tensordesc<>" if hasattr(x, "block_shape") else "i32" for n, x in enumerate(args)}
-            self.launch = driver.wrap_handle_tensordesc(recording, kinds, [{}] * 4 if which == 0 else None)
+            self.launch = driver.wrap_handle_tensordesc(record, kinds, [{}] * 4 if which == 0 else None)
 
     q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16)
     tensors, made = launches(q, after=0)
@@ -97,17 +97,21 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
         run=run, function=11, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=[{}] * 4)
     )
     if which == 1:  # a function of C, for all that Python can tell
-        run.launch = functools.partial(recording)
+        run.launch = functools.partial(record)
     step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
+    recording = replay.Recording([step], {})
     others, others_made = launches(torch.empty_like(q), after=0)
     args[: len(others_made[which].args)] = others_made[which].args
     run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)
     made_maps.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 7, raising=False)
     for _ in range(2):
-        step.bound(7, addresses(others))
+        replay.launch("key", others, lambda: (), {"key": recording})
     assert len(seen[0]) > 20
     assert seen[0] == seen[1] == seen[2]
-    assert len(made_maps) == (4 if which == 0 else 0)  # once for each address
+    assert len(made_maps) == (4 if which == 0 else 0)  # once for the same addresses
+    replay.launch("key", tensors, lambda: (), {"key": recording})
+    assert seen[3] != seen[0]
 
 
 @pytest.mark.parametrize(
