@@ -32,7 +32,8 @@ from tilewise.perf.devices import Device, device
 from tilewise.perf.predict import FITTED, MODEL, Model, padded, plan, predict
 
 SECONDS = 0.01  # of each pass of each call
-LIMITS = {"prologue": 5e-6, "edge": 1.0, "gap": 15e-6, "bandwidth": 0.95}  # of what is fitted beside efficiencies
+# least and most of what is fitted beside efficiencies: noise in the times must not buy a meaningless number
+LIMITS = {"prologue": (5e-7, 5e-6), "edge": (0.2, 1.0), "gap": (2e-6, 15e-6), "bandwidth": (0.75, 0.95)}
 LENGTHS = (128, 4096, 37, 1000, 2048, 512, 6000, 2563, 1, 777, 3333)
 
 
@@ -289,8 +290,8 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
                     (_with(model, key, d, value) for value in around(model.efficiency[key][d])),
                     key=lambda candidate: loss(candidate, touched),
                 )
-        for name, most in LIMITS.items():
-            values = (value for value in around(getattr(model, name)) if value <= most)
+        for name, (least, most) in LIMITS.items():
+            values = (value for value in around(getattr(model, name)) if least <= value <= most)
             model = min((_constant(model, name, value) for value in values), key=loss)
         ordered = [m for m in measured if m.call.deterministic]
         if ordered:
