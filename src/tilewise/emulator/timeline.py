@@ -106,8 +106,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     """512 queries that see 128 keys, one tile, on one SM where nothing is late."""
     import torch
 
-    from ..kernels.hopper.backward_launch import backward_launches, new_space
-    from ..kernels.launch import problem
+    from ..kernels.hopper.backward_launch import backward_launches, new_space, problem
     from ..spec import Spec
     from .launch import launch
 

@@ -8,10 +8,11 @@ from torch import Tensor
 from ...spec import Spec
 from .. import replay
 from ..backward import prepare_kernel
-from ..launch import Launch, Problem, problem
+from ..launch import Launch, Problem
 from ..launch import _row_view as row_view
 from ..launch import _view as view
 from ..launch import backward as portable
+from ..launch import problem as problem
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_repair import ROWS, repair_backward_kernel
