@@ -100,7 +100,7 @@ def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
     """The tile of a pass ("forward", "query", "key") for sm_<capability>.
 
     >>> tile("forward", 90, 2, 128)
-    Tile(block_m=64, block_n=64, warps=4, stages=3)
+    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False)
     """
     rows = (HOPPER if capability >= 90 else AMPERE)[which, itemsize]
     return next(row for limit, row in rows.items() if padded_dim <= limit)
