@@ -102,7 +102,6 @@ def run(path: Path) -> int:
         with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
             list(pool.map(compile_ahead, distinct(todo)))
     print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
-    measured = list(measure(todo))
     import triton
 
     record = {
@@ -112,7 +111,10 @@ def run(path: Path) -> int:
         "when": datetime.date.today().isoformat(),
         "host": host_seconds(),
     }
-    write(path, record, measured)
+    measured: list[Measured] = []
+    for one in measure(todo):
+        measured.append(one)
+        write(path, record, measured)
     print(compare(measured, device("cuda")))
     print(f"the host takes {record['host']}; {time.monotonic() - began:.0f} s")
     return 0
