@@ -117,12 +117,6 @@ def _ready(recording: Recording, stream: int, addresses: list[int | None]) -> li
     return found
 
 
-def shares(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether one tensor stands in two places, q for k say; a recording of it could not tell the places apart."""
-    given = [id(x) for x in tensors if x is not None]
-    return len({*given}) < len(given)
-
-
 def _is_hooked() -> bool:
     """Whether somebody, a profiler say, wants to hear of launches: then Triton makes them."""
     runtime = triton.knobs.runtime

@@ -153,10 +153,6 @@ def backward(
             return backward_launches(dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device))
 
         inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k
-        if replay.shares(inputs):
-            for launch in build():
-                launch()
-        else:
-            key = "hopper backward", q.get_device(), spec, *replay.signature(*inputs)
-            replay.launch(key, (*inputs, dq, dk, dv, *space), build)
+        key = "hopper backward", spec, *replay.signature(*inputs)
+        replay.launch(key, (*inputs, dq, dk, dv, *space), build)
     return dq, dk, dv
