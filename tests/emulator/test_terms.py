@@ -14,6 +14,7 @@ from tilewise.emulator import launch
 from tilewise.spec import NO_TERMS
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_runs")
 
 PLAIN = features.Features(dtype="bfloat16")
 ONE = {
