@@ -48,8 +48,8 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
     ("key", 2): {
         64: Tile(64, 64, 4, 3),  # 420 to 495; 2 stages 10 % slower, 8 warps 20 %
         128: Tile(32, 64, 4, 3),  # 463 to 558; 2 stages 20 % slower, 64x64x4 spills and is 25 % slower
-        # not timed, expected from dQ's 372 and the forward's 471: 1.2x of both sums at once, of which
-        # 64x64x8 has 257 (and spills), 32x64x8 with 3 stages 247, 32x32x8 134
+        # the whole backward twice as fast as with 32x32x8; of tiles that hold both sums 64x64x8 has 257 TFLOP/s (and
+        # spills), 32x64x8 with 3 stages 247, 32x32x8 134
         256: Tile(32, 128, 8, 2, apart=True),
         512: Tile(16, 16, 8, 1),
     },

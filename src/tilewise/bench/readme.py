@@ -249,6 +249,8 @@ def _ours(results: Results, key: str) -> str | None:
 def memory(everything: list[Results], document: Path) -> str:
     def part(results: Results) -> str:
         names = list(dict.fromkeys(peak.provider for peak in results.memory))
+        if not names:
+            return "Not part of this run: `./run bench memory`.\n"
         return _table(["tokens", *names], memory_rows(results, names), left=0)
 
     return _by_device(everything, part)
