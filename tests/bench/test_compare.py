@@ -4,7 +4,7 @@ import pytest
 
 from tests.bench.made_up import OURS, cell, grid, results
 from tilewise import cli
-from tilewise.bench.compare import compare
+from tilewise.bench.compare import compare, halves
 from tilewise.bench.results import Entry
 from tilewise.spec import AttentionError
 
@@ -108,3 +108,9 @@ def test_compare_says_what_changed(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "-20.0 %" in said
     assert "4 ratios compared: 0 faster, 2 slower" in said
+
+
+def test_halves_of_one_run_are_two():
+    first, second = halves(results(cell(triton=[1.0, 1.0, 2.0, 2.0], fa2=[1.0] * 4)))
+    (change,) = compare(first, second).changes
+    assert change.factor == pytest.approx(0.5)

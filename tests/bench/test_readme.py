@@ -110,6 +110,16 @@ def test_two_runs_are_compared(root):
     assert row.split("|")[3:6] == [" 2.0% ", " 2.0% ", " 100% "]
 
 
+def test_halves_of_a_run_are_compared_until_there_is_a_second(root):
+    (root / "bench/README.md").write_text(DOCUMENT.format("agreement"))
+    for second in (root / "bench/results").glob("*-again.json"):
+        second.unlink()
+    readme.write(root)
+    text = (root / "bench/README.md").read_text()
+    assert "the first and the last rounds of one run" in text
+    assert "| every backend" in text
+
+
 def test_predictions_are_shown_beside_measurements(root):
     (root / "docs").mkdir()
     (root / "docs/explain.md").write_text(DOCUMENT.format("explain"))

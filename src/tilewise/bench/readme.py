@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tilewise.bench import charts, predicted
 from tilewise.bench.charts import label
-from tilewise.bench.compare import Agreement, compare
+from tilewise.bench.compare import Agreement, compare, halves
 from tilewise.bench.machine import slug
 from tilewise.bench.page import memory_rows
 from tilewise.bench.results import Cell, Results, Unit, geometric_mean, load
@@ -201,20 +201,22 @@ def cases(everything: list[Results], document: Path) -> str:
 
 
 def agreement(everything: list[Results], document: Path) -> str:
-    """How far the ratios of two runs of the same code lie apart."""
+    """How far the ratios of two runs of the same code lie apart, or those of the two halves of the only one."""
     root = _root(document)
 
     def part(results: Results) -> str:
         second = again(root / RESULTS / kept_name(results))
-        if not second.exists():
+        twice = second.exists()
+        changes = (compare(results, load(second)) if twice else compare(*halves(results))).changes
+        if not changes:
             return ""
-        changes = compare(results, load(second)).changes
         chosen = [c for c in changes if c.ours == _ours(results, c.cell)]
         rows = []
         for what, some in (("every backend, every peer", changes), ("the chosen backend, every peer", chosen)):
             found = Agreement.of(some)
             rows.append([what, str(found.ratios), f"{found.median:.1%}", f"{found.widest:.1%}", f"{found.within:.0%}"])
-        return _table(["ratios of two runs", "how many", "median apart", "widest", "within 3 %"], rows, left=1)
+        of = "two runs" if twice else "the first and the last rounds of one run"
+        return _table([f"ratios of {of}", "how many", "median apart", "widest", "within 3 %"], rows, left=1)
 
     return _by_device(everything, part)
 
