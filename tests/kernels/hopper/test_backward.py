@@ -18,6 +18,7 @@ emulator = pytest.importorskip("tilewise.emulator")
 hopper = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
 
 PLAIN = Case(n_q=150, n_k=150, heads=1, kv_heads=1, d=64, dv=64, dtype="bfloat16", lse_gradient=False)
+WIDE = altered(PLAIN, d=256, dv=256)
 PACKED = ((5, 0), (0, 60), (145, 210), (64, 80))
 CASES = {
     "full": PLAIN,
@@ -33,6 +34,17 @@ CASES = {
     "lse": altered(PLAIN, after=0, lse_gradient=True),
     "negative scale": altered(PLAIN, scale=-0.2),
     "packed": altered(PLAIN, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "256 full": WIDE,
+    "256 causal": altered(WIDE, after=0, n_q=200, n_k=200, dtype="float16"),
+    "192 by 128": altered(WIDE, d=192, dv=128, after=0),
+    "160 by 40": altered(WIDE, d=160, dv=40),
+    "256 wide v": altered(WIDE, d=64, dv=200, after=0),
+    "256 few queries": altered(WIDE, n_q=40, n_k=150, after=0),
+    "256 few keys": altered(WIDE, n_q=150, n_k=40, after=0),
+    "256 window": altered(WIDE, n_q=230, n_k=230, before=70, after=30),
+    "256 shared keys": altered(WIDE, n_q=100, n_k=100, heads=4, kv_heads=2, after=0),
+    "256 lse": altered(WIDE, n_q=70, n_k=70, after=0, lse_gradient=True),
+    "256 packed": altered(WIDE, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
 }
 
 
@@ -61,31 +73,37 @@ def test_within_budget(case: Case, deterministic: bool) -> None:
     check([unused, unused, *gradients(inputs, deterministic=deterministic)], inputs, ("dq", "dk", "dv"))
 
 
-def test_ordered_sums_do_not_depend_on_timing() -> None:
-    inputs = make(altered(PLAIN, n_q=500, n_k=500, after=0), "cpu")
+@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=300, n_k=300)], ids=str)
+def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
+    inputs = make(altered(case, after=0), "cpu")
     first, *others = (gradients(inputs, deterministic=True, seed=seed) for seed in range(3))
     for grads in others:
         assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
 
 
-def test_without_semaphores_they_would() -> None:
-    inputs = make(altered(PLAIN, n_q=500, n_k=500, dtype="float16"), "cpu")
+@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
+def test_without_semaphores_they_would(case: Case) -> None:
+    inputs = make(altered(case, dtype="float16"), "cpu")
     runs = [gradients(inputs, deterministic=True, seed=n, semaphore_wait=lambda *_: None)[0] for n in range(4)]
     assert not all(torch.equal(runs[0], x) for x in runs[1:])
 
 
-def limping(x: Any, dtype: torch.dtype) -> Any:
-    """`narrow`, by a second warpgroup that now and then falls behind by a few blocks."""
-    me = emulator.machine.current()
-    if me.name == "consume 1" and me.machine.random.random() < 0.3:
-        me.clock += 20_000
-    return x.to(dtype)
+def limping(name: str) -> Any:
+    """`narrow`, by a warpgroup that now and then falls behind by a few blocks."""
+
+    def narrow(x: Any, dtype: torch.dtype) -> Any:
+        me = emulator.machine.current()
+        if me.name == name and me.machine.random.random() < 0.3:
+            me.clock += 20_000
+        return x.to(dtype)
+
+    return narrow
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
 def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
     inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
-    even, uneven = (gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"narrow": limping}))
+    even, uneven = (gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"narrow": limping("consume 1")}))
     for a, b in zip(even, uneven, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -94,6 +112,6 @@ def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
 @pytest.mark.parametrize("word", ["meet", "signal", "arrive", "fence_async_shared"])
 def test_missing_synchronisation_is_caught(word: str, deterministic: bool) -> None:
     inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
-    broken = {"narrow": limping, word: lambda *_: None}
+    broken = {"narrow": limping("consume 1"), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))

@@ -37,11 +37,11 @@ CALLS = {
 SPILLS = {"128 alibi": 56}
 
 
-def compiled(call: dict[str, object], triton: str = "") -> dict[str, object]:
+def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [triton, str(ROOT / "src"), str(ROOT)]))}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.hopper.compile_one", json.dumps(call)],
+        [sys.executable, "-m", f"tests.kernels.hopper.{script}", json.dumps(call)],
         capture_output=True, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
