@@ -66,20 +66,20 @@ def forward_launch(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
 ) -> Launch:  # fmt: skip
     size = problem(q, k, v, cu_q)
-    tile = _tile("forward", q, size, capability)
+    tile = tile_of("forward", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     score, scale, fold = _folded(spec, q, terms)
     return Launch(
         forward_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            *(_view(x) for x in (q, k, v, out)), _row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, scale, tiles, size.heads, size.batch, _terms(spec, terms, size, tile),
+            *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
+            spec.before, spec.after, scale, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile),
         ),
-        _options(size, spec, tile, q, terms) | {
+        options_of(size, spec, tile, q, terms) | {
             "SCORE_MOD": score,
             "FOLD": fold,
-            "MASK_MOD": _mask(spec),
+            "MASK_MOD": mask_mod(spec),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
     )  # fmt: skip
@@ -92,18 +92,18 @@ def backward_launches(
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
     statistics = statistics or row_statistics(q, size)
-    prepare, shared = _prepare(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
+    prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale
-    program = {"SCORE_MOD": _slope(spec, q), "MASK_MOD": _mask(spec)}
-    tile = _tile("query", q, size, capability)
+    program = {"SCORE_MOD": slope_mod(spec, q), "MASK_MOD": mask_mod(spec)}
+    tile = tile_of("query", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
-        (*shared, _view(dq), *scalars, tiles, size.heads, size.batch, _terms(spec, terms, size, tile)),
-        _options(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_k, tile.block_n)},
+        (*shared, view(dq), *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
+        options_of(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_k, tile.block_n)},
     )
-    tile = _tile("key", q, size, capability)
+    tile = tile_of("key", q, size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
     keys = [
@@ -111,10 +111,10 @@ def backward_launches(
             key_kernel,
             size.programs(size.n_k, size.kv_heads, tile.block_n),
             (
-                *shared, _view(dk), _view(dv), *scalars, tiles, size.kv_heads, size.batch,
-                _terms(spec, terms, size, tile, by_key=True),
+                *shared, view(dk), view(dv), *scalars, tiles, size.kv_heads, size.batch,
+                device_terms(spec, terms, size, tile, by_key=True),
             ),
-            _options(size, spec, tile, q, terms) | program | {
+            options_of(size, spec, tile, q, terms) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
             },
         )
@@ -129,7 +129,7 @@ def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
     return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
 
-def _prepare(
+def prepare_launch(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, size: Problem, statistics: tuple[Tensor, Tensor],
 ) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
@@ -141,12 +141,12 @@ def _prepare(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
-            _view(out), _view(dout), _row_view(lse), View(None, (0, 0, 0)) if dlse is None else _row_view(dlse),
+            view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
             lse2, delta, cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
         ),
         {"DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "num_warps": 8 if size.dv > 128 else 4},
     )  # fmt: skip
-    return prepare, (*(_view(x) for x in (q, k, v, dout)), lse2, delta)
+    return prepare, (*(view(x) for x in (q, k, v, dout)), lse2, delta)
 
 
 def forward(
@@ -158,7 +158,7 @@ def forward(
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
 
     def build() -> list[Launch]:
-        return [forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, _capability(q), terms)]
+        return [forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, compute_capability(q), terms)]
 
     _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build, launches)
     return out, lse
@@ -173,7 +173,7 @@ def backward(
 
     def build() -> list[Launch]:
         return backward_launches(
-            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, _capability(q), terms, statistics
+            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics
         )
 
     _run((q, k, v, cu_q, cu_k, dout, dlse, out, lse), (dq, dk, dv, *statistics), spec, terms, build)
@@ -187,7 +187,7 @@ def _run(
     """The launches of a call, replayed where nothing but its tensors is new."""
     q = inputs[0]
     assert q is not None
-    with _on(q):
+    with on(q):
         if INTERPRETED:
             for launch in build():
                 launch()
@@ -208,23 +208,23 @@ def jvp(
     if not terms.is_empty(spec):
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
     dout, dlse = torch.empty_like(out), torch.empty_like(lse)
-    with _on(q):
+    with on(q):
         size = problem(q, k, v, cu_q)
-        tile = _tile("query", q, size, _capability(q))
+        tile = tile_of("query", q, size, compute_capability(q))
         Launch(
             jvp_kernel,
             size.programs(size.n_q, size.heads, tile.block_m),
             (
-                *(_view(x) for x in (q, k, v, *tangents, out)), _row_view(lse), _view(dout), _row_view(dlse),
+                *(view(x) for x in (q, k, v, *tangents, out)), row_view(lse), view(dout), row_view(dlse),
                 cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
                 size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
             ),
-            _options(size, spec, tile, q, terms),
+            options_of(size, spec, tile, q, terms),
         )()  # fmt: skip
     return dout, dlse
 
 
-def _terms(
+def device_terms(
     spec: Spec, terms: Terms, size: Problem, tile: config.Tile | None = None, by_key: bool = False
 ) -> device.Terms:
     """What the kernels know of the terms; with `by_key`, the tile lists of the owner of keys."""
@@ -261,24 +261,24 @@ def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _is_fast(q: Tensor) -> bool:
+def is_fast(q: Tensor) -> bool:
     """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
     return q.element_size() == 2 and not INTERPRETED
 
 
-def _score(spec: Spec, q: Tensor) -> Any:
-    return spec.score_mod and mods.value(spec.score_mod, _is_fast(q))
+def score_mod(spec: Spec, q: Tensor) -> Any:
+    return spec.score_mod and mods.value(spec.score_mod, is_fast(q))
 
 
 def _folded(spec: Spec, q: Tensor, terms: Terms) -> tuple[Any, float, bool]:
     """The forward's score mod, the factor of what it returns, and whether it takes q.k itself. The backward multiplies
     one by one, and rounds otherwise: nothing to inputs of 16 bits."""
     if spec.score_mod and terms.bias is None and q.element_size() == 2:
-        function, unit = mods.folded(spec.score_mod, _is_fast(q))
+        function, unit = mods.folded(spec.score_mod, is_fast(q))
         scale = mods.value_of(unit, (*spec.score_numbers, spec.scale))
         if scale > 0:
             return function, scale, True
-    return _score(spec, q), spec.scale, _is_linear(spec, terms)
+    return score_mod(spec, q), spec.scale, _is_linear(spec, terms)
 
 
 def _is_linear(spec: Spec, terms: Terms) -> bool:
@@ -286,21 +286,21 @@ def _is_linear(spec: Spec, terms: Terms) -> bool:
     return spec.scale > 0 and spec.score_mod is None and terms.bias is None
 
 
-def _mask(spec: Spec) -> Any:
+def mask_mod(spec: Spec) -> Any:
     return spec.mask_mod and mods.value(spec.mask_mod, False)
 
 
-def _slope(spec: Spec, q: Tensor) -> Any:
-    return spec.score_mod and mods.value_and_slope(spec.score_mod, _is_fast(q))
+def slope_mod(spec: Spec, q: Tensor) -> Any:
+    return spec.score_mod and mods.value_and_slope(spec.score_mod, is_fast(q))
 
 
-def _view(x: Tensor) -> View:
+def view(x: Tensor) -> View:
     """(batch, token, head, dim) strides; packed sequences have one batch row."""
     strides = x.stride() if x.dim() == 4 else (0, *x.stride())
     return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
 
 
-def _row_view(x: Tensor) -> View:
+def row_view(x: Tensor) -> View:
     """(batch, token, head) strides of an lse (batch, head, token) or (head, token)."""
     *batch, head, token = x.stride()
     return View(x, (batch[0] if batch else 0, token, head))
@@ -310,7 +310,7 @@ def _padded(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _tile(which: str, q: Tensor, size: Problem, capability: int) -> config.Tile:
+def tile_of(which: str, q: Tensor, size: Problem, capability: int) -> config.Tile:
     if INTERPRETED:
         return config.INTERPRETER
     return config.tile(which, capability, q.element_size(), _padded(max(size.d, size.dv)))
@@ -320,7 +320,7 @@ def _even(size: Problem, n: int, block: int) -> bool:
     return not size.packed and n % block == 0
 
 
-def _options(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Terms) -> dict[str, Any]:
+def options_of(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Terms) -> dict[str, Any]:
     return {
         "GROUP": size.heads // size.kv_heads,
         "D": size.d,
@@ -340,14 +340,14 @@ def _precision(q: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
-def _capability(q: Tensor) -> int:
+def compute_capability(q: Tensor) -> int:
     return capability_of(q.device) if q.is_cuda else 0
 
 
 _ALREADY_THERE = nullcontext()
 
 
-def _on(q: Tensor) -> Any:
+def on(q: Tensor) -> Any:
     """Triton launches on the current device; changing it costs more than asking."""
     if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(q.device)

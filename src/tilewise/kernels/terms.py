@@ -17,18 +17,18 @@ from ..spec import Spec, Terms
 from . import mods
 from .launch import (
     Launch,
-    _capability,
-    _is_fast,
-    _mask,
-    _on,
-    _options,
-    _prepare,
-    _row_view,
-    _slope,
-    _terms,
-    _tile,
+    compute_capability,
+    device_terms,
+    is_fast,
+    mask_mod,
+    on,
+    options_of,
+    prepare_launch,
     problem,
     row_statistics,
+    row_view,
+    slope_mod,
+    tile_of,
 )
 from .sums import line_sums_kernel, tile_sums_kernel
 from .tile import LOG2E, Bias
@@ -41,7 +41,7 @@ def term_gradients(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     inputs = (terms.bias, terms.sinks, *terms.score)
-    with _on(q):
+    with on(q):
         sums = Sums(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
         grads: list[Tensor | None] = [None for _ in inputs]
         if wanted[0] and terms.bias is not None:
@@ -54,7 +54,7 @@ def term_gradients(
                 assert spec.score_mod is not None
                 for m, (where, _) in enumerate(PROGRAMS[spec.score_mod].sites):
                     if where.value == n:
-                        sums.add(total, where, mods.site(spec.score_mod, m, _is_fast(q)))
+                        sums.add(total, where, mods.site(spec.score_mod, m, is_fast(q)))
                 grads[2 + n] = total
     return [
         g.to(x.dtype) for g, x, w in zip(grads, inputs, wanted, strict=True) if w and g is not None and x is not None
@@ -70,7 +70,7 @@ class Sums:
     ) -> None:  # fmt: skip
         self.q, self.k, self.cu_q, self.cu_k, self.spec, self.terms = q, k, cu_q, cu_k, spec, terms
         self.size = problem(q, k, v, cu_q)
-        prepare, self.shared = _prepare(
+        prepare, self.shared = prepare_launch(
             dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size, row_statistics(q, self.size)
         )
         lse2, self.delta = (x.ptr for x in self.shared[4:6])
@@ -79,7 +79,7 @@ class Sums:
             lse2.fill_(torch.inf)
             self.delta.zero_()
         prepare()
-        self.tile = _tile("query", q, self.size, _capability(q))
+        self.tile = tile_of("query", q, self.size, compute_capability(q))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
@@ -114,7 +114,7 @@ class Sums:
             line_sums_kernel,
             size.programs(n, size.heads, block),
             (
-                *self.shared, _row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                *self.shared, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
                 spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
             ),
             self._options(site) | {"KEYS": by_key},
@@ -187,8 +187,8 @@ class Sums:
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        return _terms(self.spec, self.terms._replace(blocks=()), self.size, self.tile)
+        return device_terms(self.spec, self.terms._replace(blocks=()), self.size, self.tile)
 
     def _options(self, site: Any) -> dict[str, Any]:
-        named = {"SCORE_MOD": _slope(self.spec, self.q), "MASK_MOD": _mask(self.spec), "SITE": site}
-        return _options(self.size, self.spec, self.tile, self.q, self.terms) | named
+        named = {"SCORE_MOD": slope_mod(self.spec, self.q), "MASK_MOD": mask_mod(self.spec), "SITE": site}
+        return options_of(self.size, self.spec, self.tile, self.q, self.terms) | named

@@ -8,9 +8,7 @@ from torch import Tensor
 from ...spec import Spec
 from .. import replay
 from ..backward import prepare_kernel
-from ..launch import Launch, Problem
-from ..launch import _row_view as row_view
-from ..launch import _view as view
+from ..launch import Launch, Problem, row_view, view
 from ..launch import backward as portable
 from ..launch import problem as problem
 from ..tile import LOG2E, PAD, View

@@ -10,13 +10,7 @@ from torch import Tensor
 from ... import config
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
-from ..launch import INTERPRETED, Launch, Problem, problem
-from ..launch import _mask as mask_mod
-from ..launch import _on as on
-from ..launch import _row_view as row_view
-from ..launch import _score as score_mod
-from ..launch import _terms as device_terms
-from ..launch import _view as view
+from ..launch import INTERPRETED, Launch, Problem, device_terms, mask_mod, on, problem, row_view, score_mod, view
 from .compat import TensorDescriptor, gl
 from .forward import ROWS, Plan, forward_kernel
 from .pipeline import FAR
