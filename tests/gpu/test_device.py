@@ -169,7 +169,7 @@ def test_hidden_token(name: str, at: int, value: float, dtype: str) -> None:
     inputs = make(case, "cuda")
     found = run(poisoned(inputs, name, (0, at), value), "auto")
     # what is repaired is computed by another kernel, with other roundings
-    tolerance = {"rtol": 1.6e-2, "atol": 2e-3} if dtype == "bfloat16" else {}
+    tolerance = {"rtol": 1.6e-2, "atol": 4e-3} if dtype == "bfloat16" else {}
     check_untouched(run(inputs, "auto"), found, affected(name, at, case), **tolerance)
 
 
