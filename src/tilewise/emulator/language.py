@@ -359,7 +359,11 @@ def _copy_in(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Me
 
 
 def _copy_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
-    machine.copy_out(source.shared, lambda tile: descriptor.write(at, tile), descriptor.name)
+    inside = descriptor.locate(at)[1]
+    machine.copy_out(
+        source.shared, lambda tile: descriptor.write(at, tile), descriptor.name,
+        lambda x: x.reshape(descriptor.box)[inside],
+    )  # fmt: skip
 
 
 def _recast(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) -> Memory:

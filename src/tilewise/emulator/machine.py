@@ -310,7 +310,7 @@ class Shared:
         p = current()
         p.step()
         self.check_write(p.name)
-        self.data.copy_(value)
+        self.data.copy_(value.detach())
         self.state["filled"].fill_(True)
         self.state["unfenced"].fill_(-1)
         p.unfenced.append(self)
@@ -350,11 +350,13 @@ def copy_in(tile: Tensor, target: Shared, barrier: Barrier, what: str) -> None:
     p.machine.after(duration, land)
 
 
-def copy_out(source: Shared, write: Callable[[Tensor], None], what: str) -> None:
-    """TMA, shared to global: reads the tile late; nobody may touch it before `store_wait`."""
+def copy_out(
+    source: Shared, write: Callable[[Tensor], None], what: str, used: Callable[[Tensor], Tensor] = lambda x: x
+) -> None:
+    """TMA, shared to global: reads the tile late; nobody may touch it before `store_wait`. `used`: what of it is."""
     p = current()
     p.step()
-    source.check_read(f"the copy of {what}", asynchronous=True)
+    source.view(used).check_read(f"the copy of {what}", asynchronous=True)
     source.state["readers"] += 1
     n = len(p.stores)
     p.stores.append(False)

@@ -26,6 +26,8 @@ CALLS = {
     "128 packed window": {"d": 128, "packed": True, "before": 100, "after": 7},
     "256 causal": {"d": 256, "after": 0},
     "256 full": {"d": 256},
+    "96 causal": {"d": 96, "after": 0},
+    "192 full": {"d": 192},
     "192 by 128": {"d": 192, "dv": 128, "after": 0, "dtype": "float16"},
     "64 softcap": {"d": 64, "after": 0, "terms": "softcap"},
     "64 sinks": {"d": 64, "after": 0, "terms": "sinks"},

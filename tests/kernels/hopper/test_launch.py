@@ -145,6 +145,15 @@ def test_what_goes_to_the_portable_kernels():
         assert dispatch.choose(q, q, q, Spec(0.1), 90, terms).backend == backend
 
 
+@pytest.mark.parametrize(
+    ("dv", "expected"), [(64, (64,)), (40, (64,)), (96, (64, 32)), (128, (128,)), (192, (128, 64)), (256, (256,))]
+)
+def test_columns_of_v_are_cut_into_powers_of_two(dv, expected):
+    from tilewise.kernels.hopper.launch import padded, widths
+
+    assert widths(dv, padded(dv)) == expected
+
+
 @pytest.mark.parametrize(("d", "expected"), [(64, 32), (96, 32), (128, 64), (192, 64), (256, 128), (130, 16), (40, 16)])
 def test_the_tail_covers_the_head_dim(d, expected):
     from tilewise.kernels.hopper.launch import padded, tail

@@ -62,13 +62,16 @@ TURN: gl.constexpr = gl.constexpr(8)  # the first hardware barrier that the comp
 
 
 class Plan(NamedTuple):
-    """What is known at compile time. BLOCK_D: D padded to a power of two; TAIL: columns used of its second half."""
+    """What is known at compile time. BLOCK_D: D padded to a power of two; TAIL: columns used of its second half.
+    WIDTHS: how the columns of V and O are cut into powers of two, 128 and 64 for DV = 192.
+    """
 
     D: int
     DV: int
     BLOCK_D: int
     BLOCK_DV: int
     TAIL: int
+    WIDTHS: tuple[int, ...]
     BLOCK_N: int
     GROUP: int
     WARPGROUPS: int
@@ -157,9 +160,21 @@ def first_softmax(s, unit):
 @gluon.jit
 def rescale(acc, factor):
     """acc * factor, skipped by a warp all of whose factors are 1: most blocks of a long row bring no new maximum."""
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    factor = gl.convert_layout(factor, rows, assert_trivial=True)[:, None]
-    return gl.map_elementwise(rescale_lane, acc, factor, pack=4)[0]
+    if len(acc) == 1:
+        return (rescale_part(acc[0], factor),)
+    else:
+        return rescale_part(acc[0], factor), rescale_part(acc[1], factor)
+
+
+@gluon.jit
+def rescale_part(acc, factor):
+    return gl.map_elementwise(rescale_lane, acc, by_row(factor, acc), pack=4)[0]
+
+
+@gluon.jit
+def by_row(x, acc):
+    """x[r] as a factor of acc[r, :]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -174,10 +189,58 @@ def rescale_lane(a, b, c, d, x, x_, y, y_):
 
 
 @gluon.jit
-def operand(p, DTYPE: gl.constexpr, BLOCK_DV: gl.constexpr):
-    """P as the left operand of P V: the registers of S, narrowed, are where wgmma wants them."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]), 2)
-    return gl.convert_layout(narrow(p, DTYPE), layout, assert_trivial=True)
+def operand(p, DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    """P as the left operand of P V, for each part of V: the registers of S, narrowed, are where wgmma wants them."""
+    p = narrow(p, DTYPE)
+    if len(PLAN.WIDTHS) == 1:
+        return (operand_part(p, PLAN.WIDTHS[0]),)
+    else:
+        return operand_part(p, PLAN.WIDTHS[0]), operand_part(p, PLAN.WIDTHS[1])
+
+
+@gluon.jit
+def operand_part(p, WIDTH: gl.constexpr):
+    return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout(WIDTH), 2), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def o_layout(WIDTH):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+
+
+@gluon.jit
+def nothing(PLAN: gl.constexpr):
+    if len(PLAN.WIDTHS) == 1:
+        return (nothing_part(PLAN.WIDTHS[0]),)
+    else:
+        return nothing_part(PLAN.WIDTHS[0]), nothing_part(PLAN.WIDTHS[1])
+
+
+@gluon.jit
+def nothing_part(WIDTH: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, o_layout(WIDTH))
+
+
+@gluon.jit
+def weigh(p, v_tile, acc, PLAN: gl.constexpr):
+    """acc + P V, on its way."""
+    WIDTHS: gl.constexpr = PLAN.WIDTHS
+    if len(WIDTHS) == 1:
+        return (warpgroup_mma(p[0], v_tile, acc[0], is_async=True),)
+    else:
+        left = warpgroup_mma(p[0], v_tile.slice(0, WIDTHS[0], dim=1), acc[0], is_async=True)
+        return left, warpgroup_mma(p[1], v_tile.slice(WIDTHS[0], WIDTHS[1], dim=1), acc[1], is_async=True)
+
+
+@gluon.jit
+def settled(acc, p):
+    """acc, once it is there; p stays where it is until then."""
+    if len(acc) == 1:
+        left, _p = warpgroup_mma_wait(0, deps=(acc[0], p[0]))
+        return (left,)
+    else:
+        left, right, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], acc[1], p[0], p[1]))
+        return left, right
 
 
 @gluon.jit
@@ -213,8 +276,6 @@ def consume(
     DTYPE: gl.constexpr = o.dtype
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    BLOCK_DV: gl.constexpr = PLAN.BLOCK_DV
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     unit = unit_of(scale, PLAN.FOLD)
     if PLAN.TURNS and WG == 0:
         pass_turn(TURN, 256)
@@ -238,14 +299,14 @@ def consume(
         key = (start - n + lo) * BLOCK_N
         s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
         p, m, l = first_softmax(s, unit)
-        p_tile = operand(p, DTYPE, BLOCK_DV)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        p_tile = operand(p, DTYPE, PLAN)
+        acc = nothing(PLAN)
         await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
         for use in range(start + 1, stop):
             wait_for_turn(WG, PLAN)
             s_coming = product(q_tile, matrix(pipes.k, use, STAGES), PLAN)
             await_full(pipes.v, use - 1, STAGES)
-            acc_coming = warpgroup_mma(p_tile, matrix(pipes.v, use - 1, STAGES), acc, is_async=True)
+            acc_coming = weigh(p_tile, matrix(pipes.v, use - 1, STAGES), acc, PLAN)
             next_turn(WG, PLAN)
             s = warpgroup_mma_wait(1, deps=(s_coming,))
             release(pipes.k, use, STAGES)
@@ -254,15 +315,14 @@ def consume(
             p, factor, m, l = softmax(m, l, s, unit)
             l = pin(l)
             await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
-            acc, p_tile = warpgroup_mma_wait(0, deps=(acc_coming, p_tile))
+            acc = settled(acc_coming, p_tile)
             release(pipes.v, use - 1, STAGES)
             acc = rescale(acc, factor)
-            p_tile = operand(p, DTYPE, BLOCK_DV)
+            p_tile = operand(p, DTYPE, PLAN)
         if not PLAN.SHARE:
             arrive(pipes.q.empty.index(WG))
         await_full(pipes.v, stop - 1, STAGES)
-        acc_coming = warpgroup_mma(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc_coming,))
+        acc = settled(weigh(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, PLAN), p_tile)
         release(pipes.v, stop - 1, STAGES)
         n += hi - lo
         skip(pipes, stop, n, WG, PLAN)
@@ -282,16 +342,18 @@ def consume(
 def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr):
     """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
+    kept = 1.0
     if terms.sinks is not None:  # a key without a value, seen after all others
-        acc, m, total = with_sink(acc, m, total, gl.load(terms.sinks + w.h).to(gl.float32) * LOG2E)
+        kept, m, total = with_sink(m, total, gl.load(terms.sinks + w.h).to(gl.float32) * LOG2E)
     some = gl.where(total == 0.0, 1.0, total)
-    acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, acc.type.layout))[:, None]
     tma.store_wait(0)  # the last tile has left this memory
-    o_tile.reshape([ROWS, PLAN.BLOCK_DV]).store(acc.to(o.dtype))
+    sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, PLAN.BLOCK_DV]), 0)
+    if len(acc) == 2:
+        more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, PLAN.BLOCK_DV]), PLAN.WIDTHS[0])
+        sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
     fence_async_shared()
     copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
     if flag is not None:
-        sums = lane_sums(acc)
         sound = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         odd = (sums != sums) & (sound == sound)
         gl.store(flag + odd.to(gl.int32) * 0, odd.to(gl.int32), mask=odd)
@@ -305,14 +367,21 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
 
 
 @gluon.jit
-def with_sink(acc, m, total, sink):
+def store_part(acc, share, o_tile, COLUMN: gl.constexpr):
+    """out = share * acc to its columns of the tile in shared memory; the lanes' sums of it."""
+    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
+    o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
+    return lane_sums(out)
+
+
+@gluon.jit
+def with_sink(m, total, sink):
+    """The factor of what was summed so far, the new maximum and the new total."""
     m_new = gl.maximum(m, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
-    factor = gl.exp2(m - pivot)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     lanes: gl.constexpr = total.type.layout
-    total = total * gl.convert_layout(factor, lanes) + gl.convert_layout(gl.exp2(sink - pivot), lanes)
-    return acc, m_new, total
+    factor = gl.convert_layout(gl.exp2(m - pivot), lanes)
+    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(sink - pivot), lanes)
 
 
 @gluon.jit

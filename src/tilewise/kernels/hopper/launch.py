@@ -80,8 +80,8 @@ def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
         max(d, dv), banded=spec.after is not None, keys=size.n_k, plain=worth_is_product and spec.mask_mod is None
     )
     return Plan(
-        D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), BLOCK_N=row.block_n,
-        GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2,
+        D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), WIDTHS=widths(size.dv, dv),
+        BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2,
         FOLD=spec.scale > 0 and worth_is_product,
         SHARE=d == dv == 256, TURNS=row.turns,
     )  # fmt: skip
@@ -94,6 +94,12 @@ def padded(d: int) -> int:
 def tail(d: int, block: int) -> int:
     """Of the second half of `block` columns, the power of two that holds what there is of d: 64 of 128 for d = 192."""
     return min(max(16, triton.next_power_of_2(d - block // 2)), block // 2)
+
+
+def widths(d: int, block: int) -> tuple[int, ...]:
+    """d columns, as few powers of two as they need: (64,), (64, 32) for 96, (128, 64) for 192."""
+    rest = tail(d, block)
+    return (block,) if block == 64 or rest == block // 2 else (block // 2, rest)
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
