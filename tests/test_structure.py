@@ -51,7 +51,8 @@ RULES = {
     "kernels.hopper.backward_launch": Rule("kernels config spec triton"),
     "emulator": Rule("emulator", lazy="kernels.hopper spec"),
     "kernels.hopper": Rule(
-        "kernels.tile kernels.mods kernels.forward kernels.launch kernels.terms kernels.hopper config spec triton"
+        "kernels.tile kernels.mods kernels.forward kernels.backward kernels.launch kernels.terms kernels.hopper config"
+        " spec triton"
     ),
     "perf": Rule("perf mods spec config dispatch", lazy="api kernels triton"),
     "trace": Rule("trace reference spec", lazy="rich"),

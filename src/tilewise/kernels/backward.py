@@ -13,7 +13,6 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
-    biases,
     clear_rows,
     column,
     dot,
@@ -24,11 +23,12 @@ from .tile import (
     locate,
     row_pointers,
     row_statistics,
+    steepened,
     store_rows,
     unit_of,
     visible,
     walk,
-    worth,
+    worth_and_slope,
 )
 
 
@@ -58,15 +58,9 @@ def weights(
     product, w, h, i, j, lse2, before, after, scale, edge, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
 ):  # fmt: skip
-    """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the score mod (of
-    nothing where there is none)."""
-    if SCORE_MOD is None:
-        s = worth(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
-        slope = s
-    else:
-        s, slope = SCORE_MOD(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
-        if terms.bias.ptr is not None:
-            s += biases(terms.bias, w, h, i, j)
+    """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the
+    score mod."""
+    s, slope = worth_and_slope(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
     p = tl.exp2(s * unit_of(scale, FOLD) - lse2)
     if edge:
         p = tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD), p, 0.0)
@@ -74,12 +68,9 @@ def weights(
 
 
 @triton.jit
-def score_gradient(p, slope, dp, delta, w, h, i, j, terms, SCORE_MOD: tl.constexpr):
+def score_gradient(p, slope, dp, delta, w, h, i, j, terms):
     """The gradient of scale * q.k: through softmax, dropout and the score mod."""
-    ds = p * (dropped(dp, w, h, i, j, terms) - delta)
-    if SCORE_MOD is not None:
-        ds *= slope
-    return ds
+    return steepened(p, slope, terms) * (dropped(dp, w, h, i, j, terms) - delta)
 
 
 @triton.jit
@@ -102,7 +93,7 @@ def query_gradient(
             product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, terms,
             FOLD, SCORE_MOD, MASK_MOD,
         )  # fmt: skip
-        ds = score_gradient(p, slope, dp, delta_i[:, None], w, w.h, i[:, None], j[None, :], terms, SCORE_MOD)
+        ds = score_gradient(p, slope, dp, delta_i[:, None], w, w.h, i[:, None], j[None, :], terms)
         seen = None
         if CAREFUL:
             seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD)
@@ -173,7 +164,7 @@ def key_gradients(
             if SUM_K:
                 delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms, SCORE_MOD)
+                ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms)
                 if CAREFUL:
                     ds = tl.where(seen, ds, 0.0)
                 dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)

@@ -241,6 +241,7 @@ def device_terms(
         score=mods.captured(terms.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(terms.mask, spec.mask_numbers),
         blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks else device.Blocks(),
+        steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
     )
 
 

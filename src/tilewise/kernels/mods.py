@@ -55,8 +55,8 @@ def fast_tanh(x):
 
 @triton.jit
 def whole(x, score):
-    """x in the shape of the scores."""
-    return tl.zeros(score.shape, tl.float32) + x
+    """x in the shape of the scores, and in their layout, which only an operation on them knows."""
+    return tl.where(score == score, x, x)
 
 
 @triton.jit
@@ -82,6 +82,11 @@ def value_and_slope(key: str, fast: bool) -> Any:
     """The score and its derivative by the score that went in."""
     program = PROGRAMS[key]
     return _function(f"slope_{key}", [program.root, program.slope], len(program.ranks), fast)
+
+
+def is_steep(key: str) -> bool:
+    """Whether the program does more to a score than to add to it."""
+    return PROGRAMS[key].slope is not const(1.0)
 
 
 @cache

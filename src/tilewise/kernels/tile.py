@@ -70,7 +70,7 @@ class Blocks(NamedTuple):
 
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
-    whether it is None). `score` and `mask` are read by the mods."""
+    whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tensor = None
@@ -80,6 +80,7 @@ class Terms(NamedTuple):
     score: tl.tuple = ()
     mask: tl.tuple = ()
     blocks: tl.tuple = Blocks()
+    steep: tl.constexpr = None
 
 
 @triton.jit
@@ -320,6 +321,29 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
     if terms.bias.ptr is not None:
         s += biases(terms.bias, w, h, i, j)
     return s
+
+
+@triton.jit
+def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr):
+    """`worth`, and the slope of the score mod, which returns both (of nothing where there is none)."""
+    if SCORE_MOD is None:
+        s = worth(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
+        slope = s
+    else:
+        s, slope = SCORE_MOD(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+        if terms.bias.ptr is not None:
+            s += biases(terms.bias, w, h, i, j)
+    return s, slope
+
+
+@triton.jit
+def steepened(p, slope, terms):
+    """p * slope: what a weight passes on to the score that went into the mod. A weight of 0 passes on nothing, though
+    its slope be infinite, as those of rows that do not exist may be."""
+    if terms.steep is None:
+        return p
+    else:
+        return tl.where(p == 0.0, 0.0, p * slope)
 
 
 @triton.jit

@@ -186,7 +186,7 @@ def plan(
     forward, after = "forward", ["key", "query"]
     if backend == "hopper":
         forward = "hopper forward"
-        if has_hopper_backward(call.d, call.dv) and call.terms is None:
+        if has_hopper_backward(call.d, call.dv):
             after = ["hopper backward"]
     names = [forward] * (not only_backward) + after * backward
     return [_kernel(call, name, device, model) for name in names]
@@ -266,7 +266,7 @@ def _beside(call: Call, name: str) -> int:
     q, o = call.rows("q"), call.rows("o")
     wide = 4 * q // call.itemsize
     written = 0 if call.terms is None else call.terms.written
-    return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q}.get(name, 0)
+    return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q + written}.get(name, 0)
 
 
 def rereads(call: Call, device: Device, tile: config.Tile, *, queries: bool = False) -> float:

@@ -16,10 +16,13 @@ from tilewise.kernels.launch import problem
 from tilewise.perf.compiled import compile_for
 from tilewise.spec import Spec
 
+from .compile_one import with_terms
+
 
 def main(
     d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
     packed: bool = False, group: int = 1, deterministic: bool = False, dtype: str = "bfloat16",
+    terms: str = "",
 ) -> None:  # fmt: skip
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
@@ -29,9 +32,10 @@ def main(
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     spec = Spec(d**-0.5, before, after, deterministic=deterministic)
+    spec, tensors = with_terms(spec, terms, batch, n, heads, q.dtype)
     space = new_space(q, problem(q, k, v, cu), deterministic)
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    _, sums, *_ = backward_launches(out, None, q, k, v, out, lse, *grads, cu, cu, spec, space, 132)
+    _, sums, *_ = backward_launches(out, None, q, k, v, out, lse, *grads, cu, cu, spec, space, 132, tensors)
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {
         "spills": made.spills,

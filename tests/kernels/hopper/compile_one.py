@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,30 +22,33 @@ from tilewise.spec import Spec, Terms
 SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
 
 
+def with_terms(spec: Spec, names: str, batch: int, n: int, heads: int, dtype: torch.dtype) -> tuple[Spec, Terms]:
+    """The spec of a call with these terms, and their tensors; `names`, of softcap alibi document sinks bias."""
+    score = bound([make(heads) for name, make in SCORE.items() if name in names])
+    mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
+    spec = replace(
+        spec, score_mod=score and score.key, score_numbers=score.numbers if score else (),
+        mask_mod=mask and mask.key, mask_numbers=mask.numbers if mask else (),
+    )  # fmt: skip
+    return spec, Terms(
+        bias=torch.empty(1, heads, n, n, dtype=dtype) if "bias" in names else None,
+        sinks=torch.empty(heads) if "sinks" in names else None,
+        score=score.tensors if score else (),
+        mask=mask.tensors if mask else (),
+    )
+
+
 def main(
     d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
     packed: bool = False, dtype: str = "bfloat16", terms: str = "",
 ) -> None:  # fmt: skip
-    """`terms`, of softcap alibi document sinks bias."""
     heads, batch, dv = 4, 2, dv or d
     outer = (n,) if packed else (batch, n)
     q, k, v, out = (torch.empty(*outer, heads, x, dtype=getattr(torch, dtype)) for x in (d, d, dv, dv))
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     state = new_state(torch.device("cpu"))
-    score = [make for name, make in SCORE.items() if name in terms]
-    score = bound([make(heads) for make in score])
-    mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in terms else None
-    spec = Spec(
-        d**-0.5, before, after, score_mod=score and score.key, score_numbers=score.numbers if score else (),
-        mask_mod=mask and mask.key, mask_numbers=mask.numbers if mask else (),
-    )  # fmt: skip
-    tensors = Terms(
-        bias=torch.empty(1, heads, n, n, dtype=q.dtype) if "bias" in terms else None,
-        sinks=torch.empty(heads) if "sinks" in terms else None,
-        score=score.tensors if score else (),
-        mask=mask.tensors if mask else (),
-    )
+    spec, tensors = with_terms(Spec(d**-0.5, before, after), terms, batch, n, heads, q.dtype)
     launches = forward_launches(q, k, v, out, lse, cu, cu, spec, state, 132, tensors)
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(

@@ -18,6 +18,7 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
+from ..tile import steepened
 from .backward_tiles import (
     BLOCK_M,
     Call,
@@ -28,11 +29,11 @@ from .backward_tiles import (
     add_by_turns,
     add_to,
     blocks_of,
+    exponents,
     find,
     in_register_order,
     is_edge,
     keys_ring,
-    masked,
     produce,
     product_t,
     report,
@@ -108,8 +109,9 @@ def add_dq(dq, out, sums, tile, n, WG: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def attend(
-    hold, sums, s, dk, dv, n, tile, r, at_keys, left, i0, edge, more, call,
-    WG: gl.constexpr, FIRST: gl.constexpr, PLAN: gl.constexpr,
+    hold, sums, s, dk, dv, n, tile, r, w, h, at_keys, left, i0, edge, more, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, FIRST: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """The n-th block of queries of this program, those from i0 on, and dQ of the block before it (of FIRST there is
     none), whose place is `tile`; `s` is on its way, and on return that of the next block is."""
@@ -131,11 +133,10 @@ def attend(
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
     do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
     dp = product_t(keys.v.index(WG + zero).reshape([64, DV]), do)
-    s = s * call.unit - lse2
-    if edge:
-        s = masked(s, at_keys - i0, left, call)
+    s, slope = exponents(s, lse2, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
     p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
+    p = steepened(p, slope, call.terms)
     mbarrier.wait(keys.full.index(0), phase(r, 1))  # true since long: the branch keeps the next wait after the exp2
     delta = grads.statistics.index(cur).load(layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -172,7 +173,10 @@ def attend(
 
 
 @gluon.jit
-def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PLAN: gl.constexpr):
+def sum_blocks(
+    hold, outputs, dk, dv, w, visit, n, r, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """dK and dV of this warpgroup's half of the r-th key tile, and its part of dQ; n blocks came before."""
     D: gl.constexpr = PLAN.D
     keys, queries, _, out = hold
@@ -180,6 +184,7 @@ def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PL
     at_keys = w.first + 64 * WG + here(w.n_q) - w.n_k
     left = w.n_k - w.first - 64 * WG
     i0 = visit.lo
+    h = w.h * PLAN.GROUP
     tile = visit.tile + i0 // BLOCK_M
     mbarrier.wait(keys.full.index(0), phase(r, 1))
     mbarrier.wait(queries.full.index(n & 1), (n >> 1) & 1)
@@ -187,16 +192,18 @@ def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PL
     q = queries.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
     s = product_t(keys.k.index(WG + zero).reshape([64, D]), q)
     s, dk, dv = attend(
-        hold, outputs.sums, s, dk, dv, n, tile, r, at_keys, left, i0, is_edge(visit, i0), n + 1 < end, call,
-        WG, True, PLAN,
+        hold, outputs.sums, s, dk, dv, n, tile, r, w, h, at_keys, left, i0, is_edge(visit, i0), n + 1 < end, call,
+        SCORE_MOD, MASK_MOD, WG, True, PLAN,
     )  # fmt: skip
     for m in range(n + 1, end):
         i0 += BLOCK_M
         if PLAN.GROUP > 1:
             i0 = gl.where(i0 == visit.hi, visit.lo, i0)
+            if PLAN.TERMS:
+                h = gl.where(i0 == visit.lo, h + 1, h)
         s, dk, dv = attend(
-            hold, outputs.sums, s, dk, dv, m, tile, r, at_keys, left, i0, is_edge(visit, i0), m + 1 < end, call,
-            WG, False, PLAN,
+            hold, outputs.sums, s, dk, dv, m, tile, r, w, h, at_keys, left, i0, is_edge(visit, i0), m + 1 < end, call,
+            SCORE_MOD, MASK_MOD, WG, False, PLAN,
         )  # fmt: skip
         tile += 1
         if PLAN.GROUP > 1:
@@ -221,7 +228,10 @@ def sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG: gl.constexpr, PL
 
 
 @gluon.jit
-def sum_tile(hold, outputs, w, visit, n, r, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
+def sum_tile(
+    hold, outputs, w, visit, n, r, call, queue,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """dK and dV, which are 0 for keys that no query sees."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
@@ -229,7 +239,7 @@ def sum_tile(hold, outputs, w, visit, n, r, call, queue, WG: gl.constexpr, PLAN:
     dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
     dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
     if visit.hi > visit.lo:
-        dk, dv = sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, WG, PLAN)
+        dk, dv = sum_blocks(hold, outputs, dk, dv, w, visit, n, r, call, SCORE_MOD, MASK_MOD, WG, PLAN)
     if outputs.flag is not None:
         report(outputs.flag, dk)
         report(outputs.flag, dv)
@@ -241,7 +251,10 @@ def sum_tile(hold, outputs, w, visit, n, r, call, queue, WG: gl.constexpr, PLAN:
 
 
 @gluon.jit
-def consume(hold, outputs, work, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
+def consume(
+    hold, outputs, work, call, queue,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     PACKED: gl.constexpr = call.cu_q is not None
     if PLAN.PERSISTENT:
         n = gl.to_tensor(0)
@@ -251,7 +264,7 @@ def consume(hold, outputs, work, call, queue, WG: gl.constexpr, PLAN: gl.constex
         while w.first >= 0:
             visit = visit_of(w, queue, call, PLAN)
             tma.store_wait(0)  # dK and dV of the tile before have left
-            sum_tile(hold, outputs, w, visit, n, r, call, queue, WG, PLAN)
+            sum_tile(hold, outputs, w, visit, n, r, call, queue, SCORE_MOD, MASK_MOD, WG, PLAN)
             n += blocks_of(visit, PLAN)
             r += gl.where(visit.hi > visit.lo, 1, 0)
             hand_back(work, turn)
@@ -261,18 +274,19 @@ def consume(hold, outputs, work, call, queue, WG: gl.constexpr, PLAN: gl.constex
         w = find(gl.program_id(0), queue, call, PLAN)
         visit = visit_of(w, queue, call, PLAN)
         if w.first < w.n_k:
-            sum_tile(hold, outputs, w, visit, 0, 0, call, queue, WG, PLAN)
+            sum_tile(hold, outputs, w, visit, 0, 0, call, queue, SCORE_MOD, MASK_MOD, WG, PLAN)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
 def backward_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, counter, total, rows, tiles, heads, batch, cohort, PLAN: gl.constexpr,
+    scale, padded, counter, total, rows, tiles, heads, batch, cohort, terms,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
-    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded)
+    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
     outputs = Outputs(sums, sum_rows, dk, dv, flag)
@@ -289,15 +303,15 @@ def backward_kernel(
     fence_async_shared()
     if PLAN.COPIED:
         gl.warp_specialize([
-            (consume, (hold, outputs, work, call, queue, 0, PLAN)),
-            (consume, (hold, outputs, work, call, queue, 1, PLAN)),
+            (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
             (produce, (hold, inputs, work, call, queue, PLAN)),
             (add_by_turns, (out, outputs, semaphores, call, queue, 0, PLAN)),
             (add_by_turns, (out, outputs, semaphores, call, queue, 1, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (hold, outputs, work, call, queue, 0, PLAN)),
-            (consume, (hold, outputs, work, call, queue, 1, PLAN)),
+            (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
             (produce, (hold, inputs, work, call, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -1,14 +1,14 @@
 """From tensors to the launches of the Hopper backward: statistics, the sums, dQ from its sums, repair."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
 from ..backward import prepare_kernel
-from ..launch import Launch, Problem, row_view, view
+from ..launch import Launch, Problem, device_terms, mask_mod, row_view, slope_mod, view
 from ..launch import backward as portable
 from ..launch import problem as problem
 from ..tile import LOG2E, PAD, View
@@ -61,13 +61,17 @@ def block_dims(size: Problem) -> tuple[int, int]:
 def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, space: Space,
-    processors: int,
+    processors: int, terms: Terms = NO_TERMS,
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
     block_d, block_dv = block_dims(size)
     group = size.heads // size.kv_heads
-    banded = spec.before is not None or spec.after is not None
-    flag = space.flag if banded else None
+    masked = any(x is not None for x in (spec.before, spec.after, spec.mask_mod))
+    flag = space.flag if masked else None
+    terms = terms._replace(sinks=None)  # which are in lse
+    on_device = device_terms(spec, terms, size)
+    programs = {"SCORE_MOD": slope_mod(spec, q), "MASK_MOD": mask_mod(spec)}
+    linear = spec.score_mod is None and terms.bias is None
     packing = cu_q, cu_k, size.n_q, size.n_k
     statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
     dims = {"D": size.d, "BLOCK_D": block_d}
@@ -87,7 +91,7 @@ def backward_launches(
     wide = block_d > 128
     plan = Plan(
         block_d, block_dv, 64 if wide else 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent,
-        COPIED=not persistent and not wide,
+        COPIED=not persistent and not wide, TERMS=not terms.is_empty(spec), LATE=not terms.is_empty(spec),
     )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
@@ -103,10 +107,10 @@ def backward_launches(
             space.sums, TensorDescriptor(space.sums, space.sums.shape, (256, 1), [block_d // 8, 256], PLAIN),
             descriptor(dk, 64, block_d // 2 if wide else block_d),
             descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
-            spec.before, spec.after, spec.scale * LOG2E.value, spec.scale, space.tokens,
-            space.tickets, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort,
+            spec.before, spec.after, spec.scale * LOG2E.value if linear else LOG2E.value, spec.scale, space.tokens,
+            space.tickets, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
         ),
-        {"PLAN": plan, "num_warps": 4},
+        programs | {"PLAN": plan, "num_warps": 4},
     )  # fmt: skip
 
     finish = Launch(
@@ -115,7 +119,7 @@ def backward_launches(
         (space.sums, view(dq), flag, *packing, spec.scale, space.tokens, pads, size.heads, size.batch),
         dims | {"num_warps": 8},
     )
-    if not banded:
+    if not masked:
         return [prepare, sums, finish]
 
     q_total = size.programs(size.n_q, size.heads, ROWS.value)
@@ -126,19 +130,19 @@ def backward_launches(
         (
             *(view(x) for x in (q, k, v, dout)), *statistics, *(view(x) for x in (dq, dk, dv)), flag, *packing,
             spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
-            size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch,
+            size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
         ),
-        dims | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
+        programs | dims | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
     )  # fmt: skip
     return [prepare, sums, finish, repair]
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, _terms: Any = None,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8:
-        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
+        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -148,9 +152,11 @@ def backward(
         space = new_space(q, problem(q, k, v, cu_q), spec.deterministic)
 
         def build() -> list[Launch]:
-            return backward_launches(dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device))
+            return backward_launches(
+                dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device), terms
+            )
 
-        inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k
+        inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k, *terms.tensors()
         key = "hopper backward", spec, *replay.signature(*inputs)
         replay.launch(key, (*inputs, dq, dk, dv, *space), build)
     return dq, dk, dv

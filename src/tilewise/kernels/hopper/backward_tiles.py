@@ -5,9 +5,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, locate
+from ..tile import PAD, Work, band, locate, worth_and_slope
 from .compat import (
     add_out,
+    columns,
     copy_in,
     copy_out,
     fence_async_shared,
@@ -30,7 +31,8 @@ BLOCK_M: gl.constexpr = gl.constexpr(64)
 class Plan(NamedTuple):
     """What is known at compile time: columns of the tiles of K and Q, and of V and dO; keys of a tile; query heads per
     KV head; whether dQ is summed in a fixed order; whether the programs draw one tile after the other, or the
-    hardware deals them out, one to a program; whether the copy engine sums dQ, as it does in a fixed order."""
+    hardware deals them out, one to a program; whether the copy engine sums dQ, as it does in a fixed order; whether
+    there are score terms; whether the wide form asks for dQ after P, with 32 registers less for a while."""
 
     D: int
     DV: int
@@ -39,10 +41,13 @@ class Plan(NamedTuple):
     ORDERED: bool
     PERSISTENT: bool
     COPIED: bool = False
+    TERMS: bool = False
+    LATE: bool = False
 
 
 class Call(NamedTuple):
-    """The scalars of a launch. unit = scale * log2(e); `padded` tokens per head in the row statistics and in dQ."""
+    """The scalars of a launch, and its score terms. `unit` is log2(e), times the scale where nothing stands between
+    q.k and the softmax; `padded` tokens per head in the row statistics and in dQ."""
 
     cu_q: tl.tensor
     cu_k: tl.tensor
@@ -53,6 +58,7 @@ class Call(NamedTuple):
     unit: tl.tensor
     scale: tl.tensor
     padded: tl.tensor
+    terms: tl.tuple
 
 
 class Inputs(NamedTuple):
@@ -185,6 +191,28 @@ def masked(s, at, left, call):
     if call.before is not None:
         s = hide_from(s, j + here(at + call.before + 1))
     return s
+
+
+@gluon.jit
+def exponents(
+    s, lse2, w, h, i0, edge, at, left, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """log2 P^T from S^T = K Q^T, the queries being those of head h from i0 on, `at` and `left` as in `masked` for query
+    0; and the slope of the score mod."""
+    slope = s
+    if PLAN.TERMS:
+        FOLD: gl.constexpr = SCORE_MOD is None and call.terms.bias.ptr is None
+        i = columns(i0, s)[None, :]
+        j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
+        s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, FOLD, SCORE_MOD)
+    s = s * call.unit - lse2
+    if MASK_MOD is not None:
+        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, call.terms.mask)
+        s = gl.where(seen, s, float("-inf"))
+    if edge:
+        s = masked(s, at - i0, left, call)
+    return s, slope
 
 
 @gluon.jit

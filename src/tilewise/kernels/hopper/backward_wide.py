@@ -17,6 +17,7 @@ tiles, for which two more warps ask and tell.
 
 from typing import NamedTuple
 
+from ..tile import steepened
 from .backward_tiles import (
     BLOCK_M,
     Call,
@@ -27,11 +28,11 @@ from .backward_tiles import (
     add_to,
     after_block,
     blocks_of,
+    exponents,
     find,
     in_register_order,
     is_edge,
     keys_ring,
-    masked,
     produce,
     product_t,
     report,
@@ -111,24 +112,30 @@ def product_dq(hold, stage, zero, PART: gl.constexpr, WG: gl.constexpr, D: gl.co
 
 
 @gluon.jit
-def probabilities(s, hold, stage, i0, edge, here, left, call):
-    """P^T of the queries from i0 on, also stored for the other warpgroup."""
-    layout: gl.constexpr = s.type.layout
-    s = s * call.unit - hold.queries.statistics.index(stage).load(layout)
-    if edge:
-        s = masked(s, here - i0, left, call)
+def probabilities(
+    s, hold, stage, w, h, i0, edge, here, left, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """P^T of the queries of head h from i0 on, also stored for the other warpgroup: where scores have a slope, P^T
+    times that, and P^T in 16 bits where dS^T will be."""
+    lse2 = hold.queries.statistics.index(stage).load(s.type.layout)
+    s, slope = exponents(s, lse2, w, h, i0, edge, here, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
-    hold.p.store(in_register_order(p))
+    p16 = narrow(p, hold.ds.dtype)
+    if call.terms.steep is not None:
+        hold.ds.index(stage).store(p16)
+    hold.p.store(in_register_order(steepened(p, slope, call.terms)))
     pass_turn(P_STORED, 256)
-    return narrow(p, hold.ds.dtype)
+    return p16
 
 
 @gluon.jit
 def attend_0(
-    hold, sums, order, p, dk, dv, n, tile, i0, ahead, edge, here, left, call, LAST: gl.constexpr, PLAN: gl.constexpr,
+    hold, sums, order, p, dk, dv, n, tile, i0, w, h, ahead, edge, here, left, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, LAST: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """What warpgroup 0 does for the n-th block of queries, those from i0 on, whose P^T is stored and whose place in dQ
-    is `tile`, up to P^T of the block after it, that of query `ahead`."""
+    is `tile`, up to P^T of the block after it, that of query `ahead` of head h."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -149,14 +156,18 @@ def attend_0(
         s = product_t(keys.k.index(zero).reshape([64, D]), queries.tiles.index(new).reshape([BLOCK_M, D]))
     wait_turn(DS_STORED, 256)
     dk = warpgroup_mma(hold.ds.index(cur), half(q, 0), dk, is_async=True)
-    dq = product_dq(hold, cur, zero, 0, 0, D)
+    LATE: gl.constexpr = PLAN.LATE and not LAST
+    if not LATE:
+        dq = product_dq(hold, cur, zero, 0, 0, D)
     if LAST:
         dv, p = warpgroup_mma_wait(2, deps=(dv, p))
     else:
-        dv, p, s = warpgroup_mma_wait(2, deps=(dv, p, s))
+        dv, p, s = warpgroup_mma_wait(1 if LATE else 2, deps=(dv, p, s))
         arrive(grads.empty.index(cur))
-        p = probabilities(s, hold, new, ahead, edge, here, left, call)
+        p = probabilities(s, hold, new, w, h, ahead, edge, here, left, call, SCORE_MOD, MASK_MOD, PLAN)
         mbarrier.wait(keys.full.index(0), 0)  # true since long: the branch keeps the next wait after the exp2
+    if LATE:
+        dq = product_dq(hold, cur, zero, 0, 0, D)
     dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
     arrive(queries.empty.index(cur))
     rest = product_dq(hold, cur, zero, 1, 0, D)
@@ -171,7 +182,7 @@ def attend_0(
 
 
 @gluon.jit
-def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, PLAN: gl.constexpr):
+def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, call, PLAN: gl.constexpr):
     """What warpgroup 1 does for the n-th block of queries, whose dP^T is on its way, as on return that of the next is;
     of the last one, rather than branch around a wgmma, once more its own."""
     D: gl.constexpr = PLAN.D
@@ -191,7 +202,8 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, PLAN: gl.constexp
     wait_turn(P_STORED, 256)
     p = from_register_order(hold.p.load(flat), layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
-    p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
+    p16 = hold.ds.index(cur).load(layout) if call.terms.steep is not None else narrow(p, DTYPE)
+    p16 = gl.convert_layout(p16, dv_operand, assert_trivial=True)
     dv = warpgroup_mma(p16, half(do, 1), dv, is_async=True)
     ds = narrow(p * (dp - delta), DTYPE)
     hold.ds.index(cur).store(ds)
@@ -220,7 +232,10 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, PLAN: gl.constexp
 
 
 @gluon.jit
-def sum_blocks(hold, sums, order, dk, dv, w, visit, call, WG: gl.constexpr, PLAN: gl.constexpr):
+def sum_blocks(
+    hold, sums, order, dk, dv, w, visit, call,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """This warpgroup's columns of dK and dV of the key tile, and its part of dQ."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
@@ -228,6 +243,7 @@ def sum_blocks(hold, sums, order, dk, dv, w, visit, call, WG: gl.constexpr, PLAN
     here = w.first + w.n_q - w.n_k  # the query whose diagonal is the first key
     left = w.n_k - w.first
     i0 = visit.start
+    h = w.h * PLAN.GROUP
     head = visit.tile
     tile = head + i0 // BLOCK_M
     zero = gl.minimum(call.padded, 0)
@@ -236,23 +252,31 @@ def sum_blocks(hold, sums, order, dk, dv, w, visit, call, WG: gl.constexpr, PLAN
         mbarrier.wait(hold.queries.full.index(0), 0)
         s = product_t(hold.keys.k.index(zero).reshape([64, D]), hold.queries.tiles.index(zero).reshape([BLOCK_M, D]))
         s = warpgroup_mma_wait(0, deps=(s,))
-        x = probabilities(s, hold, 0, i0, is_edge(visit, i0), here, left, call)
+        x = probabilities(s, hold, 0, w, h, i0, is_edge(visit, i0), here, left, call, SCORE_MOD, MASK_MOD, PLAN)
     else:
         mbarrier.wait(hold.grads.full.index(0), 0)
         x = product_t(hold.keys.v.index(zero).reshape([64, DV]), hold.grads.tiles.index(zero).reshape([BLOCK_M, DV]))
     for n in range(end - 1 + WG):
         ahead = after_block(visit, i0)
+        if PLAN.TERMS and PLAN.GROUP > 1:
+            h = gl.where(ahead == visit.start, h + 1, h)
         if WG == 0:
             edge = is_edge(visit, ahead)
-            x, dk, dv = attend_0(hold, sums, order, x, dk, dv, n, tile, i0, ahead, edge, here, left, call, False, PLAN)
+            x, dk, dv = attend_0(
+                hold, sums, order, x, dk, dv, n, tile, i0, w, h, ahead, edge, here, left, call,
+                SCORE_MOD, MASK_MOD, False, PLAN,
+            )  # fmt: skip
         else:
-            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, n, tile, i0, n + 1 < end, PLAN)
+            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, n, tile, i0, n + 1 < end, call, PLAN)
         i0 = ahead
         if PLAN.GROUP > 1:
             head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
         tile = head + i0 // BLOCK_M
     if WG == 0:
-        x, dk, dv = attend_0(hold, sums, order, x, dk, dv, end - 1, tile, i0, i0, False, here, left, call, True, PLAN)
+        x, dk, dv = attend_0(
+            hold, sums, order, x, dk, dv, end - 1, tile, i0, w, h, i0, False, here, left, call,
+            SCORE_MOD, MASK_MOD, True, PLAN,
+        )  # fmt: skip
     else:
         x = warpgroup_mma_wait(0, deps=(x,))
     wait_turn(ALL_READ, 256)
@@ -260,7 +284,10 @@ def sum_blocks(hold, sums, order, dk, dv, w, visit, call, WG: gl.constexpr, PLAN
 
 
 @gluon.jit
-def consume(hold, outputs, order, call, queue, WG: gl.constexpr, PLAN: gl.constexpr):
+def consume(
+    hold, outputs, order, call, queue,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """dK and dV, which are 0 for keys that no query sees."""
     D: gl.constexpr = PLAN.D // 2
     DV: gl.constexpr = PLAN.DV // 2
@@ -270,7 +297,7 @@ def consume(hold, outputs, order, call, queue, WG: gl.constexpr, PLAN: gl.conste
         dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
         if visit.hi > visit.lo:
-            dk, dv = sum_blocks(hold, outputs.sums, order, dk, dv, w, visit, call, WG, PLAN)
+            dk, dv = sum_blocks(hold, outputs.sums, order, dk, dv, w, visit, call, SCORE_MOD, MASK_MOD, WG, PLAN)
         if outputs.flag is not None:
             report(outputs.flag, dk)
             report(outputs.flag, dv)
@@ -315,9 +342,10 @@ def keep_order(order, semaphores, call, queue, ASK: gl.constexpr, PLAN: gl.const
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
 def backward_wide_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, counter, total, rows, tiles, heads, batch, cohort, PLAN: gl.constexpr,
+    scale, padded, counter, total, rows, tiles, heads, batch, cohort, terms,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded)
+    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
     outputs = Outputs(sums, sum_rows, dk, dv, flag)
@@ -331,8 +359,8 @@ def backward_wide_kernel(
         order = Order(barriers(2, 1), barriers(2, 2), barriers(2, 1))
         fence_async_shared()
         gl.warp_specialize([
-            (consume, (hold, outputs, order, call, queue, 0, PLAN)),
-            (consume, (hold, outputs, order, call, queue, 1, PLAN)),
+            (consume, (hold, outputs, order, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, order, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
             (produce, (hold, inputs, None, call, queue, PLAN)),
             (keep_order, (order, semaphores, call, queue, True, PLAN)),
             (keep_order, (order, semaphores, call, queue, False, PLAN)),
@@ -340,7 +368,7 @@ def backward_wide_kernel(
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (consume, (hold, outputs, None, call, queue, 0, PLAN)),
-            (consume, (hold, outputs, None, call, queue, 1, PLAN)),
+            (consume, (hold, outputs, None, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, None, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
             (produce, (hold, inputs, None, call, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip

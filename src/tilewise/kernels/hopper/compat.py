@@ -22,9 +22,10 @@ copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
-    "TensorDescriptor", "add_out", "arrive", "barrier", "copy_in", "copy_out", "fence_async_shared", "gl", "gluon",
-    "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet", "narrow", "pass_turn", "pin", "recast",
-    "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma", "warpgroup_mma_wait",
+    "TensorDescriptor", "add_out", "arrive", "barrier", "columns", "copy_in", "copy_out", "fence_async_shared", "gl",
+    "gluon", "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet", "narrow", "pass_turn", "pin",
+    "recast", "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
@@ -115,6 +116,17 @@ def hide_until(s, limit):
         "{ .reg .pred p; setp.ge.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
         "=r,r,r,r", [s, fixed, limit[:, None] - (c & 6)[None, :]], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def columns(first, s):
+    """first, first + 1, .. along the rows of s: one register, to which constants are added. Of first and a lane's
+    column the compiler would make a sum for each register, ahead of the loop, and keep them all."""
+    c = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    lane = gl.inline_asm_elementwise(
+        "add.s32 $0, $1, $2;", "=r,r,r", [c & 6, first], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return lane + (c & -7)
 
 
 @builtin
