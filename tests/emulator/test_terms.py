@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from tests import features, features_budget
 from tilewise import ops, reference
 from tilewise.emulator import launch
-from tilewise.spec import NO_TERMS
+from tilewise.spec import NO_TERMS, Spec, Terms
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_runs")
@@ -77,3 +78,43 @@ def test_within_budget(name, monkeypatch):
     call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
     _, faults = features_budget.judge(call, "reference")
     assert not faults, "\n".join(faults)
+
+
+@tilewise.score_mod
+def root(score, b, h, q_idx, kv_idx):
+    return torch.sqrt(abs(score))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_slopes_of_rows_that_do_not_exist(d):
+    """The scores of padding are 0, where this mod has no finite slope."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 70, 1, d).bfloat16() for _ in range(4))
+    mod = root()
+    spec = Spec(d**-0.5, score_mod=mod.key)
+    out, lse = forward(q, k, v, None, None, spec)
+    for ours, theirs in zip(
+        backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
+        reference.backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_who_does_not_see_a_nan_gets_none(d):
+    """A nan in the last key and its value, which only the last document sees: what others get is computed once more,
+    terms included."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 100, 1, d).half() for _ in range(4))
+    ids = (torch.arange(100) >= 80).int()
+    cap, mask = tilewise.mods.softcap(0.5), tilewise.mods.document(ids=ids)
+    spec = Spec(d**-0.5, score_mod=cap.key, score_numbers=cap.numbers, mask_mod=mask.key, mask_numbers=mask.numbers)
+    terms = Terms(mask=mask.tensors)
+    out, lse = reference.forward(q, k, v, None, None, spec, terms)
+    clean = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    k[:, 99] = v[:, 99] = torch.nan
+    found = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    for x, y in zip(found, clean, strict=True):
+        torch.testing.assert_close(x[:, :80], y[:, :80], atol=4e-3, rtol=0)
+    assert found[0][:, 80:].isnan().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import tilewise
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import seen
@@ -108,3 +110,20 @@ def test_memory_around_the_tensors(packed: bool) -> None:
     bad = inputs._replace(**{name: framed(getattr(inputs, name)) for name in ("q", "k", "v", "dout", "dlse")})
     for name, x, y in zip(NAMES, run(inputs, "triton"), run(bad, "triton"), strict=True):
         assert torch.equal(x, y), name
+
+
+@tilewise.score_mod
+def root(score, b, h, q_idx, kv_idx):
+    return torch.sqrt(abs(score))
+
+
+def test_slopes_of_rows_that_do_not_exist() -> None:
+    """The scores of padding are 0, where this mod has no finite slope."""
+    inputs = make(replace(CASE, before=None, after=None), DEVICE)
+    found = []
+    for backend in ("reference", "triton"):
+        leaves = [x.clone().requires_grad_() for x in inputs[1:4]]
+        out = tilewise.attention(*leaves, score_mod=root(), backend=backend)
+        found.append(torch.autograd.grad(out, leaves, inputs.dout))
+    for x, y in zip(*found, strict=True):
+        assert_close(x, y)

@@ -360,10 +360,11 @@ def _copy_in(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Me
 
 def _copy_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     inside = descriptor.locate(at)[1]
-    machine.copy_out(
-        source.shared, lambda tile: descriptor.write(at, tile), descriptor.name,
-        lambda x: x.reshape(descriptor.box)[inside],
-    )  # fmt: skip
+
+    def used(x: Tensor) -> Tensor:
+        return x.repeat_interleave(inside.numel() // x.numel(), -1).reshape(descriptor.box)[inside]
+
+    machine.copy_out(source.shared, lambda tile: descriptor.write(at, tile), descriptor.name, used)
 
 
 def _recast(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) -> Memory:
@@ -428,7 +429,8 @@ WORDS = SimpleNamespace(
     where=where, maximum=_pick(torch.maximum, max), minimum=_pick(torch.minimum, min),
     max=_reduce(lambda x, axis: x.amax(axis)), sum=_reduce(lambda x, axis: x.sum(axis)),
     exp2=_unary(torch.exp2, "exp2"), log2=_unary(torch.log2, "log2"), exp=_unary(torch.exp, "exp2"),
-    sin=_unary(torch.sin), floor=_unary(torch.floor),
+    log=_unary(torch.log, "log2"), sqrt=_unary(torch.sqrt, "log2"), sin=_unary(torch.sin), cos=_unary(torch.cos),
+    floor=_unary(torch.floor),
     abs=lambda x: Value(x.data.abs()) if isinstance(x, Value) else abs(x),
 )  # fmt: skip
 
