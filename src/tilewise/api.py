@@ -114,8 +114,7 @@ def attention_varlen(
     q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens are int32 of length B + 1, from 0 to T. The maximal lengths
     are needed with a bias, whose axes they are; otherwise they are accepted for the sake of other libraries' callers.
     Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number. Where a
-    buffer is longer than its sequences, "reference" and "triton" give empty rows for the rest; "hopper" leaves it as it
-    finds it.
+    buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
     q, k, v = _autocast(q, k, v)
     cu_q, cu_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()

@@ -173,6 +173,27 @@ def test_hidden_token(name: str, at: int, value: float, dtype: str) -> None:
     check_untouched(run(inputs, "auto"), found, affected(name, at, case), **tolerance)
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_past_the_sequences(backend: str, causal: bool) -> None:
+    """A packed buffer may be longer than its sequences: out 0, lse -inf and gradients 0 there, whatever it held."""
+    cu = torch.tensor([0, 300, 300, 423, 700], dtype=torch.int32, device="cuda")
+    q, k, v, dout = (torch.randn(1000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for x in (q, k, v, dout):
+        x[700:] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(2):  # the second is replayed
+        try:
+            out, lse = tilewise.attention_varlen(*leaves, cu, cu, causal=causal, return_lse=True, backend=backend)
+        except tilewise.AttentionError as error:
+            pytest.skip(str(error))
+        results = out, *torch.autograd.grad(out, leaves, dout)
+        assert (lse[:, 700:] == -torch.inf).all()
+        for x in results:
+            assert not x[700:].any()
+            assert x[:700].isfinite().all()
+
+
 def test_unwritten_memory() -> None:
     for case in (DENSE, PACKED, replace(DENSE, n_q=130, n_k=1), replace(DENSE, n_q=1, n_k=130)):
         inputs = make(case, "cuda")

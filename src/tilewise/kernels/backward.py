@@ -13,12 +13,10 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
-    clear_rows,
     column,
     dot,
     dropped,
     has_nan,
-    is_past,
     load_rows,
     locate,
     row_pointers,
@@ -111,8 +109,6 @@ def query_kernel(
 ):  # fmt: skip
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
-    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
-        clear_rows(dq, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, D, BLOCK_M, BLOCK_D)
     if w.first < w.n_q:
         h_kv = w.h // GROUP
         i = w.first + tl.arange(0, BLOCK_M)
@@ -180,11 +176,6 @@ def key_kernel(
 ):  # fmt: skip
     """dK, dV, or both. `heads` counts KV heads; each program sums over the GROUP query heads that share its own."""
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
-    if is_past(w, cu_k, w.n_k, batch, BLOCK_N):
-        if SUM_K:
-            clear_rows(dk, w.b, w.h, w.k0, w.first, w.n_k, n_k - w.k0, D, BLOCK_N, BLOCK_D)
-        if SUM_V:
-            clear_rows(dv, w.b, w.h, w.k0, w.first, w.n_k, n_k - w.k0, DV, BLOCK_N, BLOCK_DV)
     if w.first < w.n_k:
         j = w.first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D, False)

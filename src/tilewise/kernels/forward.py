@@ -6,12 +6,10 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
-    clear_rows,
     column,
     dot,
     dropped,
     has_nan,
-    is_past,
     load_rows,
     locate,
     logsumexp,
@@ -67,10 +65,6 @@ def forward_kernel(
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
-    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
-        clear_rows(o, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
-        i = w.first + tl.arange(0, BLOCK_M)
-        tl.store(row_pointers(lse, w.b, w.h, w.q0, i), float("-inf"), mask=(i >= w.n_q) & (i < n_q - w.q0))
     if w.first < w.n_q:
         h_kv = w.h // GROUP
         i = w.first + tl.arange(0, BLOCK_M)

@@ -10,10 +10,8 @@ import triton.language as tl
 from .tile import (
     LOG2E,
     band,
-    clear_rows,
     dot,
     has_nan,
-    is_past,
     load_rows,
     locate,
     row_pointers,
@@ -60,10 +58,6 @@ def jvp_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
-    if is_past(w, cu_q, w.n_q, batch, BLOCK_M):
-        clear_rows(do, w.b, w.h, w.q0, w.first, w.n_q, n_q - w.q0, DV, BLOCK_M, BLOCK_DV)
-        i = w.first + tl.arange(0, BLOCK_M)
-        tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), 0.0, mask=(i >= w.n_q) & (i < n_q - w.q0))
     if w.first < w.n_q:
         h_kv = w.h // GROUP
         i = w.first + tl.arange(0, BLOCK_M)

@@ -15,6 +15,7 @@ from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms
 from . import mods, replay
 from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
+from .clear import Rows, clear_kernel
 from .forward import forward_kernel
 from .forward_mode import jvp_kernel
 from .tile import PAD, View
@@ -123,6 +124,23 @@ def backward_launches(
     return [prepare, *keys, query]
 
 
+def clear_launches(
+    x: Tensor, y: Tensor, z: Tensor | None, cu_x: Tensor | None, cu_y: Tensor | None, y_value: float = 0.0
+) -> list[Launch]:
+    """Of packed results, whatever lies past the last sequence: 0, in y (head, token) or (token, head, dim) y_value."""
+    if cu_x is None or cu_y is None:
+        return []
+    rows = (_rows(x), _rows(y), Rows(None, 0, 0, 0) if z is None else _rows(z))
+    overlap = can_overlap(compute_capability(x))
+    options = {"Y": y_value, "BLOCK": 1024, "OVERLAP": overlap, "launch_pdl": overlap}
+    return [Launch(clear_kernel, 128, (*rows, cu_x, cu_y, cu_x.shape[0] - 1), options)]
+
+
+def _rows(x: Tensor) -> Rows:
+    lines = x.shape[0] if x.dim() == 2 else 1
+    return Rows(x, lines, x.numel() // lines, x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
+
+
 def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
     """Room for lse2 and delta, padded."""
     shape = 1 if size.packed else size.batch, size.heads, size.tiles(size.n_q, PAD.value) * PAD.value
@@ -158,7 +176,10 @@ def forward(
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
 
     def build() -> list[Launch]:
-        return [forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, compute_capability(q), terms)]
+        return [
+            forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, compute_capability(q), terms),
+            *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
+        ]
 
     _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build, launches)
     return out, lse
@@ -172,9 +193,12 @@ def backward(
     statistics = row_statistics(q, problem(q, k, v, cu_q))
 
     def build() -> list[Launch]:
-        return backward_launches(
-            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics
-        )
+        return [
+            *backward_launches(
+                dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics
+            ),
+            *clear_launches(dq, dk, dv, cu_q, cu_k),
+        ]
 
     _run((q, k, v, cu_q, cu_k, dout, dlse, out, lse), (dq, dk, dv, *statistics), spec, terms, build)
     return dq, dk, dv
@@ -207,7 +231,7 @@ def jvp(
     """The movement of out and lse; for the band and grouped heads, without score terms."""
     if not terms.is_empty(spec):
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
-    dout, dlse = torch.empty_like(out), torch.empty_like(lse)
+    dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
     with on(q):
         size = problem(q, k, v, cu_q)
         tile = tile_of("query", q, size, compute_capability(q))
@@ -221,6 +245,8 @@ def jvp(
             ),
             options_of(size, spec, tile, q, terms),
         )()  # fmt: skip
+        for clear in clear_launches(dout, dlse, None, cu_q, cu_q):
+            clear()
     return dout, dlse
 
 
@@ -339,6 +365,11 @@ def _precision(q: Tensor) -> str:
     if q.dtype != torch.float32:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def can_overlap(capability: int) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended."""
+    return capability >= 90 and not INTERPRETED
 
 
 def compute_capability(q: Tensor) -> int:

@@ -202,25 +202,6 @@ def store_rows(x, tile, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def is_past(w, cu, n, batch, ROWS: tl.constexpr):
-    """Whether some rows of this tile lie past the last packed sequence (n rows), in a buffer that is longer: nobody's,
-    and written by whoever owns the last sequence, for whose tiles and theirs there is always room."""
-    if cu is None:
-        return False
-    else:
-        return (w.b == batch - 1) & (w.first + ROWS > n)
-
-
-@triton.jit
-def clear_rows(x, b, h, t, first, n, end, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Zero those of the tile's rows that lie in n .. end."""
-    r = first + tl.arange(0, ROWS)[:, None]
-    keep = (r >= n) & (r < end) & (tl.arange(0, COLS)[None, :] < D)
-    zeros = tl.zeros([ROWS, COLS], x.ptr.dtype.element_ty)
-    tl.store(tile_pointers(x, b, h, t, first, ROWS, COLS), zeros, mask=keep)
-
-
-@triton.jit
 def row_pointers(x, b, h, t, i):
     """Pointers to x[b, t + i, h] for a view without a dim axis."""
     return (

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
 from ..backward import prepare_kernel
-from ..launch import Launch, Problem, device_terms, mask_mod, row_view, slope_mod, view
+from ..launch import Launch, Problem, clear_launches, device_terms, mask_mod, row_view, slope_mod, view
 from ..launch import backward as portable
 from ..launch import problem as problem
 from ..tile import LOG2E, PAD, View
@@ -152,9 +152,12 @@ def backward(
         space = new_space(q, problem(q, k, v, cu_q), spec.deterministic)
 
         def build() -> list[Launch]:
-            return backward_launches(
-                dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device), terms
-            )
+            return [
+                *backward_launches(
+                    dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device), terms
+                ),
+                *clear_launches(dq, dk, dv, cu_q, cu_k),
+            ]
 
         inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k, *terms.tensors()
         key = "hopper backward", spec, *replay.signature(*inputs)

@@ -10,7 +10,19 @@ from torch import Tensor
 from ... import config
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
-from ..launch import INTERPRETED, Launch, Problem, device_terms, mask_mod, on, problem, row_view, score_mod, view
+from ..launch import (
+    INTERPRETED,
+    Launch,
+    Problem,
+    clear_launches,
+    device_terms,
+    mask_mod,
+    on,
+    problem,
+    row_view,
+    score_mod,
+    view,
+)
 from .compat import TensorDescriptor, gl
 from .forward import ROWS, Plan, forward_kernel
 from .pipeline import FAR
@@ -136,7 +148,10 @@ def forward(
             zeros = state(q.get_device())
 
             def build() -> list[Launch]:
-                return forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, sms(q.device), terms)
+                return [
+                    *forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, sms(q.device), terms),
+                    *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
+                ]
 
             inputs = q, k, v, cu_q, cu_k, *terms.tensors()
             key = "hopper" if launches is not None else ("hopper", spec, *replay.signature(*inputs))
