@@ -9,9 +9,11 @@ Each sum has one owner and one order, so two runs agree bit for bit. The owner o
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .tile import (
     LOG2E,
+    Work,
     band,
     column,
     dot,
@@ -79,7 +81,7 @@ def query_gradient(
     PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    lo, hi = walk(span, w, w.h, terms.blocks)
+    lo, hi = walk(span, w, w.h, terms.blocks, BLOCK_N)
     for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
         first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
@@ -102,11 +104,13 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def query_kernel(
-    q, k, v, do, lse2, delta, dq, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    q, k, v, do, lse2, delta, dq, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
     if w.first < w.n_q:
@@ -127,12 +131,14 @@ def query_kernel(
                 q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
                 SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
             )  # fmt: skip
-        store_rows(dq, acc * scale, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D)
+        store_rows(dq, acc * rate, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D)
+    if OVERLAP:
+        gdc_wait()
 
 
 @triton.jit
 def key_gradients(
-    k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+    k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr, CAREFUL: tl.constexpr,
@@ -140,27 +146,30 @@ def key_gradients(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in tl.range(GROUP, disable_licm=True):
-        h = w.h * GROUP + g
-        lo, hi = walk(span, w, h, terms.blocks)
+        # a batch row that is computed here, and what follows from it, is kept in no register from head to head
+        line = (w.b * heads + w.h) * GROUP + g
+        h = line % (heads * GROUP)
+        u = Work(line // (heads * GROUP), h, w.first, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        lo, hi = walk(span, u, h, terms.blocks, BLOCK_M)
         for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
             first, edge = column(at, span, terms.blocks, BLOCK_M, CAREFUL or MASK_MOD is not None)
             i = first + tl.arange(0, BLOCK_M)
-            q_tile = load_rows(q, w.b, h, w.q0, first, w.n_q, D, BLOCK_M, BLOCK_D, EVEN)
-            do_tile = load_rows(do, w.b, h, w.q0, first, w.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
-            lse2_i = tl.load(row_statistics(lse2, w, h, first, cu_q, BLOCK_M))
+            q_tile = load_rows(q, u.b, h, u.q0, first, u.n_q, D, BLOCK_M, BLOCK_D, EVEN)
+            do_tile = load_rows(do, u.b, h, u.q0, first, u.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
+            lse2_i = tl.load(row_statistics(lse2, u, h, first, cu_q, BLOCK_M))
             product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
             p, slope = weights(
-                product, w, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, terms,
+                product, u, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, terms,
                 FOLD, SCORE_MOD, MASK_MOD,
             )  # fmt: skip
-            seen = visible(i[None, :], j[:, None], w, before, after, h, terms, MASK_MOD) if CAREFUL else None
+            seen = visible(i[None, :], j[:, None], u, before, after, h, terms, MASK_MOD) if CAREFUL else None
             if SUM_V:
-                stayed = dropped(p, w, h, i[None, :], j[:, None], terms)
+                stayed = dropped(p, u, h, i[None, :], j[:, None], terms)
                 dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
             if SUM_K:
-                delta_i = tl.load(row_statistics(delta, w, h, first, cu_q, BLOCK_M))
+                delta_i = tl.load(row_statistics(delta, u, h, first, cu_q, BLOCK_M))
                 dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                ds = score_gradient(p, slope, dp, delta_i[None, :], w, h, i[None, :], j[:, None], terms)
+                ds = score_gradient(p, slope, dp, delta_i[None, :], u, h, i[None, :], j[:, None], terms)
                 if CAREFUL:
                     ds = tl.where(seen, ds, 0.0)
                 dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)
@@ -169,12 +178,19 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def key_kernel(
-    q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV, or both. `heads` counts KV heads; each program sums over the GROUP query heads that share its own."""
+    """dK, dV, or both. `heads` counts KV heads; each program sums over the GROUP query heads that share its own.
+
+    OVERLAP: the next kernel, which needs nothing of this one, starts where this one's last programs leave room, and
+    ends after it; so does this one beside the kernel before.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
     if w.first < w.n_k:
         j = w.first + tl.arange(0, BLOCK_N)
@@ -185,20 +201,27 @@ def key_kernel(
         at = w.first + w.n_q - w.n_k
         span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)  # the same band, read sideways
         dk_acc, dv_acc = key_gradients(
-            k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+            k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
             SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
             SUM_K, SUM_V, False,
         )  # fmt: skip
         bad = has_nan(dk_acc if SUM_K else dv_acc)
         if SUM_K and SUM_V:
             bad = bad or has_nan(dv_acc)
+        pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
+        w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
         if bad:
+            j = w.first + tl.arange(0, BLOCK_N)
+            at = w.first + w.n_q - w.n_k
+            span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
             dk_acc, dv_acc = key_gradients(
-                k_tile, v_tile, q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms,
+                k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
                 SCORE_MOD, MASK_MOD, GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
                 SUM_K, SUM_V, True,
             )  # fmt: skip
         if SUM_K:
-            store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
+            store_rows(dk, dk_acc * rate, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
         if SUM_V:
             store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)
+    if OVERLAP:
+        gdc_wait()

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .tile import (
     LOG2E,
@@ -28,17 +29,18 @@ def attend(
     q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    BOUNDED: tl.constexpr = False,
 ):  # fmt: skip
     """(acc, m, l) of online softmax over the span: o = acc / l, lse = m * ln 2 + log l."""
     unit = unit_of(scale, FOLD)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    m = tl.full([BLOCK_M], 0.0 if BOUNDED else float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if terms.sinks is not None:  # a key without a value, seen before all others
         sink = tl.load(terms.sinks + w.h).to(tl.float32)
         m = l + sink * LOG2E
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
-    lo, hi = walk(span, w, w.h, terms.blocks)
+    lo, hi = walk(span, w, w.h, terms.blocks, BLOCK_N)
     for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
         first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
         j = first + tl.arange(0, BLOCK_N)
@@ -47,7 +49,7 @@ def attend(
         s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
         if edge:
             s = tl.where(visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit)
+        p, alpha, m, l = softmax_step(m, l, s, unit, BOUNDED)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
         seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD) if CAREFUL else None
         p = dropped(p, w, w.h, i[:, None], j[None, :], terms)
@@ -60,8 +62,10 @@ def forward_kernel(
     q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
@@ -73,12 +77,12 @@ def forward_kernel(
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
         acc, m, l = attend(
             q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False, BOUNDED,
         )  # fmt: skip
         if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
             acc, m, l = attend(
                 q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
+                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True, BOUNDED,
             )  # fmt: skip
         store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)

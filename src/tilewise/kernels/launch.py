@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from .forward import forward_kernel
 from .forward_mode import jvp_kernel
 from .tile import PAD, View
 
+LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -69,7 +71,7 @@ def forward_launch(
     size = problem(q, k, v, cu_q)
     tile = tile_of("forward", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
-    score, scale, fold = _folded(spec, q, terms)
+    folded, scale, _ = _folded(spec, q, terms, slope=False)
     return Launch(
         forward_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -77,10 +79,10 @@ def forward_launch(
             *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, scale, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile),
         ),
-        options_of(size, spec, tile, q, terms) | {
-            "SCORE_MOD": score,
-            "FOLD": fold,
+        options_of(size, spec, tile, q, terms) | folded | {
             "MASK_MOD": mask_mod(spec),
+            "BOUNDED": folded["FOLD"] and _is_bounded(spec, q, terms, scale),
+            "OVERLAP": size.packed and can_overlap(capability),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
     )  # fmt: skip
@@ -94,16 +96,20 @@ def backward_launches(
     size = problem(q, k, v, cu_q)
     statistics = statistics or row_statistics(q, size)
     prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
-    scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale
-    program = {"SCORE_MOD": slope_mod(spec, q), "MASK_MOD": mask_mod(spec)}
+    folded, scale, rate = _folded(spec, q, terms, slope=True)
+    scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
+    overlap = can_overlap(capability)
+    program = folded | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
     tile = tile_of("query", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (*shared, view(dq), *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
-        options_of(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_k, tile.block_n)},
-    )
+        options_of(size, spec, tile, q, terms) | program | {
+            "EVEN": _even(size, size.n_k, tile.block_n), "launch_pdl": overlap,
+        },
+    )  # fmt: skip
     tile = tile_of("key", q, size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
@@ -117,6 +123,7 @@ def backward_launches(
             ),
             options_of(size, spec, tile, q, terms) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
+                "launch_pdl": overlap and not sum_k,
             },
         )
         for sum_k, sum_v in sums
@@ -268,17 +275,19 @@ def device_terms(
         mask=mods.captured(terms.mask, spec.mask_numbers),
         blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
+        wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
     )
 
 
 def _blocks(spec: Spec, terms: Terms, tile: config.Tile, by_key: bool) -> device.Blocks:
     block_q, block_k, batch, heads = spec.mask_block
-    if block_q % tile.block_m or block_k % tile.block_n:
+    log_q, log_k = block_q.bit_length() - 1, block_k.bit_length() - 1
+    if block_q % tile.block_m or block_k % tile.block_n or (1 << log_q, 1 << log_k) != (block_q, block_k):
         raise AttentionError(
-            "tiles of the block mask", (block_q, block_k), f"multiples of the kernel's ({tile.block_m}, {tile.block_n})"
+            "tiles of the block mask", (block_q, block_k), f"powers of two from ({tile.block_m}, {tile.block_n}) on"
         )
     offsets, entries = terms.blocks[2:] if by_key else terms.blocks[:2]
-    own, other = (block_k, block_q) if by_key else (block_q, block_k)
+    own, other = (log_k, log_q) if by_key else (log_q, log_k)
     rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
     head_rows = rows if heads > 1 else 0
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
@@ -297,15 +306,28 @@ def score_mod(spec: Spec, q: Tensor) -> Any:
     return spec.score_mod and mods.value(spec.score_mod, is_fast(q))
 
 
-def _folded(spec: Spec, q: Tensor, terms: Terms) -> tuple[Any, float, bool]:
-    """The forward's score mod, the factor of what it returns, and whether it takes q.k itself. The backward multiplies
-    one by one, and rounds otherwise: nothing to inputs of 16 bits."""
+def _folded(spec: Spec, q: Tensor, terms: Terms, slope: bool) -> tuple[dict[str, Any], float, float]:
+    """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
+    comes out; and the factor of the gradients of q.k."""
     if spec.score_mod and terms.bias is None and q.element_size() == 2:
-        function, unit = mods.folded(spec.score_mod, is_fast(q))
-        scale = mods.value_of(unit, (*spec.score_numbers, spec.scale))
-        if scale > 0:
-            return function, scale, True
-    return score_mod(spec, q), spec.scale, _is_linear(spec, terms)
+        numbers = *spec.score_numbers, spec.scale
+        function, unit, pull = mods.folded(spec.score_mod, is_fast(q), slope)
+        scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
+        if scale > 0 and isfinite(rate):
+            return {"SCORE_MOD": function, "FOLD": True}, scale, rate
+    plain = slope_mod(spec, q) if slope else score_mod(spec, q)
+    return {"SCORE_MOD": plain, "FOLD": _is_linear(spec, terms)}, spec.scale, spec.scale
+
+
+def _is_bounded(spec: Spec, q: Tensor, terms: Terms, scale: float) -> bool:
+    """Whether exp(score) and its sums surely fit into float32 and bfloat16, so that nobody needs a maximum."""
+    return (
+        q.dtype == torch.bfloat16
+        and spec.score_mod is not None
+        and terms.bias is None
+        and terms.sinks is None
+        and 0 < scale * mods.bound(spec.score_mod) <= LARGEST
+    )
 
 
 def _is_linear(spec: Spec, terms: Terms) -> bool:

@@ -6,6 +6,7 @@ lies, and `aux`, the program's tensors (as `Captured`) followed by its floats. I
 
 import linecache
 from functools import cache
+from math import inf
 from typing import Any, NamedTuple
 
 import triton
@@ -90,6 +91,15 @@ def is_steep(key: str) -> bool:
 
 
 @cache
+def is_wild(key: str) -> bool:
+    """Whether the slope may be infinite where the score is not."""
+    return any(
+        x.op in ("exp", "exp2", "log", "log2", "sqrt") or (x.op == "div" and not _is_number(x.args[1]))
+        for x in nodes(PROGRAMS[key].slope)
+    )
+
+
+@cache
 def site(key: str, n: int, fast: bool) -> Any:
     """The derivative by what the program reads at its n-th site."""
     program = PROGRAMS[key]
@@ -97,22 +107,36 @@ def site(key: str, n: int, fast: bool) -> Any:
 
 
 @cache
-def folded(key: str, fast: bool) -> tuple[Any, Expr]:
+def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
     """The program divided by a number: a function of q.k itself, and the number, of the program's own and the scale.
 
     cap * tanh(scale * q.k / cap)   cap      tanh((scale / cap) * q.k)
     scale * q.k - slope * |i - j|   scale    q.k - (slope / scale) * |i - j|
 
-    Every pair is spared the multiplications; the softmax multiplies by its unit anyway.
+    Every pair is spared the multiplications; the softmax multiplies by its unit anyway. With its slope, the function
+    returns that divided by a number too, which comes last.
     """
     program = PROGRAMS[key]
     unit, rest = factors(program)
-    return _function(f"folded_{key}", [rest], len(program.ranks), fast), unit
+    pull, steep = slope_factors(program) if slope else (const(1.0), rest)
+    roots = [rest, steep] if slope else [rest]
+    return _function(f"folded{len(roots)}_{key}", roots, len(program.ranks), fast), unit, pull
+
+
+@cache
+def bound(key: str) -> float:
+    """What the function that `folded` returns cannot exceed, up or down."""
+    return 1.0 if factors(PROGRAMS[key])[1].op in ("tanh", "sigmoid", "sin", "cos") else inf
 
 
 def factors(program: Program) -> tuple[Expr, Expr]:
     """The number, and what the function returns; the scale is the number after the program's own."""
     return _factors(program.root, number(program.numbers))
+
+
+def slope_factors(program: Program) -> tuple[Expr, Expr]:
+    """The same of its slope."""
+    return _factors(program.slope, number(program.numbers))
 
 
 def _factors(x: Expr, scale: Expr) -> tuple[Expr, Expr]:

@@ -57,7 +57,7 @@ class Bias(NamedTuple):
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
-    each 2 * position + (1 if full). Tiles are `own` rows by `other` columns. The rows of a batch row and of a head are
+    each 2 * position + (1 if full). Tiles are 2^own rows by 2^other columns. The rows of a batch row and of a head are
     counted in sixteenths: Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
@@ -70,7 +70,8 @@ class Blocks(NamedTuple):
 
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
-    whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1."""
+    whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
+    `wild`: it may be infinite."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tensor = None
@@ -81,6 +82,7 @@ class Terms(NamedTuple):
     mask: tl.tuple = ()
     blocks: tl.tuple = Blocks()
     steep: tl.constexpr = None
+    wild: tl.constexpr = None
 
 
 @triton.jit
@@ -128,13 +130,22 @@ def band(first, last, n, before, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def walk(span, w, h, blocks):
-    """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end."""
+def walk(span, w, h, blocks, BLOCK: tl.constexpr):
+    """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end. The
+    band may begin within the first of them and end within the last (the upper half of a causal tile's rows see nothing
+    of its right half)."""
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + w.first // blocks.own
-        return tl.load(row) * blocks.other, tl.load(row + 1) * blocks.other
+        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + (w.first >> blocks.own)
+        lo = tl.load(row)
+        hi = tl.load(row + 1)
+        width = 1 << blocks.other
+        start = tl.load(blocks.entries + lo, mask=lo < hi, other=0) // 2 << blocks.other
+        end = (tl.load(blocks.entries + hi - 1, mask=lo < hi, other=0) // 2 + 1) << blocks.other
+        skip = tl.minimum(tl.maximum(span.lo - start, 0), width) // BLOCK * BLOCK
+        drop = tl.minimum(tl.maximum(end - span.hi, 0), width) // BLOCK * BLOCK
+        return (lo << blocks.other) + skip, (hi << blocks.other) - drop
 
 
 @triton.jit
@@ -144,8 +155,8 @@ def column(at, span, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
         first = at
         edge = MASKED or (first < span.full_lo) or (first + BLOCK > span.full_hi)
     else:
-        entry = tl.load(blocks.entries + at // blocks.other)
-        first = entry // 2 * blocks.other + at % blocks.other
+        entry = tl.load(blocks.entries + (at >> blocks.other))
+        first = (entry // 2 << blocks.other) + (at & ((1 << blocks.other) - 1))
         edge = (entry % 2 == 0) or (first < span.full_lo) or (first + BLOCK > span.full_hi)
     return first, edge
 
@@ -173,7 +184,7 @@ def tile_pointers(x, b, h, t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
         r = r.to(tl.int64)
         d = d.to(tl.int64)
     p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
-    p += (tl.cast(t, tl.int64) + first) * x.strides[1]
+    p += tl.cast(t + first, tl.int64) * x.strides[1]
     return p + r * x.strides[1] + d * x.strides[3]
 
 
@@ -307,13 +318,12 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
 @triton.jit
 def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr):
     """`worth`, and the slope of the score mod, which returns both (of nothing where there is none)."""
-    if SCORE_MOD is None:
-        s = worth(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
-        slope = s
-    else:
-        s, slope = SCORE_MOD(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
-        if terms.bias.ptr is not None:
-            s += biases(terms.bias, w, h, i, j)
+    s = scores(product, w, h, i, j, scale, FOLD)
+    slope = s
+    if SCORE_MOD is not None:
+        s, slope = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+    if terms.bias.ptr is not None:
+        s += biases(terms.bias, w, h, i, j)
     return s, slope
 
 
@@ -323,17 +333,24 @@ def steepened(p, slope, terms):
     its slope be infinite, as those of rows that do not exist may be."""
     if terms.steep is None:
         return p
+    elif terms.wild is None:
+        return p * slope
     else:
         return tl.where(p == 0.0, 0.0, p * slope)
 
 
 @triton.jit
-def softmax_step(m, l, s, unit):
+def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
     """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
 
     m is in log2 units, as it was subtracted: a product of s and unit once more would be fused with the difference, not
     rounded, and alpha would not be 1 where the maximum stays, an error that grows with every tile.
+
+    BOUNDED: the weights of such scores fit into a float as they are; m stays 0 and nothing is ever rescaled.
     """
+    if BOUNDED:
+        p = tl.exp2(s * unit)
+        return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
     m_new = tl.maximum(m, tl.max(s, 1) * unit)
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * unit - pivot[:, None])

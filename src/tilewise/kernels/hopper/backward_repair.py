@@ -31,7 +31,7 @@ def repair_queries(
 
 @triton.jit
 def repair_keys(
-    q, k, v, do, lse2, delta, dk, dv, w, cu_q, before, after, scale, terms, SCORE_MOD: tl.constexpr,
+    q, k, v, do, lse2, delta, dk, dv, w, heads, cu_q, before, after, scale, terms, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def repair_keys(
     dk_acc, dv_acc = key_gradients(
         load_rows(k, w.b, w.h, w.k0, w.first, w.n_k, D, ROWS, BLOCK_D, False),
         load_rows(v, w.b, w.h, w.k0, w.first, w.n_k, DV, ROWS, BLOCK_DV, False),
-        q, do, lse2, delta, cu_q, w, j, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
+        q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
         GROUP, D, DV, STEP, ROWS, BLOCK_D, BLOCK_DV, False, False, "ieee", True, True, True,
     )  # fmt: skip
     store_rows(dk, dk_acc * scale, w.b, w.h, w.k0, w.first, w.n_k, D, ROWS, BLOCK_D)
@@ -67,6 +67,6 @@ def repair_backward_kernel(
             w = locate(pid, k_tiles, kv_heads, batch, cu_q, cu_k, n_q, n_k, cu_k, ROWS)
             if w.first < w.n_k:
                 repair_keys(
-                    q, k, v, do, lse2, delta, dk, dv, w, cu_q, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-                    GROUP, D, DV, BLOCK_D, BLOCK_DV,
+                    q, k, v, do, lse2, delta, dk, dv, w, kv_heads, cu_q, before, after, scale, terms,
+                    SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_D, BLOCK_DV,
                 )  # fmt: skip
