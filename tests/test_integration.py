@@ -100,19 +100,19 @@ def test_without_data(kind: str, packed: bool) -> None:
         assert x.is_meta == (kind == "meta")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
-def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
+def check_one_compile(cases: list[Case], backend: str, grad: bool) -> None:
+    """One compile serves calls that differ in their lengths only, and they return what eager calls do."""
+    packed, window = cases[0].lengths is not None, (cases[0].before, cases[0].after)
     attend = tilewise.attention_varlen if packed else tilewise.attention
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return attend(*tensors, causal=True, window=(20, None), return_lse=True)
+        return attend(*tensors, window=window, return_lse=True)
 
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     compiles = []
-    for n_q, n_k in (7, 9), (8, 8), (33, 40), (21, 13):
-        inputs = make(case(n_q, n_k, packed, before=20), DEVICE)
+    for each in cases:
+        inputs = make(each, DEVICE)
         leaves = [x.detach().requires_grad_(grad) for x in inputs[1:4]]
         found = compiled(*leaves, *((inputs.cu_q, inputs.cu_k) if packed else ()))
         if grad:
@@ -120,6 +120,13 @@ def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
         assert_close(found, run(inputs, "auto")[: len(found)])
         compiles.append(counter.frame_count)
     assert len(set(compiles)) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
+    sizes = (7, 9), (8, 8), (33, 40), (21, 13)
+    check_one_compile([case(*size, packed, before=20) for size in sizes], "aot_eager", grad)
 
 
 def test_compile_turns_dynamic_by_itself() -> None:

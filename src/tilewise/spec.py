@@ -144,7 +144,7 @@ def band(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[in
 
 
 def _is_int(x: object) -> bool:
-    return hasattr(x, "__index__")
+    return isinstance(x, int) or hasattr(x, "__index__")  # torch.compile knows the first of its symbols only
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:

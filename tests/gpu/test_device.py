@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.testing import assert_close
 
 import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.gpu import need_cuda
 from tests.kernels.test_leaks import affected, check_untouched, poisoned
-from tests.test_integration import op_arguments
+from tests.test_integration import check_one_compile, op_arguments
 from tilewise.spec import Spec
 
 need_cuda()
@@ -128,23 +125,8 @@ def test_alignment(shift: int) -> None:
 def test_compile(case: Case, grad: bool) -> None:
     torch.compiler.reset()
     packed = case.lengths is not None
-    attend = tilewise.attention_varlen if packed else tilewise.attention
-
-    def step(*tensors: Tensor) -> Any:
-        return attend(*tensors, causal=True, return_lse=True)
-
-    counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
-    compiles = []
-    for n in (700, 333, 512):
-        inputs = make(replace(case, n_q=n, n_k=n, lengths=((n - 40, n - 40), (40, 40)) if packed else None), "cuda")
-        leaves = [x.detach().requires_grad_(grad) for x in inputs[1:4]]
-        found = compiled(*leaves, *((inputs.cu_q, inputs.cu_k) if packed else ()))
-        if grad:
-            found = *found, *torch.autograd.grad(found, leaves, (inputs.dout, inputs.dlse))
-        assert_close(found, run(inputs, "auto")[: len(found)])
-        compiles.append(counter.frame_count)
-    assert len(set(compiles)) == 1
+    lengths = {n: ((n - 40, n - 40), (40, 40)) if packed else None for n in (700, 333, 512)}
+    check_one_compile([replace(case, n_q=n, n_k=n, lengths=x) for n, x in lengths.items()], "inductor", grad)
 
 
 @CASES
