@@ -137,6 +137,7 @@ class Features:
     mod: str | None = None
     alibi: str | None = None  # the axes of the slopes, "h" or "bh"
     bias: str | None = None  # the axes that do not broadcast, of "bhij"
+    turned: bool = False  # the memory of the bias runs along the queries, not along the keys
     sinks: bool = False
     dropout: bool = False
     mask: str | None = None
@@ -168,7 +169,13 @@ class Features:
             d=r.choice(dims),
             dv=r.choice(dims),
             dtype=r.choice(dtypes),
+            turned=r.random() < 0.5,
         )
+
+    def having(self, n: int) -> Features:
+        """The same with the n-th of the terms in ALONE, so that as many combinations as there are terms have all."""
+        term = list(ALONE.values())[n % len(ALONE)]
+        return replace(self, **{name: x for name, x in term.items() if name != "blocks"})
 
     @property
     def names(self) -> list[str]:
@@ -235,7 +242,8 @@ def _draw(f: Features, seed: int, longest: int, device: str) -> Call:
         leaves["alibi"] = data(*([batch] if f.alibi == "bh" else []), h, scale=0.1).abs()
     if f.bias is not None:
         axes = zip("bhij", (batch, h, max_q, max_k), strict=True)
-        leaves["bias"] = cut(*(n if axis in f.bias else 1 for axis, n in axes))
+        bias = cut(*(n if axis in f.bias else 1 for axis, n in axes))
+        leaves["bias"] = bias.mT.contiguous().mT if f.turned else bias
     if f.sinks:
         leaves["sinks"] = data(h)
     longer = max(max_q, max_k, 1)

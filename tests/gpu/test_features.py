@@ -38,7 +38,7 @@ def judge_calls(chosen: features.Features, seed: int, backend: str, record_prope
 @pytest.mark.parametrize("number", range(28))
 def test_random_combinations(number: int, record_property: Any) -> None:
     chosen = features.Features.random(1000 + number, dims=(32, 64, 128), dtypes=DTYPES, blocks=128)
-    judge_calls(chosen, 100 * number, "triton", record_property)
+    judge_calls(chosen.having(number), 100 * number, "triton", record_property)
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -48,6 +48,7 @@ def test_random_combinations_on_hopper(number: int, record_property: Any, monkey
     backward_launch = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
     monkeypatch.setattr(backward_launch, "portable", None)
     chosen = features.Features.random(2000 + number, dims=(32, 64, 128, 256), dtypes=DTYPES[:3], blocks=0)
+    chosen = chosen.having(number)
     torch.use_deterministic_algorithms(number % 2 == 1, warn_only=True)
     try:
         judge_calls(features.replace(chosen, dropout=False), 100 * number, "hopper", record_property)
