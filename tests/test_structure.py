@@ -221,8 +221,9 @@ def test_documents_name_files_that_exist(document):
     assert not gone
 
 
-def test_examples_in_the_readme_are_true():
-    results = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
+@pytest.mark.parametrize("document", ["README.md", "docs/mods.md"])
+def test_examples_in_documents_are_true(document):
+    results = doctest.testfile(str(ROOT / document), module_relative=False)
     assert results.attempted > 5
     assert results.failed == 0
 
