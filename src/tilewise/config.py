@@ -137,6 +137,40 @@ HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class HopperSums:
+    """The Hopper backward's blocks of `block_m` queries and tiles of `block_n` keys; `copied`: the copy engine adds dQ
+    to memory, not atomics. In a fixed order it always does, up to a head dim of 128.
+    """
+
+    block_m: int
+    block_n: int
+    copied: bool
+
+
+# (largest padded head dim, only without score terms) -> sums; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, full
+# and causal at S = 16384
+HOPPER_BACKWARD: tuple[tuple[int, bool, HopperSums], ...] = (
+    # 555 578; by atomics 520 540, 64 queries by atomics 506 501 and copied 444 448: half the copies of half the size
+    (64, True, HopperSums(128, 128, copied=True)),
+    # of 128 queries softcap spills 868 bytes, alibi 260
+    (64, False, HopperSums(64, 128, copied=False)),
+    # full 604, by atomics 568: the fence before dQ waits for them
+    (128, False, HopperSums(64, 128, copied=True)),
+    # there is no room for a tile of dQ
+    (256, False, HopperSums(64, 64, copied=False)),
+)
+
+
+def hopper_sums(padded_dim: int, *, plain: bool) -> HopperSums:
+    """The tile of the Hopper backward; `plain`: without score terms.
+
+    >>> hopper_sums(128, plain=True)
+    HopperSums(block_m=64, block_n=128, copied=True)
+    """
+    return next(row for dim, only_plain, row in HOPPER_BACKWARD if padded_dim <= dim and (plain or not only_plain))
+
+
 def hopper_tile(padded_dim: int, *, banded: bool, keys: int, plain: bool = True) -> HopperTile:
     """The tile of the Hopper forward; `plain`: nothing stands between the products and the softmax but a mask's edge.
 

@@ -61,7 +61,7 @@ def backward(
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
-    space = new_space(q, problem(q, k, v, cu_q), spec.deterministic)
+    space = new_space(q, problem(q, k, v, cu_q))
     for job in backward_launches(dout.contiguous(), dlse, q, k, v, out, lse, *grads, cu_q, cu_k, spec, space, 2, terms):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)

@@ -113,7 +113,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     q, out, dout, dq = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.full((1, 1, 512), 9.0)
-    space = new_space(q, problem(q, k, v, None), False)
+    space = new_space(q, problem(q, k, v, None))
     space.lse2.fill_(13.0)
     space.delta.zero_()
     _prepare, job, _finish = backward_launches(

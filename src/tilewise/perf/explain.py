@@ -362,7 +362,7 @@ def compile_kernels(
         if backend == "hopper" and predict.has_hopper_backward(q.shape[-1], v.shape[-1]):
             from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
 
-            space = new_space(q, launch.problem(q, k, v, cu), spec.deterministic)
+            space = new_space(q, launch.problem(q, k, v, cu))
             launches["hopper backward"] = backward_launches(*tensors, space, 132)[1]
         else:
             passes = launch.backward_launches(*tensors, capability)

@@ -33,7 +33,7 @@ def main(
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     spec = Spec(d**-0.5, before, after, deterministic=deterministic)
     spec, tensors = with_terms(spec, terms, batch, n, heads, q.dtype)
-    space = new_space(q, problem(q, k, v, cu), deterministic)
+    space = new_space(q, problem(q, k, v, cu))
     grads = [torch.empty_like(x) for x in (q, k, v)]
     _, sums, *_ = backward_launches(out, None, q, k, v, out, lse, *grads, cu, cu, spec, space, 132, tensors)
     made = compile_for(90, sums.kernel, sums.args, sums.options)

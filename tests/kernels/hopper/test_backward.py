@@ -48,15 +48,17 @@ CASES = {
 }
 
 
-def gradients(inputs: Inputs, *, deterministic: bool = False, seed: int = 0, **replaced: Any) -> list[Tensor]:
-    """dq, dk and dv, on two processors."""
+def gradients(
+    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, processors: int = 2, **replaced: Any
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
     spec = altered(case.spec, deterministic=deterministic)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    space = hopper.new_space(q, hopper.problem(q, k, v, cu_q), deterministic)
+    space = hopper.new_space(q, hopper.problem(q, k, v, cu_q))
     for launch in hopper.backward_launches(
-        dout, dlse, q, k, v, out.to(q.dtype), lse.float(), *grads, cu_q, cu_k, spec, space, 2
+        dout, dlse, q, k, v, out.to(q.dtype), lse.float(), *grads, cu_q, cu_k, spec, space, processors
     ):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
             emulator.launch(*launch, seed=seed, replace=replaced)
@@ -84,7 +86,8 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
 @pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
 def test_without_semaphores_they_would(case: Case) -> None:
     inputs = make(altered(case, dtype="float16"), "cpu")
-    runs = [gradients(inputs, deterministic=True, seed=n, semaphore_wait=lambda *_: None)[0] for n in range(4)]
+    options: Any = {"deterministic": True, "processors": 8, "semaphore_wait": lambda *_: None}
+    runs = [gradients(inputs, seed=n, **options)[0] for n in range(4)]
     assert not all(torch.equal(runs[0], x) for x in runs[1:])
 
 
@@ -106,6 +109,22 @@ def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
     even, uneven = (gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"narrow": limping("consume 1")}))
     for a, b in zip(even, uneven, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_sums_that_come_late_change_nothing() -> None:
+    """A warpgroup whose dQ is not taken from it meets the other one, which goes on to the next tile, all the same."""
+    wait = emulator.language.NAMES["semaphore_wait"]
+
+    def late(*args: Any) -> None:
+        me = emulator.machine.current()
+        me.clock += 50_000 * (me.name == "add_halves 4")
+        wait(*args)
+
+    inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")
+    even, uneven = (
+        gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late})
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])

@@ -5,19 +5,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import config
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
-from ..backward import prepare_kernel
-from ..launch import Launch, Problem, clear_launches, device_terms, mask_mod, row_view, slope_mod, view
+from ..launch import (
+    INTERPRETED,
+    Launch,
+    Problem,
+    clear_launches,
+    device_terms,
+    mask_mod,
+    row_view,
+    slope_mod,
+    view,
+)
 from ..launch import backward as portable
 from ..launch import problem as problem
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_repair import ROWS, repair_backward_kernel
-from .backward_tiles import BLOCK_M, Plan
+from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
 from .compat import TensorDescriptor, gl
-from .finish import finish_kernel
+from .finish import finish_kernel, start_kernel
 from .launch import descriptor, padded, sms
 
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
@@ -26,12 +36,13 @@ PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 class Space(NamedTuple):
     """What a call needs beside its arguments, and gives back: the row statistics (line of a head, padded token); and,
-    all zero, dQ in float32 in rows of 256, the tickets drawn, a flag, and a semaphore for each dQ tile."""
+    zero once `start_kernel` has run, dQ in float32 in rows of 256 and counts: of the tickets drawn, in its place 16 a
+    flag, and from 32 on a semaphore for each dQ tile."""
 
     lse2: Tensor
     delta: Tensor
     sums: Tensor
-    tickets: Tensor
+    counts: Tensor
     flag: Tensor
     semaphores: Tensor
 
@@ -40,15 +51,13 @@ class Space(NamedTuple):
         return self.lse2.shape[1]
 
 
-def new_space(q: Tensor, size: Problem, deterministic: bool) -> Space:
+def new_space(q: Tensor, size: Problem) -> Space:
     lines = size.heads * (1 if size.packed else size.batch)
     tokens = size.tiles(size.n_q, PAD.value) * PAD.value
-    n = lines * tokens * block_dims(size)[0]
     lse2, delta = q.new_empty((2, lines, tokens), dtype=torch.float32)
-    counts = lines * tokens // BLOCK_M.value if deterministic else 1
-    zeros = torch.zeros(n + 32 + counts, dtype=torch.float32, device=q.device)
-    sums, ints = zeros[:n].view(-1, 256), zeros[n:].view(torch.int32)
-    return Space(lse2, delta, sums, ints[:1], ints[16:17], ints[32:])
+    sums = q.new_empty((lines * tokens * block_dims(size)[0] // 256, 256), dtype=torch.float32)
+    counts = q.new_empty(lines * tokens // PAD.value * 4 + 64, dtype=torch.int32)
+    return Space(lse2, delta, sums, counts, counts[16:], counts[32:])
 
 
 def block_dims(size: Problem) -> tuple[int, int]:
@@ -75,49 +84,55 @@ def backward_launches(
     packing = cu_q, cu_k, size.n_q, size.n_k
     statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
     dims = {"D": size.d, "BLOCK_D": block_d}
+    overlap = {"OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED}
 
     pads = space.tokens // PAD.value
     prepare = Launch(
-        prepare_kernel,
+        start_kernel,
         size.programs(size.n_q, size.heads, PAD.value),
         (
             view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
-            *statistics, *packing, pads, size.heads, size.batch,
+            *statistics, space.sums, space.counts, *packing, pads, size.heads, size.batch,
         ),
-        {"DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_DV": block_dv, "num_warps": 8 if size.dv > 128 else 4},
+        {
+            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "OVERLAP": not INTERPRETED,
+            "num_warps": 8 if size.dv > 128 else 4,
+        },
     )  # fmt: skip
 
-    persistent = block_d <= 64 and not spec.deterministic
     wide = block_d > 128
+    with_terms = not terms.is_empty(spec)
+    row = config.hopper_sums(block_d, plain=not with_terms)
     plan = Plan(
-        block_d, block_dv, 64 if wide else 128, group, ORDERED=spec.deterministic, PERSISTENT=persistent,
-        COPIED=not persistent and not wide, TERMS=not terms.is_empty(spec), LATE=not terms.is_empty(spec),
+        block_d, block_dv, row.block_m, row.block_n, group, ORDERED=spec.deterministic,
+        COPIED=row.copied or (spec.deterministic and not wide), TERMS=with_terms, LATE=with_terms,
     )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
-    in_l2 = L2_BYTES // (size.n_q * group * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1
+    in_l2 = L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1
     cohort = max(1, in_l2, -(-processors // tiles) if spec.deterministic else 1)
     sums = Launch(
         backward_wide_kernel if wide else backward_kernel,
-        min(tiles * lines, processors) if persistent else tiles * lines,
+        min(tiles * lines, processors),
         (
-            descriptor(q, BLOCK_M.value, block_d), descriptor(k, 64, block_d), descriptor(v, 64, block_dv),
-            descriptor(dout, BLOCK_M.value, block_dv),
-            *(TensorDescriptor(x, x.shape, x.stride(), [1, BLOCK_M.value], PLAIN) for x in (space.lse2, space.delta)),
-            space.sums, TensorDescriptor(space.sums, space.sums.shape, (256, 1), [block_d // 8, 256], PLAIN),
+            descriptor(q, plan.BLOCK_M, block_d), descriptor(k, 64, block_d), descriptor(v, 64, block_dv),
+            descriptor(dout, plan.BLOCK_M, block_dv),
+            *(TensorDescriptor(x, x.shape, x.stride(), [1, plan.BLOCK_M], PLAIN) for x in (space.lse2, space.delta)),
+            space.sums,
+            TensorDescriptor(space.sums, space.sums.shape, (256, 1), [plan.BLOCK_M * block_d // 512, 256], PLAIN),
             descriptor(dk, 64, block_d // 2 if wide else block_d),
             descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
             spec.before, spec.after, spec.scale * LOG2E.value if linear else LOG2E.value, spec.scale, space.tokens,
-            space.tickets, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
+            space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
         ),
-        programs | {"PLAN": plan, "num_warps": 4},
+        programs | {"PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},
     )  # fmt: skip
 
     finish = Launch(
         finish_kernel,
         2 * size.programs(size.n_q, size.heads, PAD.value),
         (space.sums, view(dq), flag, *packing, spec.scale, space.tokens, pads, size.heads, size.batch),
-        dims | {"num_warps": 8},
+        dims | overlap | {"num_warps": 8},
     )
     if not masked:
         return [prepare, sums, finish]
@@ -132,7 +147,7 @@ def backward_launches(
             spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
             size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
         ),
-        programs | dims | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
+        programs | dims | overlap | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
     )  # fmt: skip
     return [prepare, sums, finish, repair]
 
@@ -149,7 +164,7 @@ def backward(
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
         dout = dout.contiguous()
     with torch.cuda.device(q.device):
-        space = new_space(q, problem(q, k, v, cu_q), spec.deterministic)
+        space = new_space(q, problem(q, k, v, cu_q))
 
         def build() -> list[Launch]:
             return [

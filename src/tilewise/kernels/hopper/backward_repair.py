@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ..backward import key_gradients, query_gradient
 from ..tile import band, load_rows, locate, row_statistics, store_rows
@@ -54,7 +55,10 @@ def repair_backward_kernel(
     q_total, k_total, q_tiles, k_tiles, heads, kv_heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     if tl.load(flag) > 0:
         for pid in range(tl.program_id(0), q_total, tl.num_programs(0)):
             w = locate(pid, q_tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, ROWS)

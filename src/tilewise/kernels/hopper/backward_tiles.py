@@ -8,6 +8,7 @@ import triton.language as tl
 from ..tile import PAD, Work, band, locate, worth_and_slope
 from .compat import (
     add_out,
+    await_previous,
     columns,
     copy_in,
     copy_out,
@@ -21,26 +22,28 @@ from .compat import (
     semaphore_release,
     semaphore_wait,
     tma,
+    wait_turn,
     warpgroup_mma,
 )  # fmt: skip
-from .pipeline import at, barriers, next_ticket, order, phase, post
+from .pipeline import at, barriers, hand_back, next_ticket, order, phase, post, take
 
 BLOCK_M: gl.constexpr = gl.constexpr(64)
+# hardware barrier of a warpgroup, at + w, and the warp that adds its dQ
+DQ_STORED: gl.constexpr = gl.constexpr(6)
 
 
 class Plan(NamedTuple):
-    """What is known at compile time: columns of the tiles of K and Q, and of V and dO; keys of a tile; query heads per
-    KV head; whether dQ is summed in a fixed order; whether the programs draw one tile after the other, or the
-    hardware deals them out, one to a program; whether the copy engine sums dQ, as it does in a fixed order; whether
-    there are score terms; whether the wide form asks for dQ after P, with 32 registers less for a while."""
+    """What is known at compile time: columns of the tiles of K and Q, and of V and dO; queries of a block and keys of a
+    tile; query heads per KV head; whether dQ is summed in a fixed order; whether by the copy engine; whether there are
+    score terms; whether the wide form asks for dQ after P, with 32 registers less for a while."""
 
     D: int
     DV: int
+    BLOCK_M: int
     BLOCK_N: int
     GROUP: int
     ORDERED: bool
-    PERSISTENT: bool
-    COPIED: bool = False
+    COPIED: bool
     TERMS: bool = False
     LATE: bool = False
 
@@ -146,6 +149,7 @@ def find(ticket, queue, call, PLAN: tl.constexpr):
 def visit_of(w, queue, call, PLAN: tl.constexpr):
     """Wide tiles start where their keys are, so that the tiles of one head add to different parts of dQ at any time;
     others, and those of ORDERED sums, with the first query that sees them."""
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
     at = w.first + here(w.n_q) - w.n_k
     # the forward's band, sideways
     span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)
@@ -164,19 +168,19 @@ def visit_of(w, queue, call, PLAN: tl.constexpr):
 
 @gluon.jit
 def blocks_of(visit, PLAN: gl.constexpr):
-    return PLAN.GROUP * ((visit.hi - visit.lo) // BLOCK_M)
+    return PLAN.GROUP * ((visit.hi - visit.lo) // PLAN.BLOCK_M)
 
 
 @gluon.jit
-def after_block(visit, i0):
+def after_block(visit, i0, PLAN: gl.constexpr):
     """The block after that of query i0."""
-    i0 += BLOCK_M
+    i0 += PLAN.BLOCK_M
     return gl.where(i0 == visit.hi, visit.lo, i0)
 
 
 @gluon.jit
-def is_edge(visit, i0):
-    return (i0 < visit.full_lo) | (i0 + BLOCK_M > visit.full_hi)
+def is_edge(visit, i0, PLAN: gl.constexpr):
+    return (i0 < visit.full_lo) | (i0 + PLAN.BLOCK_M > visit.full_hi)
 
 
 @gluon.jit
@@ -246,7 +250,7 @@ def add_to(sums, dq, tile):
 @gluon.jit
 def report(flag, x):
     """Sets *flag if x has a value that is not finite."""
-    bad = gl.sum(x - x, 1)
+    bad = gl.sum(x * 0.0, 1)
     gl.store(flag + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) * 0, 1, mask=bad != bad)
 
 
@@ -268,17 +272,23 @@ def fill_rows(rows, n, x, where, statistics, row, column):
 
 
 @gluon.jit
-def fill_tile(hold, inputs, w, visit, n, r, call, PLAN: gl.constexpr):
-    """Send for the r-th key tile and the queries that see it; n blocks came before."""
-    keys = hold.keys
+def fill_keys(keys, inputs, w, turn):
+    """Send for the keys of this turn."""
     PARTS: gl.constexpr = keys.k.shape[0]
     full = keys.full.index(0)
-    mbarrier.wait(keys.empty.index(0), phase(r, 1) ^ 1)
+    mbarrier.wait(keys.empty.index(0), phase(turn, 1) ^ 1)
     mbarrier.expect(full, PARTS * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
         first = w.first + 64 * part
         copy_in(inputs.k, at(inputs.k, w.b, w.h, w.k0, w.n_k, first), full, keys.k.index(part))
         copy_in(inputs.v, at(inputs.v, w.b, w.h, w.k0, w.n_k, first), full, keys.v.index(part))
+
+
+@gluon.jit
+def fill_tile(hold, inputs, w, visit, n, turn, call, PLAN: gl.constexpr):
+    """Send for the keys of this turn and the queries that see them; n blocks came before. The first queries find room
+    while the keys of the tile before are still in use."""
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     blocks = here(call.padded) // BLOCK_M
     row = visit.tile // blocks
     column = visit.tile % blocks * BLOCK_M
@@ -288,61 +298,64 @@ def fill_tile(hold, inputs, w, visit, n, r, call, PLAN: gl.constexpr):
         for _ in range(visit.lo, visit.hi, BLOCK_M):
             q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
             fill_rows(hold.queries, n, inputs.q, q_at, inputs.lse2, row + g, column + i0)
+            if (g == 0) & (i0 == visit.start):
+                fill_keys(hold.keys, inputs, w, turn)
             do_at = at(inputs.do, w.b, h, w.q0, w.n_q, i0)
             fill_rows(hold.grads, n, inputs.do, do_at, inputs.delta, row + g, column + i0)
-            i0 = after_block(visit, i0)
+            i0 = after_block(visit, i0, PLAN)
             n += 1
 
 
 @gluon.jit
 def produce(hold, inputs, work, call, queue, PLAN: gl.constexpr):
     PACKED: gl.constexpr = call.cu_q is not None
+    await_previous()  # the others wait for what comes from here
     ticket = gl.program_id(0)
     w = find(ticket, queue, call, PLAN)
-    if PLAN.PERSISTENT:
-        n = gl.to_tensor(0)
-        r = gl.to_tensor(0)
-        turn = gl.to_tensor(0)
-        while ticket < queue.total:
-            if w.first < w.n_k:
-                post(work, turn, w, PACKED)
-                turn += 1
-                visit = visit_of(w, queue, call, PLAN)
-                if visit.hi > visit.lo:
-                    fill_tile(hold, inputs, w, visit, n, r, call, PLAN)
-                    n += blocks_of(visit, PLAN)
-                    r += 1
-            ticket = next_ticket(queue)
-            w = find(gl.minimum(ticket, queue.total - 1), queue, call, PLAN)
-        post(work, turn, Work(w.b, w.h, -1, w.q0, w.n_q, w.k0, w.n_k, 0), PACKED)
-    else:
-        visit = visit_of(w, queue, call, PLAN)
-        if (w.first < w.n_k) & (visit.hi > visit.lo):
-            fill_tile(hold, inputs, w, visit, gl.to_tensor(0), 0, call, PLAN)
+    n = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    while ticket < queue.total:
+        if w.first < w.n_k:
+            post(work, turn, w, PACKED)
+            visit = visit_of(w, queue, call, PLAN)
+            if visit.hi > visit.lo:
+                fill_tile(hold, inputs, w, visit, n, turn, call, PLAN)
+            else:
+                fill_keys(hold.keys, inputs, w, turn)
+            n += blocks_of(visit, PLAN)
+            turn += 1
+        ticket = next_ticket(queue)
+        w = find(gl.minimum(ticket, queue.total - 1), queue, call, PLAN)
+    post(work, turn, Work(w.b, w.h, -1, w.q0, w.n_q, w.k0, w.n_k, 0), PACKED)
 
 
 @gluon.jit
-def add_by_turns(out, outputs, semaphores, call, queue, TURN: gl.constexpr, PLAN: gl.constexpr):
-    """One of two warps that add the dQ tiles by turns; ORDERED, each after the sums of the key tiles that follow this
-    one. They wait only for programs that were started earlier, and so never for one that has yet to start."""
+def add_halves(out, outputs, semaphores, work, call, queue, HALF: gl.constexpr, PLAN: gl.constexpr):
+    """One of two warps, each of which adds a warpgroup's halves of the dQ tiles; ORDERED, after the sums of the key
+    tiles that follow this one. It waits only for tiles that were drawn earlier, and so never for one that nobody works
+    on."""
+    BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     LINES: gl.constexpr = out.dq.shape[1]
-    w = find(gl.program_id(0), queue, call, PLAN)
-    visit = visit_of(w, queue, call, PLAN)
-    if w.first < w.n_k:
-        per_head = gl.maximum(visit.hi - visit.lo, BLOCK_M) // BLOCK_M
+    PACKED: gl.constexpr = call.cu_q is not None
+    turn = gl.to_tensor(0)
+    w = take(work, turn, call.n_q, call.n_k, PACKED)
+    while w.first >= 0:
+        visit = visit_of(w, queue, call, PLAN)
         blocks = here(call.padded) // BLOCK_M
-        for n in range(TURN, blocks_of(visit, PLAN), 2):
-            i0 = visit.lo + n % per_head * BLOCK_M
-            tile = visit.tile + n // per_head * blocks + i0 // BLOCK_M
-            if PLAN.ORDERED:
-                last = w.n_k - 1  # the last key that one of these queries sees
-                if call.after is not None:
-                    last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
-                semaphore_wait(semaphores + tile, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
-            mbarrier.wait(out.full.index(TURN), phase(n, 2))
-            for half in gl.static_range(2):
-                add_out(outputs.sum_rows, [(tile * 2 + half) * LINES, 0], out.dq.index(half))
-            tma.store_wait(0)
-            mbarrier.arrive(out.empty.index(0), count=1)
-            if PLAN.ORDERED:
-                semaphore_release(semaphores + tile)
+        for g in range(PLAN.GROUP):
+            for i0 in range(visit.lo, visit.hi, BLOCK_M):
+                place = (visit.tile + g * blocks + i0 // BLOCK_M) * 2 + HALF
+                if PLAN.ORDERED:
+                    last = w.n_k - 1  # the last key that one of these queries sees
+                    if call.after is not None:
+                        last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
+                    semaphore_wait(semaphores + place, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
+                wait_turn(DQ_STORED + HALF, 160)
+                add_out(outputs.sum_rows, [place * LINES, 0], out.dq.index(HALF))
+                tma.store_wait(0)
+                mbarrier.arrive(out.empty.index(HALF), count=1)
+                if PLAN.ORDERED:
+                    semaphore_release(semaphores + place)
+        hand_back(work, turn)
+        turn += 1
+        w = take(work, turn, call.n_q, call.n_k, PACKED)

@@ -1,7 +1,7 @@
 """The backward pass on Hopper for head dims above 128: five products, read from shared memory as rarely as possible.
 
-A program owns 64 keys of one KV head and streams past them the queries that see them, 64 at a time. dK and dV of more
-keys would not fit into the registers; so the two warpgroups share the keys, and each has its own work on the scores:
+A program owns 64 keys of one KV head at a time and streams past them the queries that see them, 64 by 64. dK and dV of
+more keys would not fit into the registers; so the two warpgroups share them, and each has its own work on the scores:
 
     warpgroup 0    S^T = K Q^T       P^T = exp2(unit S^T - lse2)      to the other, in float32
     warpgroup 1    dP^T = V dO^T     dS^T = P^T * (dP^T - delta)      to the other, in 16 bits
@@ -29,7 +29,6 @@ from .backward_tiles import (
     after_block,
     blocks_of,
     exponents,
-    find,
     in_register_order,
     is_edge,
     keys_ring,
@@ -45,6 +44,8 @@ from .compat import (
     fence_async_shared,
     gl,
     gluon,
+    here,
+    let_next_start,
     mbarrier,
     narrow,
     pass_turn,
@@ -56,7 +57,7 @@ from .compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from .pipeline import Queue, at, barriers, phase
+from .pipeline import Queue, at, barriers, board, hand_back, phase, recall, take
 
 # hardware barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)
@@ -113,13 +114,13 @@ def product_dq(hold, stage, zero, PART: gl.constexpr, WG: gl.constexpr, D: gl.co
 
 @gluon.jit
 def probabilities(
-    s, hold, stage, w, h, i0, edge, here, left, call,
+    s, hold, stage, w, h, i0, edge, at_keys, left, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """P^T of the queries of head h from i0 on, also stored for the other warpgroup: where scores have a slope, P^T
     times that, and P^T in 16 bits where dS^T will be."""
     lse2 = hold.queries.statistics.index(stage).load(s.type.layout)
-    s, slope = exponents(s, lse2, w, h, i0, edge, here, left, call, SCORE_MOD, MASK_MOD, PLAN)
+    s, slope = exponents(s, lse2, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
     p16 = narrow(p, hold.ds.dtype)
     if call.terms.steep is not None:
@@ -131,7 +132,7 @@ def probabilities(
 
 @gluon.jit
 def attend_0(
-    hold, sums, order, p, dk, dv, n, tile, i0, w, h, ahead, edge, here, left, call,
+    hold, sums, order, p, dk, dv, n, turn, tile, i0, w, h, ahead, edge, at_keys, left, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, LAST: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """What warpgroup 0 does for the n-th block of queries, those from i0 on, whose P^T is stored and whose place in dQ
@@ -144,8 +145,7 @@ def attend_0(
     grads = hold.grads
     cur = n & 1
     new = cur ^ 1
-    # The compiler must not know that this is 0: it would keep the descriptors of K in registers.
-    zero = gl.where(i0 < 0, 1, 0)
+    zero = here(gl.to_tensor(0))  # so that the compiler does not keep the descriptors of K in registers
     q = queries.tiles.index(cur).reshape([BLOCK_M, D])
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
     do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
@@ -163,9 +163,10 @@ def attend_0(
         dv, p = warpgroup_mma_wait(2, deps=(dv, p))
     else:
         dv, p, s = warpgroup_mma_wait(1 if LATE else 2, deps=(dv, p, s))
-        arrive(grads.empty.index(cur))
-        p = probabilities(s, hold, new, w, h, ahead, edge, here, left, call, SCORE_MOD, MASK_MOD, PLAN)
-        mbarrier.wait(keys.full.index(0), 0)  # true since long: the branch keeps the next wait after the exp2
+    arrive(grads.empty.index(cur))
+    if not LAST:
+        p = probabilities(s, hold, new, w, h, ahead, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
+        mbarrier.wait(keys.full.index(0), phase(turn, 1))  # true since long: the branch keeps the next wait behind exp2
     if LATE:
         dq = product_dq(hold, cur, zero, 0, 0, D)
     dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
@@ -196,7 +197,7 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, call, PLAN: gl.co
     grads = hold.grads
     cur = n & 1
     new = cur ^ 1
-    zero = gl.where(i0 < 0, 1, 0)
+    zero = here(gl.to_tensor(0))
     do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
     delta = grads.statistics.index(cur).load(layout)
     wait_turn(P_STORED, 256)
@@ -214,7 +215,7 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, call, PLAN: gl.co
     dk = warpgroup_mma(ds16, half(queries.tiles.index(cur).reshape([BLOCK_M, D]), 1), dk, is_async=True)
     dq = product_dq(hold, cur, zero, 0, 1, D)
     dk, dv, p16, ds16 = warpgroup_mma_wait(1, deps=(dk, dv, p16, ds16))
-    arrive(grads.empty.index(cur))
+    mbarrier.expect(grads.empty.index(cur), 0, pred=more)  # `arrive`
     arrive(queries.empty.index(cur))
     dq = warpgroup_mma_wait(0, deps=(dq,))
     rest = product_dq(hold, cur, zero, 1, 1, D)
@@ -233,96 +234,110 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, call, PLAN: gl.co
 
 @gluon.jit
 def sum_blocks(
-    hold, sums, order, dk, dv, w, visit, call,
+    hold, sums, order, dk, dv, w, visit, n, turn, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """This warpgroup's columns of dK and dV of the key tile, and its part of dQ."""
+    """This warpgroup's columns of dK and dV of the key tile, and its part of dQ; n blocks came before."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
-    end = blocks_of(visit, PLAN)
-    here = w.first + w.n_q - w.n_k  # the query whose diagonal is the first key
+    end = n + blocks_of(visit, PLAN)
+    at_keys = w.first + here(w.n_q) - w.n_k  # the query whose diagonal is the first key
     left = w.n_k - w.first
     i0 = visit.start
     h = w.h * PLAN.GROUP
     head = visit.tile
     tile = head + i0 // BLOCK_M
-    zero = gl.minimum(call.padded, 0)
-    mbarrier.wait(hold.keys.full.index(0), 0)
+    zero = here(gl.to_tensor(0))
     if WG == 0:
-        mbarrier.wait(hold.queries.full.index(0), 0)
-        s = product_t(hold.keys.k.index(zero).reshape([64, D]), hold.queries.tiles.index(zero).reshape([BLOCK_M, D]))
-        s = warpgroup_mma_wait(0, deps=(s,))
-        x = probabilities(s, hold, 0, w, h, i0, is_edge(visit, i0), here, left, call, SCORE_MOD, MASK_MOD, PLAN)
+        mbarrier.wait(hold.queries.full.index(n & 1), (n >> 1) & 1)
+        q = hold.queries.tiles.index(n & 1).reshape([BLOCK_M, D])
+        s = warpgroup_mma_wait(0, deps=(product_t(hold.keys.k.index(zero).reshape([64, D]), q),))
+        edge = is_edge(visit, i0, PLAN)
+        x = probabilities(s, hold, n & 1, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     else:
-        mbarrier.wait(hold.grads.full.index(0), 0)
-        x = product_t(hold.keys.v.index(zero).reshape([64, DV]), hold.grads.tiles.index(zero).reshape([BLOCK_M, DV]))
-    for n in range(end - 1 + WG):
-        ahead = after_block(visit, i0)
+        mbarrier.wait(hold.grads.full.index(n & 1), (n >> 1) & 1)
+        do = hold.grads.tiles.index(n & 1).reshape([BLOCK_M, DV])
+        x = product_t(hold.keys.v.index(zero).reshape([64, DV]), do)
+    for m in range(n, end - 1 + WG):
+        ahead = after_block(visit, i0, PLAN)
         if PLAN.TERMS and PLAN.GROUP > 1:
             h = gl.where(ahead == visit.start, h + 1, h)
         if WG == 0:
-            edge = is_edge(visit, ahead)
             x, dk, dv = attend_0(
-                hold, sums, order, x, dk, dv, n, tile, i0, w, h, ahead, edge, here, left, call,
-                SCORE_MOD, MASK_MOD, False, PLAN,
+                hold, sums, order, x, dk, dv, m, turn, tile, i0, w, h, ahead, is_edge(visit, ahead, PLAN), at_keys,
+                left, call, SCORE_MOD, MASK_MOD, False, PLAN,
             )  # fmt: skip
         else:
-            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, n, tile, i0, n + 1 < end, call, PLAN)
+            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, m, tile, i0, m + 1 < end, call, PLAN)
         i0 = ahead
         if PLAN.GROUP > 1:
             head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
         tile = head + i0 // BLOCK_M
     if WG == 0:
         x, dk, dv = attend_0(
-            hold, sums, order, x, dk, dv, end - 1, tile, i0, w, h, i0, False, here, left, call,
+            hold, sums, order, x, dk, dv, end - 1, turn, tile, i0, w, h, i0, False, at_keys, left, call,
             SCORE_MOD, MASK_MOD, True, PLAN,
         )  # fmt: skip
     else:
         x = warpgroup_mma_wait(0, deps=(x,))
-    wait_turn(ALL_READ, 256)
+        arrive(hold.grads.empty.index((end - 1) & 1))
     return dk, dv
 
 
 @gluon.jit
 def consume(
-    hold, outputs, order, call, queue,
+    hold, outputs, order, work, call, queue,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, which are 0 for keys that no query sees."""
     D: gl.constexpr = PLAN.D // 2
     DV: gl.constexpr = PLAN.DV // 2
-    w = find(gl.program_id(0), queue, call, PLAN)
-    if w.first < w.n_k:
+    PACKED: gl.constexpr = call.cu_q is not None
+    n = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    w = take(work, turn, call.n_q, call.n_k, PACKED)
+    while w.first >= 0:
         visit = visit_of(w, queue, call, PLAN)
         dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
         dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
+        mbarrier.wait(hold.keys.full.index(0), phase(turn, 1))
         if visit.hi > visit.lo:
-            dk, dv = sum_blocks(hold, outputs.sums, order, dk, dv, w, visit, call, SCORE_MOD, MASK_MOD, WG, PLAN)
+            dk, dv = sum_blocks(
+                hold, outputs.sums, order, dk, dv, w, visit, n, turn, call, SCORE_MOD, MASK_MOD, WG, PLAN
+            )
         if outputs.flag is not None:
             report(outputs.flag, dk)
             report(outputs.flag, dv)
-        if WG == 1:  # kept all along, it would cost registers
-            w = find(gl.program_id(0) + gl.where(visit.tile < 0, 1, 0), queue, call, PLAN)
+        n = here(n + blocks_of(visit, PLAN))
+        w = recall(work, here(turn), call.n_q, call.n_k, PACKED)  # kept all along, it would cost registers
         dk_at = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first, D * WG)
         dv_at = at(outputs.dv, w.b, w.h, w.k0, w.n_k, w.first, DV * WG)
+        wait_turn(ALL_READ, 256)
         hold.dk.index(WG).reshape([64, D]).store((dk * call.scale).to(outputs.dk.dtype))
         hold.dv.index(WG).reshape([64, DV]).store(dv.to(outputs.dv.dtype))
         fence_async_shared()
         copy_out(outputs.dk, dk_at, hold.dk.index(WG))
         copy_out(outputs.dv, dv_at, hold.dv.index(WG))
         tma.store_wait(0)
+        mbarrier.arrive(hold.keys.empty.index(0), count=1)
+        hand_back(work, turn)
+        turn += 1
+        w = take(work, turn, call.n_q, call.n_k, PACKED)
 
 
 @gluon.jit
-def keep_order(order, semaphores, call, queue, ASK: gl.constexpr, PLAN: gl.constexpr):
+def keep_order(order, semaphores, work, call, queue, ASK: gl.constexpr, PLAN: gl.constexpr):
     """One of two warps: the first asks, ahead of time, whether the key tiles after this one have added to a dQ tile;
-    the other one tells that this one has. They wait only for programs that were started earlier."""
-    w = find(gl.program_id(0), queue, call, PLAN)
-    visit = visit_of(w, queue, call, PLAN)
-    if w.first < w.n_k:
+    the other one tells that this one has. They wait only for tiles that were drawn earlier."""
+    PACKED: gl.constexpr = call.cu_q is not None
+    n = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    w = take(work, turn, call.n_q, call.n_k, PACKED)
+    while w.first >= 0:
+        visit = visit_of(w, queue, call, PLAN)
         i0 = visit.start
         head = visit.tile
-        for n in range(blocks_of(visit, PLAN)):
+        for _ in range(blocks_of(visit, PLAN)):
             semaphore = semaphores + head + i0 // BLOCK_M
             if ASK:
                 last = w.n_k - 1  # the last key that one of these queries sees
@@ -335,8 +350,12 @@ def keep_order(order, semaphores, call, queue, ASK: gl.constexpr, PLAN: gl.const
                 mbarrier.wait(order.added.index(n & 1), phase(n, 2))
                 mbarrier.arrive(order.seen.index(n & 1), count=1)
                 semaphore_release(semaphore)
-            i0 = after_block(visit, i0)
+            i0 = after_block(visit, i0, PLAN)
             head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
+            n += 1
+        hand_back(work, turn)
+        turn += 1
+        w = take(work, turn, call.n_q, call.n_k, PACKED)
 
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
@@ -355,20 +374,22 @@ def backward_wide_kernel(
     dk_tiles = recast(keys.k, q.dtype, [2] + dk.block_type.shape, dk.layout)  # noqa: RUF005
     dv_tiles = recast(keys.v, q.dtype, [2] + dv.block_type.shape, dv.layout)  # noqa: RUF005
     hold = Hold(keys, rows_ring(q, lse2), rows_ring(do, delta), p_tile, ds_tiles, dk_tiles, dv_tiles)
+    work = board(4 if PLAN.ORDERED else 2)
+    let_next_start()
     if PLAN.ORDERED:
         order = Order(barriers(2, 1), barriers(2, 2), barriers(2, 1))
         fence_async_shared()
         gl.warp_specialize([
-            (consume, (hold, outputs, order, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
-            (consume, (hold, outputs, order, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
-            (produce, (hold, inputs, None, call, queue, PLAN)),
-            (keep_order, (order, semaphores, call, queue, True, PLAN)),
-            (keep_order, (order, semaphores, call, queue, False, PLAN)),
+            (consume, (hold, outputs, order, work, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, order, work, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
+            (produce, (hold, inputs, work, call, queue, PLAN)),
+            (keep_order, (order, semaphores, work, call, queue, True, PLAN)),
+            (keep_order, (order, semaphores, work, call, queue, False, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         fence_async_shared()
         gl.warp_specialize([
-            (consume, (hold, outputs, None, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
-            (consume, (hold, outputs, None, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
-            (produce, (hold, inputs, None, call, queue, PLAN)),
+            (consume, (hold, outputs, None, work, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
+            (consume, (hold, outputs, None, work, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
+            (produce, (hold, inputs, work, call, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -22,10 +22,10 @@ copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 __all__ = [
-    "TensorDescriptor", "add_out", "arrive", "barrier", "columns", "copy_in", "copy_out", "fence_async_shared", "gl",
-    "gluon", "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet", "narrow", "pass_turn", "pin",
-    "recast", "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn", "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "TensorDescriptor", "add_out", "arrive", "await_previous", "barrier", "columns", "copy_in", "copy_out",
+    "fence_async_shared", "gl", "gluon", "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet",
+    "narrow", "pass_turn", "pin", "recast", "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn",
+    "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
@@ -62,6 +62,12 @@ def let_next_start():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def await_previous():
+    """Block until the kernel before this one, if they were launched to overlap, has ended and what it wrote is seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,23 +1,43 @@
-"""From the float32 sums that the Hopper backward leaves in register order to dQ."""
+"""What comes before and after the Hopper backward: row statistics and zeros; dQ from its sums in register order."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..backward import prepare_kernel
 from ..tile import PAD, locate, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
 
+@triton.jit(do_not_specialize=["n_q", "n_k", "tiles", "batch"])
+def start_kernel(
+    o, do, lse, dlse, lse2, delta, sums, counts, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The row statistics of BLOCK_M rows, zeros where their dQ is summed, and zero for four counts per program and the
+    64 after the last."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    tl.store(sums + tl.cast(pid, tl.int64) * BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
+    tl.store(counts + 4 * pid + tl.arange(0, 64), 0)
+    prepare_kernel(o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch, DV, BLOCK_M, BLOCK_DV)
+
+
 @triton.jit(do_not_specialize=["n_q", "n_k", "padded", "tiles", "batch"])
 def finish_kernel(
     acc, dq, flag, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * acc, 64 rows at a time; *flag is set where they are not finite.
 
     In `acc` a tile is [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as
     `in_register_order` wrote it.
     """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     w = locate(pid // 2, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PAD)
     first = w.first + pid % 2 * ROWS
