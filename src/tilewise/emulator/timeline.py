@@ -115,7 +115,8 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     lse = torch.full((1, 1, 512), 9.0)
     space = new_space(q, problem(q, k, v, None))
     space.lse2.fill_(13.0)
-    space.delta.zero_()
+    for x in (space.delta, space.sums, space.counts):
+        x.zero_()
     _prepare, job, _finish = backward_launches(
         dout, None, q, k, v, out, lse, dq, dk, dv, None, None, Spec(128**-0.5, None, None), space, 1
     )
