@@ -49,9 +49,9 @@ class Sweep(NamedTuple):
         return cls(which, int(dim), term, tuple(rest))
 
 
-def problem(n: int, dim: int, term: str, causal: bool) -> tuple[list[Tensor], Spec, Terms]:
+def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tuple[list[Tensor], Spec, Terms]:
     heads = HIDDEN // dim
-    tensors = [torch.randn(TOKENS // n, n, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    tensors = [torch.randn(TOKENS // n, n, heads, dim, device="cuda", dtype=dtype) for _ in range(4)]
     given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
     if term == "softcap":
         given["softcap"] = 30.0
@@ -99,9 +99,9 @@ def peers(tensors: list[Tensor], causal: bool) -> dict[str, Run]:
     }
 
 
-def warm(sweep: Sweep, tile: str, causal: bool) -> str:
+def warm(sweep: Sweep, tile: str, causal: bool, dtype: torch.dtype) -> str:
     try:
-        candidate(sweep.which, tile, *problem(1024, sweep.dim, sweep.term, causal))[0]()
+        candidate(sweep.which, tile, *problem(1024, sweep.dim, sweep.term, causal, dtype))[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{sweep.which} {sweep.dim} {sweep.term} {tile}: {error}"[:300]
@@ -125,10 +125,12 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     options = parser.parse_args()
+    dtype = getattr(torch, options.dtype)
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
         wanted = [(sweep, tile) for sweep in options.sweeps for tile in sweep.tiles]
-        faults = pool.map(warm, *zip(*wanted, strict=True), [options.causal] * len(wanted))
+        faults = pool.map(warm, *zip(*wanted, strict=True), [options.causal] * len(wanted), [dtype] * len(wanted))
         failed = {pair: fault for pair, fault in zip(wanted, faults, strict=True) if fault}
     print("\n".join(failed.values()) or "all compiled", flush=True)
     for n in options.seqs:
@@ -138,7 +140,7 @@ def main() -> None:
             for sweep in options.sweeps:
                 if sweep.dim != dim:
                     continue
-                tensors, spec, terms = problem(n, dim, sweep.term, options.causal)
+                tensors, spec, terms = problem(n, dim, sweep.term, options.causal, dtype)
                 first = None
                 for tile in sweep.tiles:
                     if (sweep, tile) in failed:
@@ -153,7 +155,8 @@ def main() -> None:
                         torch.allclose(a, b, atol=0.02, rtol=0.02) for a, b in zip(results, first, strict=False)
                     ):
                         wrong.add(name)
-            runs |= {(name, dim, "", ""): run for name, run in peers(tensors, options.causal).items()}
+            if dtype.itemsize == 2:
+                runs |= {(name, dim, "", ""): run for name, run in peers(tensors, options.causal).items()}
         repeats = {name: max(1, int(4 / milliseconds(run, 2))) for name, run in runs.items()}
         times: dict[tuple[str, int, str, str], list[float]] = {name: [] for name in runs}
         for _ in range(options.rounds):

@@ -46,7 +46,7 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    kernel: str  # forward, query, key, or value: the half of key that sums dV where that has a pass of its own
+    kernel: str  # forward, query, key, jvp, or value: the half of key that sums dV where that has a pass of its own
     capability: int
     dtype: str
     dim: int
@@ -56,7 +56,7 @@ class Row:
 
 
 def compile_row(row: Row) -> Compiled:
-    from tilewise.kernels.launch import backward_launches, forward_launch
+    from tilewise.kernels.launch import backward_launches, forward_launch, jvp_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     spec = Spec(scale=0.125, before=before, after=after)
@@ -72,6 +72,8 @@ def compile_row(row: Row) -> Compiled:
     with chosen:
         if row.kernel == "forward":
             launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability)
+        elif row.kernel == "jvp":
+            launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:
             launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability)
             launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
@@ -97,7 +99,7 @@ def candidates(kernel: str, itemsize: int, dim: int) -> Iterator[tuple[int, int,
     sizes = (128, 64, 32, 16)
     for m, n, warps in itertools.product(sizes, sizes, (4, 8)):
         kept, streamed = (n, m) if kernel == "key" else (m, n)
-        kept_tensors, sums = {"forward": (1, 1), "query": (2, 1), "key": (2, 2)}[kernel]
+        kept_tensors, sums = {"forward": (1, 1), "query": (2, 1), "key": (2, 2), "jvp": (2, 1)}[kernel]
         fits = (kept * kept_tensors + 2 * streamed) * dim * itemsize <= SHARED[90]
         if fits and kept * dim * sums <= 128 * 32 * warps:
             yield m, n, warps
@@ -115,7 +117,7 @@ def search(row: Row) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", choices=("forward", "query", "key", "value", "json"))
+    parser.add_argument("kernel", choices=("forward", "query", "key", "value", "jvp", "json"))
     parser.add_argument("--capability", type=int, default=90, choices=SHARED)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--dim", type=int, default=128)

@@ -1,7 +1,8 @@
 """Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
 
 There is no autotuning at run time: the same call runs the same kernel, every time. The rows of 16-bit dtypes
-compile without a spilled register for sm_80 and sm_90, apart from the few that tests/kernels/test_compile.py names.
+compile without a spilled register for sm_80 and sm_90, apart from what tests/kernels/test_compile.py names; those of
+float32, whose products are three each, only up to a head dim of 64.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         256: Tile(32, 128, 8, 2, apart=True),
         512: Tile(16, 16, 8, 1),
     },
+    ("jvp", 2): {  # the largest that do not spill; not timed
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
+        256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
+        512: Tile(16, 16, 8, 1),
+    },
     ("forward", 4): {
         64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 2),
@@ -70,6 +77,12 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         128: Tile(32, 32, 4, 1),
         256: Tile(16, 16, 4, 1),
         512: Tile(16, 16, 8, 1),
+    },
+    ("jvp", 4): {
+        64: Tile(16, 16, 4, 1),
+        128: Tile(16, 16, 4, 1),
+        256: Tile(16, 16, 4, 1),
+        512: Tile(16, 16, 4, 1),
     },
 }
 # Ampere to Ada: 99 KB of shared memory on the small parts, operands in registers
@@ -92,9 +105,16 @@ AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
         256: Tile(32, 32, 8, 1),
         512: Tile(16, 16, 8, 1),
     },
+    ("jvp", 2): {
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 32, 8, 1),
+        256: Tile(16, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
     ("forward", 4): HOPPER["forward", 4],
     ("query", 4): HOPPER["query", 4],
     ("key", 4): HOPPER["key", 4],
+    ("jvp", 4): HOPPER["jvp", 4],
 }
 
 

@@ -31,14 +31,12 @@ def moves(
     """lse. and sum (p s.) v + p v., over the span."""
     moved = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
+    for first in tl.range(span.lo, span.hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=True):
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-        dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-        dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         ds = tl.dot(dq_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dk_tile = load_rows(dk, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, False)
         ds = tl.dot(q_tile, tl.trans(dk_tile), ds, input_precision=PRECISION) * scale
         s = scores(product, w, w.h, i[:, None], j[None, :], scale, FOLD)
         seen = visible(i[:, None], j[None, :], w, before, after)
@@ -46,7 +44,9 @@ def moves(
         pds = tl.where(seen, p * ds, 0.0)
         moved += tl.sum(pds, 1)
         met = seen if CAREFUL else None
+        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         acc = dot(pds.to(v_tile.dtype), v_tile, acc, met, PRECISION)
+        dv_tile = load_rows(dv, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
         acc = dot(p.to(v_tile.dtype), dv_tile, acc, met, PRECISION)
     return moved, acc
 
@@ -76,6 +76,9 @@ def jvp_kernel(
                 q_tile, dq_tile, lse2_i, k, v, dk, dv, w, h_kv, i, span, before, after, scale,
                 D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, PRECISION, True,
             )  # fmt: skip
+        pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
+        w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+        i = w.first + tl.arange(0, BLOCK_M)
         o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         store_rows(do, acc - moved[:, None] * o_tile, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)

@@ -240,21 +240,28 @@ def jvp(
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
     dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
     with on(q):
-        size = problem(q, k, v, cu_q)
-        tile = tile_of("query", q, size, compute_capability(q))
-        Launch(
-            jvp_kernel,
-            size.programs(size.n_q, size.heads, tile.block_m),
-            (
-                *(view(x) for x in (q, k, v, *tangents, out)), row_view(lse), view(dout), row_view(dlse),
-                cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
-                size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
-            ),
-            options_of(size, spec, tile, q, terms),
-        )()  # fmt: skip
+        jvp_launch(tangents, q, k, v, out, lse, dout, dlse, cu_q, cu_k, spec, compute_capability(q))()
         for clear in clear_launches(dout, dlse, None, cu_q, cu_q):
             clear()
     return dout, dlse
+
+
+def jvp_launch(
+    tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
+) -> Launch:  # fmt: skip
+    size = problem(q, k, v, cu_q)
+    tile = tile_of("jvp", q, size, capability)
+    return Launch(
+        jvp_kernel,
+        size.programs(size.n_q, size.heads, tile.block_m),
+        (
+            *(view(x) for x in (q, k, v, *tangents, out)), row_view(lse), view(dout), row_view(dlse),
+            cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+            size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+        ),
+        options_of(size, spec, tile, q, NO_TERMS),
+    )  # fmt: skip
 
 
 def device_terms(
