@@ -1,6 +1,6 @@
 """What score terms cost, beside those who offer the same: compiled FlexAttention, torch's SDPA, the packed call.
 
-    python bench/features.py terms    # softcap, ALiBi, sinks, documents: plain causal tilewise and FlexAttention
+    python bench/features.py terms    # softcap, ALiBi, sinks, documents: plain causal, and FlexAttention
     python bench/features.py bias     # a (1, H, S, S) bias with its gradient: SDPA's memory-efficient kernel
     python bench/features.py documents    # a block mask over 64 documents: the same documents packed
 
@@ -118,29 +118,30 @@ def terms() -> list[dict[str, Any]]:
         def tiled(options: dict[str, Any] = options) -> Tensor:
             return tilewise.attention(q, k, v, causal=True, backend="triton", **options)
 
+        def chosen(options: dict[str, Any] = options) -> Tensor:
+            return tilewise.attention(q, k, v, causal=True, **options)
+
         def peer(compiled: Any = compiled) -> Tensor:
             return compiled(q, k, v)
 
-        agree(name, tiled(), peer())
-        for pass_, a, b in zip(
-            ("forward", "backward"), both(tiled, [q, k, v], grad), both(peer, [q, k, v], grad), strict=True
-        ):
-            calls[f"{name} {pass_} tilewise"], calls[f"{name} {pass_} flex"] = a, b
+        for who, call in {"flex": peer, "portable": tiled, "auto": chosen}.items():
+            agree(f"{name} {who}", call(), peer())
+            calls[f"{name} forward {who}"], calls[f"{name} backward {who}"] = both(call, [q, k, v], grad)
         print("ready:", name, flush=True)
     times = interleave(calls)
     for name in ours:
         for pass_ in ("forward", "backward"):
-            mine, flexes, plain = (
-                times[f"{x} {pass_} {y}"] for x, y in ((name, "tilewise"), (name, "flex"), ("plain", "tilewise"))
-            )
+            flexes, mine, auto = (times[f"{name} {pass_} {who}"] for who in ("flex", "portable", "auto"))
             rows.append(
                 {
                     "case": name,
                     "pass": pass_,
-                    "ms": mine,
                     "flex ms": flexes,
+                    "portable ms": mine,
                     "of flex": mine / flexes,
-                    "of plain": mine / plain,
+                    "of plain": mine / times[f"plain {pass_} portable"],
+                    "auto ms": auto,
+                    "auto of flex": auto / flexes,
                 }
             )
     return rows
