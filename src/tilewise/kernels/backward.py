@@ -146,10 +146,12 @@ def key_gradients(
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in tl.range(GROUP, disable_licm=True):
-        # a batch row that is computed here, and what follows from it, is kept in no register from head to head
-        line = (w.b * heads + w.h) * GROUP + g
-        h = line % (heads * GROUP)
-        u = Work(line // (heads * GROUP), h, w.first, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        h = w.h * GROUP + g
+        u = w
+        if GROUP > 1:  # a batch row that is computed here, and what follows from it, is kept in no register meanwhile
+            line = w.b * heads * GROUP + h
+            h = line % (heads * GROUP)
+            u = Work(line // (heads * GROUP), h, w.first, w.q0, w.n_q, w.k0, w.n_k, w.r0)
         lo, hi = walk(span, u, h, terms.blocks, BLOCK_M)
         for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
             first, edge = column(at, span, terms.blocks, BLOCK_M, CAREFUL or MASK_MOD is not None)
@@ -208,8 +210,9 @@ def key_kernel(
         bad = has_nan(dk_acc if SUM_K else dv_acc)
         if SUM_K and SUM_V:
             bad = bad or has_nan(dv_acc)
-        pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
-        w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
+        if GROUP > 1 or cu_k is not None:
+            pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
+            w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
         if bad:
             j = w.first + tl.arange(0, BLOCK_N)
             at = w.first + w.n_q - w.n_k
