@@ -71,7 +71,7 @@ def forward_launch(
     size = problem(q, k, v, cu_q)
     tile = tile_of("forward", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
-    folded, scale, _ = _folded(spec, q, terms, slope=False)
+    scoring, scale, _ = folded(spec, q, terms, slope=False)
     return Launch(
         forward_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -79,9 +79,9 @@ def forward_launch(
             *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, scale, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile),
         ),
-        options_of(size, spec, tile, q, terms) | folded | {
+        options_of(size, spec, tile, q, terms) | scoring | {
             "MASK_MOD": mask_mod(spec),
-            "BOUNDED": folded["FOLD"] and _is_bounded(spec, q, terms, scale),
+            "BOUNDED": scoring["FOLD"] and _is_bounded(spec, q, terms, scale),
             "OVERLAP": size.packed and can_overlap(capability),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
@@ -96,10 +96,10 @@ def backward_launches(
     size = problem(q, k, v, cu_q)
     statistics = statistics or row_statistics(q, size)
     prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
-    folded, scale, rate = _folded(spec, q, terms, slope=True)
+    scoring, scale, rate = folded(spec, q, terms, slope=True)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
     overlap = can_overlap(capability)
-    program = folded | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
+    program = scoring | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
     tile = tile_of("query", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     query = Launch(
@@ -313,7 +313,7 @@ def score_mod(spec: Spec, q: Tensor) -> Any:
     return spec.score_mod and mods.value(spec.score_mod, is_fast(q))
 
 
-def _folded(spec: Spec, q: Tensor, terms: Terms, slope: bool) -> tuple[dict[str, Any], float, float]:
+def folded(spec: Spec, q: Tensor, terms: Terms, slope: bool) -> tuple[dict[str, Any], float, float]:
     """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
     comes out; and the factor of the gradients of q.k."""
     if spec.score_mod and terms.bias is None and q.element_size() == 2:

@@ -21,9 +21,19 @@ CALLS = {
     "192 by 128, shared keys": {"d": 192, "dv": 128, "after": 0, "group": 4},
     "256 packed": {"d": 256, "after": 0, "packed": True, "dtype": "float16"},
     "256 ordered": {"d": 256, "deterministic": True},
+    "64 softcap": {"d": 64, "after": 0, "terms": "softcap"},
+    "64 bias": {"d": 64, "terms": "bias"},
+    "128 softcap": {"d": 128, "after": 0, "terms": "softcap"},
+    "128 alibi, shared keys": {"d": 128, "after": 0, "terms": "alibi", "group": 4},
+    "128 document, packed": {"d": 128, "terms": "document", "packed": True},
+    "128 bias": {"d": 128, "after": 0, "terms": "bias"},
+    "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
+    "256 softcap, ordered": {"d": 256, "terms": "softcap", "deterministic": True},
+    "256 document, bias": {"d": 256, "after": 0, "terms": "document bias"},
 }
 # bytes, at most, of what is kept from one key tile to the next, or needed where a block lies on the edge of the mask
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 24, "128 shared keys": 24, "256 packed": 16}
+SPILLS |= {"128 softcap": 40, "128 document, packed": 24, "128 bias": 80}
 
 
 @pytest.mark.parametrize(("name", "triton"), product(CALLS, TRITONS))

@@ -142,7 +142,9 @@ def attend(
         lse2 = queries.statistics.index(cur).load(layout)
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
     do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
-    dp = product_t(keys.v.index(WG + zero).reshape([64, DV]), do)
+    v = keys.v.index(WG + zero).reshape([64, DV])
+    if not PLAN.LATE:
+        dp = product_t(v, do)
     if TALL:
         lse2 = queries.statistics.index(cur).load(layout)
     s, slope = exponents(s, lse2, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
@@ -150,6 +152,8 @@ def attend(
     if not TALL:
         p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
     p = steepened(p, slope, call.terms)
+    if PLAN.LATE:
+        dp = product_t(v, do)
     mbarrier.wait(keys.full.index(0), phase(turn, 1))  # true since long: the branch keeps the next wait after the exp2
     if not TALL:
         delta = grads.statistics.index(cur).load(layout)

@@ -14,6 +14,7 @@ from ..launch import (
     Problem,
     clear_launches,
     device_terms,
+    folded,
     mask_mod,
     row_view,
     slope_mod,
@@ -79,8 +80,11 @@ def backward_launches(
     flag = space.flag if masked else None
     terms = terms._replace(sinks=None)  # which are in lse
     on_device = device_terms(spec, terms, size)
-    programs = {"SCORE_MOD": slope_mod(spec, q), "MASK_MOD": mask_mod(spec)}
-    linear = spec.score_mod is None and terms.bias is None
+    with_terms = not terms.is_empty(spec)
+    score, unit, rate = folded(spec, q, terms, slope=True)
+    if with_terms and not score["FOLD"]:  # then the scores have been multiplied
+        unit = 1.0
+    mask = {"MASK_MOD": mask_mod(spec)}
     packing = cu_q, cu_k, size.n_q, size.n_k
     statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
     dims = {"D": size.d, "BLOCK_D": block_d}
@@ -101,11 +105,11 @@ def backward_launches(
     )  # fmt: skip
 
     wide = block_d > 128
-    with_terms = not terms.is_empty(spec)
     row = config.hopper_sums(block_d, plain=not with_terms)
     plan = Plan(
         block_d, block_dv, row.block_m, row.block_n, group, ORDERED=spec.deterministic,
-        COPIED=row.copied or (spec.deterministic and not wide), TERMS=with_terms, LATE=with_terms,
+        COPIED=row.copied or (spec.deterministic and not wide), TERMS=with_terms, FOLD=score["FOLD"],
+        LATE=with_terms and block_d > 64,
     )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
@@ -122,16 +126,16 @@ def backward_launches(
             TensorDescriptor(space.sums, space.sums.shape, (256, 1), [plan.BLOCK_M * block_d // 512, 256], PLAIN),
             descriptor(dk, 64, block_d // 2 if wide else block_d),
             descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
-            spec.before, spec.after, spec.scale * LOG2E.value if linear else LOG2E.value, spec.scale, space.tokens,
+            spec.before, spec.after, unit * LOG2E.value, rate, space.tokens,
             space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
         ),
-        programs | {"PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},
+        mask | {"SCORE_MOD": score["SCORE_MOD"], "PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},
     )  # fmt: skip
 
     finish = Launch(
         finish_kernel,
         2 * size.programs(size.n_q, size.heads, PAD.value),
-        (space.sums, view(dq), flag, *packing, spec.scale, space.tokens, pads, size.heads, size.batch),
+        (space.sums, view(dq), flag, *packing, rate, space.tokens, pads, size.heads, size.batch),
         dims | overlap | {"num_warps": 8},
     )
     if not masked:
@@ -147,7 +151,9 @@ def backward_launches(
             spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
             size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
         ),
-        programs | dims | overlap | {"GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8},
+        mask | dims | overlap | {
+            "SCORE_MOD": slope_mod(spec, q), "GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8,
+        },
     )  # fmt: skip
     return [prepare, sums, finish, repair]
 

@@ -35,7 +35,8 @@ DQ_STORED: gl.constexpr = gl.constexpr(6)
 class Plan(NamedTuple):
     """What is known at compile time: columns of the tiles of K and Q, and of V and dO; queries of a block and keys of a
     tile; query heads per KV head; whether dQ is summed in a fixed order; whether by the copy engine; whether there are
-    score terms; whether the wide form asks for dQ after P, with 32 registers less for a while."""
+    score terms, whether they take q.k itself, not times the scale, and whether the product that would run beside them
+    (dP, in the wide form dQ) comes after them, and leaves them its 32 registers."""
 
     D: int
     DV: int
@@ -45,6 +46,7 @@ class Plan(NamedTuple):
     ORDERED: bool
     COPIED: bool
     TERMS: bool = False
+    FOLD: bool = True
     LATE: bool = False
 
 
@@ -206,10 +208,10 @@ def exponents(
     0; and the slope of the score mod."""
     slope = s
     if PLAN.TERMS:
-        FOLD: gl.constexpr = SCORE_MOD is None and call.terms.bias.ptr is None
+        w = Work(w.b, w.h, w.first, w.q0, here(w.n_q), w.k0, here(w.n_k), w.r0)
         i = columns(i0, s)[None, :]
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
-        s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, FOLD, SCORE_MOD)
+        s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
     s = s * call.unit - lse2
     if MASK_MOD is not None:
         seen = (i == i) & (j == j) & MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, call.terms.mask)
