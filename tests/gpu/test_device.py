@@ -62,8 +62,10 @@ def test_no_host_sync(case: Case) -> None:
 
 
 @CASES
-def test_graph(case: Case) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # the kernels for Hopper where it is one, and the portable
+def test_graph(case: Case, dtype: str) -> None:
     """A captured call, replayed on other data, and packed: on other lengths of the same total."""
+    case = replace(case, dtype=dtype)
     static = make(case, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
