@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from tilewise import config
+from tilewise import api, config, mods
 from tilewise.perf.compiled import Compiled, compile_for
 from tilewise.spec import Spec
 
@@ -53,29 +53,41 @@ class Row:
     variant: str
     tile: tuple[int, ...] | None = None
     precision: str | None = None
+    term: str | None = None  # of TERMS
+
+
+# name -> the arguments of a call, from its length and heads
+TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "softcap": lambda n, heads: {"softcap": 30.0},
+    "alibi": lambda n, heads: {"alibi_slopes": torch.rand(heads)},
+    "documents": lambda n, heads: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(n).int() // 512), n, n)},
+}
 
 
 def compile_row(row: Row) -> Compiled:
     from tilewise.kernels.launch import backward_launches, forward_launch, jvp_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
-    spec = Spec(scale=0.125, before=before, after=after)
     dtype = getattr(torch, row.dtype)
     shape = (n,) if packed else (1, n)
     q = torch.empty(*shape, group, row.dim, dtype=dtype)
     k = torch.empty(*shape, 1, row.dim, dtype=dtype)
     lse = torch.empty(*shape[:-1], group, n)
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
+    given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
+    given |= TERMS[row.term](n, group) if row.term else {}
+    terms, named = api._terms(q, (1, group, n, n), packed, dropout_p=0.0, **given)
+    spec = Spec(scale=0.125, before=before, after=after, **named)
     chosen = (
         nullcontext() if row.tile is None else mock.patch.object(config, "tile", return_value=config.Tile(*row.tile))
     )
     with chosen:
         if row.kernel == "forward":
-            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability)
+            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms)
         elif row.kernel == "jvp":
             launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:
-            launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability)
+            launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability, terms)
             launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
     options = dict(launch.options)
     if row.precision is not None:
