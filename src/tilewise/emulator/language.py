@@ -425,6 +425,7 @@ WORDS = SimpleNamespace(
     full=lambda shape, x, dtype, layout=None: Value(torch.full(list(shape), x, dtype=dtype)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     broadcast=lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.data, b.data))),
+    split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
     expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)), map_elementwise=map_elementwise,
     where=where, maximum=_pick(torch.maximum, max), minimum=_pick(torch.minimum, min),
     max=_reduce(lambda x, axis: x.amax(axis)), sum=_reduce(lambda x, axis: x.sum(axis)),

@@ -167,7 +167,7 @@ def signal(id, THREADS: gl.constexpr):
 
 @gluon.jit
 def here(x):
-    """x, an int. What follows from the kernel's arguments alone the compiler computes before the warps learn their
+    """x, ints. What follows from the kernel's arguments alone the compiler computes before the warps learn their
     jobs, and keeps for all of them, in registers that the producer has not got; not so what follows from this."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -24,6 +24,7 @@ from .compat import (
     fence_async_shared,
     gl,
     gluon,
+    here,
     hide_from,
     hide_until,
     let_next_start,
@@ -77,7 +78,7 @@ class Plan(NamedTuple):
     WARPGROUPS: int
     STAGES: int
     FOLD: bool
-    SHARE: bool  # O leaves through Q's shared memory
+    PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
     TURNS: bool  # the warpgroups ask for their products one after the other
 
 
@@ -120,11 +121,11 @@ def score(
         seen = (i == i) & (j == j) & MASK_MOD(None, w.b, w.h, i, j, w.n_q, w.n_k, terms.mask)
         s = gl.where(seen, s, float("-inf"))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
-        here = row + (first + w.n_k - w.n_q - start)
-        end = here * 0 + (w.n_k - start)
-        s = hide_from(s, end if after is None else gl.minimum(here + after + 1, end))
+        last = here(row) + (first + w.n_k - w.n_q - start)
+        end = last * 0 + (w.n_k - start)
+        s = hide_from(s, end if after is None else gl.minimum(last + after + 1, end))
         if before is not None:
-            s = hide_until(s, here - before)
+            s = hide_until(s, last - before)
     return s
 
 
@@ -319,8 +320,7 @@ def consume(
             release(pipes.v, use - 1, STAGES)
             acc = rescale(acc, factor)
             p_tile = operand(p, DTYPE, PLAN)
-        if not PLAN.SHARE:
-            arrive(pipes.q.empty.index(WG))
+        arrive(pipes.q.empty.index(WG))
         await_full(pipes.v, stop - 1, STAGES)
         acc = settled(weigh(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, PLAN), p_tile)
         release(pipes.v, stop - 1, STAGES)
@@ -329,9 +329,6 @@ def consume(
 
         w = recall(pipes.work, r, n_q, n_k, PACKED)
         finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, terms, PLAN)
-        if PLAN.SHARE:
-            tma.store_wait(0)
-            mbarrier.arrive(pipes.q.empty.index(WG), count=1)
         hand_back(pipes.work, r)
         r += 1
         w = take(pipes.work, r, n_q, n_k, PACKED)
@@ -346,13 +343,21 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
     if terms.sinks is not None:  # a key without a value, seen after all others
         kept, m, total = with_sink(m, total, gl.load(terms.sinks + w.h).to(gl.float32) * LOG2E)
     some = gl.where(total == 0.0, 1.0, total)
+    WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
+    if PLAN.PARTS == 2 and len(acc) == 1:
+        acc = halves(acc[0])
     tma.store_wait(0)  # the last tile has left this memory
-    sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, PLAN.BLOCK_DV]), 0)
+    sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, WIDTH]), 0)
+    if PLAN.PARTS == 2:
+        fence_async_shared()
+        copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
+        tma.store_wait(0)
     if len(acc) == 2:
-        more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, PLAN.BLOCK_DV]), PLAN.WIDTHS[0])
+        COLUMN: gl.constexpr = 0 if PLAN.PARTS == 2 else PLAN.WIDTHS[0]
+        more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, WIDTH]), COLUMN)
         sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
     fence_async_shared()
-    copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
+    copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first, WIDTH * (PLAN.PARTS - 1)), o_tile)
     if flag is not None:
         sound = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         odd = (sums != sums) & (sound == sound)
@@ -364,6 +369,15 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
     lse_rows = lse.ptr + tl.cast(w.b, tl.int64) * lse.strides[0] + tl.cast(w.h, tl.int64) * lse.strides[2] + w.q0
     seen = gl.convert_layout(total, m.type.layout) != 0.0
     gl.store(lse_rows + i, gl.where(seen, (m + log) * LN2, float("-inf")), mask=i < w.n_q)
+
+
+@gluon.jit
+def halves(acc):
+    """The left and the right columns, in the registers where they are."""
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    left, right = gl.split(acc.reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)))
+    left = gl.convert_layout(left, o_layout(WIDTH), assert_trivial=True)
+    return left, gl.convert_layout(right, o_layout(WIDTH), assert_trivial=True)
 
 
 @gluon.jit
@@ -443,10 +457,7 @@ def forward_kernel(
     q_ring = ring(q, WARPGROUPS, 1)
     k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
     v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
-    if PLAN.SHARE:
-        o_tiles = q_ring.tiles
-    else:
-        o_tiles = gl.allocate_shared_memory(o.dtype, [WARPGROUPS] + o.block_type.shape, o.layout)  # noqa: RUF005
+    o_tiles = gl.allocate_shared_memory(o.dtype, [WARPGROUPS] + o.block_type.shape, o.layout)  # noqa: RUF005
     pipes = Pipes(q_ring, k_ring, v_ring, o_tiles, board(WARPGROUPS))
     fence_async_shared()
     if WARPGROUPS == 2:

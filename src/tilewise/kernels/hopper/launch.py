@@ -51,7 +51,9 @@ def forward_launches(
     tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
     lines = size.heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
-    boxes = (ROWS.value, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_DV), (64, plan.BLOCK_DV)
+    rows = ROWS.value
+    o_box = rows, plan.BLOCK_DV // plan.PARTS
+    boxes = (rows, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_DV), o_box
     forward = Launch(
         forward_kernel,
         min(tiles * lines, processors),
@@ -95,7 +97,7 @@ def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
         D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), WIDTHS=widths(size.dv, dv),
         BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2,
         FOLD=spec.scale > 0 and worth_is_product,
-        SHARE=d == dv == 256, TURNS=row.turns,
+        PARTS=2 if d == dv == 256 else 1, TURNS=row.turns,
     )  # fmt: skip
 
 

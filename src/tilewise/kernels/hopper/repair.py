@@ -24,11 +24,10 @@ def repair_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    raised = tl.load(flag)
-    if tl.atomic_add(flag + 1, 1) == tl.num_programs(0) - 1:  # all have looked: down with it, for the next launch
-        tl.store(flag, 0)
-        tl.store(flag + 1, 0)
-    if raised > 0:
+    if tl.load(flag) > 0:
+        if tl.atomic_add(flag + 1, 1) == tl.num_programs(0) - 1:  # all have seen it: down with it, for the next launch
+            tl.store(flag, 0)
+            tl.store(flag + 1, 0)
         for pid in range(tl.program_id(0), total, tl.num_programs(0)):
             w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
             if w.first < w.n_q:
