@@ -30,6 +30,7 @@ CASES = {
     "negative scale": {"n_q": 130, "n_k": 200, "scale": -0.3},
     "half": {"n_q": 130, "n_k": 200, "after": 0, "dtype": torch.float16},
     "packed": {"lengths": ((130, 130), (0, 7), (65, 0), (1, 200), (300, 60)), "after": 0},
+    "packed wide heads": {"lengths": ((70, 70), (0, 7), (65, 0), (1, 100)), "after": 0, "d": 256},
     "packed window": {"lengths": ((130, 130), (0, 7), (65, 0), (1, 200)), "before": 50, "after": 10, "d": 64},
 }
 
