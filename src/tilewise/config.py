@@ -60,6 +60,12 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
         512: Tile(16, 16, 8, 1),
     },
+    ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(64, 32, 8, 2),  # 128x32x8 needs 303 KB of shared memory
+        512: Tile(16, 32, 8, 1),
+    },
     ("forward", 4): {
         64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 2),
@@ -116,10 +122,12 @@ AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
     ("key", 4): HOPPER["key", 4],
     ("jvp", 4): HOPPER["jvp", 4],
 }
+HOPPER["sums", 4] = AMPERE["sums", 4] = HOPPER["query", 4]
+AMPERE["sums", 2] = AMPERE["query", 2]
 
 
 def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
-    """The tile of a pass ("forward", "query", "key") for sm_<capability>.
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp") for sm_<capability>.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False)

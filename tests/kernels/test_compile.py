@@ -105,9 +105,25 @@ def test_the_gate_can_fail(change: dict[str, Any], verdict: bool) -> None:
     assert bool(faults(good | change)) is verdict
 
 
+@pytest.mark.parametrize(("capability", "dim"), [(90, 64), (90, 128), (90, 256), (80, 128)])
+def test_sums_of_gradients_fit(capability: int, dim: int) -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_sums", str(capability), str(dim)],
+        capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    assert len(made) == 4
+    for each in made:
+        assert each["shared"] <= SHARED[capability], each
+        assert each["spills"] == 0 or capability == 80, each
+
+
 def test_every_kind_of_call_has_a_row() -> None:
     for capability, kernel, itemsize, dim in product(
-        TABLES, ("forward", "query", "key", "jvp"), (2, 4), (16, 32, 64, 128, 256, 512)
+        TABLES, ("forward", "query", "key", "sums", "jvp"), (2, 4), (16, 32, 64, 128, 256, 512)
     ):
         tile = config.tile(kernel, capability, itemsize, dim)
         assert min(tile.block_m, tile.block_n) >= 16
