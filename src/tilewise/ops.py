@@ -213,6 +213,14 @@ class ForwardMode(Attention):
         return torch.ops.tilewise.jvp(along, q, k, v, out, lse, *call)
 
 
+def _apply(function: type[Attention], *args: Any) -> Any:
+    """function.apply. Before a Function with a setup_context, torch inspects the signature of its forward at each call,
+    which takes as long as all else; where nobody watches, what comes after that is called at once."""
+    if is_watched(*args[:3]):
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def _call_of(args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
     """q, k, v and the arguments of `_call`, from those of `Attention`."""
     q, k, v, bias, sinks, cu_q, cu_k, seed, n_score, n_mask, *rest = args
@@ -247,7 +255,8 @@ def _gradients(
     if dout is None:
         dout = torch.zeros_like(out)
     saved = (dout, dlse, q, k, v, out, lse)
-    grads: list[Tensor | None] = list(torch.ops.tilewise.backward(*saved, *call))
+    op = torch.ops.tilewise.backward if is_watched(*saved[:1], *saved[2:]) else _backward
+    grads: list[Tensor | None] = list(op(*saved, *call))
     terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted_terms) if any(wanted_terms) else ())
     return grads + [next(terms) if wants else None for wants in wanted_terms]
 
@@ -320,7 +329,8 @@ def attend(
     if _in_forward_mode() or (torch.is_grad_enabled() and _need_grad(q, k, v, terms)):
         if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
             k, v, cu_k = k.view_as(k), v.view_as(v), None if cu_k is None else cu_k.view_as(cu_k)
-        return (ForwardMode if _in_forward_mode() else Attention).apply(  # type: ignore[no-untyped-call]
+        return _apply(
+            ForwardMode if _in_forward_mode() else Attention,
             q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
             *terms.score, *terms.mask, *terms.blocks, *spec.args(),
         )  # fmt: skip

@@ -203,4 +203,15 @@ def _bound(binary: Any, grid: tuple[int, int, int], template: tuple[Any, ...]) -
 
 
 def _map_maker(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
-    return lambda address: nvidia.make_tensordesc_arg(_based(descriptor, Address(address)), metadata)[0]
+    """TMA descriptors by address: a step of training sees its addresses again, if not always in the same company."""
+    made: dict[int, Any] = {}
+
+    def make(address: int) -> Any:
+        found = made.get(address)
+        if found is None:
+            if len(made) >= PLACES:
+                made.clear()
+            found = made[address] = nvidia.make_tensordesc_arg(_based(descriptor, Address(address)), metadata)[0]
+        return found
+
+    return make

@@ -112,6 +112,10 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
     assert len(made_maps) == (4 if which == 0 else 0)  # once for the same addresses
     replay.launch("key", tensors, lambda: (), {"key": recording})
     assert seen[3] != seen[0]
+    made_maps.clear()
+    replay.launch("key", (*tensors[:3], *others[3:]), lambda: (), {"key": recording})
+    assert seen[4] not in seen[:4]
+    assert not made_maps  # all addresses were seen before, if not together
 
 
 @pytest.mark.parametrize(
