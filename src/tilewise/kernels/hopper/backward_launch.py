@@ -16,6 +16,7 @@ from ..launch import (
     device_terms,
     folded,
     mask_mod,
+    on,
     row_view,
     slope_mod,
     view,
@@ -169,7 +170,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
         dout = dout.contiguous()
-    with torch.cuda.device(q.device):
+    with on(q):
         space = new_space(q, problem(q, k, v, cu_q))
 
         def build() -> list[Launch]:
