@@ -35,8 +35,10 @@ CALLS = {
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 24, "128 shared keys": 24, "256 packed": 16}
 SPILLS |= {"128 softcap": 40, "128 document, packed": 24, "128 bias": 80}
 
+ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal")  # what other Tritons compile, too
 
-@pytest.mark.parametrize(("name", "triton"), product(CALLS, TRITONS))
+
+@pytest.mark.parametrize(("name", "triton"), [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])])
 def test_nothing_serialised_and_no_shared_barriers(name, triton):
     """A barrier that is initialised twice is two barriers: one of them has ended, as the compiler sees it, and what
     came to lie in its place is overwritten when the GPU puts the program aside for another process."""
