@@ -255,7 +255,7 @@ def _gradients(
     if dout is None:
         dout = torch.zeros_like(out)
     saved = (dout, dlse, q, k, v, out, lse)
-    op = torch.ops.tilewise.backward if is_watched(*saved[:1], *saved[2:]) else _backward
+    op = torch.ops.tilewise.backward if is_watched(dout, q, k, v, out, lse) else _backward
     grads: list[Tensor | None] = list(op(*saved, *call))
     terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted_terms) if any(wanted_terms) else ())
     return grads + [next(terms) if wants else None for wants in wanted_terms]

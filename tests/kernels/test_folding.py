@@ -45,19 +45,19 @@ PROGRAMS = {
     "mixed": (mixed(SLOPES, 0.7), 2.0 / 0.7),
     "twice": (twice(), 1.0),
 }
+PRODUCT = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PLACE = Place(0, torch.arange(2)[:, None, None], torch.arange(5)[:, None], torch.arange(6), 5, 6)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_score_is_the_same(name: str) -> None:
     mod, expected = PROGRAMS[name]
     assert isinstance(mod, Mod)
-    product = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    place = Place(0, torch.arange(2)[:, None, None], torch.arange(5)[:, None], torch.arange(6), 5, 6)
     unit, rest = factors(mod.program)
     factor = value_of(unit, (*mod.numbers, SCALE))
     assert factor == pytest.approx(expected)
-    (score,) = evaluate([mod.program.root], place, SCALE * product, mod.tensors, mod.numbers, torch.float64)
-    (found,) = evaluate([rest], place, product, mod.tensors, (*mod.numbers, SCALE), torch.float64)
+    (score,) = evaluate([mod.program.root], PLACE, SCALE * PRODUCT, mod.tensors, mod.numbers, torch.float64)
+    (found,) = evaluate([rest], PLACE, PRODUCT, mod.tensors, (*mod.numbers, SCALE), torch.float64)
     torch.testing.assert_close(factor * found, score)
 
 
@@ -65,11 +65,9 @@ def test_the_score_is_the_same(name: str) -> None:
 def test_the_slope_is_the_same(name: str) -> None:
     mod, _ = PROGRAMS[name]
     assert isinstance(mod, Mod)
-    product = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    place = Place(0, torch.arange(2)[:, None, None], torch.arange(5)[:, None], torch.arange(6), 5, 6)
     pull, steep = slope_factors(mod.program)
-    (slope,) = evaluate([mod.program.slope], place, SCALE * product, mod.tensors, mod.numbers, torch.float64)
-    (found,) = evaluate([steep], place, product, mod.tensors, (*mod.numbers, SCALE), torch.float64)
+    (slope,) = evaluate([mod.program.slope], PLACE, SCALE * PRODUCT, mod.tensors, mod.numbers, torch.float64)
+    (found,) = evaluate([steep], PLACE, PRODUCT, mod.tensors, (*mod.numbers, SCALE), torch.float64)
     factor = value_of(pull, (*mod.numbers, SCALE))
     torch.testing.assert_close(factor * torch.as_tensor(found), torch.as_tensor(slope), check_dtype=False)
 
