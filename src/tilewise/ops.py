@@ -21,7 +21,9 @@ _library.define(
 )
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
-N_TERMS, N_SPEC = len(Terms._fields), len(Spec.__dataclass_fields__)
+N_TERMS = len(Terms._fields)
+FIRST = 4  # of the arguments of `Attention` that are tensors
+Call = tuple[Tensor | None, Tensor | None, Spec, Terms]  # cu_q, cu_k and so on: what is asked of q, k and v
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, terms: Terms = NO_TERMS) -> Any:
@@ -40,39 +42,63 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, spec: Spec, terms: Terms = NO_TERM
 
 
 class Memo:
-    """What calls that look alike to the kernels share: the backend's forward, and what it remembers of launches."""
+    """What calls that look alike to the kernels share: who computes them and, on a GPU, what they launch."""
 
-    __slots__ = ("forward", "launches")
+    __slots__ = ("backend", "launches")
 
     def __init__(self) -> None:
-        self.forward: Any = None
-        self.launches: dict[Any, Any] = {}
+        self.backend: Any = None
+        self.launches: dict[Any, Any] | None = {}
 
 
 _memos: dict[Any, Memo] = {}
+
+
+def _known(
+    memo: Memo | None, spec: Spec, terms: Terms, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+) -> Memo:
+    """The memo of a call, with a backend. On a GPU it is chosen once for all calls that look alike."""
+    if memo is None and q.is_cuda:
+        key = (spec, *signature(q, k, v, *others, *terms.tensors()))
+        memo = _memos.get(key)
+        if memo is None:
+            if len(_memos) >= LIMIT:
+                _memos.clear()
+            memo = _memos[key] = Memo()
+    elif memo is None:
+        memo = Memo()
+        memo.launches = None
+    if memo.backend is None:
+        memo.backend = _backend(q, k, v, spec, terms)
+    return memo
 
 
 def _forward_of(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
     memo: Memo | None = None,
 ) -> Any:  # fmt: skip
-    """(out, lse) of the backend. On a GPU it is chosen once for all calls that look alike."""
-    if memo is None:
-        if not q.is_cuda:
-            return _backend(q, k, v, spec, terms).forward(q, k, v, cu_q, cu_k, spec, terms)
-        key = (spec, *signature(q, k, v, cu_q, cu_k, *terms.tensors()))
-        memo = _memos.get(key)
-        if memo is None:
-            if len(_memos) >= LIMIT:
-                _memos.clear()
-            memo = _memos[key] = Memo()
-    if memo.forward is None:
-        memo.forward = _backend(q, k, v, spec, terms).forward
-    return memo.forward(q, k, v, cu_q, cu_k, spec, terms, memo.launches)
+    """(out, lse) of the backend."""
+    memo = _known(memo, spec, terms, q, k, v, cu_q, cu_k)
+    return memo.backend.forward(q, k, v, cu_q, cu_k, spec, terms, memo.launches)
 
 
-def _unpack(args: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None, Spec, Terms]:
-    """cu_q, cu_k, spec and terms from the arguments of `_call`."""
+def _backward_of(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+) -> Any:  # fmt: skip
+    """(dq, dk, dv) of the backend."""
+    memo = _known(None, spec, terms, q, k, v, cu_q, cu_k, dout, dlse, out, lse)
+    return memo.backend.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, memo.launches)
+
+
+def _pack(cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms) -> tuple[Any, ...]:
+    """The arguments of `_call`."""
+    bias, sinks, seed, score, mask, blocks = terms
+    return cu_q, cu_k, bias, sinks, seed, list(score), list(mask), list(blocks), *spec.args()
+
+
+def _unpack(args: tuple[Any, ...]) -> Call:
+    """The reverse of `_pack`."""
     cu_q, cu_k, *rest = args
     fields: list[Any] = [tuple(x) if isinstance(x, list) else x for x in rest[:N_TERMS]]
     terms = Terms(*fields)
@@ -89,9 +115,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tenso
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, cu_k, spec, terms = _unpack(call)
-    grads: tuple[Tensor, Tensor, Tensor]
-    grads = _backend(q, k, v, spec, terms).backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+    grads: tuple[Tensor, Tensor, Tensor] = _backward_of(dout, dlse, q, k, v, out, lse, *_unpack(call))
     return grads
 
 
@@ -147,38 +171,35 @@ def _jvp_fake(tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tens
 class Attention(torch.autograd.Function):
     """out and lse are both differentiable; the backward recomputes the weights from lse.
 
-    Arguments: q, k, v, bias, sinks, cu_q, cu_k, seed, the number of tensors of the score mod and of the mask mod, these
-    tensors, a block mask's, and the spec's scalars.
+    Arguments: the spec, a memo, how many tensors the score mod and the mask mod have; then what has derivatives: q, k,
+    v, bias, sinks and the score mod's tensors; and what has none: cu_q, cu_k, seed, the mask mod's and a block mask's.
     """
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        q, k, v, call = _call_of(args)
-        return (torch.ops.tilewise.forward if is_watched(q, k, v) else _forward)(q, k, v, *call)
+        (q, k, v), call = _call_of(args)
+        return _outputs(q, k, v, *call, args[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.places = [n for n, x in enumerate(inputs) if isinstance(x, Tensor)]
-        ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
-        tensors = [inputs[n] for n in ctx.places]
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        ctx.rest = inputs[:FIRST]
+        ctx.save_for_backward(*inputs[FIRST:], *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        args, out, lse = _saved_of(ctx)
-        q, k, v, call = _call_of(args)
-        n_score = args[8]
-        inputs = (q, k, v, args[3], args[4], *args[10 : 10 + n_score])
-        wanted = [ctx.needs_input_grad[n] for n in (0, 1, 2, 3, 4, *range(10, 10 + n_score))]
-        if not _is_higher_order(dout, dlse, *inputs):
-            grads = _gradients(dout, dlse, out, lse, wanted[3:], *args)
-        elif choose(q, k, v, _unpack(call)[2]).backend == "reference":
-            grads = _differentiable_gradients(inputs, wanted, dout, dlse, call)
+        *tensors, out, lse = ctx.saved_tensors
+        args = *ctx.rest, *tensors
+        last = FIRST + 5 + args[2]
+        q, k, v, *terms = args[FIRST:last]
+        wanted = ctx.needs_input_grad[FIRST:last]
+        if not _is_higher_order(dout, dlse, q, k, v, *terms):
+            grads = _gradients(dout, dlse, out, lse, wanted, *args)
+        elif choose(q, k, v, args[0]).backend == "reference":
+            grads = _differentiable_gradients(dout, dlse, (q, k, v, *terms), wanted, args)
         else:
-            grads = OneDerivative.apply(dout, dlse, out, lse, wanted[3:], *args)  # type: ignore[no-untyped-call]
-        return (*grads[:5], *(None for _ in range(5)), *grads[5:], *(None for _ in args[10 + n_score :]))
+            grads = OneDerivative.apply(dout, dlse, out, lse, wanted, *args)  # type: ignore[no-untyped-call]
+        return *(None,) * FIRST, *grads, *(None,) * (len(args) - last)
 
 
 class OneDerivative(torch.autograd.Function):
@@ -186,7 +207,7 @@ class OneDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return tuple(_gradients(*args))
+        return _gradients(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
@@ -204,37 +225,46 @@ class ForwardMode(Attention):
     """Attention with a jvp. It is a class of its own because torch.compile takes no Function that has one."""
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        Attention.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[FIRST:], *output)
+
+    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        args, out, lse = _saved_of(ctx)
-        q, k, v, call = _call_of(args)
-        if any(t is not None for t in tangents[3:]):
+        *tensors, out, lse = ctx.saved_tensors
+        qkv, call = _call_of((*ctx.rest, *tensors))
+        if any(t is not None for t in tangents[FIRST + 3 :]):
             raise AttentionError("forward mode on these kernels", "a tangent of a term", "tangents of q, k and v only")
-        along = [torch.zeros_like(x) if t is None else t for x, t in zip((q, k, v), tangents, strict=False)]
-        return torch.ops.tilewise.jvp(along, q, k, v, out, lse, *call)
+        along = [torch.zeros_like(x) if t is None else t for x, t in zip(qkv, tangents[FIRST:], strict=False)]
+        return torch.ops.tilewise.jvp(along, *qkv, out, lse, *_pack(*call))
 
 
-def _apply(function: type[Attention], *args: Any) -> Any:
-    """function.apply. Before a Function with a setup_context, torch inspects the signature of its forward at each call,
-    which takes as long as all else; where nobody watches, what comes after that is called at once."""
-    if is_watched(*args[:3]):
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+def _args_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+    memo: Memo | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of `Attention`."""
+    bias, sinks, seed, score, mask, blocks = terms
+    tensors = q, k, v, bias, sinks, *score, cu_q, cu_k, seed, *mask, *blocks
+    return spec, memo, len(score), len(mask), *tensors
 
 
-def _call_of(args: Any) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
-    """q, k, v and the arguments of `_call`, from those of `Attention`."""
-    q, k, v, bias, sinks, cu_q, cu_k, seed, n_score, n_mask, *rest = args
-    tensors, scalars = rest[: len(rest) - N_SPEC], rest[len(rest) - N_SPEC :]
-    score, mask, blocks = tensors[:n_score], tensors[n_score : n_score + n_mask], tensors[n_score + n_mask :]
-    return q, k, v, (cu_q, cu_k, bias, sinks, seed, score, mask, blocks, *scalars)
+def _call_of(args: Any) -> tuple[tuple[Tensor, Tensor, Tensor], Call]:
+    """The reverse of `_args_of`, without the memo."""
+    spec, _, n_score, n_mask, q, k, v, bias, sinks, *rest = args
+    cu_q, cu_k, seed, *others = rest[n_score:]
+    score, mask, blocks = tuple(rest[:n_score]), tuple(others[:n_mask]), tuple(others[n_mask:])
+    return (q, k, v), (cu_q, cu_k, spec, Terms(bias, sinks, seed, score, mask, blocks))
 
 
-def _saved_of(ctx: Any) -> tuple[list[Any], Tensor, Tensor]:
-    *tensors, out, lse = ctx.saved_tensors
-    args = list(ctx.rest)
-    for n, x in zip(ctx.places, tensors, strict=True):
-        args[n] = x
-    return args, out, lse
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+    memo: Memo | None,
+) -> Any:  # fmt: skip
+    """(out, lse); there is a memo only where nobody watches."""
+    if memo is None and is_watched(q, k, v):
+        return torch.ops.tilewise.forward(q, k, v, *_pack(cu_q, cu_k, spec, terms))
+    return _forward_of(q, k, v, cu_q, cu_k, spec, terms, memo)
 
 
 def _is_higher_order(*tensors: Tensor | None) -> bool:
@@ -248,25 +278,27 @@ def _in_forward_mode() -> bool:
 
 
 def _gradients(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted_terms: list[bool], *args: Any
-) -> list[Tensor | None]:
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: tuple[bool, ...], *args: Any
+) -> tuple[Tensor | None, ...]:
     """Of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
-    q, k, v, call = _call_of(args)
+    qkv, call = _call_of(args)
     if dout is None:
         dout = torch.zeros_like(out)
-    saved = (dout, dlse, q, k, v, out, lse)
-    op = torch.ops.tilewise.backward if is_watched(dout, q, k, v, out, lse) else _backward
-    grads: list[Tensor | None] = list(op(*saved, *call))
-    terms = iter(torch.ops.tilewise.term_gradients(*saved, *call, wanted_terms) if any(wanted_terms) else ())
-    return grads + [next(terms) if wants else None for wants in wanted_terms]
+    saved = (dout, dlse, *qkv, out, lse)
+    if is_watched(dout, *qkv, out, lse):
+        grads = torch.ops.tilewise.backward(*saved, *_pack(*call))
+    else:
+        grads = _backward_of(*saved, *call)
+    terms = wanted[3:]
+    found = iter(torch.ops.tilewise.term_gradients(*saved, *_pack(*call), terms) if any(terms) else ())
+    return *grads, *(next(found) if wants else None for wants in terms)
 
 
 def _differentiable_gradients(
-    inputs: tuple[Any, ...], wanted: list[bool], dout: Tensor | None, dlse: Tensor | None, call: tuple[Any, ...]
-) -> list[Tensor | None]:
+    dout: Tensor | None, dlse: Tensor | None, inputs: tuple[Any, ...], wanted: tuple[bool, ...], args: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
     """The gradients by torch's own rules, so that they have gradients again; on the reference backend only."""
-    q, k, v, bias, sinks, *score = inputs
-    cu_q, cu_k, spec, terms = _unpack(call)
+    _, (cu_q, cu_k, spec, terms) = _call_of(args)
     from . import reference
 
     with torch.enable_grad():
@@ -282,7 +314,7 @@ def _differentiable_gradients(
         else:
             outputs, cotangents = zip(*pairs, strict=True)
             found = iter(torch.autograd.grad(outputs, asked, cotangents, create_graph=True, materialize_grads=True))
-    return [next(found) if wants else None for wants in wanted]
+    return tuple(next(found) if wants else None for wants in wanted)
 
 
 def _need_reference(what: str) -> NoReturn:
@@ -329,14 +361,8 @@ def attend(
     if _in_forward_mode() or (torch.is_grad_enabled() and _need_grad(q, k, v, terms)):
         if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
             k, v, cu_k = k.view_as(k), v.view_as(v), None if cu_k is None else cu_k.view_as(cu_k)
-        return _apply(
-            ForwardMode if _in_forward_mode() else Attention,
-            q, k, v, terms.bias, terms.sinks, cu_q, cu_k, terms.seed, len(terms.score), len(terms.mask),
-            *terms.score, *terms.mask, *terms.blocks, *spec.args(),
-        )  # fmt: skip
-    if memo is not None or not is_watched(q, k, v):
-        return _forward_of(q, k, v, cu_q, cu_k, spec, terms, memo)
-    return torch.ops.tilewise.forward(
-        q, k, v, cu_q, cu_k, terms.bias, terms.sinks, terms.seed, list(terms.score), list(terms.mask),
-        list(terms.blocks), *spec.args(),
-    )  # fmt: skip
+        function: Any = ForwardMode if _in_forward_mode() else Attention
+        if memo is not None or not is_watched(q, k, v):
+            function = super(torch.autograd.Function, function)  # whose apply does not inspect signatures first
+        return function.apply(*_args_of(q, k, v, cu_q, cu_k, spec, terms, memo))
+    return _outputs(q, k, v, cu_q, cu_k, spec, terms, memo)

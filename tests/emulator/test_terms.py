@@ -38,7 +38,9 @@ ONE = {
 }
 
 
-def forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any = NO_TERMS) -> Any:
+def forward(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any = NO_TERMS, _launches: Any = None
+) -> Any:
     from tilewise.kernels.hopper.launch import forward_launches, new_state
 
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
@@ -51,8 +53,9 @@ def forward(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any 
 
 
 def backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any
-) -> Any:
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any,
+    _launches: Any = None,
+) -> Any:  # fmt: skip
     from tilewise.kernels.hopper.backward_launch import backward_launches, new_space, problem
 
     q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))

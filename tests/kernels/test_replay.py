@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tilewise.kernels import replay
 from tilewise.kernels.tile import View
+from tilewise.spec import signature
 
 
 class Parameter(NamedTuple):
@@ -37,6 +39,9 @@ class Launch(NamedTuple):
         return self.kernel
 
 
+calls: dict[Any, replay.Recording] = {}
+
+
 def run(kernel: Kernel, x: torch.Tensor, y: torch.Tensor, builds: list[int]) -> None:
     def build() -> list[Launch]:
         builds.append(1)
@@ -45,7 +50,7 @@ def run(kernel: Kernel, x: torch.Tensor, y: torch.Tensor, builds: list[int]) -> 
             Launch(kernel, 0, (View(x, x.stride()), y, 5), {"BLOCK": 64, "num_warps": 4}),
         ]
 
-    replay.launch((id(kernel), *replay.signature(x, y)), (x, y), build)
+    replay.launch((id(kernel), *signature(x, y)), (x, y), build, calls)
 
 
 def test_a_second_call_takes_its_own_tensors() -> None:
@@ -57,9 +62,8 @@ def test_a_second_call_takes_its_own_tensors() -> None:
     [(grid, view, plain, n, block)] = kernel.calls  # the first was launched by the stand-in itself, unrecorded
     assert grid == (7, 1, 1)
     assert (n, block) == (5, 64)
-    assert view.ptr is x2
-    assert view.strides == (3, 1)
-    assert plain is y2
+    assert view == View(x2.data_ptr(), (3, 1))
+    assert plain == y2.data_ptr()
 
 
 def test_other_strides_are_another_call() -> None:
@@ -75,7 +79,7 @@ def test_other_strides_are_another_call() -> None:
 def test_the_recording_keeps_no_tensor() -> None:
     kernel = Kernel()
     run(kernel, torch.zeros(2, 3), torch.zeros(4), [])
-    [step] = next(found.steps for key, found in replay._calls.items() if key[0] == id(kernel))  # type: ignore[index]
+    [step] = next(found.steps for key, found in calls.items() if key[0] == id(kernel))
     assert not any(isinstance(x, torch.Tensor) for x in [*step.args, *step.args[0]])
 
 
@@ -87,5 +91,38 @@ def test_one_tensor_in_two_places_is_another_call() -> None:
     run(kernel, y, x, builds)
     assert len(builds) == 2
     [(_, view, plain, *_)] = kernel.calls
-    assert view.ptr is y
-    assert plain is x
+    assert view.ptr == y.data_ptr()
+    assert plain == x.data_ptr()
+
+
+def test_a_part_of_the_workspace_lies_where_it_lay_in_the_first() -> None:
+    kernel, calls = Kernel(), {}
+    for memory in (torch.zeros(9), torch.ones(9)):
+        both = torch.zeros(2, 3)  # whose halves are two tensors of the call in one memory
+        x, y = both
+        part = memory[4:].view(torch.int32)
+        made = Launch(kernel, 7, (View(part, (1,)), y, 5), {"BLOCK": 64})
+        replay.launch("key", (x, y, memory), lambda made=made: [made], calls)
+    [(_, view, plain, *_)] = kernel.calls
+    assert view.ptr == memory.data_ptr() + 16
+    assert plain == y.data_ptr()
+
+
+def test_a_strangers_tensor_is_refused() -> None:
+    both = torch.zeros(2, 3)
+    x, y = both
+    made = Launch(Kernel(), 7, (View(x, (1,)), y, 5), {"BLOCK": 64})
+    with pytest.raises(KeyError, match="not the call's"):  # though it lies in the memory of one that is
+        replay.launch("key", (x,), lambda: [made], {})
+
+
+def test_without_a_memory_nothing_is_recorded() -> None:
+    builds = []
+
+    def build() -> list[Launch]:
+        builds.append(1)
+        return []
+
+    for _ in range(2):
+        replay.launch("key", (torch.zeros(1),), build, None)
+    assert len(builds) == 2

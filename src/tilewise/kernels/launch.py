@@ -1,6 +1,5 @@
 """From tensors to launches: views, grids and compile-time choices of the portable kernels."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from math import isfinite
 from typing import Any, NamedTuple
@@ -188,15 +187,17 @@ def forward(
             *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
         ]
 
-    _run((q, k, v, cu_q, cu_k), (out, lse), spec, terms, build, launches)
+    with on(q):
+        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse), build, launches)
     return out, lse
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    launches: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     statistics = row_statistics(q, problem(q, k, v, cu_q))
 
     def build() -> list[Launch]:
@@ -207,28 +208,10 @@ def backward(
             *clear_launches(dq, dk, dv, cu_q, cu_k),
         ]
 
-    _run((q, k, v, cu_q, cu_k, dout, dlse, out, lse), (dq, dk, dv, *statistics), spec, terms, build)
-    return dq, dk, dv
-
-
-def _run(
-    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], spec: Spec, terms: Terms,
-    build: Callable[[], list[Launch]], launches: dict[Any, Any] | None = None,
-) -> None:  # fmt: skip
-    """The launches of a call, replayed where nothing but its tensors is new."""
-    q = inputs[0]
-    assert q is not None
+    tensors = q, k, v, cu_q, cu_k, dout, dlse, out, lse, *terms.tensors(), dq, dk, dv, *statistics
     with on(q):
-        if INTERPRETED:
-            for launch in build():
-                launch()
-        else:
-            inputs = *inputs, *terms.tensors()
-            if launches is None:
-                key: Any = _precision(q), spec, *replay.signature(*inputs)
-            else:
-                key = _precision(q)
-            replay.launch(key, (*inputs, *outputs), build, launches)
+        replay.launch(_precision(q), tensors, build, launches)
+    return dq, dk, dv
 
 
 def jvp(

@@ -1,12 +1,12 @@
-"""Eager calls with the same shapes run the same launches: bind their arguments once, replay them with new tensors.
+"""Calls that look alike run the same launches: bind their arguments once, replay them with new tensors.
 
 Triton binds and specialises a launch's arguments in Python, which takes longer than a small kernel runs. What it looks
-at (dtypes, strides, alignment, integers) is the key under which a call's launches are kept; only the tensors change.
+at (dtypes, strides, alignment, integers) is the same for these calls; only the addresses change.
 """
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,7 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 
-from ..spec import LIMIT
-from ..spec import signature as signature
+Addresses = Sequence[int | None]
 
 PLACES = 256  # sets of addresses for which a recording is ready
 LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first; kernels of other versions go through its Python
@@ -23,9 +22,10 @@ STREAM = 3
 
 
 class Slot(NamedTuple):
-    """Where the call's n-th tensor goes."""
+    """Where the address of the call's n-th tensor goes, or of what begins so many bytes behind it."""
 
     n: int
+    offset: int = 0
 
 
 class Address(NamedTuple):
@@ -36,28 +36,19 @@ class Address(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A C launcher and what it takes, in a row: the call fills in the stream and, by their places, its addresses; with
-    more of a view behind them, deep in a tuple, or as TMA descriptors.
+    """A C launcher and what it takes, in a row: the call fills in the stream and, by their places, what has addresses:
+    pointers, views and TMA descriptors.
     """
 
     launch: Callable[..., None]
     args: list[Any]
-    plain: list[tuple[int, int]]
-    views: list[tuple[int, int, tuple[Any, ...]]]
-    nested: list[tuple[int, tuple[Any, ...]]]
-    maps: list[tuple[int, int, Callable[[int], Any]]]
+    fills: list[tuple[int, Callable[[Addresses], Any]]]
 
-    def filled(self, stream: int, addresses: Sequence[Any]) -> list[Any]:
+    def filled(self, stream: int, addresses: Addresses) -> list[Any]:
         args = self.args.copy()
         args[STREAM] = stream
-        for place, slot in self.plain:
-            args[place] = addresses[slot]
-        for place, slot, rest in self.views:
-            args[place] = (addresses[slot], *rest)
-        for place, template in self.nested:
-            args[place] = _filled(template, addresses)
-        for place, slot, make in self.maps:
-            args[place] = make(addresses[slot])
+        for place, fill in self.fills:
+            args[place] = fill(addresses)
         return args
 
 
@@ -79,29 +70,26 @@ class Recording(NamedTuple):
     ready: dict[tuple[Any, ...], list[tuple[Callable[..., None], list[Any]]]] | None
 
 
-_calls: dict[Hashable, Recording] = {}
-
-
 def launch(
     key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]],
-    calls: dict[Hashable, Recording] | None = None,
+    calls: dict[Hashable, Recording] | None,
 ) -> None:  # fmt: skip
-    """Run the launches that `build` makes of these tensors, or those it made for the same key."""
-    calls = _calls if calls is None else calls
-    recording = calls.get(key)
+    """Run the launches that `build` makes of these tensors, or those it made for the same key of `calls`."""
+    recording = None if calls is None else calls.get(key)
     if recording is None:
         launches = [made for made in build() if made.programs]
-        steps = [_step(made, made(), tensors) for made in launches]
-        if len(calls) >= LIMIT:
-            calls.clear()
-        calls[key] = Recording(steps, {} if all(step.bound for step in steps) else None)
-    elif recording.ready is None or _is_hooked():
+        binaries = [made() for made in launches]
+        if calls is not None and None not in binaries:  # as they are in the interpreter
+            steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
+            calls[key] = Recording(steps, {} if all(step.bound for step in steps) else None)
+        return
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    if recording.ready is None or _is_hooked():
         for step in recording.steps:
-            step.binary[step.grid](*(_filled(x, tensors) for x in step.args))
+            step.binary[step.grid](*(_filled(x, addresses) for x in step.args))
     else:
         first: Any = tensors[0]
         stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
         for launcher, args in _ready(recording, stream, addresses):
             launcher(*args)
 
@@ -128,31 +116,48 @@ def _listeners(hook: Any) -> Any:
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
-    slots = {id(x): Slot(n) for n, x in enumerate(tensors) if x is not None}
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
-    template = tuple(_template(x, slots) for x in args)  # the cache must not keep a call's memory alive
+    template = tuple(_template(x, tensors) for x in args)  # the cache must not keep a call's memory alive
     grid = made.programs, 1, 1
     return Step(binary, grid, template, _bound(binary, grid, template))
 
 
-def _template(x: Any, slots: dict[int, Slot]) -> Any:
+def _template(x: Any, tensors: Sequence[Tensor | None]) -> Any:
     if isinstance(x, Tensor):
-        return slots[id(x)]
+        return _slot(x, tensors)
     if isinstance(x, tuple):
-        return _like(x, [_template(item, slots) for item in x])
+        return _like(x, [_template(item, tensors) for item in x])
     if hasattr(x, "block_shape"):
-        return _based(x, slots[id(x.base)])
+        return _based(x, _slot(x.base, tensors))
     return x
 
 
-def _filled(x: Any, values: Sequence[Any]) -> Any:
+def _slot(x: Tensor, tensors: Sequence[Tensor | None]) -> Slot:
+    """Of the tensor itself or, where it is a part of a call's workspace, of that."""
+    for n, other in enumerate(tensors):
+        if x is other:
+            return Slot(n)
+    memory = x.untyped_storage()
+    for n, other in enumerate(tensors):
+        if other is not None and other.data_ptr() == memory.data_ptr() and other.nbytes == memory.nbytes():
+            return Slot(n, x.data_ptr() - other.data_ptr())
+    raise KeyError("a launch takes a tensor that is not the call's")
+
+
+def _filled(x: Any, addresses: Addresses) -> Any:
     if isinstance(x, Slot):
-        return values[x.n]
+        return _address(x, addresses)
     if isinstance(x, tuple):
-        return _like(x, [_filled(item, values) for item in x])
+        return _like(x, [_filled(item, addresses) for item in x])
     if hasattr(x, "block_shape"):
-        return _based(x, values[x.base.n])
+        return _based(x, Address(_address(x.base, addresses)))
     return x
+
+
+def _address(slot: Slot, addresses: Addresses) -> int:
+    base = addresses[slot.n]
+    assert base is not None
+    return base + slot.offset
 
 
 def _like(x: tuple[Any, ...], items: list[Any]) -> Any:
@@ -161,8 +166,8 @@ def _like(x: tuple[Any, ...], items: list[Any]) -> Any:
 
 def _based(descriptor: Any, base: Any) -> Any:
     """The same TMA descriptor of another tensor. It was checked when it was made."""
-    other = copy(descriptor)
-    other.base = base
+    other = object.__new__(type(descriptor))
+    other.__dict__ = descriptor.__dict__ | {"base": base}
     return other
 
 
@@ -183,30 +188,36 @@ def _bound(binary: Any, grid: tuple[int, int, int], template: tuple[Any, ...]) -
             *grid, 0, binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata,
             None, None, None,
         ],
-        [], [], [], [],
+        [],
     )  # fmt: skip
     metadata = iter(binary.metadata.tensordesc_meta if wrapped else ())
     for x in template:
         place = len(bound.args)
         bound.args.append(x)
-        if isinstance(x, Slot):
-            bound.plain.append((place, x.n))
-        elif hasattr(x, "block_shape"):
-            bound.maps.append((place, x.base.n, _map_maker(x, next(metadata))))
+        if hasattr(x, "block_shape"):
+            bound.fills.append((place, _map_maker(x, next(metadata))))
             bound.args[place:] = [None, *x.shape, *x.strides]
         elif _has_slots(x):
-            if isinstance(x[0], Slot) and not _has_slots(x[1:]):
-                bound.views.append((place, x[0].n, tuple(x[1:])))
-            else:
-                bound.nested.append((place, x))
+            bound.fills.append((place, _filler(x)))
     return bound
 
 
-def _map_maker(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
+def _filler(x: Any) -> Callable[[Addresses], Any]:
+    """`_filled` of these addresses; quick for a pointer, and for a view that begins with one."""
+    if isinstance(x, Slot):
+        return partial(_address, x)
+    first, *rest = x
+    if isinstance(first, Slot) and not _has_slots(tuple(rest)):
+        return lambda addresses: (_address(first, addresses), *rest)
+    return partial(_filled, x)
+
+
+def _map_maker(descriptor: Any, metadata: Any) -> Callable[[Addresses], Any]:
     """TMA descriptors by address: a step of training sees its addresses again, if not always in the same company."""
     made: dict[int, Any] = {}
 
-    def make(address: int) -> Any:
+    def make(addresses: Addresses) -> Any:
+        address = _address(descriptor.base, addresses)
         found = made.get(address)
         if found is None:
             if len(made) >= PLACES:

@@ -39,7 +39,7 @@ def forward(
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS, _launches: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if terms.is_empty(spec):
         return tiled.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)

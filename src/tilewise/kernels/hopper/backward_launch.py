@@ -1,6 +1,7 @@
 """From tensors to the launches of the Hopper backward: statistics, the sums, dQ from its sums, repair."""
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class Space(NamedTuple):
-    """What a call needs beside its arguments, and gives back: the row statistics (line of a head, padded token); and,
-    zero once `start_kernel` has run, dQ in float32 in rows of 256 and counts: of the tickets drawn, in its place 16 a
-    flag, and from 32 on a semaphore for each dQ tile."""
+    """What a call needs beside its arguments, and gives back, all in one memory: the row statistics (line of a head,
+    padded token); and, zero once `start_kernel` has run, dQ in float32 in rows of 256 and counts: of the tickets drawn,
+    in its place 16 a flag, and from 32 on a semaphore for each dQ tile."""
 
     lse2: Tensor
     delta: Tensor
@@ -54,12 +55,28 @@ class Space(NamedTuple):
 
 
 def new_space(q: Tensor, size: Problem) -> Space:
-    lines = size.heads * (1 if size.packed else size.batch)
-    tokens = size.tiles(size.n_q, PAD.value) * PAD.value
-    lse2, delta = q.new_empty((2, lines, tokens), dtype=torch.float32)
-    sums = q.new_empty((lines * tokens * block_dims(size)[0] // 256, 256), dtype=torch.float32)
-    counts = q.new_empty(lines * tokens // PAD.value * 4 + 64, dtype=torch.int32)
-    return Space(lse2, delta, sums, counts, counts[16:], counts[32:])
+    return space_in(new_memory(q, size), size)
+
+
+def new_memory(q: Tensor, size: Problem) -> Tensor:
+    return q.new_empty(sum(space_sizes(size)), dtype=torch.float32)
+
+
+def space_in(memory: Tensor, size: Problem) -> Space:
+    lse2, delta, sums, counts = memory.split(space_sizes(size))
+    lines, counts = lines_of(size), counts.view(torch.int32)
+    return Space(lse2.view(lines, -1), delta.view(lines, -1), sums.view(-1, 256), counts, counts[16:], counts[32:])
+
+
+@cache
+def space_sizes(size: Problem) -> list[int]:
+    """Of the statistics, the sums and the counts."""
+    rows = lines_of(size) * size.tiles(size.n_q, PAD.value) * PAD.value
+    return [rows, rows, rows * block_dims(size)[0], rows // PAD.value * 4 + 64]
+
+
+def lines_of(size: Problem) -> int:
+    return size.heads * (1 if size.packed else size.batch)
 
 
 def block_dims(size: Problem) -> tuple[int, int]:
@@ -162,18 +179,22 @@ def backward_launches(
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
+    launches: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv). `launches` remembers those of calls that look alike to the kernels."""
     if max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8:
-        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, launches)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
         dout = dout.contiguous()
     with on(q):
-        space = new_space(q, problem(q, k, v, cu_q))
+        size = problem(q, k, v, cu_q)
+        memory = new_memory(q, size)
 
         def build() -> list[Launch]:
+            space = space_in(memory, size)
             return [
                 *backward_launches(
                     dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device), terms
@@ -181,7 +202,6 @@ def backward(
                 *clear_launches(dq, dk, dv, cu_q, cu_k),
             ]
 
-        inputs = dout, dlse, q, k, v, out, lse, cu_q, cu_k, *terms.tensors()
-        key = "hopper backward", spec, *replay.signature(*inputs)
-        replay.launch(key, (*inputs, dq, dk, dv, *space), build)
+        tensors = dout, dlse, q, k, v, out, lse, cu_q, cu_k, *terms.tensors(), dq, dk, dv, memory
+        replay.launch("hopper", tensors, build, launches)
     return dq, dk, dv
