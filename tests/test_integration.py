@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tests import features
@@ -166,6 +167,26 @@ def test_the_compiled_graph_calls_the_registered_ops() -> None:
     forward, backward = graphs
     assert torch.ops.tilewise.forward.default in forward
     assert torch.ops.tilewise.backward.default in backward
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_registered_ops(backend: str) -> None:
+    inputs = make(case(), DEVICE)
+    expected = run(inputs, backend)
+    with Seen() as seen:
+        assert_close(run(inputs, backend), expected)
+    assert {"tilewise.forward.default", "tilewise.backward.default"} <= seen.names
 
 
 @pytest.mark.parametrize("changes", [{"scale": 0.3}, {"window": (3, 2)}, {"window": (None, 4), "scale": -1.0}], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -76,8 +77,7 @@ class Spec:
 
     @staticmethod
     def from_args(args: Any) -> Spec:
-        values: list[Any] = [tuple(a) if isinstance(a, list) else a for a in args]
-        return Spec(*values)
+        return _spec_of(*(tuple(a) if isinstance(a, list) else a for a in args))
 
     def args(self) -> tuple[Any, ...]:
         return (
@@ -85,6 +85,11 @@ class Spec:
             self.mask_mod, list(self.mask_numbers), self.dropout_p, list(self.mask_block),
             self.deterministic,
         )  # fmt: skip
+
+
+@lru_cache(LIMIT)
+def _spec_of(*args: Any) -> Spec:
+    return Spec(*args)
 
 
 # in the order of Spec's fields

@@ -178,6 +178,16 @@ def test_rows_past_the_sequences(backend: str, causal: bool) -> None:
             assert x[:700].isfinite().all()
 
 
+def test_saved_tensors_that_come_back_with_other_strides() -> None:
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in qkv.unbind(2)]
+    expected = torch.autograd.grad(tilewise.attention(*leaves, causal=True).float().square().sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+        found = torch.autograd.grad(tilewise.attention(*leaves, causal=True).float().square().sum(), leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
+
+
 def test_unwritten_memory() -> None:
     for case in (DENSE, PACKED, replace(DENSE, n_q=130, n_k=1), replace(DENSE, n_q=1, n_k=130)):
         inputs = make(case, "cuda")
