@@ -22,6 +22,7 @@ from tests import features
 from tests.cases import Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
+from tilewise.dispatch import choose
 from tilewise.spec import NO_TERMS, AttentionError, Spec
 
 
@@ -241,6 +242,19 @@ def test_func_grad(backend: str) -> None:
 
     found = torch.func.grad(loss, (0, 1, 2))(*inputs[1:4])
     assert_close(found, run(inputs, backend)[2:])
+
+
+def test_func_grad_of_what_hopper_would_run() -> None:
+    """A tensor that torch.func wraps has no address, of which the Hopper kernels ask a multiple of 16 bytes."""
+    q = torch.randn(1, 4, 2, 64, dtype=torch.bfloat16)
+    found = []
+
+    def loss(q: Tensor) -> Tensor:
+        found.append(choose(q, q, q, Spec(1.0), capability=90).backend)
+        return q.sum()
+
+    torch.func.grad(loss)(q)
+    assert found == ["hopper"]
 
 
 def gradient_penalty(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:

@@ -91,8 +91,9 @@ def hopper_obstacle(
 
 
 def is_aligned(x: Tensor) -> bool:
-    """To 16 bytes, as far as that can be known: a tensor that torch.compile only pretends to have has no address."""
-    real = type(x) is Tensor or type(x) is torch.nn.Parameter
+    """To 16 bytes, as far as that can be known: a tensor that torch.compile only pretends to have, or that torch.func
+    wraps, has no address."""
+    real = type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     return (x.data_ptr() if real else x.storage_offset() * x.element_size()) % 16 == 0
 
 

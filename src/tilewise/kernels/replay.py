@@ -6,7 +6,6 @@ at (dtypes, strides, alignment, integers) is the same for these calls; only the 
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,8 @@ from triton.backends.nvidia import driver as nvidia
 
 Addresses = Sequence[int | None]
 
-PLACES = 256  # sets of addresses for which a recording is ready
+PLACES = 256  # addresses for which a TMA descriptor is kept
 LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first; kernels of other versions go through its Python
-STREAM = 3
 
 
 class Slot(NamedTuple):
@@ -35,39 +33,19 @@ class Address(NamedTuple):
         return self.address
 
 
-class Bound(NamedTuple):
-    """A C launcher and what it takes, in a row: the call fills in the stream and, by their places, what has addresses:
-    pointers, views and TMA descriptors.
-    """
-
-    launch: Callable[..., None]
-    args: list[Any]
-    fills: list[tuple[int, Callable[[Addresses], Any]]]
-
-    def filled(self, stream: int, addresses: Addresses) -> list[Any]:
-        args = self.args.copy()
-        args[STREAM] = stream
-        for place, fill in self.fills:
-            args[place] = fill(addresses)
-        return args
-
-
 class Step(NamedTuple):
-    """A compiled kernel and its arguments, with slots for the call's tensors; bound, where its launcher is known."""
+    """A compiled kernel and its arguments, with slots for the call's tensors."""
 
     binary: Any
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
-    bound: Bound | None
 
 
 class Recording(NamedTuple):
-    """The launches of a call. `ready`: where all are bound, what their launchers take, by stream and addresses: those
-    of a model's tensors come back with its next step.
-    """
+    """The launches of a call and, where their launchers are known, a function that makes them all."""
 
     steps: list[Step]
-    ready: dict[tuple[Any, ...], list[tuple[Callable[..., None], list[Any]]]] | None
+    run: Callable[..., None] | None
 
 
 def launch(
@@ -81,28 +59,16 @@ def launch(
         binaries = [made() for made in launches]
         if calls is not None and None not in binaries:  # as they are in the interpreter
             steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
-            calls[key] = Recording(steps, {} if all(step.bound for step in steps) else None)
+            calls[key] = Recording(steps, _written(steps, len(tensors)))
         return
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    if recording.ready is None or _is_hooked():
+    if recording.run is None or _is_hooked():
         for step in recording.steps:
             step.binary[step.grid](*(_filled(x, addresses) for x in step.args))
     else:
         first: Any = tensors[0]
         stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        for launcher, args in _ready(recording, stream, addresses):
-            launcher(*args)
-
-
-def _ready(recording: Recording, stream: int, addresses: list[int | None]) -> list[tuple[Any, list[Any]]]:
-    ready: Any = recording.ready
-    found = ready.get((stream, *addresses))
-    if found is None:
-        if len(ready) >= PLACES:
-            ready.clear()
-        bound: list[Any] = [step.bound for step in recording.steps]
-        found = ready[(stream, *addresses)] = [(x.launch, x.filled(stream, addresses)) for x in bound]
-    return found
+        recording.run(stream, *addresses)
 
 
 def _is_hooked() -> bool:
@@ -118,8 +84,7 @@ def _listeners(hook: Any) -> Any:
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
     template = tuple(_template(x, tensors) for x in args)  # the cache must not keep a call's memory alive
-    grid = made.programs, 1, 1
-    return Step(binary, grid, template, _bound(binary, grid, template))
+    return Step(binary, (made.programs, 1, 1), template)
 
 
 def _template(x: Any, tensors: Sequence[Tensor | None]) -> Any:
@@ -175,54 +140,62 @@ def _has_slots(x: Any) -> bool:
     return isinstance(x, Slot) or (isinstance(x, tuple) and any(map(_has_slots, x)))
 
 
-def _bound(binary: Any, grid: tuple[int, int, int], template: tuple[Any, ...]) -> Bound | None:
-    run = getattr(binary, "run", None)
-    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != LAUNCHER or not isinstance(run, nvidia.CudaLauncher):
-        return None
-    wrapped = inspect.isfunction(run.launch)  # by what makes TMA descriptors
-    if run.global_scratch_size or run.profile_scratch_size or (wrapped and not binary.metadata.tensordesc_meta):
-        return None
-    bound = Bound(
-        inspect.getclosurevars(run.launch).nonlocals["launcher"] if wrapped else run.launch,
-        [
-            *grid, 0, binary.function, run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata,
-            None, None, None,
-        ],
-        [],
-    )  # fmt: skip
-    metadata = iter(binary.metadata.tensordesc_meta if wrapped else ())
-    for x in template:
-        place = len(bound.args)
-        bound.args.append(x)
-        if hasattr(x, "block_shape"):
-            bound.fills.append((place, _map_maker(x, next(metadata))))
-            bound.args[place:] = [None, *x.shape, *x.strides]
-        elif _has_slots(x):
-            bound.fills.append((place, _filler(x)))
-    return bound
+def _written(steps: list[Step], tensors: int) -> Callable[..., None] | None:
+    """The launches as one function, in which nothing is left to do but to call C with the call's addresses:
 
+    def run(stream, a0, a1, a2):
+        x2(132, 1, 1, stream, 93, False, True, None, None, x0, None, None, None, x1[a0], 4096, 64, (a1 + 512, 64), a2)
+    """
+    objects: dict[str, Any] = {}
 
-def _filler(x: Any) -> Callable[[Addresses], Any]:
-    """`_filled` of these addresses; quick for a pointer, and for a view that begins with one."""
-    if isinstance(x, Slot):
-        return partial(_address, x)
-    first, *rest = x
-    if isinstance(first, Slot) and not _has_slots(tuple(rest)):
-        return lambda addresses: (_address(first, addresses), *rest)
-    return partial(_filled, x)
-
-
-def _map_maker(descriptor: Any, metadata: Any) -> Callable[[Addresses], Any]:
-    """TMA descriptors by address: a step of training sees its addresses again, if not always in the same company."""
-    made: dict[int, Any] = {}
-
-    def make(addresses: Addresses) -> Any:
-        address = _address(descriptor.base, addresses)
-        found = made.get(address)
-        if found is None:
-            if len(made) >= PLACES:
-                made.clear()
-            found = made[address] = nvidia.make_tensordesc_arg(_based(descriptor, Address(address)), metadata)[0]
+    def name(x: Any) -> str:
+        found = f"x{len(objects)}"
+        objects[found] = x
         return found
 
-    return make
+    def text(x: Any) -> str:
+        if isinstance(x, Slot):
+            return f"a{x.n} + {x.offset}" if x.offset else f"a{x.n}"
+        if isinstance(x, tuple) and _has_slots(x):
+            return f"({''.join(f'{text(item)}, ' for item in x)})"
+        return repr(x) if x is None or type(x) in (int, bool) else name(x)
+
+    lines = []
+    for binary, grid, template in steps:
+        run = getattr(binary, "run", None)
+        if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != LAUNCHER or not isinstance(run, nvidia.CudaLauncher):
+            return None
+        wrapped = inspect.isfunction(run.launch)  # by what makes TMA descriptors
+        if run.global_scratch_size or run.profile_scratch_size or (wrapped and not binary.metadata.tensordesc_meta):
+            return None
+        launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"] if wrapped else run.launch
+        metadata = iter(binary.metadata.tensordesc_meta if wrapped else ())
+        args = [*map(text, grid), "stream", text(binary.function)]
+        args += map(text, (run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata))
+        args += map(text, (None, None, None))
+        for x in template:
+            if hasattr(x, "block_shape"):
+                args += f"{name(Maps(x, next(metadata)))}[{text(x.base)}]", *map(text, (*x.shape, *x.strides))
+            else:
+                args.append(text(x))
+        lines.append(f"    {name(launcher)}({', '.join(args)})")
+    exec(
+        "\n".join([f"def run({', '.join(['stream', *(f'a{n}' for n in range(tensors))])}):", *lines, "    return"]),
+        objects,
+    )
+    function: Callable[..., None] = objects["run"]
+    return function
+
+
+class Maps(dict[int, Any]):
+    """TMA descriptors by address: a step of training sees its addresses again, if not always in the same company."""
+
+    def __init__(self, descriptor: Any, metadata: Any) -> None:
+        self.descriptor, self.metadata = descriptor, metadata
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= PLACES:
+            self.clear()
+        found = nvidia.make_tensordesc_arg(_based(self.descriptor, Address(address)), self.metadata)[0]
+        self[address] = found
+        return found

@@ -99,7 +99,8 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
     if which == 1:  # a function of C, for all that Python can tell
         run.launch = functools.partial(record)
     step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
-    recording = replay.Recording([step], {})
+    recording = replay.Recording([step], replay._written([step], len(tensors)))
+    assert recording.run is not None
     others, others_made = launches(torch.empty_like(q), after=0)
     args[: len(others_made[which].args)] = others_made[which].args
     run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)

@@ -59,7 +59,7 @@ def new_space(q: Tensor, size: Problem) -> Space:
 
 
 def new_memory(q: Tensor, size: Problem) -> Tensor:
-    return q.new_empty(sum(space_sizes(size)), dtype=torch.float32)
+    return torch.empty(sum(space_sizes(size)), dtype=torch.float32, device=q.device)
 
 
 def space_in(memory: Tensor, size: Problem) -> Space:

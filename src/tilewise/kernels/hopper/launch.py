@@ -139,10 +139,13 @@ def forward(
     launches: dict[Any, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
-    *outer, n_q, heads, _ = shape = q.shape
+    *outer, n_q, heads, d = q.shape
     dv = v.shape[-1]
-    out = torch.empty_like(q) if dv == shape[-1] and q.is_contiguous() else q.new_empty((*outer, n_q, heads, dv))
-    lse = q.new_empty((*outer, heads, n_q), dtype=torch.float32)
+    if d == dv:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty((*outer, n_q, heads, dv))
+    lse = torch.empty((*outer, heads, n_q), dtype=torch.float32, device=q.device)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if out.numel():
