@@ -141,26 +141,35 @@ INTERPRETER = Tile(16, 16, 4, 1)  # small enough that tiny shapes still have edg
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """`warpgroups` of 64 queries each by `block_n` keys; `turns`: their products come one after the other."""
+    """`warpgroups` of 64 queries each by `block_n` keys; `turns`: their products come one after the other; `lazy`: O is
+    rescaled only by warps with a new maximum, behind a branch, not always and beside the exponentials.
+    """
 
     block_n: int
     warpgroups: int
     turns: bool = False
+    lazy: bool = True
+    stages: int = 2
 
 
 # The forward in Gluon: (largest padded head dim, most keys, only with a band that ends by the query) -> tile; TFLOPS
 # on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless said otherwise.
 HOPPER_FORWARD: tuple[tuple[int, int | None, bool, HopperTile], ...] = (
     # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377
-    (64, 1024, True, HopperTile(128, 2, turns=True)),
+    (64, 1024, True, HopperTile(128, 2, turns=True, lazy=False)),
+    # causal, 4096 and 16384: 415 508; two stages 409 499, lazy 385 487
+    (64, None, True, HopperTile(128, 3, turns=True, lazy=False, stages=3)),
     # exponentials, not products, are the limit: three warpgroups overlap more of them, and turns keep them apart;
-    # full 380 420 503 525, without turns 367 402 494 523
-    (64, None, False, HopperTile(128, 3, turns=True)),
+    # full 380 420 503 525, without turns 367 402 494 523; lazy 527, always 507, at 16384
+    (64, None, False, HopperTile(128, 3, turns=True, stages=3)),
     # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
     (64, None, False, HopperTile(128, 2, turns=True)),
-    # full 508 571 643 662, with turns 508 570 638 646; Q in registers 495 579 647 655
+    # causal, 1024 2048 4096 16384: 417 532 609 686; lazy 405 - 583 669; without turns 414 - 594 672
+    (128, None, True, HopperTile(128, 2, turns=True, lazy=False)),
+    # full, 4096 and 16384: 653 676; with turns and always 649 656; Q in registers 647 655
     (128, None, False, HopperTile(128, 2)),
-    # 64 keys: O's 128 registers leave no room for more; causal 351 477 662 712, with turns 347 465 660 723
+    # 64 keys: O's 128 registers leave no room for more; 4096 and 16384: full 704 754, causal 657 754; always 651 674,
+    # 609 676
     (256, None, False, HopperTile(64, 2)),
 )
 
@@ -203,7 +212,7 @@ def hopper_tile(padded_dim: int, *, banded: bool, keys: int, plain: bool = True)
     """The tile of the Hopper forward; `plain`: nothing stands between the products and the softmax but a mask's edge.
 
     >>> hopper_tile(128, banded=True, keys=4096)
-    HopperTile(block_n=128, warpgroups=2, turns=False)
+    HopperTile(block_n=128, warpgroups=2, turns=True, lazy=False, stages=2)
     """
     return next(
         row

@@ -446,7 +446,7 @@ NAMES: dict[str, Any] = {
     "signal": lambda ident, threads: machine.turn(ident, threads, wait=False),
     "add_out": _add_out, "recast": _recast, "semaphore_wait": _semaphore_wait, "semaphore_release": _semaphore_release,
     "let_next_start": lambda: None,
-    "await_previous": lambda: None, "pin": lambda x: x, "here": lambda x: x, "fast_tanh": _unary(torch.tanh, "exp2"),
+    "await_previous": lambda: None, "here": lambda x: x, "fast_tanh": _unary(torch.tanh, "exp2"),
     "narrow": lambda x, dtype: x.to(dtype),
     "columns": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
     "hide_from": _hide(torch.lt), "hide_until": _hide(torch.ge),

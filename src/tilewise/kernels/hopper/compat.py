@@ -24,7 +24,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 __all__ = [
     "TensorDescriptor", "add_out", "arrive", "await_previous", "barrier", "columns", "copy_in", "copy_out",
     "fence_async_shared", "gl", "gluon", "here", "hide_from", "hide_until", "let_next_start", "mbarrier", "meet",
-    "narrow", "pass_turn", "pin", "recast", "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn",
+    "narrow", "pass_turn", "recast", "semaphore_release", "semaphore_wait", "signal", "tma", "wait_turn",
     "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -83,18 +83,6 @@ def narrow(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
         )
-
-
-@gluon.jit
-def pin(l):
-    """l, which is not negative, computed here and not later: the compilers move the arithmetic of a softmax past the
-    wait that it is there to overlap with, but not past a vote of the warp's lanes.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.geu.f32 p, $2, 0f00000000; setp.geu.or.f32 p, $3, 0f00000000, p;"
-        " vote.sync.any.pred p, p, 0xffffffff; selp.f32 $0, $2, 0f00000000, p; selp.f32 $1, $3, 0f00000000, p; }",
-        "=r,=r,r,r", [l], dtype=gl.float32, is_pure=False, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit

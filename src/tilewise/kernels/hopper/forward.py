@@ -5,7 +5,7 @@ block, into shared memory. A warpgroup turns K_j into scores, scores into weight
 scores of one block and the output of the block before are asked of the tensor cores together, so that the softmax of
 one block runs beside the products of another:
 
-    issue S_j = Q K_j^T;  issue O += P_{j-1} V_{j-1};  await S_j;  P_j = softmax(S_j);  await O
+    issue S_j = Q K_j^T;  issue O += P_{j-1} V_{j-1};  await S_j;  half of P_j = softmax(S_j);  await O;  the other half
 
 docs/hopper-forward.md has the timeline and says why each barrier is there.
 """
@@ -31,7 +31,6 @@ from .compat import (
     mbarrier,
     narrow,
     pass_turn,
-    pin,
     tma,
     wait_turn,
     warpgroup_mma,
@@ -80,6 +79,7 @@ class Plan(NamedTuple):
     FOLD: bool
     PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
     TURNS: bool  # the warpgroups ask for their products one after the other
+    LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
 
 
 class Pipes(NamedTuple):
@@ -140,42 +140,44 @@ def lane_sums(p):
 
 
 @gluon.jit
-def softmax(m, l, s, unit):
-    """Weights p, the factor of what came before, the new maximum m (log2 units) and the lanes' sums l."""
-    m_new = gl.maximum(m, gl.max(s, 1) * unit)
-    pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
-    factor = gl.exp2(m - pivot)
-    p = gl.exp2(s * unit - pivot[:, None])
-    lanes: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-    l = l * gl.convert_layout(factor, lanes, assert_trivial=True)[:, None] + lane_sums(p)
-    return p, factor, m_new, l
+def row_max(s):
+    """The largest score of each row; of two halves first, so that no maximum waits for all those before it."""
+    left, right = halves(s)
+    return gl.convert_layout(gl.max(gl.maximum(left, right), 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def first_softmax(s, unit):
-    m = gl.max(s, 1) * unit
-    p = gl.exp2(s * unit - gl.where(m == float("-inf"), 0.0, m)[:, None])
-    return p, m, lane_sums(p)
+def origin(m):
+    """What the scores of a row are measured from: its maximum, if it has seen any key."""
+    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
-def rescale(acc, factor):
-    """acc * factor, skipped by a warp all of whose factors are 1: most blocks of a long row bring no new maximum."""
+def weights(s, pivot, unit):
+    return gl.exp2(s * unit - by_row(pivot, s))
+
+
+@gluon.jit
+def rescale(acc, factor, LAZY: gl.constexpr):
+    """acc * factor. LAZY: skipped by a warp all of whose factors are 1, as most are in the blocks of a long row."""
     if len(acc) == 1:
-        return (rescale_part(acc[0], factor),)
+        return (rescale_part(acc[0], factor, LAZY),)
     else:
-        return rescale_part(acc[0], factor), rescale_part(acc[1], factor)
+        return rescale_part(acc[0], factor, LAZY), rescale_part(acc[1], factor, LAZY)
 
 
 @gluon.jit
-def rescale_part(acc, factor):
-    return gl.map_elementwise(rescale_lane, acc, by_row(factor, acc), pack=4)[0]
+def rescale_part(acc, factor, LAZY: gl.constexpr):
+    if LAZY:
+        return gl.map_elementwise(rescale_lane, acc, by_row(factor, acc), pack=4)[0]
+    else:
+        return acc * by_row(factor, acc)
 
 
 @gluon.jit
-def by_row(x, acc):
-    """x[r] as a factor of acc[r, :]."""
-    return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+def by_row(x, tile):
+    """x[r] beside tile[r, :]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -190,17 +192,21 @@ def rescale_lane(a, b, c, d, x, x_, y, y_):
 
 
 @gluon.jit
-def operand(p, DTYPE: gl.constexpr, PLAN: gl.constexpr):
-    """P as the left operand of P V, for each part of V: the registers of S, narrowed, are where wgmma wants them."""
-    p = narrow(p, DTYPE)
-    if len(PLAN.WIDTHS) == 1:
-        return (operand_part(p, PLAN.WIDTHS[0]),)
+def operands(left, right, DTYPE: gl.constexpr, PLAN: gl.constexpr):
+    """P as left operands of P V, for each part of V's columns those of its upper and of its lower rows: the registers
+    of S, narrowed, are where wgmma wants them.
+    """
+    left = narrow(left, DTYPE)
+    right = narrow(right, DTYPE)
+    WIDTHS: gl.constexpr = PLAN.WIDTHS
+    if len(WIDTHS) == 1:
+        return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
     else:
-        return operand_part(p, PLAN.WIDTHS[0]), operand_part(p, PLAN.WIDTHS[1])
+        return operand(left, WIDTHS[0]), operand(right, WIDTHS[0]), operand(left, WIDTHS[1]), operand(right, WIDTHS[1])
 
 
 @gluon.jit
-def operand_part(p, WIDTH: gl.constexpr):
+def operand(p, WIDTH: gl.constexpr):
     return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout(WIDTH), 2), assert_trivial=True)
 
 
@@ -224,23 +230,30 @@ def nothing_part(WIDTH: gl.constexpr):
 
 @gluon.jit
 def weigh(p, v_tile, acc, PLAN: gl.constexpr):
-    """acc + P V, on its way."""
+    """acc + P V, on its way, in two products for each part."""
     WIDTHS: gl.constexpr = PLAN.WIDTHS
     if len(WIDTHS) == 1:
-        return (warpgroup_mma(p[0], v_tile, acc[0], is_async=True),)
+        return (weigh_part(p[0], p[1], v_tile, acc[0], PLAN),)
     else:
-        left = warpgroup_mma(p[0], v_tile.slice(0, WIDTHS[0], dim=1), acc[0], is_async=True)
-        return left, warpgroup_mma(p[1], v_tile.slice(WIDTHS[0], WIDTHS[1], dim=1), acc[1], is_async=True)
+        left = weigh_part(p[0], p[1], v_tile.slice(0, WIDTHS[0], dim=1), acc[0], PLAN)
+        return left, weigh_part(p[2], p[3], v_tile.slice(WIDTHS[0], WIDTHS[1], dim=1), acc[1], PLAN)
+
+
+@gluon.jit
+def weigh_part(left, right, v_tile, acc, PLAN: gl.constexpr):
+    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+    acc = warpgroup_mma(left, v_tile.slice(0, HALF, dim=0), acc, is_async=True)
+    return warpgroup_mma(right, v_tile.slice(HALF, HALF, dim=0), acc, is_async=True)
 
 
 @gluon.jit
 def settled(acc, p):
     """acc, once it is there; p stays where it is until then."""
     if len(acc) == 1:
-        left, _p = warpgroup_mma_wait(0, deps=(acc[0], p[0]))
+        left, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], p[0], p[1]))
         return (left,)
     else:
-        left, right, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], acc[1], p[0], p[1]))
+        left, right, _p, _q, _r, _s = warpgroup_mma_wait(0, deps=(acc[0], acc[1], p[0], p[1], p[2], p[3]))
         return left, right
 
 
@@ -299,8 +312,12 @@ def consume(
         release(pipes.k, start, STAGES)
         key = (start - n + lo) * BLOCK_N
         s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-        p, m, l = first_softmax(s, unit)
-        p_tile = operand(p, DTYPE, PLAN)
+        m = row_max(s) * unit
+        left, right = halves(s)
+        p_left = weights(left, origin(m), unit)
+        p_right = weights(right, origin(m), unit)
+        l = lane_sums(p_left) + lane_sums(p_right)
+        p_tile = operands(p_left, p_right, DTYPE, PLAN)
         acc = nothing(PLAN)
         await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
         for use in range(start + 1, stop):
@@ -309,17 +326,24 @@ def consume(
             await_full(pipes.v, use - 1, STAGES)
             acc_coming = weigh(p_tile, matrix(pipes.v, use - 1, STAGES), acc, PLAN)
             next_turn(WG, PLAN)
-            s = warpgroup_mma_wait(1, deps=(s_coming,))
+            s = warpgroup_mma_wait(2 * len(PLAN.WIDTHS), deps=(s_coming,))
             release(pipes.k, use, STAGES)
             key = (use - n + lo) * BLOCK_N
             s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-            p, factor, m, l = softmax(m, l, s, unit)
-            l = pin(l)
+            m_before = m
+            m = gl.maximum(m, row_max(s) * unit)
+            pivot = origin(m)
+            factor = gl.exp2(m_before - pivot)
+            left, right = halves(s)
+            p_left = weights(left, pivot, unit)
+            l = l * by_row(factor, l) + lane_sums(p_left)
             await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
             acc = settled(acc_coming, p_tile)
             release(pipes.v, use - 1, STAGES)
-            acc = rescale(acc, factor)
-            p_tile = operand(p, DTYPE, PLAN)
+            p_right = weights(right, pivot, unit)  # what else is left to do is done beside these exponentials
+            l += lane_sums(p_right)
+            acc = rescale(acc, factor, PLAN.LAZY)
+            p_tile = operands(p_left, p_right, DTYPE, PLAN)
         arrive(pipes.q.empty.index(WG))
         await_full(pipes.v, stop - 1, STAGES)
         acc = settled(weigh(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, PLAN), p_tile)

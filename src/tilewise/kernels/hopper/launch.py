@@ -95,9 +95,9 @@ def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
     )
     return Plan(
         D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), WIDTHS=widths(size.dv, dv),
-        BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=2,
+        BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
         FOLD=spec.scale > 0 and worth_is_product,
-        PARTS=2 if d == dv == 256 else 1, TURNS=row.turns,
+        PARTS=2 if d == dv == 256 else 1, TURNS=row.turns, LAZY=row.lazy,
     )  # fmt: skip
 
 
