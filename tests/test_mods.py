@@ -149,6 +149,16 @@ def test_builtin_masks_and_their_tiles(name: str) -> None:
     assert picture.png(image).startswith(b"\x89PNG")
 
 
+def test_the_mod_is_asked_only_where_it_hides_what_the_band_shows() -> None:
+    ids = torch.tensor([0] * 40 + [1] * 24, dtype=torch.int32)
+    mask = tilewise.block_mask(mods.document(ids=ids), 64, 64, causal=True, block=(16, 16))
+    rows, columns = ([(x // 4, x % 4) for x in entries.tolist()] for entries in mask.lists[1::2])
+    # 3 full, 2 only the band hides something, 1 the mod does; the second document begins at 40
+    assert rows == [(0, 2), (0, 3), (1, 2), (0, 1), (1, 1), (2, 1), (2, 1), (3, 2)]
+    assert columns == [(0, 2), (1, 3), (2, 1), (1, 2), (2, 1), (2, 1), (3, 1), (3, 2)]
+    assert mask.tiles[0, 0].tolist() == [[1, 0, 0, 0], [2, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]]
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_the_reference_computes_only_visited_tiles(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = []

@@ -15,6 +15,7 @@ class Tile:
     """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight.
 
     `apart`: dK and dV are summed by passes of their own, for one product more, and each holds one sum instead of two.
+    `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into registers.
     """
 
     block_m: int
@@ -22,6 +23,7 @@ class Tile:
     warps: int
     stages: int
     apart: bool = False
+    chunk: int = 512
 
     def options(self) -> dict[str, int]:
         return {
@@ -29,6 +31,7 @@ class Tile:
             "BLOCK_N": self.block_n,
             "num_warps": self.warps,
             "num_stages": self.stages,
+            "CHUNK": self.chunk,
         }
 
 
@@ -58,7 +61,7 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
         256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
-        512: Tile(16, 16, 8, 1),
+        512: Tile(16, 16, 8, 1, chunk=64),  # q and its movement alone would fill the registers
     },
     ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
         64: Tile(64, 64, 4, 3),
@@ -66,29 +69,30 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         256: Tile(64, 32, 8, 2),  # 128x32x8 needs 303 KB of shared memory
         512: Tile(16, 32, 8, 1),
     },
+    # float32: three products of TF32 for each; 64 rows for the matrix instructions of a warpgroup, one for 4 warps
     ("forward", 4): {
-        64: Tile(32, 32, 4, 2),
-        128: Tile(32, 32, 4, 2),
-        256: Tile(16, 32, 4, 1),
-        512: Tile(16, 16, 4, 1),
+        64: Tile(64, 32, 4, 1),
+        128: Tile(128, 32, 8, 1),
+        256: Tile(32, 32, 8, 1, chunk=64),
+        512: Tile(16, 32, 8, 1, chunk=64),
     },
     ("query", 4): {
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 4, 1),
-        256: Tile(16, 32, 4, 1),
-        512: Tile(16, 16, 4, 1),
+        64: Tile(64, 64, 4, 1),
+        128: Tile(64, 32, 4, 1, chunk=32),
+        256: Tile(32, 32, 8, 1, chunk=32),
+        512: Tile(16, 32, 8, 1, chunk=32),
     },
     ("key", 4): {
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 4, 1),
-        256: Tile(16, 16, 4, 1),
-        512: Tile(16, 16, 8, 1),
+        64: Tile(32, 64, 4, 1),
+        128: Tile(32, 64, 4, 1, apart=True, chunk=32),
+        256: Tile(32, 32, 8, 1, apart=True, chunk=32),
+        512: Tile(16, 16, 8, 1, apart=True, chunk=32),
     },
     ("jvp", 4): {
-        64: Tile(16, 16, 4, 1),
-        128: Tile(16, 16, 4, 1),
-        256: Tile(16, 16, 4, 1),
-        512: Tile(16, 16, 4, 1),
+        64: Tile(64, 32, 4, 1),
+        128: Tile(64, 32, 8, 1, chunk=64),
+        256: Tile(16, 32, 8, 1, chunk=64),
+        512: Tile(16, 16, 8, 1, chunk=64),
     },
 }
 # Ampere to Ada: 99 KB of shared memory on the small parts, operands in registers
@@ -115,14 +119,35 @@ AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
         64: Tile(64, 32, 4, 2),
         128: Tile(32, 32, 8, 1),
         256: Tile(16, 32, 8, 1),
-        512: Tile(16, 16, 8, 1),
+        512: Tile(16, 16, 8, 1, chunk=64),
     },
-    ("forward", 4): HOPPER["forward", 4],
-    ("query", 4): HOPPER["query", 4],
-    ("key", 4): HOPPER["key", 4],
-    ("jvp", 4): HOPPER["jvp", 4],
+    ("forward", 4): {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 4, 1, chunk=32),
+        256: Tile(16, 32, 4, 1, chunk=64),
+        512: Tile(16, 32, 8, 1, chunk=64),
+    },
+    ("query", 4): {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1, chunk=32),
+        256: Tile(16, 32, 4, 1, chunk=32),
+        512: Tile(16, 32, 8, 1, chunk=32),
+    },
+    ("key", 4): {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1, apart=True, chunk=16),
+        256: Tile(32, 32, 8, 1, apart=True, chunk=32),
+        512: Tile(16, 16, 8, 1, apart=True, chunk=32),
+    },
+    ("jvp", 4): {
+        64: Tile(16, 16, 4, 1),
+        128: Tile(16, 16, 4, 1, chunk=64),
+        256: Tile(16, 32, 8, 1, chunk=64),
+        512: Tile(16, 16, 8, 1, chunk=64),
+    },
 }
-HOPPER["sums", 4] = AMPERE["sums", 4] = HOPPER["query", 4]
+HOPPER["sums", 4] = HOPPER["query", 4]
+AMPERE["sums", 4] = AMPERE["query", 4]
 AMPERE["sums", 2] = AMPERE["query", 2]
 
 
@@ -130,13 +155,13 @@ def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
     """The tile of a pass ("forward", "query", "key", "sums", "jvp") for sm_<capability>.
 
     >>> tile("forward", 90, 2, 128)
-    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False)
+    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
     """
     rows = (HOPPER if capability >= 90 else AMPERE)[which, itemsize]
     return next(row for limit, row in rows.items() if padded_dim <= limit)
 
 
-INTERPRETER = Tile(16, 16, 4, 1)  # small enough that tiny shapes still have edge, interior and ragged tiles
+INTERPRETER = Tile(16, 16, 4, 1, chunk=32)  # small enough that tiny shapes still have edge, interior and ragged tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,21 @@ def test_tile(
     budget.check(run(inputs, "triton"), inputs)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's tiles come from its table")
+@pytest.mark.parametrize("dims", [(40, 40), (70, 20), (20, 70)], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_products_of_a_few_columns_at_a_time(
+    dims: tuple[int, int], apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, dv = dims
+    case = Case(
+        batch=1, n_q=37, n_k=45, heads=4, kv_heads=2, d=d, dv=dv, before=9, after=20, lengths=((20, 15), (17, 30))
+    )
+    inputs = make(case, DEVICE)
+    monkeypatch.setattr(config, "INTERPRETER", config.Tile(16, 32, 4, 1, apart, chunk=16))
+    budget.check(run(inputs, "triton"), inputs)
+
+
 def test_empty_rows_are_exact() -> None:
     """Queries before the first key: out 0, lse -inf, gradients 0, not merely small."""
     inputs = make(Case(n_q=40, n_k=10, after=0), DEVICE)

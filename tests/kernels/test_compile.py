@@ -1,7 +1,7 @@
 """What the compiler makes of every row of the tile tables, without a GPU: spills, shared memory, matrix instructions.
 
 Each test is a process of its own, because this one's Triton is the interpreter's. `--all-tiles` compiles every row in
-every variant and dtype; without it each 16-bit row is compiled once, and the measured head dims in more variants.
+every variant and dtype; without it each row is compiled once, and the measured head dims in more variants.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_
 TABLES = {80: config.AMPERE, 90: config.HOPPER}
 
 # Bytes that a row may spill, in its worst variant; 0 for all others. To shrink, never to grow.
-SPILLS = {
-    (90, "jvp", "bfloat16", 512): 104,  # q and its movement alone would fill the registers
-    (80, "jvp", "bfloat16", 512): 20,
-    (90, "query", "float32", 64): 32,
-    (90, "key", "float32", 64): 20,
-    (80, "key", "float32", 64): 16,
-}
+SPILLS = {(90, "jvp", "float32", 512): 16}
 
 
 def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dict[str, Any]]:
@@ -39,6 +33,8 @@ def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dic
         wanted = [*product(dims, VARIANTS)]
     elif dtype == "bfloat16":
         wanted = [*product(dims, ("causal",)), (128, "window"), (64, "varlen"), (128, "varlen"), (256, "varlen")]
+    elif dtype == "float32":
+        wanted = [(64, "full"), (128, "window"), (256, "causal"), (512, "varlen")]
     else:
         wanted = [(64, "full")]
     terms = ("softcap", "alibi", "documents") if (dtype, capability) == ("bfloat16", 90) and kernel != "jvp" else ()
@@ -59,10 +55,10 @@ def faults(made: dict[str, Any]) -> list[str]:
     if made["shared"] > SHARED[capability]:
         found.append(f"{made['shared']} bytes of shared memory")
     by_key = kernel in ("key", "value")
-    tile = config.tile("key" if by_key else kernel, capability, 2, dim)
+    tile = config.tile("key" if by_key else kernel, capability, 4 if dtype == "float32" else 2, dim)
     rows_of_a_product = tile.block_n if by_key else tile.block_m
     matrix = "HGMMA" if capability >= 90 and rows_of_a_product >= 64 else "HMMA"
-    if dtype != "float32" and not made["instructions"].get(matrix):
+    if not made["instructions"].get(matrix):
         found.append(f"no {matrix}")
     return found + made["warnings"]
 

@@ -6,14 +6,17 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .tile import (
     LOG2E,
+    Rows,
     band,
     column,
     dot,
     dropped,
     has_nan,
+    inner,
     load_rows,
     locate,
     logsumexp,
+    masked,
     row_pointers,
     softmax_step,
     store_rows,
@@ -29,9 +32,10 @@ def attend(
     q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
-    BOUNDED: tl.constexpr = False,
+    BOUNDED: tl.constexpr = False, q=None, CHUNK: tl.constexpr = 512,
 ):  # fmt: skip
     """(acc, m, l) of online softmax over the span: o = acc / l, lse = m * ln 2 + log l."""
+    LEAN: tl.constexpr = CAREFUL or PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
     unit = unit_of(scale, FOLD)
     m = tl.full([BLOCK_M], 0.0 if BOUNDED else float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -41,14 +45,16 @@ def attend(
         m = l + sink * LOG2E
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks, BLOCK_N)
-    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=CAREFUL):
-        first, edge = column(at, span, terms.blocks, BLOCK_N, CAREFUL or MASK_MOD is not None)
+    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
+        first, edge, picky = column(at, span, terms.blocks, BLOCK_N, CAREFUL)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        product = inner(
+            q_tile, k_tile, Rows(q, w.b, w.h, w.q0, w.first, w.n_q), Rows(k, w.b, h_kv, w.k0, first, w.n_k),
+            D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+        )  # fmt: skip
         s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
-        if edge:
-            s = tl.where(visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD), s, float("-inf"))
+        s = masked(s, float("-inf"), edge, picky, i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD)
         p, alpha, m, l = softmax_step(m, l, s, unit, BOUNDED)
         v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
         seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD) if CAREFUL else None
@@ -62,7 +68,7 @@ def forward_kernel(
     q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, BOUNDED: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BOUNDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -77,12 +83,12 @@ def forward_kernel(
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
         acc, m, l = attend(
             q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False, BOUNDED,
+            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False, BOUNDED, q, CHUNK,
         )  # fmt: skip
         if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
             acc, m, l = attend(
                 q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True, BOUNDED,
+                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True, BOUNDED, q, CHUNK,
             )  # fmt: skip
         store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
         tl.store(row_pointers(lse, w.b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)

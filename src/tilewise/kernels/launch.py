@@ -94,10 +94,10 @@ def backward_launches(
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
     statistics = statistics or row_statistics(q, size)
-    prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics)
+    overlap = can_overlap(capability)
+    prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics, overlap)
     scoring, scale, rate = folded(spec, q, terms, slope=True)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
-    overlap = can_overlap(capability)
     program = scoring | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
     tile = tile_of("query", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
@@ -122,7 +122,7 @@ def backward_launches(
             ),
             options_of(size, spec, tile, q, terms) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
-                "launch_pdl": overlap and not sum_k,
+                "launch_pdl": overlap,
             },
         )
         for sum_k, sum_v in sums
@@ -155,7 +155,7 @@ def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
 
 def prepare_launch(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem, statistics: tuple[Tensor, Tensor],
+    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem, statistics: tuple[Tensor, Tensor], overlap: bool = False,
 ) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
     """The launch that computes the row statistics, and the leading arguments of every kernel that uses them."""
     pad = PAD.value
@@ -168,7 +168,10 @@ def prepare_launch(
             view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
             lse2, delta, cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
         ),
-        {"DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "num_warps": 8 if size.dv > 128 else 4},
+        {
+            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "OVERLAP": overlap,
+            "num_warps": 8 if size.dv > 128 else 4,
+        },
     )  # fmt: skip
     return prepare, (*(view(x) for x in (q, k, v, dout)), lse2, delta)
 

@@ -11,21 +11,35 @@ import triton
 import triton.language as tl
 
 from .backward import weights
-from .tile import PAD, Work, band, dropped, load_rows, locate, row_pointers, row_statistics, visible
+from .tile import PAD, Rows, Work, band, dropped, inner, load_rows, locate, row_pointers, row_statistics, visible
 
 
 @triton.jit
 def gradient(
-    q_tile, k_tile, v_tile, do_tile, lse2_i, delta_i, w, h, i, j, before, after, scale, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, lse2, delta, cu_q, w, h, h_kv, i0, j0, before, after, scale, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """g (queries, keys), 0 for pairs that do not see each other."""
-    product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-    i = i[:, None]
-    j = j[None, :]
+    """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
+    product = inner(
+        load_rows(q, w.b, h, w.q0, i0, w.n_q, D, BLOCK_M, BLOCK_D, False),
+        load_rows(k, w.b, h_kv, w.k0, j0, w.n_k, D, BLOCK_N, BLOCK_D, False),
+        Rows(q, w.b, h, w.q0, i0, w.n_q), Rows(k, w.b, h_kv, w.k0, j0, w.n_k),
+        D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+    )  # fmt: skip
+    dp = inner(
+        load_rows(do, w.b, h, w.q0, i0, w.n_q, DV, BLOCK_M, BLOCK_DV, False),
+        load_rows(v, w.b, h_kv, w.k0, j0, w.n_k, DV, BLOCK_N, BLOCK_DV, False),
+        Rows(do, w.b, h, w.q0, i0, w.n_q), Rows(v, w.b, h_kv, w.k0, j0, w.n_k),
+        DV, BLOCK_M, BLOCK_N, BLOCK_DV, CHUNK, PRECISION,
+    )  # fmt: skip
+    lse2_i = tl.load(row_statistics(lse2, w, h, i0, cu_q, BLOCK_M))
+    delta_i = tl.load(row_statistics(delta, w, h, i0, cu_q, BLOCK_M))
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
     p, _ = weights(
-        product, w, h, i, j, lse2_i[:, None], before, after, scale, True, terms, FOLD, SCORE_MOD, MASK_MOD
+        product, w, h, i, j, lse2_i[:, None], before, after, scale, True, True, terms, FOLD, SCORE_MOD, MASK_MOD
     )  # fmt: skip
     g = p * (dropped(dp, w, h, i, j, terms) - delta_i[:, None])
     if SITE is not None:
@@ -38,7 +52,7 @@ def line_sums_kernel(
     q, k, v, do, lse2, delta, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """sums[b, h, query], or with KEYS sums[b, h, key]."""
     if KEYS:
@@ -63,19 +77,12 @@ def line_sums_kernel(
             if KEYS:
                 i0 = first
                 j0 = w.first
-                i = first + tl.arange(0, BLOCK_M)
             else:
                 i0 = w.first
                 j0 = first
-                j = first + tl.arange(0, BLOCK_N)
             g = gradient(
-                load_rows(q, w.b, w.h, w.q0, i0, w.n_q, D, BLOCK_M, BLOCK_D, False),
-                load_rows(k, w.b, h_kv, w.k0, j0, w.n_k, D, BLOCK_N, BLOCK_D, False),
-                load_rows(v, w.b, h_kv, w.k0, j0, w.n_k, DV, BLOCK_N, BLOCK_DV, False),
-                load_rows(do, w.b, w.h, w.q0, i0, w.n_q, DV, BLOCK_M, BLOCK_DV, False),
-                tl.load(row_statistics(lse2, w, w.h, i0, cu_q, BLOCK_M)),
-                tl.load(row_statistics(delta, w, w.h, i0, cu_q, BLOCK_M)),
-                w, w.h, i, j, before, after, scale, terms, SCORE_MOD, MASK_MOD, SITE, FOLD, PRECISION,
+                q, k, v, do, lse2, delta, cu_q, w, w.h, h_kv, i0, j0, before, after, scale, terms, SCORE_MOD, MASK_MOD,
+                SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
             )  # fmt: skip
             acc += tl.sum(g, 0 if KEYS else 1)
         if KEYS:
@@ -90,7 +97,7 @@ def tile_sums_kernel(
     terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
     pid = tl.program_id(0)
@@ -119,15 +126,9 @@ def tile_sums_kernel(
         if (i0 < w.n_q) & (j0 >= span.lo) & (j0 < span.hi):
             for y in range(1 if HEADS else heads):
                 h = h_out + y
-                h_kv = h // GROUP
                 acc += gradient(
-                    load_rows(q, w.b, h, w.q0, i0, w.n_q, D, BLOCK_M, BLOCK_D, False),
-                    load_rows(k, w.b, h_kv, w.k0, j0, w.n_k, D, BLOCK_N, BLOCK_D, False),
-                    load_rows(v, w.b, h_kv, w.k0, j0, w.n_k, DV, BLOCK_N, BLOCK_DV, False),
-                    load_rows(do, w.b, h, w.q0, i0, w.n_q, DV, BLOCK_M, BLOCK_DV, False),
-                    tl.load(row_statistics(lse2, w, h, i0, cu_q, BLOCK_M)),
-                    tl.load(row_statistics(delta, w, h, i0, cu_q, BLOCK_M)),
-                    w, h, i, j, before, after, scale, terms, SCORE_MOD, MASK_MOD, SITE, FOLD, PRECISION,
+                    q, k, v, do, lse2, delta, cu_q, w, h, h // GROUP, i0, j0, before, after, scale, terms, SCORE_MOD,
+                    MASK_MOD, SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
                 )  # fmt: skip
     p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
     p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]

@@ -39,6 +39,17 @@ class Work(NamedTuple):
     r0: tl.tensor
 
 
+class Rows(NamedTuple):
+    """Where a tile lies: rows `first` and on of the sequence that starts at token t, which has n of them."""
+
+    x: tl.tuple
+    b: tl.tensor
+    h: tl.tensor
+    t: tl.tensor
+    first: tl.tensor
+    n: tl.tensor
+
+
 class Span(NamedTuple):
     """Columns [lo, hi) are visited, tile by tile; those in [full_lo, full_hi) need no mask."""
 
@@ -57,8 +68,9 @@ class Bias(NamedTuple):
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
-    each 2 * position + (1 if full). Tiles are 2^own rows by 2^other columns. The rows of a batch row and of a head are
-    counted in sixteenths: Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
+    each 4 * position + its kind, which has a 2 where the mask mod hides nothing that the band shows. Tiles are 2^own
+    rows by 2^other columns. The rows of a batch row and of a head are counted in sixteenths: Triton 3.6 loses a 1 in a
+    tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -141,24 +153,37 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
-        start = tl.load(blocks.entries + lo, mask=lo < hi, other=0) // 2 << blocks.other
-        end = (tl.load(blocks.entries + hi - 1, mask=lo < hi, other=0) // 2 + 1) << blocks.other
+        start = tl.load(blocks.entries + lo, mask=lo < hi, other=0) >> 2 << blocks.other
+        end = ((tl.load(blocks.entries + hi - 1, mask=lo < hi, other=0) >> 2) + 1) << blocks.other
         skip = tl.minimum(tl.maximum(span.lo - start, 0), width) // BLOCK * BLOCK
         drop = tl.minimum(tl.maximum(end - span.hi, 0), width) // BLOCK * BLOCK
         return (lo << blocks.other) + skip, (hi << blocks.other) - drop
 
 
 @triton.jit
-def column(at, span, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """The first column of the tile at this place of the walk, and whether some pair of it may be hidden."""
+def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
+    """The first column of the tile at this place of the walk; whether the band may hide some pair of it (`edge`), and
+    whether the mask mod may (`picky`)."""
     if blocks.offsets is None:
         first = at
-        edge = MASKED or (first < span.full_lo) or (first + BLOCK > span.full_hi)
+        picky = True
     else:
         entry = tl.load(blocks.entries + (at >> blocks.other))
-        first = (entry // 2 << blocks.other) + (at & ((1 << blocks.other) - 1))
-        edge = (entry % 2 == 0) or (first < span.full_lo) or (first + BLOCK > span.full_hi)
-    return first, edge
+        first = tl.multiple_of((entry >> 2 << blocks.other) + (at & ((1 << blocks.other) - 1)), BLOCK)
+        picky = entry & 2 == 0
+    edge = CAREFUL or (first < span.full_lo) or (first + BLOCK > span.full_hi)
+    return first, edge, picky
+
+
+@triton.jit
+def masked(x, hidden, edge, picky, i, j, w, before, after, h, terms, MASK_MOD: tl.constexpr):
+    """x, with `hidden` for the pairs that do not see each other. The branches are the same for the whole program: the
+    mask mod is asked only where it hides something, and where nothing is hidden nothing is done."""
+    if MASK_MOD is not None and picky:
+        x = tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD), x, hidden)
+    elif edge:
+        x = tl.where(visible(i, j, w, before, after), x, hidden)
+    return x
 
 
 @triton.jit
@@ -201,6 +226,32 @@ def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: t
             return tl.load(p, mask=d < D, other=0.0)
     else:
         return tl.load(p, mask=(first + r < n) & (d < D), other=0.0)
+
+
+@triton.jit
+def inner(
+    a_tile, b_tile, a, b, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T of the tiles at a and b; of more than CHUNK columns, so many at a time, read when their turn comes: wide
+    operands, of float32 in two halves each, would not fit into the registers. Then nobody needs the whole tiles."""
+    if COLS <= CHUNK:
+        return tl.dot(a_tile, tl.trans(b_tile), input_precision=PRECISION)
+    else:
+        acc = tl.zeros([A, B], tl.float32)
+        for c in tl.range(0, D, CHUNK, num_stages=1, disable_licm=True):
+            b_columns = load_columns(b, c, D, B, CHUNK)
+            acc = tl.dot(load_columns(a, c, D, A, CHUNK), tl.trans(b_columns), acc, input_precision=PRECISION)
+        return acc
+
+
+@triton.jit
+def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns c .. c + COLS of ROWS rows; zero past the sequence's end and past D columns."""
+    p = tile_pointers(rows.x, rows.b, rows.h, rows.t, rows.first, ROWS, COLS) + c * rows.x.strides[3]
+    r = tl.arange(0, ROWS)[:, None]
+    d = c + tl.arange(0, COLS)[None, :]
+    return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)
 
 
 @triton.jit
@@ -374,5 +425,9 @@ def dot(a, b, acc, seen, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def has_nan(x):
-    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+def has_nan(x, y=None):
+    """Whether the sum of some row is nan: where an element is, and where infinities of both signs meet."""
+    rows = tl.sum(x, 1)
+    if y is not None:
+        rows += tl.sum(y, 1)
+    return tl.max((rows != rows).to(tl.int32), 0) > 0

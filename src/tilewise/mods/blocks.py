@@ -23,7 +23,7 @@ class BlockMask(NamedTuple):
     packed sequences, of which n_q and n_k are the longest, also the tokens in all.
 
     lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
-    written 2 * position + (1 if full).
+    written 4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing does.
     """
 
     mod: Mod
@@ -54,7 +54,7 @@ class BlockMask(NamedTuple):
         offsets, entries = self.lists[:2]
         kinds = torch.zeros(batch * heads * t_q, t_k, dtype=torch.int8, device=offsets.device)
         rows = torch.repeat_interleave(torch.arange(len(kinds), device=offsets.device), offsets.diff())
-        kinds[rows, entries.long() // 2] = (1 + entries % 2).to(torch.int8)
+        kinds[rows, entries.long() // 4] = (1 + entries % 4 // 3).to(torch.int8)
         return kinds.view(batch, heads, t_q, t_k)
 
     def density(self) -> float:
@@ -83,8 +83,8 @@ def block_mask(
             [0, 0, 2, 0],
             [0, 0, 0, 2]], dtype=torch.int8)
 
-    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, if the call has them, leave
-    out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
+    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, which must be those of the
+    call, leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
     """
     if min(n_q, n_k, batch, heads) < 1:
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
@@ -160,7 +160,7 @@ def _kinds(
     mod: Mod, b: int, h: int, n_q: int, n_k: int, edges: tuple[int | None, int | None], block: tuple[int, int],
     device: torch.device | str,
 ) -> Tensor:  # fmt: skip
-    """(Tq, Tk) int8 of one head."""
+    """(Tq, Tk) int8 of one head: 0 nobody sees anything, 1 the mod hides some pairs, 2 only the band does, 3 full."""
     block_q, block_k = block
     before, after = edges
     t_k = -(-n_k // block_k)
@@ -170,13 +170,14 @@ def _kinds(
     for start in range(0, n_q, strip):
         i = torch.arange(start, min(start + strip, n_q), device=device, dtype=torch.int32)[:, None]
         place = Place(b, h, i, j, n_q, n_k)
-        (seen,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
-        seen = torch.as_tensor(seen, device=device).expand(len(i), n_k)
+        (pleases,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
+        pleases = torch.as_tensor(pleases, device=device).expand(len(i), n_k)
         at = i + (n_k - n_q)
+        banded = torch.ones_like(pleases)
         if before is not None:
-            seen = seen & (j >= at - before)
+            banded &= j >= at - before
         if after is not None:
-            seen = seen & (j <= at + after)
+            banded &= j <= at + after
         rows = -(-len(i) // block_q)
         padding = (0, t_k * block_k - n_k, 0, rows * block_q - len(i))
 
@@ -184,9 +185,10 @@ def _kinds(
             whole = torch.nn.functional.pad(x, padding, value=fill)
             return whole.view(rows, block_q, t_k, block_k)
 
-        some = tiles(seen, False).any(3).any(1)
-        every = tiles(seen, True).all(3).all(1)
-        kinds.append(some.to(torch.int8) + (some & every).to(torch.int8))
+        some = tiles(pleases & banded, False).any(3).any(1)
+        pleased = tiles(pleases | ~banded, True).all(3).all(1)
+        full = pleased & tiles(banded, True).all(3).all(1)
+        kinds.append(some * (1 + pleased.to(torch.int8) + full.to(torch.int8)))
     return torch.cat(kinds)
 
 
@@ -203,4 +205,4 @@ def _lists(kinds: Tensor) -> tuple[Tensor, Tensor]:
     offsets = torch.zeros(len(kinds) + 1, dtype=torch.int32, device=kinds.device)
     offsets[1:] = visited.sum(1).cumsum(0)
     rows, columns = visited.nonzero(as_tuple=True)
-    return offsets, (2 * columns + (kinds[rows, columns] == 2)).to(torch.int32)
+    return offsets, (4 * columns + kinds[rows, columns]).to(torch.int32)

@@ -304,7 +304,7 @@ def _visited(spec: Spec, terms: Terms) -> list[list[list[int]]]:
     rows = (len(offsets) - 1) // (batch * heads)
 
     def visits(line: int) -> set[int]:
-        return {entry // 2 for entry in entries[offsets[line] : offsets[line + 1]]}
+        return {entry // 4 for entry in entries[offsets[line] : offsets[line + 1]]}
 
     return [
         [sorted(set().union(*(visits((b * heads + h) * rows + row) for h in range(heads)))) for row in range(rows)]
