@@ -146,9 +146,9 @@ AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
         512: Tile(16, 16, 8, 1, chunk=64),
     },
 }
-HOPPER["sums", 4] = HOPPER["query", 4]
-AMPERE["sums", 4] = AMPERE["query", 4]
-AMPERE["sums", 2] = AMPERE["query", 2]
+HOPPER["sums", 4] = HOPPER["query", 4] | {64: Tile(64, 32, 4, 1, chunk=32)}
+AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
+AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
 
 
 def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:

@@ -1,6 +1,6 @@
 """Compiles the sums of the gradients of biases, as JSON: what their tiles need.
 
-python -m tests.kernels.compile_sums 90 256
+python -m tests.kernels.compile_sums 90 256 bfloat16
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewise.perf.compiled import compile_for
 from tilewise.spec import Spec, Terms
 
 
-def main(capability: int, d: int) -> None:
+def main(capability: int, d: int, dtype: str) -> None:
     made = []
 
     class Compile(Launch):
@@ -35,7 +35,7 @@ def main(capability: int, d: int) -> None:
     for name, value in stand_ins.items():
         setattr(terms, name, value)
     n = 256
-    q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=torch.bfloat16) for _ in range(5))
+    q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=getattr(torch, dtype)) for _ in range(5))
     for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
         bias = torch.empty(shape, dtype=q.dtype)
         call = Spec(d**-0.5, None, 0), Terms(bias=bias)
@@ -44,4 +44,4 @@ def main(capability: int, d: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
