@@ -83,6 +83,18 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
 
 
+@pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
+def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
+    monkeypatch.setattr(hopper, "L2_BYTES", 0)
+    case = CASES[name]
+    if case.lengths is None:
+        case = altered(case, batch=2, n_q=300, n_k=300)
+    inputs = make(altered(case, heads=3 * case.heads // case.kv_heads, kv_heads=3), "cpu")
+    unused = torch.zeros(())
+    check([unused, unused, *gradients(inputs, deterministic=True)], inputs, ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
 def test_without_semaphores_they_would(case: Case) -> None:
     inputs = make(altered(case, dtype="float16"), "cpu")
@@ -117,7 +129,7 @@ def test_sums_that_come_late_change_nothing() -> None:
 
     def late(*args: Any) -> None:
         me = emulator.machine.current()
-        me.clock += 50_000 * (me.name == "add_halves 4")
+        me.clock += 50_000 * (me.name == "add_tiles 4")
         wait(*args)
 
     inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")

@@ -9,8 +9,8 @@ P^T and dS^T leave the matrix units in the very registers from which dV and dK t
 
 dQ of a block is computed one block late, from two buffers of dS, so that the warpgroups may drift apart by most of a
 block: one exponentiates while the other multiplies. The sum of dQ over the key tiles is made in global memory, in
-float32: by atomics, straight from the registers; or (COPIED) by the copy engine, through one more warp for each
-warpgroup, in any order or (ORDERED) in that of the key tiles.
+float32: by atomics, straight from the registers; or (COPIED) by the copy engine, through two more warps: in
+any order, each for one warpgroup; or (ORDERED) in that of the key tiles, by turns for both.
 
 dS is fenced where it is read, not where it is stored: a fence waits for all that its threads have under way, atomics
 too, and here it does so while dV is being multiplied.
@@ -26,8 +26,9 @@ from .backward_tiles import (
     Keys,
     Outputs,
     Rows,
-    add_halves,
+    add_tiles,
     add_to,
+    after_block,
     blocks_of,
     exponents,
     in_register_order,
@@ -106,10 +107,13 @@ def product_dq(hold, buffer, zero, WG: gl.constexpr, PLAN: gl.constexpr):
 def add_dq(dq, out, sums, tile, n, WG: gl.constexpr, PLAN: gl.constexpr):
     """Adds half a dQ tile, the n-th of this program, to global memory, or hands it to the warps that send it there."""
     if PLAN.COPIED:
-        mbarrier.wait(out.empty.index(WG), phase(n, 1) ^ 1)
+        mbarrier.wait(out.empty.index(0 if PLAN.ORDERED else WG), phase(n, 1) ^ 1)
         out.dq.index(WG).store(in_register_order(dq))
         fence_async_shared()
-        pass_turn(DQ_STORED + WG, 160)
+        if PLAN.ORDERED:
+            signal(DQ_STORED + (n & 1), 288)
+        else:
+            pass_turn(DQ_STORED + WG, 160)
     else:
         add_to(sums, dq, tile * 2 + WG)
 
@@ -206,32 +210,27 @@ def sum_blocks(
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     keys, queries, _, out = hold
     end = n + blocks_of(visit, PLAN)
-    at_keys = w.first + 64 * WG + here(w.n_q) - w.n_k
+    at_keys = w.first + 64 * WG + here(w.n_q) - here(w.n_k)
     left = w.n_k - w.first - 64 * WG
-    i0 = visit.lo
+    i0 = visit.start
+    g = gl.to_tensor(0)
     h = w.h * PLAN.GROUP
-    tile = visit.tile + i0 // BLOCK_M
     mbarrier.wait(queries.full.index(n & 1), (n >> 1) & 1)
     zero = here(gl.to_tensor(0))
     q = queries.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
     s = product_t(keys.k.index(WG + zero).reshape([64, D]), q)
     s, dk, dv = attend(
-        hold, outputs.sums, s, dk, dv, n, turn, tile, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN), n + 1 < end,
+        hold, outputs.sums, s, dk, dv, n, turn, 0, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN), n + 1 < end,
         call, SCORE_MOD, MASK_MOD, WG, True, PLAN,
     )  # fmt: skip
     for m in range(n + 1, end):
-        i0 += BLOCK_M
-        if PLAN.GROUP > 1:
-            i0 = gl.where(i0 == visit.hi, visit.lo, i0)
-            if PLAN.TERMS:
-                h = gl.where(i0 == visit.lo, h + 1, h)
+        tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
+        i0, g = after_block(visit, i0, g, PLAN)
         s, dk, dv = attend(
-            hold, outputs.sums, s, dk, dv, m, turn, tile, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN),
+            hold, outputs.sums, s, dk, dv, m, turn, tile, w, h + g, at_keys, left, i0, is_edge(visit, i0, PLAN),
             m + 1 < end, call, SCORE_MOD, MASK_MOD, WG, False, PLAN,
         )  # fmt: skip
-        tile += 1
-        if PLAN.GROUP > 1:
-            tile = gl.where(i0 == visit.lo, tile + (call.padded - visit.hi + visit.lo) // BLOCK_M, tile)
+    tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
 
     zero = here(gl.to_tensor(0))
     cur = end & 1
@@ -280,7 +279,7 @@ def consume(
         where = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first + 64 * WG)
         send(dk * call.scale, out.dk.index(WG * out.dk.shape[0] // 2), outputs.dk, where)
         if PLAN.COPIED:
-            mbarrier.wait(out.empty.index(WG), phase(n - 1, 1))
+            mbarrier.wait(out.empty.index(0 if PLAN.ORDERED else WG), phase(n - 1, 1))
         send(dv, out.dv.index(WG * out.dv.shape[0] // 2), outputs.dv, where)
         hand_back(work, turn)
         turn += 1
@@ -288,15 +287,17 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
+@gluon.jit(
+    do_not_specialize=["n_q", "n_k", "before", "after", "padded", "rising", "total", "rows", "tiles", "batch", "cohort"]
+)
 def backward_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, counter, total, rows, tiles, heads, batch, cohort, terms,
+    scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
-    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, terms)
+    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, rising, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
     outputs = Outputs(sums, sum_rows, dk, dv, flag)
@@ -306,7 +307,7 @@ def backward_kernel(
     dk_tiles = recast(ds_tiles, q.dtype, [4 * BLOCK_M // D] + dk.block_type.shape, dk.layout)  # noqa: RUF005
     dv_tiles = recast(dq_tiles, q.dtype, [BLOCK_M * D // (32 * DV)] + dv.block_type.shape, dv.layout)  # noqa: RUF005
     # No barrier that is not used: the compiler would give its memory to a tile (emulator.machine, _check_barriers).
-    empty = barriers(2, 1) if PLAN.COPIED else ds_tiles
+    empty = barriers(1 if PLAN.ORDERED else 2, 1) if PLAN.COPIED else ds_tiles
     out = Out(ds_tiles, dq_tiles, dk_tiles, dv_tiles, empty)
     hold = Hold(keys_ring(k, v, 2), rows_ring(q, lse2), rows_ring(do, delta), out)
     work = board(4 if PLAN.COPIED else 2)
@@ -317,8 +318,8 @@ def backward_kernel(
             (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 0, PLAN)),
             (consume, (hold, outputs, work, call, queue, SCORE_MOD, MASK_MOD, 1, PLAN)),
             (produce, (hold, inputs, work, call, queue, PLAN)),
-            (add_halves, (out, outputs, semaphores, work, call, queue, 0, PLAN)),
-            (add_halves, (out, outputs, semaphores, work, call, queue, 1, PLAN)),
+            (add_tiles, (out, outputs, semaphores, work, call, queue, 0, PLAN)),
+            (add_tiles, (out, outputs, semaphores, work, call, queue, 1, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([

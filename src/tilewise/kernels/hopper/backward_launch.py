@@ -131,8 +131,10 @@ def backward_launches(
     )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
-    in_l2 = L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1
-    cohort = max(1, in_l2, -(-processors // tiles) if spec.deterministic else 1)
+    cohort = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1)
+    if spec.deterministic:  # so that few programs wait for one another's sums; a power of two, as the heads mostly are
+        cohort = max(cohort, 1 << (processors // tiles).bit_length())
+    rising = max(0, lines // cohort - 1) * cohort if spec.deterministic else 0
     sums = Launch(
         backward_wide_kernel if wide else backward_kernel,
         min(tiles * lines, processors),
@@ -144,7 +146,7 @@ def backward_launches(
             TensorDescriptor(space.sums, space.sums.shape, (256, 1), [plan.BLOCK_M * block_d // 512, 256], PLAIN),
             descriptor(dk, 64, block_d // 2 if wide else block_d),
             descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
-            spec.before, spec.after, unit * LOG2E.value, rate, space.tokens,
+            spec.before, spec.after, unit * LOG2E.value, rate, space.tokens, rising,
             space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
         ),
         mask | {"SCORE_MOD": score["SCORE_MOD"], "PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},

@@ -28,7 +28,7 @@ from .compat import (
 from .pipeline import at, barriers, hand_back, next_ticket, order, phase, post, take
 
 BLOCK_M: gl.constexpr = gl.constexpr(64)
-# hardware barrier of a warpgroup, at + w, and the warp that adds its dQ
+# hardware barrier of a warp that adds dQ, at + the warp, and of whom it adds for
 DQ_STORED: gl.constexpr = gl.constexpr(6)
 
 
@@ -52,7 +52,8 @@ class Plan(NamedTuple):
 
 class Call(NamedTuple):
     """The scalars of a launch, and its score terms. `unit` is log2(e), times the scale where nothing stands between
-    q.k and the softmax; `padded` tokens per head in the row statistics and in dQ."""
+    q.k and the softmax; `padded` tokens per head in the row statistics and in dQ; where sums are ORDERED, the first
+    `rising` lines of heads are visited the other way round."""
 
     cu_q: tl.tensor
     cu_k: tl.tensor
@@ -63,6 +64,7 @@ class Call(NamedTuple):
     unit: tl.tensor
     scale: tl.tensor
     padded: tl.tensor
+    rising: tl.tensor
     terms: tl.tuple
 
 
@@ -106,11 +108,12 @@ class Rows(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on and around;
-    those inside [full_lo, full_hi) need no mask. `tile` is the place of the first head's query 0 among all tiles of 64
-    rows, in the padded statistics and in dQ."""
+    """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on, `step` at a
+    time; those inside [full_lo, full_hi) need no mask. `tile` is the place of the first head's query 0 among all
+    blocks, in the padded statistics and in dQ."""
 
     start: tl.tensor
+    step: tl.tensor
     lo: tl.tensor
     hi: tl.tensor
     full_lo: tl.tensor
@@ -135,12 +138,18 @@ def rows_ring(x, statistics):
 
 
 @triton.jit
+def is_rising(line, call, PLAN: tl.constexpr):
+    """Whether the key tiles of this line of heads are drawn, and their ORDERED sums made, last tile first, each tile
+    from its first query on. Under a causal band a tile then starts some blocks behind the one that it waits for. But
+    the longest come last: so the last cohort goes the other way, as the tiles of sums in any order do."""
+    return line < call.rising if PLAN.ORDERED else False
+
+
+@triton.jit
 def find(ticket, queue, call, PLAN: tl.constexpr):
-    """The key tile of a ticket: the longest first, which under a causal band are those of the first keys. ORDERED sums
-    want the opposite: a tile then starts two blocks behind the one whose sums it has to wait for."""
+    """The key tile of a ticket: the longest first, which under a causal band are those of the first keys, or rising."""
     tile, head = order(ticket, queue)
-    if not PLAN.ORDERED:
-        tile = queue.tiles - 1 - tile
+    tile = tl.where(is_rising(head, call, PLAN), tile, queue.tiles - 1 - tile)
     pid = head * queue.tiles + tile
     return locate(
         pid, queue.tiles, queue.heads, queue.batch, call.cu_q, call.cu_k, call.n_q, call.n_k, call.cu_k, PLAN.BLOCK_N
@@ -149,23 +158,31 @@ def find(ticket, queue, call, PLAN: tl.constexpr):
 
 @gluon.jit
 def visit_of(w, queue, call, PLAN: tl.constexpr):
-    """Wide tiles start where their keys are, so that the tiles of one head add to different parts of dQ at any time;
-    others, and those of ORDERED sums, with the first query that sees them."""
+    """Tiles start with the first query that sees them, wide ones where their keys are, so that the tiles of one head
+    add to different parts of dQ at any time; ORDERED, with the last query, or rising with the first."""
     BLOCK_M: tl.constexpr = PLAN.BLOCK_M
-    at = w.first + here(w.n_q) - w.n_k
+    at = w.first + here(w.n_q) - here(w.n_k)
     # the forward's band, sideways
     span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)
     hi = (span.hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    line = w.h
+    if call.cu_q is None:
+        line += w.b * queue.heads
     start = span.lo
-    if PLAN.D > 128 and not PLAN.ORDERED:
+    step = BLOCK_M
+    if PLAN.ORDERED:
+        rising = is_rising(line, call, PLAN)
+        start = tl.where(rising, start, hi - BLOCK_M)
+        step = tl.where(rising, BLOCK_M, -BLOCK_M)
+    elif PLAN.D > 128:
         start = tl.maximum(tl.minimum(at // BLOCK_M * BLOCK_M, hi - BLOCK_M), start)
     full_hi = tl.where(w.first + PLAN.BLOCK_N > w.n_k, 0, span.full_hi)
     blocks = here(call.padded) // BLOCK_M
     if call.cu_q is None:
-        tile = (w.b * queue.heads + w.h) * PLAN.GROUP * blocks
+        tile = line * PLAN.GROUP * blocks
     else:
-        tile = w.h * PLAN.GROUP * blocks + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
-    return Visit(start, span.lo, hi, span.full_lo, full_hi, tile)
+        tile = line * PLAN.GROUP * blocks + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
+    return Visit(start, step, span.lo, hi, span.full_lo, full_hi, tile)
 
 
 @gluon.jit
@@ -174,10 +191,18 @@ def blocks_of(visit, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def after_block(visit, i0, PLAN: gl.constexpr):
-    """The block after that of query i0."""
-    i0 += PLAN.BLOCK_M
-    return gl.where(i0 == visit.hi, visit.lo, i0)
+def after_block(visit, i0, g, PLAN: gl.constexpr):
+    """The block after that of query i0 of head g of the group: the next one of this head; ORDERED, that of the next
+    head, which keeps programs that wait for one another at the same queries."""
+    if PLAN.ORDERED:
+        last = g == PLAN.GROUP - 1
+        return gl.where(last, i0 + visit.step, i0), gl.where(last, 0, g + 1)
+    elif PLAN.GROUP == 1 and PLAN.D <= 128:
+        return i0 + PLAN.BLOCK_M, g
+    else:
+        i0 += PLAN.BLOCK_M
+        i0 = gl.where(i0 == visit.hi, visit.lo, i0)
+        return i0, gl.where(i0 == visit.start, g + 1, g)
 
 
 @gluon.jit
@@ -192,10 +217,10 @@ def masked(s, at, left, call):
     j = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     start = gl.where(j < left, 0, s.shape[1])
     if call.after is not None:
-        start = gl.maximum(start, j + here(at - call.after))
+        start = gl.maximum(start, j + (here(at) - call.after))
     s = hide_until(s, start)
     if call.before is not None:
-        s = hide_from(s, j + here(at + call.before + 1))
+        s = hide_from(s, j + (here(at) + call.before + 1))
     return s
 
 
@@ -294,18 +319,17 @@ def fill_tile(hold, inputs, w, visit, n, turn, call, PLAN: gl.constexpr):
     blocks = here(call.padded) // BLOCK_M
     row = visit.tile // blocks
     column = visit.tile % blocks * BLOCK_M
-    for g in range(PLAN.GROUP):
+    i0 = visit.start
+    g = gl.to_tensor(0)
+    for m in range(n, n + blocks_of(visit, PLAN)):
         h = w.h * PLAN.GROUP + g
-        i0 = visit.start
-        for _ in range(visit.lo, visit.hi, BLOCK_M):
-            q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
-            fill_rows(hold.queries, n, inputs.q, q_at, inputs.lse2, row + g, column + i0)
-            if (g == 0) & (i0 == visit.start):
-                fill_keys(hold.keys, inputs, w, turn)
-            do_at = at(inputs.do, w.b, h, w.q0, w.n_q, i0)
-            fill_rows(hold.grads, n, inputs.do, do_at, inputs.delta, row + g, column + i0)
-            i0 = after_block(visit, i0, PLAN)
-            n += 1
+        q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
+        fill_rows(hold.queries, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
+        if m == n:
+            fill_keys(hold.keys, inputs, w, turn)
+        do_at = at(inputs.do, w.b, h, w.q0, w.n_q, i0)
+        fill_rows(hold.grads, m, inputs.do, do_at, inputs.delta, row + g, column + i0)
+        i0, g = after_block(visit, i0, g, PLAN)
 
 
 @gluon.jit
@@ -332,32 +356,51 @@ def produce(hold, inputs, work, call, queue, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def add_halves(out, outputs, semaphores, work, call, queue, HALF: gl.constexpr, PLAN: gl.constexpr):
-    """One of two warps, each of which adds a warpgroup's halves of the dQ tiles; ORDERED, after the sums of the key
-    tiles that follow this one. It waits only for tiles that were drawn earlier, and so never for one that nobody works
-    on."""
+def adders(w, i0, visit, call, PLAN: gl.constexpr):
+    """How many key tiles add to the dQ of the queries from i0 on before this one."""
+    diagonal = i0 + w.n_k - w.n_q
+    last = w.n_k - 1  # the first and the last key that one of these queries sees
+    if call.after is not None:
+        last = gl.minimum(last, diagonal + PLAN.BLOCK_M - 1 + call.after)
+    first = 0
+    if call.before is not None:
+        first = gl.maximum(diagonal - call.before, 0)
+    tile = w.first // PLAN.BLOCK_N
+    return gl.where(visit.step > 0, last // PLAN.BLOCK_N - tile, tile - first // PLAN.BLOCK_N)
+
+
+@gluon.jit
+def add_tiles(out, outputs, semaphores, work, call, queue, WARP: gl.constexpr, PLAN: gl.constexpr):
+    """One of two warps that add dQ, each the halves of one warpgroup. ORDERED, each adds every other tile, after the
+    sums of the key tiles before this one: it takes longer than a block until others may be told. It waits only for
+    tiles that were drawn earlier, and so never for one that nobody works on."""
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     LINES: gl.constexpr = out.dq.shape[1]
     PACKED: gl.constexpr = call.cu_q is not None
+    n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     w = take(work, turn, call.n_q, call.n_k, PACKED)
     while w.first >= 0:
         visit = visit_of(w, queue, call, PLAN)
-        blocks = here(call.padded) // BLOCK_M
-        for g in range(PLAN.GROUP):
-            for i0 in range(visit.lo, visit.hi, BLOCK_M):
-                place = (visit.tile + g * blocks + i0 // BLOCK_M) * 2 + HALF
-                if PLAN.ORDERED:
-                    last = w.n_k - 1  # the last key that one of these queries sees
-                    if call.after is not None:
-                        last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
-                    semaphore_wait(semaphores + place, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
-                wait_turn(DQ_STORED + HALF, 160)
-                add_out(outputs.sum_rows, [place * LINES, 0], out.dq.index(HALF))
+        i0 = visit.start
+        g = gl.to_tensor(0)
+        for _ in range(blocks_of(visit, PLAN)):
+            tile = visit.tile + g * (here(call.padded) // BLOCK_M) + i0 // BLOCK_M
+            if not PLAN.ORDERED:
+                wait_turn(DQ_STORED + WARP, 160)
+                add_out(outputs.sum_rows, [(tile * 2 + WARP) * LINES, 0], out.dq.index(WARP))
                 tma.store_wait(0)
-                mbarrier.arrive(out.empty.index(HALF), count=1)
-                if PLAN.ORDERED:
-                    semaphore_release(semaphores + place)
+                mbarrier.arrive(out.empty.index(WARP), count=1)
+            elif (n & 1) == WARP:
+                semaphore_wait(semaphores + tile, adders(w, i0, visit, call, PLAN) * 32)
+                wait_turn(DQ_STORED + WARP, 288)
+                for half in gl.static_range(2):
+                    add_out(outputs.sum_rows, [(tile * 2 + half) * LINES, 0], out.dq.index(half))
+                tma.store_wait(0)
+                mbarrier.arrive(out.empty.index(0), count=1)
+                semaphore_release(semaphores + tile)
+            i0, g = after_block(visit, i0, g, PLAN)
+            n += 1
         hand_back(work, turn)
         turn += 1
         w = take(work, turn, call.n_q, call.n_k, PACKED)

@@ -26,6 +26,7 @@ from .backward_tiles import (
     Outputs,
     Rows,
     add_to,
+    adders,
     after_block,
     blocks_of,
     exponents,
@@ -132,11 +133,11 @@ def probabilities(
 
 @gluon.jit
 def attend_0(
-    hold, sums, order, p, dk, dv, n, turn, tile, i0, w, h, ahead, edge, at_keys, left, call,
+    hold, sums, order, p, dk, dv, n, turn, tile, w, h, ahead, edge, at_keys, left, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, LAST: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """What warpgroup 0 does for the n-th block of queries, those from i0 on, whose P^T is stored and whose place in dQ
-    is `tile`, up to P^T of the block after it, that of query `ahead` of head h."""
+    """What warpgroup 0 does for the n-th block of queries, whose P^T is stored and whose place in dQ is `tile`, up to
+    P^T of the block after it, that of query `ahead` of head h."""
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -183,7 +184,7 @@ def attend_0(
 
 
 @gluon.jit
-def attend_1(hold, sums, order, dp, dk, dv, n, tile, i0, more, call, PLAN: gl.constexpr):
+def attend_1(hold, sums, order, dp, dk, dv, n, tile, more, call, PLAN: gl.constexpr):
     """What warpgroup 1 does for the n-th block of queries, whose dP^T is on its way, as on return that of the next is;
     of the last one, rather than branch around a wgmma, once more its own."""
     D: gl.constexpr = PLAN.D
@@ -241,12 +242,11 @@ def sum_blocks(
     D: gl.constexpr = PLAN.D
     DV: gl.constexpr = PLAN.DV
     end = n + blocks_of(visit, PLAN)
-    at_keys = w.first + here(w.n_q) - w.n_k  # the query whose diagonal is the first key
+    at_keys = w.first + here(w.n_q) - here(w.n_k)  # the query whose diagonal is the first key
     left = w.n_k - w.first
     i0 = visit.start
     h = w.h * PLAN.GROUP
-    head = visit.tile
-    tile = head + i0 // BLOCK_M
+    g = gl.to_tensor(0)
     zero = here(gl.to_tensor(0))
     if WG == 0:
         mbarrier.wait(hold.queries.full.index(n & 1), (n >> 1) & 1)
@@ -259,23 +259,19 @@ def sum_blocks(
         do = hold.grads.tiles.index(n & 1).reshape([BLOCK_M, DV])
         x = product_t(hold.keys.v.index(zero).reshape([64, DV]), do)
     for m in range(n, end - 1 + WG):
-        ahead = after_block(visit, i0, PLAN)
-        if PLAN.TERMS and PLAN.GROUP > 1:
-            h = gl.where(ahead == visit.start, h + 1, h)
+        tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
+        i0, g = after_block(visit, i0, g, PLAN)
         if WG == 0:
             x, dk, dv = attend_0(
-                hold, sums, order, x, dk, dv, m, turn, tile, i0, w, h, ahead, is_edge(visit, ahead, PLAN), at_keys,
-                left, call, SCORE_MOD, MASK_MOD, False, PLAN,
+                hold, sums, order, x, dk, dv, m, turn, tile, w, h + g, i0, is_edge(visit, i0, PLAN), at_keys, left,
+                call, SCORE_MOD, MASK_MOD, False, PLAN,
             )  # fmt: skip
         else:
-            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, m, tile, i0, m + 1 < end, call, PLAN)
-        i0 = ahead
-        if PLAN.GROUP > 1:
-            head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
-        tile = head + i0 // BLOCK_M
+            x, dk, dv = attend_1(hold, sums, order, x, dk, dv, m, tile, m + 1 < end, call, PLAN)
+    tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
     if WG == 0:
         x, dk, dv = attend_0(
-            hold, sums, order, x, dk, dv, end - 1, turn, tile, i0, w, h, i0, False, at_keys, left, call,
+            hold, sums, order, x, dk, dv, end - 1, turn, tile, w, h, i0, False, at_keys, left, call,
             SCORE_MOD, MASK_MOD, True, PLAN,
         )  # fmt: skip
     else:
@@ -336,35 +332,33 @@ def keep_order(order, semaphores, work, call, queue, ASK: gl.constexpr, PLAN: gl
     while w.first >= 0:
         visit = visit_of(w, queue, call, PLAN)
         i0 = visit.start
-        head = visit.tile
+        g = gl.to_tensor(0)
         for _ in range(blocks_of(visit, PLAN)):
-            semaphore = semaphores + head + i0 // BLOCK_M
+            semaphore = semaphores + visit.tile + g * (here(call.padded) // BLOCK_M) + i0 // BLOCK_M
             if ASK:
-                last = w.n_k - 1  # the last key that one of these queries sees
-                if call.after is not None:
-                    last = gl.minimum(last, i0 + BLOCK_M - 1 + w.n_k - w.n_q + call.after)
                 mbarrier.wait(order.seen.index(n & 1), phase(n, 2) ^ 1)
-                semaphore_wait(semaphore, (last // PLAN.BLOCK_N - w.first // PLAN.BLOCK_N) * 32)
+                semaphore_wait(semaphore, adders(w, i0, visit, call, PLAN) * 32)
                 mbarrier.arrive(order.turn.index(n & 1), count=1)
             else:
                 mbarrier.wait(order.added.index(n & 1), phase(n, 2))
                 mbarrier.arrive(order.seen.index(n & 1), count=1)
                 semaphore_release(semaphore)
-            i0 = after_block(visit, i0, PLAN)
-            head = gl.where(i0 == visit.start, head + call.padded // BLOCK_M, head)
+            i0, g = after_block(visit, i0, g, PLAN)
             n += 1
         hand_back(work, turn)
         turn += 1
         w = take(work, turn, call.n_q, call.n_k, PACKED)
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "padded", "total", "rows", "tiles", "batch", "cohort"])
+@gluon.jit(
+    do_not_specialize=["n_q", "n_k", "before", "after", "padded", "rising", "total", "rows", "tiles", "batch", "cohort"]
+)
 def backward_wide_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, counter, total, rows, tiles, heads, batch, cohort, terms,
+    scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, terms)
+    call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, rising, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
     outputs = Outputs(sums, sum_rows, dk, dv, flag)

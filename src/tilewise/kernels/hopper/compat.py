@@ -172,10 +172,10 @@ def semaphore_wait(ptr, value):
 
 @gluon.jit
 def semaphore_release(ptr):
-    """Once what this warp sent out is in memory (store_wait only says that it has been read), every lane adds 1
-    to *ptr: 32 in all."""
+    """Once what this warp sent out is in memory (store_wait only says that it has been read), one lane adds 32 to
+    *ptr."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync -1; fence.acq_rel.gpu; red.release.gpu.global.add.u32 [$1], 1;"
-        " mov.u32 $0, 0;",
+        "{ .reg .pred p; cp.async.bulk.wait_group 0; bar.warp.sync -1; elect.sync _|p, -1;"
+        " @p red.release.gpu.global.add.u32 [$1], 32; mov.u32 $0, 0; }",
         "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
