@@ -73,17 +73,17 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
     ("forward", 4): {
         64: Tile(64, 32, 4, 1),
         128: Tile(128, 32, 8, 1),
-        256: Tile(32, 32, 8, 1, chunk=64),
+        256: Tile(32, 32, 8, 1, chunk=32),
         512: Tile(16, 32, 8, 1, chunk=64),
     },
     ("query", 4): {
         64: Tile(64, 64, 4, 1),
-        128: Tile(64, 32, 4, 1, chunk=32),
+        128: Tile(128, 32, 8, 1, chunk=32),
         256: Tile(32, 32, 8, 1, chunk=32),
         512: Tile(16, 32, 8, 1, chunk=32),
     },
     ("key", 4): {
-        64: Tile(32, 64, 4, 1),
+        64: Tile(32, 128, 8, 1),
         128: Tile(32, 64, 4, 1, apart=True, chunk=32),
         256: Tile(32, 32, 8, 1, apart=True, chunk=32),
         512: Tile(16, 16, 8, 1, apart=True, chunk=32),
@@ -129,12 +129,12 @@ AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
     },
     ("query", 4): {
         64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 4, 1, chunk=32),
+        128: Tile(32, 32, 4, 1, chunk=16),
         256: Tile(16, 32, 4, 1, chunk=32),
         512: Tile(16, 32, 8, 1, chunk=32),
     },
     ("key", 4): {
-        64: Tile(32, 32, 4, 1),
+        64: Tile(32, 32, 4, 1, chunk=32),
         128: Tile(32, 32, 4, 1, apart=True, chunk=16),
         256: Tile(32, 32, 8, 1, apart=True, chunk=32),
         512: Tile(16, 16, 8, 1, apart=True, chunk=32),
