@@ -179,10 +179,14 @@ def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
 def masked(x, hidden, edge, picky, i, j, w, before, after, h, terms, MASK_MOD: tl.constexpr):
     """x, with `hidden` for the pairs that do not see each other. The branches are the same for the whole program: the
     mask mod is asked only where it hides something, and where nothing is hidden nothing is done."""
-    if MASK_MOD is not None and picky:
-        x = tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD), x, hidden)
-    elif edge:
-        x = tl.where(visible(i, j, w, before, after), x, hidden)
+    if MASK_MOD is None:
+        if edge:
+            x = tl.where(visible(i, j, w, before, after), x, hidden)
+    else:
+        if edge or picky:
+            if picky:
+                x = tl.where(MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, terms.mask), x, hidden)
+            x = tl.where(visible(i, j, w, before, after), x, hidden)
     return x
 
 
