@@ -34,6 +34,7 @@ CALLS = {
 # bytes, at most, of what is kept from one key tile to the next, or needed where a block lies on the edge of the mask
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "128 ordered": 8, "128 shared keys": 24}
 SPILLS |= {"256 packed": 16, "256 ordered": 8, "128 softcap": 40, "128 document, packed": 24, "128 bias": 116}
+SPILLS |= {"128 alibi, shared keys": 16, "256 softcap, ordered": 8, "256 document, bias": 8}
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal")  # what other Tritons compile, too
 
