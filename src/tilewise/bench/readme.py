@@ -163,7 +163,7 @@ def standing(everything: list[Results], document: Path) -> str:
                 f"the {which} runs at {mean:.2f} times the speed of the fastest peer of each of {len(ratios)} cells "
                 f"({peers}), from {min(ratios):.2f} to {max(ratios):.2f}"
             )
-    host = next((bar.said for bar in bars(results) if bar.what.startswith("host time")), None)
+    host = next((bar.said for bar in bars(results) if bar.found is not None and bar.what.startswith("host time")), None)
     words = "; ".join(said) + (f"; a call on small tensors costs {host} of host time" if host else "")
     return f"On the {results.machine['device']} {words}.\n"
 
