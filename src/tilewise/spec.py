@@ -148,6 +148,16 @@ def band(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[in
     return before, 0 if causal else after
 
 
+def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
+    """Whether the heads of a group, of one query each, are taken for the queries of one head, so that the keys which
+    they share are read once: each must see all keys.
+
+    >>> heads_are_queries(1, 8, None), heads_are_queries(1, 8, 128), heads_are_queries(2, 8, None)
+    (True, False, False)
+    """
+    return n_q == 1 and group > 1 and before is None
+
+
 def _is_int(x: object) -> bool:
     return isinstance(x, int) or hasattr(x, "__index__")  # torch.compile knows the first of its symbols only
 

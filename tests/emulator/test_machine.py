@@ -19,6 +19,7 @@ CASES = {
     "causal": {"n_q": 256, "n_k": 256, "after": 0},
     "more keys than queries": {"n_q": 100, "n_k": 333, "after": 0},
     "queries that see nothing": {"n_q": 333, "n_k": 150, "after": 0},
+    "heads as queries": {"n_q": 1, "n_k": 300, "after": 0, "heads": 6},
     "window": {"n_q": 300, "n_k": 420, "before": 70, "after": 30, "d": 64},
     "three warpgroups": {"n_q": 333, "n_k": 2100, "after": 0, "d": 64, "heads": 1},
     "window before the end": {"n_q": 260, "n_k": 260, "before": 40, "after": 0, "d": 64},

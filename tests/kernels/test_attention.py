@@ -25,6 +25,8 @@ FEATURES = {
     "more keys": Case(n_q=9, n_k=41, after=0),
     "more queries": Case(n_q=41, n_k=9, after=0),
     "one query": Case(n_q=1, n_k=50, after=0),
+    "one query, grouped heads": Case(batch=2, n_q=1, n_k=50, heads=6, kv_heads=2, after=0),
+    "one query, a window, grouped heads": Case(n_q=1, n_k=50, heads=6, kv_heads=2, before=7, after=0),
     "one key": Case(n_q=20, n_k=1),
     "no keys": Case(n_q=5, n_k=0),
     "no queries": Case(n_q=0, n_k=5),

@@ -108,6 +108,16 @@ def test_a_part_of_the_workspace_lies_where_it_lay_in_the_first() -> None:
     assert plain == y.data_ptr()
 
 
+def test_a_view_of_a_tensor_is_that_tensor() -> None:
+    kernel, calls = Kernel(), {}
+    for _ in range(2):
+        x, y = torch.zeros(2, 3, 4)[:, 1:], torch.zeros(4)
+        made = Launch(kernel, 7, (View(x.transpose(0, 1), (1,)), y, 5), {"BLOCK": 64})
+        replay.launch("key", (x, y), lambda made=made: [made], calls)
+    [(_, view, plain, *_)] = kernel.calls
+    assert (view.ptr, plain) == (x.data_ptr(), y.data_ptr())
+
+
 def test_a_strangers_tensor_is_refused() -> None:
     both = torch.zeros(2, 3)
     x, y = both

@@ -1,6 +1,7 @@
 """From tensors to launches: views, grids and compile-time choices of the portable kernels."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from .. import config
 from ..dispatch import capability_of
 from ..dropout import threshold
-from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms
+from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, heads_are_queries
 from . import mods, replay
 from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
@@ -63,10 +64,23 @@ def problem(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None) -> Problem:
     return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, cu_q is not None)
 
 
+def by_group(
+    q: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, kv_heads: int, spec: Spec, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor, Spec]:
+    """q, out and lse of a forward, with the heads of a group as queries, where `heads_are_queries`."""
+    group = q.shape[-2] // kv_heads
+    if cu_q is not None or not heads_are_queries(q.shape[1], group, spec.before) or not terms.is_empty(spec):
+        return q, out, lse, spec
+    # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
+    q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
+    return q, out, lse.view(-1, kv_heads, group), replace(spec, after=None)
+
+
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
 ) -> Launch:  # fmt: skip
+    q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
     size = problem(q, k, v, cu_q)
     tile = tile_of("forward", q, size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)

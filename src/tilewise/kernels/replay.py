@@ -98,14 +98,17 @@ def _template(x: Any, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def _slot(x: Tensor, tensors: Sequence[Tensor | None]) -> Slot:
-    """Of the tensor itself or, where it is a part of a call's workspace, of that."""
+    """Of the tensor itself or, where it is a view of one or a part of a call's workspace, of that."""
     for n, other in enumerate(tensors):
         if x is other:
             return Slot(n)
     memory = x.untyped_storage()
     for n, other in enumerate(tensors):
-        if other is not None and other.data_ptr() == memory.data_ptr() and other.nbytes == memory.nbytes():
-            return Slot(n, x.data_ptr() - other.data_ptr())
+        if other is not None and other.untyped_storage().data_ptr() == memory.data_ptr():
+            if x.data_ptr() == other.data_ptr():
+                return Slot(n)
+            if other.nbytes == memory.nbytes():
+                return Slot(n, x.data_ptr() - other.data_ptr())
     raise KeyError("a launch takes a tensor that is not the call's")
 
 

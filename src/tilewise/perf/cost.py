@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tilewise.perf.devices import ITEMSIZE
+from tilewise.spec import heads_are_queries
 
 STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
@@ -65,6 +66,11 @@ class Call:
             yield self.batch, self.n_q, self.n_k
         else:
             yield from ((1, n_q, n_k) for n_q, n_k in self.lengths)
+
+    @property
+    def heads_are_queries(self) -> bool:
+        plain = self.lengths is None and self.terms is None
+        return plain and heads_are_queries(self.n_q, self.heads // self.kv_heads, self.before)
 
     @property
     def pairs(self) -> int:

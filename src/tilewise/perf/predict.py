@@ -136,6 +136,8 @@ def work_of(call: Call, name: str, tile: config.Tile) -> tuple[tuple[int, int, i
     else:
         own, streamed, heads, group = tile.block_m, tile.block_n, call.heads, 1
         before, after = call.before, call.after
+        if name.endswith("forward") and call.heads_are_queries:
+            heads = call.kv_heads
     work: list[tuple[int, int, int]] = []
     for count, n_q, n_k in call.sequences:
         mine, others = (n_k, n_q) if name in ("key", "hopper backward") else (n_q, n_k)
@@ -245,7 +247,7 @@ def tile_of(call: Call, name: str, device: Device) -> config.Tile:
     d = max(padded(call.d), padded(call.dv))
     if name == "hopper forward":
         row = config.hopper_tile(d, banded=call.after is not None, keys=call.n_k)
-        return config.Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, 2)
+        return config.Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
     if name == "hopper backward":
         return config.Tile(64, 128 if d <= 128 else 64, 12, 2)
     return config.tile(name, device.capability, call.itemsize, d)

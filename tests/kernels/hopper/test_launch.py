@@ -34,6 +34,20 @@ def test_a_second_launch_repairs_only_where_rows_see_different_keys():
     assert len(launches(q, after=0)[1]) == 2
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_that_share_keys_are_queries_of_one_head(window):
+    from tilewise.kernels.hopper.launch import forward_launches, new_state
+    from tilewise.kernels.launch import forward_launch
+
+    q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
+    lse, spec = torch.empty(3, 8, 1), Spec(0.1, window, 0)
+    portable = forward_launch(q, k, v, out, lse, None, None, spec, 90)
+    hopper = forward_launches(q, k, v, out, lse, None, None, spec, new_state(torch.device("cpu")), 132)
+    heads = 2 if window is None else 8
+    assert (portable.programs, hopper[0].programs) == (3 * heads, 3 * heads)
+    assert len(hopper) == (1 if window is None else 2)  # all keys are seen, so there is nothing to repair
+
+
 def test_a_replayed_descriptor_points_at_the_new_tensor():
     from tilewise.kernels import replay
 

@@ -14,6 +14,7 @@ from ..launch import (
     INTERPRETED,
     Launch,
     Problem,
+    by_group,
     clear_launches,
     device_terms,
     mask_mod,
@@ -43,6 +44,7 @@ def forward_launches(
     spec: Spec, state: State, processors: int, terms: Terms = NO_TERMS, **overrides: Any,
 ) -> list[Launch]:  # fmt: skip
     """The forward, and the repair of what a matrix product cannot leave out where some rows do not see some keys."""
+    q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
     size = problem(q, k, v, cu_q)
     masked = any(x is not None for x in (spec.before, spec.after, spec.mask_mod))
     plan = plan_of(size, spec, terms.bias is not None)._replace(**overrides)
