@@ -284,6 +284,8 @@ def test_dropout_keeps_what_it_says_and_is_free_of_patterns() -> None:
         ({"score_mod": mods.block_diagonal(3)}, "score_mod"),
         ({"mask_mod": mods.softcap(3.0)}, "mask_mod"),
         ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 9, 8)}, "Sq of the block mask"),
+        ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 8, 8, causal=True)}, "window of the block mask"),
+        ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 8, 8, window=(2, 2)), "window": (3, 0)}, "window of"),
     ],
 )
 def test_refusals(options: dict[str, object], what: str) -> None:

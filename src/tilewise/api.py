@@ -160,6 +160,9 @@ def _call(
         head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, deterministic=deterministic,
         **named,
     )  # fmt: skip
+    mask_mod = extras[5]
+    if isinstance(mask_mod, BlockMask):
+        mask_mod.check_band(spec.before, spec.after)
     if key is None:
         return spec, terms, None
     if len(_known) >= LIMIT:

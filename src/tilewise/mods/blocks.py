@@ -30,6 +30,7 @@ class BlockMask(NamedTuple):
     lists: tuple[Tensor, Tensor, Tensor, Tensor]
     block: tuple[int, int]
     shape: tuple[int, int, int, int]
+    band: tuple[int | None, int | None]
     tokens: tuple[int, int] | None = None
 
     def check(self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool) -> None:
@@ -45,6 +46,15 @@ class BlockMask(NamedTuple):
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
         if self.lists[0].device != q.device:
             raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
+
+    def check_band(self, *call: int | None) -> None:
+        """Raise if the call shows pairs that the mask, made for another band, knows nothing of."""
+        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, call, strict=True)):
+            raise AttentionError(
+                "window of the block mask, (left, right)",
+                self.band,
+                f"the call's {call}, or a wider one: give both the same",
+            )
 
     @property
     def tiles(self) -> Tensor:
@@ -83,8 +93,8 @@ def block_mask(
             [0, 0, 2, 0],
             [0, 0, 0, 2]], dtype=torch.int8)
 
-    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, which must be those of the
-    call, leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
+    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, if the call has them,
+    leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
     """
     if min(n_q, n_k, batch, heads) < 1:
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
@@ -95,7 +105,7 @@ def block_mask(
         torch.stack([_kinds(mod, b, h, n_q, n_k, band(causal, window), block, device) for h in range(heads)])
         for b in range(batch)
     ])  # fmt: skip
-    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k))
+    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window))
 
 
 def block_mask_varlen(
@@ -137,7 +147,7 @@ def block_mask_varlen(
             found = _kinds(mod, b, h, rows, keys, band(causal, window), block, kinds.device)
             kinds[b, h, : found.shape[0], : found.shape[1]] = found
     tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
-    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), tokens)
+    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window), tokens)
 
 
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
