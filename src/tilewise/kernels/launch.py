@@ -73,7 +73,7 @@ def by_group(
         return q, out, lse, spec
     # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
     q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
-    return q, out, lse.view(-1, kv_heads, group), replace(spec, after=None)
+    return q, out, lse.unflatten(1, (kv_heads, group)).squeeze(-1), replace(spec, after=None)
 
 
 def forward_launch(

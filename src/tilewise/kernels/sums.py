@@ -15,6 +15,17 @@ from .tile import PAD, Rows, Work, band, dropped, inner, load_rows, locate, row_
 
 
 @triton.jit
+def product_of(
+    a, b, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T of the A and B rows at a and b."""
+    a_tile = load_rows(a.x, a.b, a.h, a.t, a.first, a.n, D, A, COLS, False)
+    b_tile = load_rows(b.x, b.b, b.h, b.t, b.first, b.n, D, B, COLS, False)
+    return inner(a_tile, b_tile, a, b, D, A, B, COLS, CHUNK, PRECISION)
+
+
+@triton.jit
 def gradient(
     q, k, v, do, lse2, delta, cu_q, w, h, h_kv, i0, j0, before, after, scale, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -22,15 +33,11 @@ def gradient(
     PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
-    product = inner(
-        load_rows(q, w.b, h, w.q0, i0, w.n_q, D, BLOCK_M, BLOCK_D, False),
-        load_rows(k, w.b, h_kv, w.k0, j0, w.n_k, D, BLOCK_N, BLOCK_D, False),
+    product = product_of(
         Rows(q, w.b, h, w.q0, i0, w.n_q), Rows(k, w.b, h_kv, w.k0, j0, w.n_k),
         D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
     )  # fmt: skip
-    dp = inner(
-        load_rows(do, w.b, h, w.q0, i0, w.n_q, DV, BLOCK_M, BLOCK_DV, False),
-        load_rows(v, w.b, h_kv, w.k0, j0, w.n_k, DV, BLOCK_N, BLOCK_DV, False),
+    dp = product_of(
         Rows(do, w.b, h, w.q0, i0, w.n_q), Rows(v, w.b, h_kv, w.k0, j0, w.n_k),
         DV, BLOCK_M, BLOCK_N, BLOCK_DV, CHUNK, PRECISION,
     )  # fmt: skip
