@@ -33,12 +33,9 @@ class BlockMask(NamedTuple):
     band: tuple[int | None, int | None]
     tokens: tuple[int, int] | None = None
 
-    def check(
-        self, sizes: tuple[int, int, int | None, int | None], sides: tuple[int | None, int | None], q: Tensor,
-        packed: bool,
-    ) -> None:  # fmt: skip
-        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk), which for packed sequences may have None for
-        Sq and Sk, and of this band: the mask knows nothing of pairs outside of the one it was made for."""
+    def check(self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool) -> None:
+        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
+        caller says of them, or None."""
         made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
         if packed == (self.tokens is None):
             raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
@@ -49,9 +46,15 @@ class BlockMask(NamedTuple):
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
         if self.lists[0].device != q.device:
             raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
-        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, sides, strict=True)):
-            fit = f"the call's {sides}, or a wider one: give both the same"
-            raise AttentionError("window of the block mask, (left, right)", self.band, fit)
+
+    def check_band(self, *call: int | None) -> None:
+        """Raise if the call shows pairs that the mask, made for another band, knows nothing of."""
+        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, call, strict=True)):
+            raise AttentionError(
+                "window of the block mask, (left, right)",
+                self.band,
+                f"the call's {call}, or a wider one: give both the same",
+            )
 
     @property
     def tiles(self) -> Tensor:
