@@ -211,7 +211,7 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
         "forward": d + dv,
         "key": 2 * d + 2 * dv,
         "query": 2 * d + dv,
-        "hopper forward": d // 2 + tail(call.d, d) + dv,
+        "hopper forward": columns(call.d) + columns(call.dv),
         "hopper backward": 3 * max(d, dv) + 2 * dv,
     }[name]
     slots = device.sms * fit
@@ -232,21 +232,22 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
     )
 
 
-def tail(d: int, block: int) -> int:
-    """Columns of the second half of a block that the Hopper forward multiplies: the power of two that holds the rest.
+def columns(d: int) -> int:
+    """Columns that the Hopper forward multiplies: one power of two, or two of which the second holds the rest.
 
-    >>> tail(192, 256), tail(80, 128), tail(128, 128)
-    (64, 16, 64)
+    >>> columns(192), columns(80), columns(128), columns(200)
+    (192, 80, 128, 256)
     """
-    rest = d - block // 2
-    return min(max(16, 1 << max(rest - 1, 0).bit_length()), block // 2)
+    block = max(64, padded(d))
+    rest = max(16, padded(d - block // 2)) if d > block // 2 else 0
+    return block if block == 64 or rest >= block // 2 else block // 2 + rest
 
 
 def tile_of(call: Call, name: str, device: Device) -> config.Tile:
     """The tile of a kernel; for the Hopper kernels, whose warps have different jobs, that of the program."""
     d = max(padded(call.d), padded(call.dv))
     if name == "hopper forward":
-        row = config.hopper_tile(d, banded=call.after is not None, keys=call.n_k)
+        row = config.hopper_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
         return config.Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
     if name == "hopper backward":
         return config.Tile(64, 128 if d <= 128 else 64, 12, 2)

@@ -19,7 +19,6 @@ from ..tile import LN2, LOG2E, Work, locate, unit_of, worth
 from .compat import (
     arrive,
     barrier,
-    copy_in,
     copy_out,
     fence_async_shared,
     gl,
@@ -49,11 +48,14 @@ from .pipeline import (
     matrix,
     next_ticket,
     order,
+    parts,
     phase,
     post,
     recall,
     release,
     ring,
+    room,
+    send,
     take,
 )  # fmt: skip
 
@@ -62,15 +64,11 @@ TURN: gl.constexpr = gl.constexpr(8)  # the first hardware barrier that the comp
 
 
 class Plan(NamedTuple):
-    """What is known at compile time. BLOCK_D: D padded to a power of two; TAIL: columns used of its second half.
-    WIDTHS: how the columns of V and O are cut into powers of two, 128 and 64 for DV = 192.
+    """What is known at compile time. WIDTHS: how the columns of V and O are cut into powers of two, 128 and 64 for 192.
+    BLOCK_DV: the power of two that holds them all.
     """
 
-    D: int
-    DV: int
-    BLOCK_D: int
     BLOCK_DV: int
-    TAIL: int
     WIDTHS: tuple[int, ...]
     BLOCK_N: int
     GROUP: int
@@ -91,19 +89,18 @@ class Pipes(NamedTuple):
 
 
 @gluon.jit
-def product(q_tile, k_tile, PLAN: gl.constexpr):
-    """S = Q K^T, on its way. D = 192 is 128 + 64: the columns from there to 256 are zero and stay out."""
+def product(q, wg, k, use, PLAN: gl.constexpr):
+    """S = Q K^T, on its way, in as many products as their columns have parts."""
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
-    HALF: gl.constexpr = PLAN.BLOCK_D // 2
-    TAIL: gl.constexpr = PLAN.TAIL
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    if TAIL == HALF:
-        return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        k_half = k_tile.slice(0, HALF, dim=1).permute((1, 0))
-        k_tail = k_tile.slice(HALF, TAIL, dim=1).permute((1, 0))
-        s = warpgroup_mma(q_tile.slice(0, HALF, dim=1), k_half, zero, use_acc=False, is_async=True)
-        return warpgroup_mma(q_tile.slice(HALF, TAIL, dim=1), k_tail, s, is_async=True)
+    q_tile = matrix(q.parts[0], wg, PLAN.WARPGROUPS)
+    k_tile = matrix(k.parts[0], use, PLAN.STAGES)
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if len(q.parts) == 2:
+        q_tile = matrix(q.parts[1], wg, PLAN.WARPGROUPS)
+        k_tile = matrix(k.parts[1], use, PLAN.STAGES)
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -229,14 +226,13 @@ def nothing_part(WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def weigh(p, v_tile, acc, PLAN: gl.constexpr):
+def weigh(p, v, use, acc, PLAN: gl.constexpr):
     """acc + P V, on its way, in two products for each part."""
-    WIDTHS: gl.constexpr = PLAN.WIDTHS
-    if len(WIDTHS) == 1:
-        return (weigh_part(p[0], p[1], v_tile, acc[0], PLAN),)
+    left = weigh_part(p[0], p[1], matrix(v.parts[0], use, PLAN.STAGES), acc[0], PLAN)
+    if len(v.parts) == 1:
+        return (left,)
     else:
-        left = weigh_part(p[0], p[1], v_tile.slice(0, WIDTHS[0], dim=1), acc[0], PLAN)
-        return left, weigh_part(p[2], p[3], v_tile.slice(WIDTHS[0], WIDTHS[1], dim=1), acc[1], PLAN)
+        return left, weigh_part(p[2], p[3], matrix(v.parts[1], use, PLAN.STAGES), acc[1], PLAN)
 
 
 @gluon.jit
@@ -307,8 +303,7 @@ def consume(
 
         mbarrier.wait(pipes.q.full.index(WG), phase(r, 1))
         await_full(pipes.k, start, STAGES)
-        q_tile = matrix(pipes.q, WG, PLAN.WARPGROUPS)
-        s = warpgroup_mma_wait(0, deps=(product(q_tile, matrix(pipes.k, start, STAGES), PLAN),))
+        s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
         release(pipes.k, start, STAGES)
         key = (start - n + lo) * BLOCK_N
         s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
@@ -322,9 +317,9 @@ def consume(
         await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
         for use in range(start + 1, stop):
             wait_for_turn(WG, PLAN)
-            s_coming = product(q_tile, matrix(pipes.k, use, STAGES), PLAN)
+            s_coming = product(pipes.q, WG, pipes.k, use, PLAN)
             await_full(pipes.v, use - 1, STAGES)
-            acc_coming = weigh(p_tile, matrix(pipes.v, use - 1, STAGES), acc, PLAN)
+            acc_coming = weigh(p_tile, pipes.v, use - 1, acc, PLAN)
             next_turn(WG, PLAN)
             s = warpgroup_mma_wait(2 * len(PLAN.WIDTHS), deps=(s_coming,))
             release(pipes.k, use, STAGES)
@@ -346,7 +341,7 @@ def consume(
             p_tile = operands(p_left, p_right, DTYPE, PLAN)
         arrive(pipes.q.empty.index(WG))
         await_full(pipes.v, stop - 1, STAGES)
-        acc = settled(weigh(p_tile, matrix(pipes.v, stop - 1, STAGES), acc, PLAN), p_tile)
+        acc = settled(weigh(p_tile, pipes.v, stop - 1, acc, PLAN), p_tile)
         release(pipes.v, stop - 1, STAGES)
         n += hi - lo
         skip(pipes, stop, n, WG, PLAN)
@@ -438,22 +433,20 @@ def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN: gl
             post(pipes.work, r, w, PACKED)
             h = w.h // PLAN.GROUP
             lo, hi, _span = blocks(w.first, w, before, after, ROWS * WARPGROUPS, BLOCK_N)
-            fill(pipes.k, n, k, at(k, w.b, h, w.k0, w.n_k, lo * BLOCK_N), STAGES)
+            fill(pipes.k, n, k, w.b, h, w.k0, w.n_k, lo * BLOCK_N, STAGES)
             for wg in gl.static_range(WARPGROUPS):
                 mbarrier.wait(pipes.q.empty.index(wg), phase(r, 1) ^ 1)
-                mbarrier.expect(pipes.q.full.index(wg), q.block_type.nbytes)
-                where = at(q, w.b, w.h, w.q0, w.n_q, w.first + wg * ROWS)
-                copy_in(q, where, pipes.q.full.index(wg), pipes.q.tiles.index(wg))
+                send(pipes.q, wg, q, w.b, w.h, w.q0, w.n_q, w.first + wg * ROWS)
             short = hi - lo <= 2 * STAGES  # the next piece of work is wanted before this one's copies are all sent
             if short:
                 ticket = next_ticket(queue)
             for j in range(lo + 1, hi):
-                fill(pipes.k, n + 1, k, at(k, w.b, h, w.k0, w.n_k, j * BLOCK_N), STAGES)
-                fill(pipes.v, n, v, at(v, w.b, h, w.k0, w.n_k, (j - 1) * BLOCK_N), STAGES)
+                fill(pipes.k, n + 1, k, w.b, h, w.k0, w.n_k, j * BLOCK_N, STAGES)
+                fill(pipes.v, n, v, w.b, h, w.k0, w.n_k, (j - 1) * BLOCK_N, STAGES)
                 n += 1
             if not short:
                 ticket = next_ticket(queue)
-            fill(pipes.v, n, v, at(v, w.b, h, w.k0, w.n_k, (hi - 1) * BLOCK_N), STAGES)
+            fill(pipes.v, n, v, w.b, h, w.k0, w.n_k, (hi - 1) * BLOCK_N, STAGES)
             n += 1
             r += 1
         else:
@@ -470,7 +463,7 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
 def forward_kernel(
-    q, k, v, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
+    q, q_rest, k, k_rest, v, v_rest, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
     total, lines, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
@@ -478,11 +471,13 @@ def forward_kernel(
     WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
     queue = Queue(counter, total, lines, tiles, heads, batch, cohort)
     let_next_start()
+    q = parts(q, q_rest)
+    k = parts(k, k_rest)
+    v = parts(v, v_rest)
     q_ring = ring(q, WARPGROUPS, 1)
     k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
     v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
-    o_tiles = gl.allocate_shared_memory(o.dtype, [WARPGROUPS] + o.block_type.shape, o.layout)  # noqa: RUF005
-    pipes = Pipes(q_ring, k_ring, v_ring, o_tiles, board(WARPGROUPS))
+    pipes = Pipes(q_ring, k_ring, v_ring, room(o, WARPGROUPS), board(WARPGROUPS))
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([

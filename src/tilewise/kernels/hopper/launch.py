@@ -54,13 +54,12 @@ def forward_launches(
     lines = size.heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
     rows = ROWS.value
-    o_box = rows, plan.BLOCK_DV // plan.PARTS
-    boxes = (rows, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_D), (plan.BLOCK_N, plan.BLOCK_DV), o_box
     forward = Launch(
         forward_kernel,
         min(tiles * lines, processors),
         (
-            *(descriptor(x, *box) for x, box in zip((q, k, v, out), boxes, strict=True)), row_view(lse),
+            *both(q, rows), *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N),
+            descriptor(out, rows, plan.BLOCK_DV // plan.PARTS), row_view(lse),
             state.counter, state.flag if masked else None, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads, size.batch,
             max(1, in_l2) * plan.GROUP, on_device,
@@ -90,16 +89,14 @@ def forward_launches(
 
 @cache
 def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
-    d, dv = padded(size.d), padded(size.dv)
     worth_is_product = spec.score_mod is None and not biased
-    row = config.hopper_tile(
-        max(d, dv), banded=spec.after is not None, keys=size.n_k, plain=worth_is_product and spec.mask_mod is None
-    )
+    plain = worth_is_product and spec.mask_mod is None
+    row = config.hopper_tile(size.d, size.dv, banded=spec.after is not None, keys=size.n_k, plain=plain)
     return Plan(
-        D=size.d, DV=size.dv, BLOCK_D=d, BLOCK_DV=dv, TAIL=tail(size.d, d), WIDTHS=widths(size.dv, dv),
+        BLOCK_DV=padded(size.dv), WIDTHS=widths(size.dv),
         BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
         FOLD=spec.scale > 0 and worth_is_product,
-        PARTS=2 if d == dv == 256 else 1, TURNS=row.turns, LAZY=row.lazy,
+        PARTS=row.parts, TURNS=row.turns, LAZY=row.lazy,
     )  # fmt: skip
 
 
@@ -107,15 +104,21 @@ def padded(d: int) -> int:
     return max(64, triton.next_power_of_2(d))
 
 
-def tail(d: int, block: int) -> int:
-    """Of the second half of `block` columns, the power of two that holds what there is of d: 64 of 128 for d = 192."""
-    return min(max(16, triton.next_power_of_2(d - block // 2)), block // 2)
+def widths(d: int) -> tuple[int, ...]:
+    """d columns, as one or two powers of two: (64,), (64, 32) for 96, (128, 64) for 192, (256,) for 250.
+
+    >>> widths(96), widths(200)
+    ((64, 32), (256,))
+    """
+    block = padded(d)
+    rest = max(16, triton.next_power_of_2(d - block // 2))
+    return (block,) if block == 64 or rest >= block // 2 else (block // 2, rest)
 
 
-def widths(d: int, block: int) -> tuple[int, ...]:
-    """d columns, as few powers of two as they need: (64,), (64, 32) for 96, (128, 64) for 192."""
-    rest = tail(d, block)
-    return (block,) if block == 64 or rest == block // 2 else (block // 2, rest)
+def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The descriptors of one or two parts of the columns."""
+    first, *rest = (descriptor(x, rows, width) for width in widths(x.shape[-1]))
+    return first, rest[0] if rest else None
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:

@@ -18,9 +18,12 @@ FAR: gl.constexpr = gl.constexpr(1 << 30)
 
 
 class Ring(NamedTuple):
-    """Tiles on their way from the producer to the consumers: full = has arrived, empty = all consumers are done."""
+    """Tiles on their way from the producer to the consumers: full = has arrived, empty = all consumers are done.
 
-    tiles: gl.shared_memory_descriptor
+    The columns of a tile come in one or two parts, each a power of two wide: 128 and 64 for a head dim of 192.
+    """
+
+    parts: tuple[gl.shared_memory_descriptor, ...]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -54,9 +57,27 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 - Gluon has no unpacking
-    return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+def parts(first, rest):
+    if rest is None:
+        return (first,)
+    else:
+        return first, rest
+
+
+@gluon.jit
+def ring(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, CONSUMERS)
+    if len(x) == 1:
+        return Ring((room(x[0], STAGES),), full, empty)
+    else:
+        return Ring((room(x[0], STAGES), room(x[1], STAGES)), full, empty)
+
+
+@gluon.jit
+def room(desc, N: gl.constexpr):
+    """Shared memory for N tiles."""
+    return gl.allocate_shared_memory(desc.dtype, [N] + desc.block_type.shape, desc.layout)  # noqa: RUF005 - Gluon has no unpacking
 
 
 @gluon.jit
@@ -86,12 +107,25 @@ def at(desc, b, h, t, n, row, column=0):
 
 
 @gluon.jit
-def fill(pipe, n, desc, where, STAGES: gl.constexpr):
-    """Use n of a ring: wait until the consumers are done with use n - STAGES, then send for the tile."""
+def fill(pipe, n, x, b, h, t, rows, row, STAGES: gl.constexpr):
+    """Use n of a ring: wait until the consumers are done with use n - STAGES, then send for the tile from `row` on."""
     stage = n % STAGES
     mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
-    mbarrier.expect(pipe.full.index(stage), desc.block_type.nbytes)
-    copy_in(desc, where, pipe.full.index(stage), pipe.tiles.index(stage))
+    send(pipe, stage, x, b, h, t, rows, row)
+
+
+@gluon.jit
+def send(pipe, stage, x, b, h, t, rows, row):
+    """Send for the tile from `row` on, all its parts."""
+    full = pipe.full.index(stage)
+    if len(x) == 1:
+        mbarrier.expect(full, x[0].block_type.nbytes)
+        copy_in(x[0], at(x[0], b, h, t, rows, row), full, pipe.parts[0].index(stage))
+    else:
+        WIDTH: gl.constexpr = x[0].block_type.shape[-1]
+        mbarrier.expect(full, x[0].block_type.nbytes + x[1].block_type.nbytes)
+        copy_in(x[0], at(x[0], b, h, t, rows, row), full, pipe.parts[0].index(stage))
+        copy_in(x[1], at(x[1], b, h, t, rows, row, WIDTH), full, pipe.parts[1].index(stage))
 
 
 @gluon.jit
@@ -105,10 +139,10 @@ def release(pipe, n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def matrix(pipe, n, STAGES: gl.constexpr):
-    """Use n of a ring as (rows, dim)."""
-    rank: gl.constexpr = len(pipe.tiles.shape)
-    return pipe.tiles.index(n % STAGES).reshape([pipe.tiles.shape[rank - 2], pipe.tiles.shape[rank - 1]])
+def matrix(tiles, n, STAGES: gl.constexpr):
+    """Use n of a ring's tiles as (rows, columns)."""
+    rank: gl.constexpr = len(tiles.shape)
+    return tiles.index(n % STAGES).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
 
 
 @gluon.jit
