@@ -36,6 +36,7 @@ VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {
     "ragged": (1000, (None, None), False, 1),
     "window": (1000, (128, 64), False, 4),
     "varlen": (1000, (None, 0), True, 4),
+    "decode": (1000, (None, 0), False, 4),  # one query, its keys in four parts; forward only
 }
 HARDEST = "window"  # in registers
 # bytes of shared memory that a program can have: A100; the smallest part of the table's kind (sm_86, sm_89); H100
@@ -83,7 +84,9 @@ def compile_row(row: Row) -> Compiled:
     )
     with chosen:
         if row.kernel == "forward":
-            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms)
+            rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
+            q, lse = q[..., :rows, :, :], lse[..., :rows]
+            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms, parts)
         elif row.kernel == "jvp":
             launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:

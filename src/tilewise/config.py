@@ -161,6 +161,19 @@ def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
     return next(row for limit, row in rows.items() if padded_dim <= limit)
 
 
+FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are divided among programs, if many
+
+
+def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> int:
+    """How many programs share the keys of what would be one program's: two for each processor, four blocks for each.
+
+    >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132), parts_of_keys(8, 400, 64, 132)
+    (32, 2, 1)
+    """
+    return max(1, min(2 * processors // max(programs, 1), keys // (4 * block_n), 64))
+
+
+INTERPRETED_PROCESSORS = 8
 INTERPRETER = Tile(16, 16, 4, 1, chunk=32)  # small enough that tiny shapes still have edge, interior and ragged tiles
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import config
 from .spec import NO_TERMS, AttentionError, Spec, Terms
 
 
@@ -32,6 +33,8 @@ def choose(
         obstacle = triton_obstacle(q.device, q.dtype, capability)
         if obstacle is None and (q.is_cuda or capability is not None):
             missing = hopper_obstacle(q, k, v, spec, capability, terms)
+            if missing is None and has_few_queries(q, k):
+                return Choice("triton", "portable kernels, which divide the keys of few queries among programs")
             if missing is None:
                 return Choice("hopper", "kernels for this GPU")
             return Choice("triton", f"portable kernels; hopper: {missing}")
@@ -88,6 +91,11 @@ def hopper_obstacle(
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
             return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
     return None
+
+
+def has_few_queries(q: Tensor, k: Tensor) -> bool:
+    """Whether a dense call reads keys more than it computes, as in decoding."""
+    return q.dim() == 4 and q.shape[1] <= config.FEW_QUERIES and k.shape[1] >= config.MANY_KEYS
 
 
 def is_aligned(x: Tensor) -> bool:

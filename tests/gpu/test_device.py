@@ -21,7 +21,9 @@ need_cuda()
 pytestmark = pytest.mark.gpu
 DENSE = Case(batch=2, n_q=700, n_k=700, heads=8, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0)
 PACKED = replace(DENSE, batch=4, lengths=((300, 300), (0, 0), (123, 123), (277, 277)))
+DECODE = Case(batch=2, n_q=1, n_k=5001, heads=8, kv_heads=2, d=128, dv=128, dtype="bfloat16", after=0)
 CASES = pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+ALL = pytest.mark.parametrize("case", [DENSE, PACKED, DECODE], ids=["dense", "packed", "decode"])
 
 
 @pytest.fixture(params=[True, False], ids=["deterministic", "default"], autouse=True)
@@ -41,7 +43,7 @@ def same(x: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> None:
             assert torch.equal(a, b), name
 
 
-@CASES
+@ALL
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_bitwise_reproducible(case: Case, dtype: str) -> None:
     inputs = make(replace(case, dtype=dtype), "cuda")
@@ -50,7 +52,19 @@ def test_bitwise_reproducible(case: Case, dtype: str) -> None:
         same(run(inputs, "auto"), first)
 
 
-@CASES
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"n_q": 3, "after": None}, {"n_q": 17, "before": 900}, {"batch": 40, "kv_heads": 8}, {"d": 256, "dv": 64}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_queries(change: dict[str, int | None], dtype: str) -> None:
+    """Their keys are divided among programs, each with a part; a batch may also fill the GPU by itself."""
+    inputs = make(replace(DECODE, dtype=dtype, **change), "cuda")
+    budget.check(run(inputs, "auto"), inputs)
+
+
+@ALL
 def test_no_host_sync(case: Case) -> None:
     inputs = make(case, "cuda")
     run(inputs, "auto")
@@ -61,7 +75,7 @@ def test_no_host_sync(case: Case) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@CASES
+@ALL
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # the kernels for Hopper where it is one, and the portable
 def test_graph(case: Case, dtype: str) -> None:
     """A captured call, replayed on other data, and packed: on other lengths of the same total."""
@@ -85,7 +99,7 @@ def test_graph(case: Case, dtype: str) -> None:
         same(results, run(fresh, "auto"))
 
 
-@CASES
+@ALL
 def test_stream(case: Case) -> None:
     """Inputs that appear late on a side stream: a launch on any other stream would read what was there before."""
     expected = make(case, "cuda")

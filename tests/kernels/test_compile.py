@@ -33,6 +33,7 @@ def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dic
         wanted = [*product(dims, VARIANTS)]
     elif dtype == "bfloat16":
         wanted = [*product(dims, ("causal",)), (128, "window"), (64, "varlen"), (128, "varlen"), (256, "varlen")]
+        wanted += [(128, "decode")] if kernel == "forward" else []
     elif dtype == "float32":
         wanted = [(64, "full"), (128, "window"), (256, "causal"), (512, "varlen")]
     else:

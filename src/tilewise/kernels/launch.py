@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from . import mods, replay
 from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .clear import Rows, clear_kernel
-from .forward import forward_kernel
+from .forward import forward_kernel, merge_kernel
 from .forward_mode import jvp_kernel
 from .tile import PAD, View
 
@@ -79,7 +80,9 @@ def by_group(
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
+    parts: int = 1,
 ) -> Launch:  # fmt: skip
+    """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
     q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
     size = problem(q, k, v, cu_q)
     tile = tile_of("forward", q, size, capability)
@@ -87,18 +90,40 @@ def forward_launch(
     scoring, scale, _ = folded(spec, q, terms, slope=False)
     return Launch(
         forward_kernel,
-        size.programs(size.n_q, size.heads, tile.block_m),
+        parts * size.programs(size.n_q, size.heads, tile.block_m),
         (
             *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, scale, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile),
+            spec.before, spec.after, scale, tiles, size.heads, size.batch, parts if parts > 1 else None,
+            device_terms(spec, terms, size, tile),
         ),
         options_of(size, spec, tile, q, terms) | scoring | {
             "MASK_MOD": mask_mod(spec),
             "BOUNDED": scoring["FOLD"] and _is_bounded(spec, q, terms, scale),
-            "OVERLAP": size.packed and can_overlap(capability),
+            "OVERLAP": (size.packed or parts > 1) and can_overlap(capability),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
     )  # fmt: skip
+
+
+def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, capability: int) -> Launch:
+    batch, n_q, heads, dv = out.shape
+    overlap = can_overlap(capability)
+    options = {"DV": dv, "BLOCK_P": triton.next_power_of_2(parts), "BLOCK_DV": _padded(dv), "OVERLAP": overlap}
+    args = out_parts, lse_parts, out, lse, parts, batch, n_q, heads
+    return Launch(merge_kernel, batch * n_q * heads, args, options | {"launch_pdl": overlap})
+
+
+def parts_of_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Spec, terms: Terms) -> int:
+    """In how many parts the keys are streamed: several where the queries alone would leave most of the GPU idle."""
+    if cu_q is not None or q.shape[1] > config.FEW_QUERIES or terms.blocks or not q.numel():
+        return 1
+    size = problem(q, k, v, cu_q)
+    tile = tile_of("forward", q, size, compute_capability(q))
+    group = size.heads // size.kv_heads
+    if heads_are_queries(size.n_q, group, spec.before) and terms.is_empty(spec):
+        size = size._replace(n_q=group, heads=size.kv_heads)
+    processors = multiprocessors(q.device) if q.is_cuda else config.INTERPRETED_PROCESSORS
+    return config.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 
 def backward_launches(
@@ -197,15 +222,25 @@ def forward(
     """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    parts = parts_of_keys(q, k, v, cu_q, spec, terms)
+    rooms: tuple[Tensor, ...] = ()
+    if parts > 1:
+        rooms = tuple(x.new_empty((parts * x.shape[0], *x.shape[1:]), dtype=torch.float32) for x in (out, lse))
 
     def build() -> list[Launch]:
+        capability = compute_capability(q)
+        if rooms:
+            return [
+                forward_launch(q, k, v, *rooms, cu_q, cu_k, spec, capability, terms, parts),
+                merge_launch(*rooms, out, lse, parts, capability),
+            ]
         return [
-            forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, compute_capability(q), terms),
+            forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, capability, terms),
             *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
         ]
 
     with on(q):
-        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse), build, launches)
+        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse, *rooms), build, launches)
     return out, lse
 
 
@@ -403,6 +438,11 @@ def can_overlap(capability: int) -> bool:
 
 def compute_capability(q: Tensor) -> int:
     return capability_of(q.device) if q.is_cuda else 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _ALREADY_THERE = nullcontext()

@@ -142,6 +142,14 @@ def band(first, last, n, before, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def share(span, part, parts, BLOCK: tl.constexpr):
+    """One of so many parts of the columns, as even as whole blocks allow."""
+    each = tl.cdiv(tl.cdiv(span.hi - span.lo, parts), BLOCK) * BLOCK
+    lo = tl.minimum(span.lo + part * each, span.hi)
+    return Span(lo, span.full_lo, span.full_hi, tl.minimum(lo + each, span.hi))
+
+
+@triton.jit
 def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end. The
     band may begin within the first of them and end within the last (the upper half of a causal tile's rows see nothing

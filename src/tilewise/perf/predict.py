@@ -215,19 +215,23 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
         "hopper backward": 3 * max(d, dv) + 2 * dv,
     }[name]
     slots = device.sms * fit
+    work, parts = work_of(call, name, tile), 1
+    if name == "forward" and call.lengths is None and call.n_q <= config.FEW_QUERIES:
+        parts = config.parts_of_keys(sum(n for n, *_ in work), call.n_k, tile.block_n, device.sms)
+        work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)
     visited = 1.0 if call.terms is None else call.terms.visited
     operations = 0 if call.terms is None else getattr(call.terms, "forward" if name.endswith("forward") else "backward")
     return Kernel(
         name=name,
         tile=tile,
-        work=work_of(call, name, tile),
+        work=work,
         step_flops=round(2 * tile.block_m * tile.block_n * products * visited),
         moved=_moved(call, name, device, tile),
         blocks_per_sm=fit,
         slots=slots,
         rate=device.flops(call.dtype) * efficiency,
         model=model,
-        beside=_beside(call, name),
+        beside=_beside(call, name, parts),
         term_seconds=visited * tile.block_m * tile.block_n * operations * slots / (device.lanes * model.lanes),
     )
 
@@ -264,10 +268,13 @@ def _moved(call: Call, name: str, device: Device, tile: config.Tile) -> int:
     return round(2 * q + o + rereads(call, device, tile) * (k + v)) + terms
 
 
-def _beside(call: Call, name: str) -> int:
-    """Before the portable backward O and dO are read; around Hopper's, also dQ in float32 is cleared, read, stored."""
+def _beside(call: Call, name: str, parts: int) -> int:
+    """Before the portable backward O and dO are read; around Hopper's, also dQ in float32 is cleared, read, stored.
+    Where the keys of a forward are divided, O of every part is stored and read in float32."""
     q, o = call.rows("q"), call.rows("o")
     wide = 4 * q // call.itemsize
+    if name == "forward":
+        return 0 if parts == 1 else 2 * parts * 4 * o // call.itemsize
     written = 0 if call.terms is None else call.terms.written
     return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q + written}.get(name, 0)
 

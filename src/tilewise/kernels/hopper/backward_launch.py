@@ -17,6 +17,7 @@ from ..launch import (
     device_terms,
     folded,
     mask_mod,
+    multiprocessors,
     on,
     row_view,
     slope_mod,
@@ -31,7 +32,7 @@ from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
 from .compat import TensorDescriptor, gl
 from .finish import finish_kernel, start_kernel
-from .launch import descriptor, padded, sms
+from .launch import descriptor, padded
 
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -199,7 +200,7 @@ def backward(
             space = space_in(memory, size)
             return [
                 *backward_launches(
-                    dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, sms(q.device), terms
+                    dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, multiprocessors(q.device), terms
                 ),
                 *clear_launches(dq, dk, dv, cu_q, cu_k),
             ]

@@ -18,6 +18,7 @@ from ..launch import (
     clear_launches,
     device_terms,
     mask_mod,
+    multiprocessors,
     on,
     problem,
     row_view,
@@ -159,7 +160,7 @@ def forward(
 
             def build() -> list[Launch]:
                 return [
-                    *forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, sms(q.device), terms),
+                    *forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, multiprocessors(q.device), terms),
                     *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
                 ]
 
@@ -185,8 +186,3 @@ def new_state(device: torch.device) -> State:
 
 
 _states: dict[tuple[int, int], State] = {}
-
-
-@cache
-def sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
