@@ -18,6 +18,9 @@ CASES = [
     Case(batch=4, n_q=181, n_k=160, heads=2, kv_heads=1, d=64, dv=64, dtype="bfloat16", after=0,
          lengths=((100, 100), (0, 7), (80, 0), (1, 53))),
     Case(n_q=70, n_k=40, d=32, dv=32, dtype="float32", after=0),
+    Case(n_q=1, n_k=1100, heads=4, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0),
+    Case(n_q=130, n_k=150, d=192, dv=128, dtype="bfloat16", after=0),
+    Case(n_q=130, n_k=150, d=96, dv=96, dtype="bfloat16"),
 ]  # fmt: skip
 
 if __name__ == "__main__":
