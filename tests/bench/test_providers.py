@@ -20,7 +20,9 @@ CAUSAL = Case(2, 33, 4, 4, 16, causal=True, dtype="float32")
 GQA = Case(1, 33, 4, 2, 16, causal=True, dtype="float32")
 WINDOW = Case(1, 33, 2, 2, 16, causal=True, window=5, dtype="float32")
 PACKED = Case(1, 0, 4, 4, 16, causal=True, lengths=(9, 1, 30), dtype="float32")
-ALL = [FULL, CAUSAL, GQA, WINDOW, PACKED]
+FEW = Case(2, 33, 4, 2, 16, queries=17, dtype="float32")
+NARROW = Case(2, 33, 4, 4, 24, causal=True, value_dim=16, dtype="float32")
+ALL = [FULL, CAUSAL, GQA, WINDOW, PACKED, FEW, NARROW]
 
 
 def right(provider, case, which):
@@ -156,6 +158,60 @@ def backward(dout, q, k, v, out, lse, *, causal=False, window=(-1, -1), cu_q=Non
 def test_fa3_from_a_folder(tmp_path, case, which):
     (tmp_path / "fa3.py").write_text(FA3)
     assert right(FlashAttn3("fa3", "", folder=tmp_path), case, which)
+
+
+CHOOSY = """
+from tests.bench.test_providers import attend
+
+def forward(q, k, v, *, causal=False, num_splits=1):
+    return attend(q, k, v, (-1, 0 if causal else -1)), num_splits
+"""
+
+
+@pytest.mark.parametrize(("case", "splits"), [(FEW, 0), (FULL, 1)], ids=["few queries", "many"])
+def test_fa3_cuts_the_keys_as_it_likes_where_queries_are_few(tmp_path, monkeypatch, case, splits):
+    (tmp_path / "fa3.py").write_text(CHOOSY)
+    provider, x = FlashAttn3("fa3", "", folder=tmp_path), case.inputs(CPU, 0)
+    assert right(provider, case, "forward")
+    assert provider.lse(case, x) == splits
+
+    said = []
+    module = ModuleType("flash_attn_interface")
+
+    def flash_attn_func(q, k, v, *, causal=False, num_splits=1):
+        said.append(num_splits)
+        return attend(q, k, v, (-1, -1))
+
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    assert right(FlashAttn3("fa3", ""), case, "forward")
+    assert set(said) == {splits}
+
+
+def flashinfer() -> ModuleType:
+    """The oracle behind FlashInfer's plan and run, sequence by sequence."""
+    module = ModuleType("flashinfer")
+
+    class Wrapper:
+        def __init__(self, workspace, layout):
+            assert layout == "NHD"
+
+        def plan(self, ends_q, ends_k, heads, kv_heads, dim, dv, *, causal, window_left, q_data_type):
+            self.sizes = (heads, dim), (kv_heads, dim), (kv_heads, dv)
+            self.ends, self.spec = (ends_q, ends_k), Spec(dim**-0.5, None, 0 if causal else None)
+
+        def run(self, q, k, v):
+            assert tuple(tuple(x.shape[1:]) for x in (q, k, v)) == self.sizes
+            return naive(q, k, v, self.spec, *self.ends)[0].to(q.dtype)
+
+    module.BatchPrefillWithRaggedKVCacheWrapper = Wrapper
+    return module
+
+
+@pytest.mark.parametrize("case", [FULL, GQA, PACKED, FEW, NARROW], ids=lambda case: case.key)
+def test_flashinfer_is_planned_for_the_case(monkeypatch, case):
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer())
+    assert right(roster(CPU).known["flashinfer"], case, "forward")
 
 
 def test_fa3_needs_its_loader():

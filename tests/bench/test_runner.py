@@ -18,8 +18,10 @@ CPU = torch.device("cpu")
 CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
 SMALL = replace(
     settings(CPU, quick=True), rounds=3, burst=1e-4, limit=60.0, dims=(8,), seqs=(16,), tokens=16, hidden=16,
-    gqa=CASE, varlen=replace(CASE, lengths=(3, 9)), window=replace(CASE, window=4), layer=Model(1, 16, 2, 1, 24, 0),
-    gpt=Model(2, 16, 2, 1, 24, 32), deterministic=(replace(CASE, deterministic=True),),
+    gqa=(CASE,), varlen=(replace(CASE, lengths=(3, 9)),), window=(replace(CASE, window=4),),
+    heads=(replace(CASE, dim=12), replace(CASE, causal=False, value_dim=6)),
+    deterministic=(replace(CASE, deterministic=True),), decode=(replace(CASE, causal=False, kv_heads=1, queries=1),),
+    layer=Model(1, 16, 2, 1, 24, 0), gpt=Model(2, 16, 2, 1, 24, 32),
     memory=replace(CASE, seq=0), memory_lengths=(64, 256),
 )  # fmt: skip
 
@@ -122,13 +124,17 @@ def test_every_target_gives_something(monkeypatch):
     groups = {cell.group for cell in results.cells}
     assert groups == {
         "forward", "backward", "gqa forward", "gqa backward", "varlen forward", "varlen backward", "window forward",
-        "window backward", "deterministic backward", "layer", "overhead",
+        "window backward", "heads forward", "heads backward", "deterministic backward", "decode forward", "layer",
+        "overhead",
     }  # fmt: skip
     assert not results.wrong(ours=True)
     assert not results.wrong(ours=False)
     for cell in results.cells:
         assert cell.chosen(), cell.key
-    assert set(results.unmeasured) == {"decode"}
+    for cell in results.of("decode forward", "heads forward"):
+        assert set(cell.timed()) == {"tilewise-reference", "sdpa", "naive"}
+        assert set(cell.entries["tilewise-reference"].errors) == {"out", "lse"}
+    assert len(results.of("heads forward")) == len(results.of("heads backward")) == 2
     assert {(peak.provider, peak.length) for peak in results.memory} == {
         (name, n) for name in (OURS, "sdpa", "naive") for n in (64, 256)
     }
@@ -161,6 +167,21 @@ def test_the_default_grids_can_be_cut(device, quick):
     for case in chosen.grid():
         assert case.batch * case.seq == chosen.tokens
         assert case.heads * case.dim == chosen.hidden
+
+
+def test_decode_is_one_query_of_grouped_heads():
+    cases = settings(torch.device("cuda")).decode
+    assert {(case.n_q, case.mask, case.kv_heads, case.dtype) for case in cases} == {(1, "full", 8, "bfloat16")}
+    assert [(case.batch, case.seq, case.heads) for case in cases] == [
+        (1, 8192, 32), (16, 8192, 32), (64, 8192, 64), (128, 2048, 64),
+    ]  # fmt: skip
+
+
+def test_heads_are_no_powers_of_two():
+    cases = settings(torch.device("cuda")).heads
+    assert {(case.dim, case.dv) for case in cases} == {(96, 96), (192, 192), (192, 128)}
+    assert {(case.batch * case.seq, case.heads) for case in cases} == {(16384, 16)}
+    assert len({case.key for case in cases}) == len(cases) == 12
 
 
 def test_the_full_grid_is_the_one_that_was_promised():

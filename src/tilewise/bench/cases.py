@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.spec import AttentionError
+
 PASSES = ("forward", "backward")
 
 
 class Inputs(NamedTuple):
-    """q, k, v, dout (B, S, H, D); or packed (T, H, D), with the ends of the sequences in cu."""
+    """q, k (B, S, H, D), v, dout (B, S, H, Dv), q and dout with S of their own; or packed (T, H, D), the ends in cu."""
 
     q: Tensor
     k: Tensor
@@ -35,6 +37,8 @@ class Case:
     'b2 s8192 h16 d128 causal bfloat16'
     >>> case.flops("forward") == 4 * 2 * 16 * 8192 * 8192 * 128 / 2
     True
+    >>> Case(16, 8192, 32, 8, 192, queries=1, value_dim=128).key
+    'b16 q1 s8192 h32/8 d192/128 full bfloat16'
     """
 
     batch: int
@@ -47,6 +51,20 @@ class Case:
     lengths: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     deterministic: bool = False  # the backward gives the same bits in every run
+    queries: int | None = None  # tokens of q, where they are not seq; only with the full mask
+    value_dim: int | None = None  # head dim of v and out, where it is not that of q and k
+
+    def __post_init__(self) -> None:
+        if self.queries is not None and (self.causal or self.lengths):
+            raise AttentionError("queries", self.queries, "None where sequences are causal or packed")
+
+    @property
+    def n_q(self) -> int:
+        return self.seq if self.queries is None else self.queries
+
+    @property
+    def dv(self) -> int:
+        return self.dim if self.value_dim is None else self.value_dim
 
     @property
     def mask(self) -> str:
@@ -55,9 +73,11 @@ class Case:
     @property
     def key(self) -> str:
         heads = f"h{self.heads}" if self.heads == self.kv_heads else f"h{self.heads}/{self.kv_heads}"
-        tokens = f"n{len(self.lengths)} t{sum(self.lengths)}" if self.lengths else f"b{self.batch} s{self.seq}"
+        queries = "" if self.n_q == self.seq else f"q{self.queries} "
+        tokens = f"n{len(self.lengths)} t{sum(self.lengths)}" if self.lengths else f"b{self.batch} {queries}s{self.seq}"
+        dims = f"d{self.dim}" if self.dv == self.dim else f"d{self.dim}/{self.dv}"
         same_bits = " deterministic" if self.deterministic else ""
-        return f"{tokens} {heads} d{self.dim} {self.mask} {self.dtype}{same_bits}"
+        return f"{tokens} {heads} {dims} {self.mask} {self.dtype}{same_bits}"
 
     @property
     def before(self) -> int:
@@ -74,26 +94,29 @@ class Case:
 
     def pairs(self) -> float:
         """(query, key) pairs per head. Causal counts half the square, as every library's benchmark does."""
-        squares = sum(n * n for n in self.lengths) if self.lengths else self.batch * self.seq * self.seq
+        squares = sum(n * n for n in self.lengths) if self.lengths else self.batch * self.n_q * self.seq
         if self.window is not None and self.window < self.seq:
             seen = self.window + 1
             return self.batch * (self.seq * seen - seen * (seen - 1) / 2)
         return squares / 2 if self.causal else squares
 
     def flops(self, which: str) -> float:
-        """Forward: two products of 2 D operations for each pair; backward: five."""
-        return 4 * self.heads * self.dim * self.pairs() * (2.5 if which == "backward" else 1.0)
+        """Two operations for each pair and column. Forward: S (D), out (Dv); backward: S, dq, dk (D), dP, dv (Dv)."""
+        columns = 3 * self.dim + 2 * self.dv if which == "backward" else self.dim + self.dv
+        return 2 * self.heads * columns * self.pairs()
 
     def inputs(self, device: torch.device, seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
-        tokens = (sum(self.lengths),) if self.lengths else (self.batch, self.seq)
+        packed = (sum(self.lengths),) if self.lengths else None
+        rows, keys = packed or (self.batch, self.n_q), packed or (self.batch, self.seq)
 
-        def normal(heads: int) -> Tensor:
-            x = torch.randn((*tokens, heads, self.dim), generator=generator, device=device)
-            return x.to(getattr(torch, self.dtype))
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(getattr(torch, self.dtype))
 
         ends = torch.tensor((0, *self.lengths), device=device).cumsum(0, dtype=torch.int32) if self.lengths else None
-        return Inputs(normal(self.heads), normal(self.kv_heads), normal(self.kv_heads), normal(self.heads), ends)
+        q, k = normal(*rows, self.heads, self.dim), normal(*keys, self.kv_heads, self.dim)
+        v, dout = normal(*keys, self.kv_heads, self.dv), normal(*rows, self.heads, self.dv)
+        return Inputs(q, k, v, dout, ends)
 
 
 def grid(

@@ -128,15 +128,16 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tiled:
     S = q kᵀ/√D, P = softmax(S), out = P v; dv = Pᵀ dout, dP = dout vᵀ, dS = P (dP - rowsum(P dP)), dq = dS k/√D,
     dk = dSᵀ q/√D, lse = log rowsum(exp S). tiled: rowsum(P dP) is taken as rowsum(dout out), which it equals.
     """
-    n, scale = k.shape[0], 1 / math.sqrt(q.shape[-1])
+    n_q, n, scale = q.shape[1], k.shape[0], 1 / math.sqrt(q.shape[-1])
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, dq, lse = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q[..., 0], dtype=wide)
+    out, dq, lse = torch.empty_like(dout), torch.empty_like(q), torch.empty_like(q[..., 0], dtype=wide)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     step = max(1, ELEMENTS // (n * q.shape[0]))
     keys = torch.arange(n, device=q.device)
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        s = (scale * q[:, rows]) @ k.mT  # (G, rows, S)
+    k, v = (x.expand(q.shape[0], -1, -1) for x in (k, v))  # a product per head; all in one, heads of one row round less
+    for start in range(0, n_q, step):
+        rows = slice(start, min(start + step, n_q))
+        s = (scale * q[:, rows]) @ k.mT  # (G, rows, keys)
         if case.causal:
             gap = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - keys
             s.masked_fill_((gap < 0) | (gap > (n if case.window is None else case.window)), -torch.inf)

@@ -202,7 +202,7 @@ class TorchFlash(Sdpa):
         options: dict[str, Any] = {"window_size": (case.before, case.after)}
         if case.heads != case.kv_heads:
             options["enable_gqa"] = True
-        cu, longest = _ends(case, x), case.longest
+        cu, longest = _ends(case, x, case.seq), case.longest
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = (y.flatten(0, -3) for y in (q, k, v))
@@ -212,10 +212,11 @@ class TorchFlash(Sdpa):
         return attention
 
 
-def _ends(case: Case, x: Inputs) -> Tensor:
+def _ends(case: Case, x: Inputs, tokens: int) -> Tensor:
+    """Where the sequences end once they are packed, of `tokens` each unless they are packed already."""
     if x.cu is not None:
         return x.cu
-    return torch.arange(0, (case.batch + 1) * case.seq, case.seq, device=x.q.device, dtype=torch.int32)
+    return torch.arange(0, (case.batch + 1) * tokens, tokens, device=x.q.device, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Naive(Provider):
             group = q.shape[2] // k.shape[2]
             if group > 1:
                 k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-            s = (q / math.sqrt(q.shape[-1])).transpose(1, 2) @ k.permute(0, 2, 3, 1)  # (B, H, S, S)
+            s = (q / math.sqrt(q.shape[-1])).transpose(1, 2) @ k.permute(0, 2, 3, 1)  # (B, H, queries, keys)
             if hidden is not None:
                 s = s.masked_fill_(hidden, -torch.inf)
             return (s.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
@@ -309,7 +310,12 @@ class FlashAttn(Provider):
             lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
             return lambda q, k, v: _first(varlen(q, k, v, **lengths, **options))
         dense = module.flash_attn_func
+        options |= self.splits(case, dense)
         return lambda q, k, v: _first(dense(q, k, v, **options))
+
+    def splits(self, case: Case, attend: Callable[..., Any]) -> dict[str, int]:
+        """The option that lets it cut the keys as it likes, where it has to be asked."""
+        return {}
 
     def version(self) -> str:
         return _version(
@@ -338,6 +344,7 @@ class FlashAttn3(FlashAttn):
         if self.folder is None:
             return super().forward(case, x)
         fa3, options = _load(self.folder), self._options(case, x)
+        options |= self.splits(case, fa3.forward)
         return lambda: {"out": fa3.forward(x.q, x.k, x.v, **options)[0]}
 
     def backward(self, case: Case, x: Inputs) -> Answer:
@@ -352,8 +359,14 @@ class FlashAttn3(FlashAttn):
     def lse(self, case: Case, x: Inputs) -> Tensor | None:
         if self.folder is None:
             return None
-        found: Tensor = _load(self.folder).forward(x.q, x.k, x.v, **self._options(case, x))[1]
+        fa3, options = _load(self.folder), self._options(case, x)
+        found: Tensor = fa3.forward(x.q, x.k, x.v, **options, **self.splits(case, fa3.forward))[1]
         return found
+
+    def splits(self, case: Case, attend: Callable[..., Any]) -> dict[str, int]:
+        """Its default is one split; 0 is its own choice, which few queries need."""
+        asks = case.queries is not None and "num_splits" in signature(attend).parameters
+        return {"num_splits": 0} if asks else {}
 
     def _options(self, case: Case, x: Inputs) -> dict[str, Any]:
         options: dict[str, Any] = {"causal": case.causal}
@@ -417,12 +430,11 @@ class FlashInfer(Provider):
     def bind(self, case: Case, x: Inputs) -> Attention:
         workspace = torch.empty(2**28, dtype=torch.uint8, device=x.q.device)
         wrapper = import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        ends = _ends(case, x)
         wrapper.plan(
-            ends, ends, case.heads, case.kv_heads, case.dim,
+            _ends(case, x, case.n_q), _ends(case, x, case.seq), case.heads, case.kv_heads, case.dim, case.dv,
             causal=case.causal, window_left=case.before, q_data_type=x.q.dtype,
         )  # fmt: skip
-        return lambda q, k, v: wrapper.run(*(y.flatten(0, -3) for y in (q, k, v))).view(q.shape)
+        return lambda q, k, v: wrapper.run(*(y.flatten(0, -3) for y in (q, k, v))).view(*q.shape[:-1], -1)
 
     def version(self) -> str:
         return _version("flashinfer-python")

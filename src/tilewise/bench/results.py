@@ -138,7 +138,6 @@ class Results:
     cells: list[Cell] = field(default_factory=list)
     memory: list[Peak] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)  # import_ms, profiler_us, ...
-    unmeasured: dict[str, str] = field(default_factory=dict)  # targets that were asked for, and why they are not here
     seconds: float = 0.0
     schema: int = SCHEMA
 
@@ -171,6 +170,7 @@ def load(path: Path) -> Results:
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
         raise AttentionError(f"schema of {path}", found, f"{SCHEMA}")
+    raw.pop("unmeasured", None)  # in older files: targets that could not be measured
     cells = [Cell(**{**cell, "entries": {n: Entry(**e) for n, e in cell["entries"].items()}}) for cell in raw["cells"]]
     return Results(**{**raw, "cells": cells, "memory": [Peak(**peak) for peak in raw["memory"]]})
 

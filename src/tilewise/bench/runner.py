@@ -33,7 +33,7 @@ from tilewise.bench.measure import (
 )
 from tilewise.bench.providers import OURS, Answer, Attention, Provider, RefusedError, Roster, Tilewise, auto, first_line
 from tilewise.bench.results import Cell, Entry, Peak, Results
-from tilewise.bench.settings import UNMEASURED, Settings
+from tilewise.bench.settings import CASES, Settings
 from tilewise.demo.measure import peak
 from tilewise.spec import AttentionError
 
@@ -89,16 +89,9 @@ class Run:
                 for case in chosen.grid()
             ]
         for target in targets:
-            if target in UNMEASURED:
-                results.unmeasured[target] = UNMEASURED[target]
-            elif target in ("gqa", "varlen", "window"):
-                groups = {which: f"{target} {which}" for which in PASSES}
-                found.append((target, partial(self.attention, getattr(chosen, target), groups)))
-            elif target == "deterministic":
-                found += [
-                    (case.key, partial(self.attention, case, {"backward": "deterministic backward"}))
-                    for case in chosen.deterministic
-                ]
+            if target in CASES:
+                groups = {which: f"{target} {which}" for which in CASES[target]}
+                found += [(case.key, partial(self.attention, case, groups)) for case in getattr(chosen, target)]
             elif target == "layer":
                 found.append((target, self.layer))
             elif target == "gpt":
@@ -162,7 +155,7 @@ class Run:
         synchronize(self.device)
         entry.first = round(time.perf_counter() - began, 4)
         _, lse = self.attempt(lambda: provider.lse(case, x) if which == "forward" else None)
-        shape = (case.heads, x.q.shape[0]) if case.lengths else (case.batch, case.heads, case.seq)
+        shape = (*x.q.shape[:-3], case.heads, x.q.shape[-3])
         has_lse = lse is not None and tuple(lse.shape) == shape
         errors = judge.errors({**work.first, "lse": lse} if has_lse else work.first)
         note(entry, errors)

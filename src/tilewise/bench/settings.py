@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewise.bench.cases import Case, grid, random_lengths
+from tilewise.bench.cases import PASSES, Case, grid, random_lengths
 from tilewise.spec import AttentionError
 
 # target: what it measures
@@ -17,14 +17,19 @@ TARGETS = {
     "gqa": "grouped heads, causal, forward and backward",
     "varlen": "32 packed sequences of random lengths, causal, forward and backward",
     "window": "a sliding window, forward and backward",
+    "heads": "head dims that are no power of two, forward and backward",
     "deterministic": "the backward with the same bits in every run",
-    "decode": "one query token against a long cache",
+    "decode": "one query token against a long cache, forward",
     "layer": "a transformer layer, forward and backward",
     "gpt": "the training step of a small GPT, eager and compiled",
     "memory": "peak memory against length",
     "overhead": "what one call costs the host; what `import tilewise` costs",
 }
-UNMEASURED = {"decode": "tilewise has no decode kernel yet: one query token would run the training kernels"}
+# target whose cases are the setting of its name: the passes that are timed
+CASES = dict.fromkeys(("gqa", "varlen", "window", "heads"), PASSES) | {
+    "deterministic": ("backward",),
+    "decode": ("forward",),
+}
 DEFAULT = ("forward", "backward", "overhead")
 QUICK = ("forward", "backward", "gqa", "varlen", "window", "layer", "memory", "overhead")
 
@@ -53,10 +58,12 @@ class Settings:
     dims: tuple[int, ...]
     masks: tuple[str, ...]
     seqs: tuple[int, ...]
-    gqa: Case
-    varlen: Case
-    window: Case
+    gqa: tuple[Case, ...]
+    varlen: tuple[Case, ...]
+    window: tuple[Case, ...]
+    heads: tuple[Case, ...]
     deterministic: tuple[Case, ...]
+    decode: tuple[Case, ...]
     layer: Model
     gpt: Model
     compiled: bool
@@ -93,12 +100,20 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
             dims=(128,) if quick else (64, 128, 256),
             masks=("full", "causal"),
             seqs=(1024, 4096, 16384) if quick else tuple(2**n for n in range(9, 15)),
-            gqa=Case(2, 8192, 64, 8, 128, True, dtype=dtype),
-            varlen=Case(1, 0, 16, 16, 128, True, lengths=random_lengths(32, 2048), dtype=dtype),
-            window=Case(1, 16384, 16, 16, 128, True, 1024, dtype=dtype),
+            gqa=(Case(2, 8192, 64, 8, 128, True, dtype=dtype),),
+            varlen=(Case(1, 0, 16, 16, 128, True, lengths=random_lengths(32, 2048), dtype=dtype),),
+            window=(Case(1, 16384, 16, 16, 128, True, 1024, dtype=dtype),),
+            heads=tuple(
+                Case(16384 // seq, seq, 16, 16, dim, causal, dtype=dtype, value_dim=dv)
+                for dim, dv in ((96, 96), (192, 192), (192, 128)) for causal in (False, True) for seq in (1024, 8192)
+            ),
             deterministic=tuple(
                 Case(16384 // seq, seq, 2048 // dim, 2048 // dim, dim, causal, dtype=dtype, deterministic=True)
                 for dim in (64, 128) for causal in (False, True) for seq in (1024, 4096, 16384)
+            ),
+            decode=tuple(
+                Case(batch, keys, heads, 8, 128, dtype=dtype, queries=1)
+                for batch, keys, heads in ((1, 8192, 32), (16, 8192, 32), (64, 8192, 64), (128, 2048, 64))
             ),
             layer=Model(1, 2048, 16, 4, 4096, 0),
             gpt=Model(12, 768, 12, 8, 1024, 50304),
@@ -114,10 +129,12 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         dims=(64,) if quick else (64, 128),
         masks=("full", "causal"),
         seqs=tuple(2**n for n in range(7 if quick else 9, most + 1)),
-        gqa=Case(1, tokens // 2, 8, 2, 64, True, dtype=dtype),
-        varlen=Case(1, 0, 4, 4, 64, True, lengths=random_lengths(32, 64 if quick else 256), dtype=dtype),
-        window=Case(1, tokens, 4, 4, 64, True, tokens // 16, dtype=dtype),
+        gqa=(Case(1, tokens // 2, 8, 2, 64, True, dtype=dtype),),
+        varlen=(Case(1, 0, 4, 4, 64, True, lengths=random_lengths(32, 64 if quick else 256), dtype=dtype),),
+        window=(Case(1, tokens, 4, 4, 64, True, tokens // 16, dtype=dtype),),
+        heads=(Case(1, 512, 4, 4, 96, True, dtype=dtype), Case(1, 512, 4, 4, 48, dtype=dtype, value_dim=32)),
         deterministic=(Case(1, tokens // 2, 8, 8, 64, True, dtype=dtype, deterministic=True),),
+        decode=tuple(Case(batch, keys, 8, 2, 64, dtype=dtype, queries=1) for batch, keys in ((1, 2048), (4, 1024))),
         layer=Model(1, 256, 4, 1, tokens // 2, 0),
         gpt=Model(4, 256, 4, 4, 256, 4096),
         compiled=not quick,

@@ -106,7 +106,7 @@ def _cpu(results: Results) -> float | None:
 
 
 def absent(results: Results) -> list[tuple[str, str, str]]:
-    """Every provider that gave no speed somewhere, with its reason; and targets that cannot be measured."""
+    """Every provider that gave no speed somewhere, with its reason."""
     found = []
     for name, facts in results.providers.items():
         if facts["missing"]:
@@ -121,4 +121,4 @@ def absent(results: Results) -> list[tuple[str, str, str]]:
                 reasons.setdefault((name, why), []).append(cell.key)
     for (name, why), cells in reasons.items():
         found.append((name, cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more", why))
-    return found + [("everyone", target, why) for target, why in results.unmeasured.items()]
+    return found
