@@ -131,6 +131,16 @@ def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
     check_one_compile([case(*size, packed, before=20) for size in sizes], "aot_eager", grad)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_compiled_calls_do_not_look_at_what_eager_ones_left(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch would guard the length of that dict, and compile again after every new eager call."""
+    monkeypatch.setattr(tilewise.api, "_known", None)
+    inputs = make(case(8, 8, packed), DEVICE)
+    attend = tilewise.attention_varlen if packed else tilewise.attention
+    compiled = torch.compile(lambda *tensors: attend(*tensors, causal=True), backend="eager", fullgraph=True)
+    compiled(*inputs[1:4], *((inputs.cu_q, inputs.cu_k) if packed else ()))
+
+
 def test_compile_turns_dynamic_by_itself() -> None:
     """Without dynamic=True: one compile for the first length, one for all others."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -69,7 +69,7 @@ def attention(
     options = causal, window, scale, backend, _is_deterministic(deterministic)
     extras = softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p or None, seed
     key = _key((q, k, v), options, extras)
-    call = _known.get(key)
+    call = _recalled(key)
     if call is None:
         _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
         if q.shape[0] != k.shape[0]:
@@ -121,7 +121,7 @@ def attention_varlen(
     options = causal, window, scale, backend, _is_deterministic(deterministic)
     extras = softcap, bias, alibi_slopes, sinks, score_mod, mask_mod, dropout_p or None, seed
     key = _key((q, k, v, cu_q, cu_k), options, extras)
-    call = _known.get(key)
+    call = _recalled(key)
     if call is None:
         _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
         _check_offsets(q, k, cu_q, cu_k)
@@ -147,6 +147,13 @@ def _key(tensors: tuple[Tensor, ...], options: Options, extras: tuple[Any, ...])
     ):
         return None
     return (*options, *map(type, window or ()), *signature(*tensors))
+
+
+def _recalled(key: Any) -> Call | None:
+    """The call of this key, if it was remembered. torch.compile, whose calls have none, must not see the dict: it would
+    compile again whenever an eager call has made it longer.
+    """
+    return None if key is None else _known.get(key)
 
 
 def _call(
