@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import api, config, mods
 from tilewise.kernels import launch
-from tilewise.spec import Spec, Terms
+from tilewise.spec import Spec, Terms, band
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}
 TOKENS, HIDDEN = 16384, 2048
@@ -63,7 +63,7 @@ def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tu
         ids = (torch.arange(n, device="cuda") * 8 // n).to(torch.int32)
         given["mask_mod"] = mods.block_mask(mods.document(ids=ids), n, n, causal=causal)
     sizes = len(tensors[0]), heads, n, n
-    terms, named = api._terms(tensors[0], sizes, dropout_p=0.0, packed=False, **given)
+    terms, named = api.terms_of(tensors[0], sizes, band(causal, None), packed=False, dropout_p=0.0, **given)
     return tensors, Spec.of(head_dim=dim, causal=causal, **named), terms
 
 

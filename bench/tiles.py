@@ -77,7 +77,7 @@ def compile_row(row: Row) -> Compiled:
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
     given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
     given |= TERMS[row.term](n, group) if row.term else {}
-    terms, named = api._terms(q, (1, group, n, n), packed, dropout_p=0.0, **given)
+    terms, named = api.terms_of(q, (1, group, n, n), (before, after), packed, dropout_p=0.0, **given)
     spec = Spec(scale=0.125, before=before, after=after, **named)
     chosen = (
         nullcontext() if row.tile is None else mock.patch.object(config, "tile", return_value=config.Tile(*row.tile))

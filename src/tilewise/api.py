@@ -14,7 +14,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.program import Mod, bound
-from .spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, signature
+from .spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, band, signature
 
 Window = tuple[int | None, int | None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -162,14 +162,11 @@ def _call(
 ) -> Call:  # fmt: skip
     """What `ops.attend` is told of a call beside its tensors, from now on also for calls with the same key."""
     causal, window, scale, backend, deterministic = options
-    terms, named = _terms(q, sizes, packed, *extras)
+    terms, named = terms_of(q, sizes, band(causal, window), packed, *extras)
     spec = Spec.of(
         head_dim=q.shape[-1], causal=causal, window=window, scale=scale, backend=backend, deterministic=deterministic,
         **named,
     )  # fmt: skip
-    mask_mod = extras[5]
-    if isinstance(mask_mod, BlockMask):
-        mask_mod.check_band(spec.before, spec.after)
     if key is None:
         return spec, terms, None
     if len(_known) >= LIMIT:
@@ -182,12 +179,15 @@ def _is_deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
-def _terms(
-    q: Tensor, sizes: tuple[int, int, int | None, int | None], packed: bool, softcap: float | None,
+def terms_of(
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], seen: Window, packed: bool, softcap: float | None,
     bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, score_mod: Mod | None,
     mask_mod: Mod | BlockMask | None, dropout_p: float | None, seed: int | Tensor | None,
 ) -> tuple[Terms, dict[str, Any]]:  # fmt: skip
-    """The tensors of a call beside q, k, v, and the fields of its Spec that name its mods. sizes: B, H, Sq, Sk."""
+    """The tensors of a call beside q, k, v, and the fields of its Spec that name its mods, all checked.
+
+    sizes: B, H, Sq, Sk; seen: its band, keys to the left and to the right of a query.
+    """
     batch, heads, _, _ = sizes
     if bias is not None:
         bias = _checked_bias(q, sizes, bias)
@@ -207,7 +207,7 @@ def _terms(
     blocks: tuple[Tensor, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(mask_mod, BlockMask):
-        mask_mod.check(sizes, q, packed)
+        mask_mod.check(sizes, q, packed, seen)
         blocks, named = mask_mod.lists, {"mask_block": (*mask_mod.block, *mask_mod.shape[:2])}
         mask_mod = mask_mod.mod
     mask = None if mask_mod is None else _checked_mod("mask", mask_mod, q)

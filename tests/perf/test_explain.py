@@ -202,6 +202,13 @@ def test_score_terms_are_counted():
     json.dumps(capped.to_dict())
 
 
+def test_a_block_mask_of_a_narrower_band_is_refused():
+    blocks = tilewise.block_mask(tilewise.mods.block_diagonal(512), 4096, 4096, causal=True)
+    with pytest.raises(tilewise.AttentionError, match="window of the block mask"):
+        told(mask_mod=blocks, causal=False)
+    assert told(mask_mod=blocks, causal=True).call.terms.visited < 1
+
+
 def test_block_masks_save_what_they_skip():
     mask = tilewise.mods.block_diagonal(512)
     blocks = tilewise.block_mask(mask, 4096, 4096)

@@ -33,9 +33,12 @@ class BlockMask(NamedTuple):
     band: tuple[int | None, int | None]
     tokens: tuple[int, int] | None = None
 
-    def check(self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool) -> None:
+    def check(
+        self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
+        band: tuple[int | None, int | None],
+    ) -> None:  # fmt: skip
         """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
-        caller says of them, or None."""
+        caller says of them, or None. Of pairs outside the band that it was made for, a mask knows nothing."""
         made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
         if packed == (self.tokens is None):
             raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
@@ -46,14 +49,11 @@ class BlockMask(NamedTuple):
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
         if self.lists[0].device != q.device:
             raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
-
-    def check_band(self, *call: int | None) -> None:
-        """Raise if the call shows pairs that the mask, made for another band, knows nothing of."""
-        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, call, strict=True)):
+        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, band, strict=True)):
             raise AttentionError(
                 "window of the block mask, (left, right)",
                 self.band,
-                f"the call's {call}, or a wider one: give both the same",
+                f"the call's {band}, or a wider one: give both the same",
             )
 
     @property

@@ -44,7 +44,7 @@ from tilewise.perf.cost import Call
 from tilewise.perf.devices import ITEMSIZE, Device
 from tilewise.perf.devices import device as device_named
 from tilewise.perf.terms import count
-from tilewise.spec import AttentionError, Spec, Terms
+from tilewise.spec import AttentionError, Spec, Terms, band
 
 Shape = Sequence[int]
 
@@ -163,7 +163,8 @@ def explain(
         "mask_mod": mask_mod, "dropout_p": dropout_p, "seed": seed,
     }  # fmt: skip
     longest = [max_seqlen_q, max_seqlen_k] if lengths else [tensors[0].shape[1], tensors[1].shape[1]]
-    terms, named = _terms(tensors[0], len(lengths or tensors[0]), longest, extras, packed=lengths is not None)
+    seen = band(causal, window)
+    terms, named = _terms(tensors[0], len(lengths or tensors[0]), longest, seen, extras, packed=lengths is not None)
     same_bits = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     spec = Spec.of(
         head_dim=tensors[0].shape[-1], causal=causal, window=window, scale=scale, backend=backend,
@@ -251,7 +252,13 @@ def _lengths(
 
 
 def _terms(
-    q: Tensor, batch: int, longest: Sequence[int | None], extras: dict[str, Any], *, packed: bool
+    q: Tensor,
+    batch: int,
+    longest: Sequence[int | None],
+    seen: tuple[int | None, int | None],
+    extras: dict[str, Any],
+    *,
+    packed: bool,
 ) -> tuple[Terms, dict[str, Any]]:
     """As `attention` sees them. Shapes and meta tensors live nowhere, so the terms may live anywhere."""
     from tilewise import api
@@ -263,7 +270,7 @@ def _terms(
         tensors = [x for x in extras.values() if isinstance(x, Tensor)]
         tensors += [x for mod in mods for x in getattr(mod, "tensors", ())]
         q = q.new_empty(0, device=tensors[0].device if tensors else "cpu")
-    return api._terms(q, (batch, heads, longest[0], longest[1]), **extras, packed=packed)
+    return api.terms_of(q, (batch, heads, longest[0], longest[1]), seen, packed, **extras)
 
 
 def _call(tensors: list[Tensor], lengths: tuple[tuple[int, int], ...] | None, spec: Spec, terms: Any) -> Call:
