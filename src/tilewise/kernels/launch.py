@@ -85,7 +85,7 @@ def forward_launch(
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
     q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
     size = problem(q, k, v, cu_q)
-    tile = tile_of("forward", q, size, capability)
+    tile = tile_of("forward", q.element_size(), size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     scoring, scale, _ = folded(spec, q, terms, slope=False)
     return Launch(
@@ -115,14 +115,19 @@ def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor,
 
 def parts_of_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Spec, terms: Terms) -> int:
     """In how many parts the keys are streamed: several where the queries alone would leave most of the GPU idle."""
-    if cu_q is not None or q.shape[1] > config.FEW_QUERIES or terms.blocks or not q.numel():
+    if cu_q is not None or q.shape[1] > config.FEW_QUERIES or terms.blocks:
         return 1
-    size = problem(q, k, v, cu_q)
-    tile = tile_of("forward", q, size, compute_capability(q))
-    group = size.heads // size.kv_heads
-    if heads_are_queries(size.n_q, group, spec.before) and terms.is_empty(spec):
-        size = size._replace(n_q=group, heads=size.kv_heads)
     processors = multiprocessors(q.device) if q.is_cuda else config.INTERPRETED_PROCESSORS
+    before = spec.before if terms.is_empty(spec) else 0  # with terms, which may know its number, a head stays a head
+    return _parts_of_keys(problem(q, k, v, cu_q), q.element_size(), before, compute_capability(q), processors)
+
+
+@cache
+def _parts_of_keys(size: Problem, itemsize: int, before: int | None, capability: int, processors: int) -> int:
+    tile = tile_of("forward", itemsize, size, capability)
+    group = size.heads // size.kv_heads
+    if heads_are_queries(size.n_q, group, before):
+        size = size._replace(n_q=group, heads=size.kv_heads)
     return config.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 
@@ -138,7 +143,7 @@ def backward_launches(
     scoring, scale, rate = folded(spec, q, terms, slope=True)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
     program = scoring | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
-    tile = tile_of("query", q, size, capability)
+    tile = tile_of("query", q.element_size(), size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     query = Launch(
         query_kernel,
@@ -148,7 +153,7 @@ def backward_launches(
             "EVEN": _even(size, size.n_k, tile.block_n), "launch_pdl": overlap,
         },
     )  # fmt: skip
-    tile = tile_of("key", q, size, capability)
+    tile = tile_of("key", q.element_size(), size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
     keys = [
@@ -286,7 +291,7 @@ def jvp_launch(
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
 ) -> Launch:  # fmt: skip
     size = problem(q, k, v, cu_q)
-    tile = tile_of("jvp", q, size, capability)
+    tile = tile_of("jvp", q.element_size(), size, capability)
     return Launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -401,10 +406,10 @@ def _padded(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def tile_of(which: str, q: Tensor, size: Problem, capability: int) -> config.Tile:
+def tile_of(which: str, itemsize: int, size: Problem, capability: int) -> config.Tile:
     if INTERPRETED:
         return config.INTERPRETER
-    return config.tile(which, capability, q.element_size(), _padded(max(size.d, size.dv)))
+    return config.tile(which, capability, itemsize, _padded(max(size.d, size.dv)))
 
 
 def _even(size: Problem, n: int, block: int) -> bool:

@@ -79,7 +79,7 @@ class Sums:
             lse2.fill_(torch.inf)
             self.delta.zero_()
         prepare()
-        self.tile = tile_of("sums", q, self.size, compute_capability(q))
+        self.tile = tile_of("sums", q.element_size(), self.size, compute_capability(q))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
