@@ -47,7 +47,7 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    kernel: str  # forward, query, key, jvp, or value: the half of key that sums dV where that has a pass of its own
+    kernel: str  # forward, merge, query, key, jvp, or value: the half of key that sums dV where that has its own pass
     capability: int
     dtype: str
     dim: int
@@ -66,7 +66,7 @@ TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 def compile_row(row: Row) -> Compiled:
-    from tilewise.kernels.launch import backward_launches, forward_launch, jvp_launch
+    from tilewise.kernels.launch import backward_launches, forward_launch, jvp_launch, merge_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)
@@ -87,6 +87,9 @@ def compile_row(row: Row) -> Compiled:
             rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
             q, lse = q[..., :rows, :, :], lse[..., :rows]
             launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms, parts)
+        elif row.kernel == "merge":
+            parts = q.new_empty(64, dtype=torch.float32)
+            launch = merge_launch(parts, parts, q, lse, 64, row.capability)
         elif row.kernel == "jvp":
             launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:

@@ -68,7 +68,12 @@ def faults(made: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("kernel", ["forward", "query", "key", "jvp"])
 @pytest.mark.parametrize("capability", TABLES)
 def test_tiles(capability: int, kernel: str, dtype: str, request: pytest.FixtureRequest) -> None:
-    wanted = rows(capability, kernel, dtype, request.config.getoption("--all-tiles"))
+    made = compiled(rows(capability, kernel, dtype, request.config.getoption("--all-tiles")))
+    wrong = [f"{x['dim']} {x['variant']} {x['term']}: {'; '.join(faults(x))}" for x in made if faults(x)]
+    assert not wrong, "\n".join(wrong)
+
+
+def compiled(wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT / "src")
     done = subprocess.run(
@@ -78,8 +83,15 @@ def test_tiles(capability: int, kernel: str, dtype: str, request: pytest.Fixture
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(made) == len(wanted)
-    wrong = [f"{x['dim']} {x['variant']} {x['term']}: {'; '.join(faults(x))}" for x in made if faults(x)]
-    assert not wrong, "\n".join(wrong)
+    return made
+
+
+@pytest.mark.parametrize("capability", TABLES)
+def test_the_merge_of_the_most_parts_fits(capability: int) -> None:
+    fixed = {"kernel": "merge", "capability": capability, "dtype": "bfloat16", "variant": "decode"}
+    for made in compiled([{**fixed, "dim": dim} for dim in (64, 128, 512)]):
+        assert made.get("spills") == 0, made
+        assert made["shared"] <= SHARED[capability], made
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,14 @@ def forward_launch(
 def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, capability: int) -> Launch:
     batch, n_q, heads, dv = out.shape
     overlap = can_overlap(capability)
-    options = {"DV": dv, "BLOCK_P": triton.next_power_of_2(parts), "BLOCK_DV": _padded(dv), "OVERLAP": overlap}
-    args = out_parts, lse_parts, out, lse, parts, batch, n_q, heads
-    return Launch(merge_kernel, batch * n_q * heads, args, options | {"launch_pdl": overlap})
+    rows, columns = triton.next_power_of_2(parts), _padded(dv)
+    options = {
+        "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "OVERLAP": overlap, "launch_pdl": overlap,
+        "num_warps": 4 if rows * columns <= 8192 else 8,
+    }  # fmt: skip
+    return Launch(
+        merge_kernel, batch * n_q * heads, (out_parts, lse_parts, out, lse, parts, batch, n_q, heads), options
+    )
 
 
 def parts_of_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Spec, terms: Terms) -> int:
