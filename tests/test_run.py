@@ -157,9 +157,12 @@ def test_venv_of_another_python_is_cleared(run, steps):
     assert "--clear" in steps[0][1]
 
 
+TWO = ["-n", "2", "--dist", "worksteal"]
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
-    [([], ["-n", "2"]), (["-k", "x"], ["-n", "2"]), (["-n0"], []), (["--pdb"], []), (["-n", "4"], [])],
+    [([], TWO), (["-k", "x"], TWO), (["-n0"], []), (["--pdb"], []), (["-n", "4"], [])],
 )
 def test_workers(run, args, expected):
     assert run.workers(args, xdist=True) == expected

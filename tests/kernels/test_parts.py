@@ -16,14 +16,14 @@ from tilewise import config, dispatch
 from tilewise.kernels import launch
 from tilewise.spec import NO_TERMS, Spec
 
-FEW = Case(batch=1, n_q=1, n_k=300, heads=4, kv_heads=2, d=16, dv=16, after=0)
+FEW = Case(batch=1, n_q=1, n_k=150, heads=4, kv_heads=2, d=16, dv=16, after=0)
 CALLS = {
     "one query": FEW,
     "a head of its own": replace(FEW, heads=2),
-    "two batch rows, a full mask": replace(FEW, batch=2, after=None, n_k=333),
+    "two batch rows, a full mask": replace(FEW, batch=2, after=None, n_k=200),
     "five queries": replace(FEW, n_q=5, heads=2),
-    "a window that most parts lie outside of": replace(FEW, n_q=3, before=40, n_k=500),
-    "all keys of all queries in the last part": replace(FEW, n_q=2, before=3, n_k=401),
+    "a window that most parts lie outside of": replace(FEW, n_q=3, before=40, n_k=300),
+    "all keys of all queries in the last part": replace(FEW, n_q=2, before=3, n_k=201),
     "bfloat16": replace(FEW, dtype="bfloat16"),
     "values wider than keys": replace(FEW, d=8, dv=40),
 }
@@ -38,10 +38,13 @@ def parts(case: Case) -> int:
 def test_parts_make_the_whole(name: str) -> None:
     inputs = make(CALLS[name], DEVICE)
     assert parts(CALLS[name]) > 1
-    results = run(inputs, "triton")
-    budget.check(results, inputs)
-    again = run(inputs, "triton")
-    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+    budget.check(run(inputs, "triton"), inputs)
+
+
+def test_the_same_bits_every_time() -> None:
+    q, k, v = make(FEW, DEVICE)[1:4]
+    first, again = (tilewise.attention(q, k, v, backend="triton", return_lse=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 TERMS: dict[str, dict[str, Any]] = {
@@ -76,7 +79,8 @@ def test_a_hidden_nan_stays_hidden_and_a_seen_one_does_not() -> None:
 @pytest.mark.parametrize(
     ("case", "found"),
     [
-        (FEW, 4),
+        (FEW, 2),
+        (replace(FEW, n_k=300), 4),
         (replace(FEW, n_k=63), 1),  # too few keys to share
         (replace(FEW, batch=16), 1),  # enough programs without
         (replace(FEW, n_q=65, n_k=400), 1),  # many queries
