@@ -88,8 +88,8 @@ def compile_row(row: Row) -> Compiled:
             q, lse = q[..., :rows, :, :], lse[..., :rows]
             launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms, parts)
         elif row.kernel == "merge":
-            parts = q.new_empty(64, dtype=torch.float32)
-            launch = merge_launch(parts, parts, q, lse, 64, row.capability)
+            room = q.new_empty(64, dtype=torch.float32)
+            launch = merge_launch(room, room, q, lse, 64, row.capability)
         elif row.kernel == "jvp":
             launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:

@@ -227,6 +227,21 @@ HOPPER_FORWARD: tuple[tuple[int, int, int | None, bool, bool, HopperTile], ...] 
 )
 
 
+def widths(d: int) -> tuple[int, ...]:
+    """The columns that the Hopper forward multiplies: of d of them one power of two, or two that hold no more.
+
+    >>> widths(64), widths(80), widths(192), widths(200)
+    ((64,), (64, 16), (128, 64), (256,))
+    """
+    half = 32
+    while 2 * half < d:
+        half *= 2
+    rest = 16
+    while rest < d - half:
+        rest *= 2
+    return (2 * half,) if half == 32 or rest >= half else (half, rest)
+
+
 @dataclass(frozen=True, slots=True)
 class HopperSums:
     """The Hopper backward's blocks of `block_m` queries and tiles of `block_n` keys; `copied`: the copy engine adds dQ

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import config
 from ..dispatch import capability_of
 from ..dropout import threshold
-from ..spec import MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, heads_are_queries
+from ..spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, heads_are_queries
 from . import mods, replay
 from . import tile as device
 from .backward import key_kernel, prepare_kernel, query_kernel
@@ -127,7 +127,7 @@ def parts_of_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Sp
     return _parts_of_keys(problem(q, k, v, cu_q), q.element_size(), before, compute_capability(q), processors)
 
 
-@cache
+@lru_cache(LIMIT)
 def _parts_of_keys(size: Problem, itemsize: int, before: int | None, capability: int, processors: int) -> int:
     tile = tile_of("forward", itemsize, size, capability)
     group = size.heads // size.kv_heads

@@ -211,7 +211,7 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
         "forward": d + dv,
         "key": 2 * d + 2 * dv,
         "query": 2 * d + dv,
-        "hopper forward": columns(call.d) + columns(call.dv),
+        "hopper forward": sum(config.widths(call.d)) + sum(config.widths(call.dv)),
         "hopper backward": 3 * max(d, dv) + 2 * dv,
     }[name]
     slots = device.sms * fit
@@ -234,17 +234,6 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
         beside=_beside(call, name, parts),
         term_seconds=visited * tile.block_m * tile.block_n * operations * slots / (device.lanes * model.lanes),
     )
-
-
-def columns(d: int) -> int:
-    """Columns that the Hopper forward multiplies: one power of two, or two of which the second holds the rest.
-
-    >>> columns(192), columns(80), columns(128), columns(200)
-    (192, 80, 128, 256)
-    """
-    block = max(64, padded(d))
-    rest = max(16, padded(d - block // 2)) if d > block // 2 else 0
-    return block if block == 64 or rest >= block // 2 else block // 2 + rest
 
 
 def tile_of(call: Call, name: str, device: Device) -> config.Tile:

@@ -175,11 +175,7 @@ def test_what_goes_to_the_portable_kernels():
     ],
 )  # fmt: skip
 def test_columns_are_cut_into_powers_of_two(d, expected):
-    from tilewise.kernels.hopper.launch import widths
-    from tilewise.perf.predict import columns
-
-    assert widths(d) == expected
-    assert columns(d) == sum(expected)
+    assert config.widths(d) == expected
 
 
 def test_short_causal_calls_have_their_own_row():

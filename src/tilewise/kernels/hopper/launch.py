@@ -1,6 +1,6 @@
 """From tensors to launches of the Hopper forward: descriptors, the schedule's numbers, the compile-time plan."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from ... import config
-from ...spec import NO_TERMS, Spec, Terms
+from ...spec import LIMIT, NO_TERMS, Spec, Terms
 from .. import replay
 from ..launch import (
     INTERPRETED,
@@ -88,13 +88,13 @@ def forward_launches(
     return [forward, repair]
 
 
-@cache
+@lru_cache(LIMIT)
 def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
     worth_is_product = spec.score_mod is None and not biased
     plain = worth_is_product and spec.mask_mod is None
     row = config.hopper_tile(size.d, size.dv, banded=spec.after is not None, keys=size.n_k, plain=plain)
     return Plan(
-        BLOCK_DV=padded(size.dv), WIDTHS=widths(size.dv),
+        BLOCK_DV=padded(size.dv), WIDTHS=config.widths(size.dv),
         BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
         FOLD=spec.scale > 0 and worth_is_product,
         PARTS=row.parts, TURNS=row.turns, LAZY=row.lazy,
@@ -105,20 +105,9 @@ def padded(d: int) -> int:
     return max(64, triton.next_power_of_2(d))
 
 
-def widths(d: int) -> tuple[int, ...]:
-    """d columns, as one or two powers of two: (64,), (64, 32) for 96, (128, 64) for 192, (256,) for 250.
-
-    >>> widths(96), widths(200)
-    ((64, 32), (256,))
-    """
-    block = padded(d)
-    rest = max(16, triton.next_power_of_2(d - block // 2))
-    return (block,) if block == 64 or rest >= block // 2 else (block // 2, rest)
-
-
 def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The descriptors of one or two parts of the columns."""
-    first, *rest = (descriptor(x, rows, width) for width in widths(x.shape[-1]))
+    first, *rest = (descriptor(x, rows, width) for width in config.widths(x.shape[-1]))
     return first, rest[0] if rest else None
 
 
