@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.bench.machine import processor
+from tilewise_lab.bench.machine import processor
 
 BATCH, HEADS, TOKENS, DIM = 1, 8, 4096, 64
 LENGTHS = (2048, 4096, 8192, 16384)  # for the memory, of one head

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import api, config, mods
-from tilewise.kernels import launch
+from tilewise.kernels.portable import launch
 from tilewise.spec import Spec, Terms, band
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}

@@ -26,7 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from tilewise import api, config, mods
-from tilewise.perf.compiled import Compiled, compile_for
+from tilewise.costs.compiled import Compiled, compile_for
 from tilewise.spec import Spec
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
@@ -66,7 +66,7 @@ TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 def compile_row(row: Row) -> Compiled:
-    from tilewise.kernels.launch import backward_launches, forward_launch, jvp_launch, merge_launch
+    from tilewise.kernels.portable.launch import backward_launches, forward_launch, jvp_launch, merge_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)

@@ -15,11 +15,11 @@ import math
 import torch
 
 import tilewise
-from tilewise.learn import measured, picture, show
-from tilewise.machine import budget
-from tilewise.perf.cost import Call, naive_steps, traffic
-from tilewise.perf.devices import device
+from tilewise.costs.cost import Call, naive_steps, traffic
+from tilewise.costs.devices import device
 from tilewise.reference import attention as rung
+from tilewise_lab.learn import measured, picture, show
+from tilewise_lab.machine import budget
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4) for _ in range(3))
@@ -140,7 +140,7 @@ roofs = measured("roofs")
 
 
 def draw(axes):
-    from tilewise.perf.roofline import attainable, curve
+    from tilewise.costs.roofline import attainable, curve
 
     h200 = device("H200")
     line = curve(h200, "bfloat16")

@@ -13,9 +13,9 @@ import math
 
 import torch
 
-from tilewise.learn import picture, show
 from tilewise.reference import softmax as rung
-from tilewise.trace.softmax import loads
+from tilewise_lab.learn import picture, show
+from tilewise_lab.trace.softmax import loads
 
 x = torch.tensor([3.0, 2.0, 5.0, 1.0])
 p = rung.naive(x)

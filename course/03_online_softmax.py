@@ -12,11 +12,11 @@ import random
 
 import torch
 
-from tilewise import trace
-from tilewise.learn import picture
 from tilewise.merge import merge
 from tilewise.reference import softmax as rung
-from tilewise.trace.command import show_softmax
+from tilewise_lab import trace
+from tilewise_lab.learn import picture
+from tilewise_lab.trace.command import show_softmax
 
 x = [3, 2, 5, 1]
 told = trace.softmax(x)

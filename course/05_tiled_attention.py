@@ -10,9 +10,9 @@ import math
 
 import torch
 
-from tilewise import trace
-from tilewise.learn import picture, show
 from tilewise.reference import attention as rung
+from tilewise_lab import trace
+from tilewise_lab.learn import picture, show
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4, dtype=torch.float64) for _ in range(3))

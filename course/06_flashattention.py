@@ -17,12 +17,13 @@ import math
 import torch
 
 import tilewise
-from tilewise import AttentionError, trace
-from tilewise.learn import has_triton, measured, picture, show
-from tilewise.machine import budget
-from tilewise.perf.cost import Call, traffic
-from tilewise.perf.devices import KB, device
+from tilewise import AttentionError
+from tilewise.costs.cost import Call, traffic
+from tilewise.costs.devices import KB, device
 from tilewise.reference import attention as rung
+from tilewise_lab import trace
+from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.machine import budget
 
 torch.manual_seed(0)
 

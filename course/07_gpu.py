@@ -13,9 +13,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
-from tilewise.learn import has_triton, measured, picture, show
-from tilewise.machine import coalesce, warps
-from tilewise.perf.devices import DEVICES, KB
+from tilewise.costs.devices import DEVICES, KB
+from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.machine import coalesce, warps
 
 # %% [markdown]
 # ## Latency or throughput
@@ -55,7 +55,7 @@ assert (warp.active, warp.masked) == (8, 24)
 if has_triton("adding vectors and matrices in Triton"):
     import inspect
 
-    from tilewise.learn.kernels import matrix_add, softmax_rows, vector_add
+    from tilewise_lab.learn.kernels import matrix_add, softmax_rows, vector_add
 
     print(inspect.getsource(vector_add.fn))
     a, b = torch.tensor([1, 4, 3, 9, 5, 11, 7, 2]), torch.tensor([3, 2, 6, 1, 2, 5, 6, 9])

@@ -14,8 +14,8 @@ import math
 import torch
 
 import tilewise
-from tilewise.learn import picture, show
-from tilewise.machine.layout import Layout, strides
+from tilewise_lab.learn import picture, show
+from tilewise_lab.machine.layout import Layout, strides
 
 # %% [markdown]
 # ## Row-major

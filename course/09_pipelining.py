@@ -8,9 +8,9 @@
 # needs: compiler
 import torch
 
-from tilewise.learn import has_triton, measured, picture, show
-from tilewise.machine import pipeline
-from tilewise.perf.devices import DEVICES, KB
+from tilewise.costs.devices import DEVICES, KB
+from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.machine import pipeline
 
 # %% [markdown]
 # ## 28 slots, or 10
@@ -69,8 +69,8 @@ show(
 assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 if has_triton("a kernel with more stages than fit"):
-    from tilewise.kernels import launch
-    from tilewise.perf.compiled import compile_for
+    from tilewise.costs.compiled import compile_for
+    from tilewise.kernels.portable import launch
     from tilewise.spec import Spec
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
@@ -97,7 +97,7 @@ if times:
 
 # %%
 if has_triton("the compiler's stages"):
-    from tilewise.perf.stages import stages, text
+    from tilewise_lab.explain.stages import stages, text
 
     for capability in (80, 90):
         one_kernel = launch.forward_launch(

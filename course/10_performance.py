@@ -14,12 +14,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 import tilewise
-from tilewise.learn import has_triton, measured, picture, show
-from tilewise.machine import budget
-from tilewise.perf.cost import Call, traffic
-from tilewise.perf.devices import DEVICES, device
-from tilewise.perf.roofline import attainable
-from tilewise.perf.waves import cliffs, matmul_blocks, waves
+from tilewise.costs.cost import Call, traffic
+from tilewise.costs.devices import DEVICES, device
+from tilewise.costs.roofline import attainable
+from tilewise.costs.waves import cliffs, matmul_blocks, waves
+from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.machine import budget
 
 # %% [markdown]
 # ## Roofline
@@ -82,7 +82,7 @@ assert eager_bytes(1000) == 5 * fused_bytes(1000)
 if has_triton("the fused kernel"):
     import inspect
 
-    from tilewise.learn.kernels import chain
+    from tilewise_lab.learn.kernels import chain
 
     print(inspect.getsource(chain.fn))
     x, y = torch.randn(1000), torch.empty(1000)

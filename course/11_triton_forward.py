@@ -17,13 +17,13 @@ import torch
 
 import tilewise
 from tilewise import config
-from tilewise.learn import has_triton, measured, picture, show
-from tilewise.perf.devices import DEVICES
-from tilewise.perf.predict import shared_estimate
+from tilewise.costs.devices import DEVICES
+from tilewise.costs.predict import shared_estimate
+from tilewise_lab.learn import has_triton, measured, picture, show
 
 HERE = has_triton("running the kernels")
 if HERE:
-    from tilewise.kernels.forward import attend
+    from tilewise.kernels.portable.forward import attend
     from tilewise.kernels.tile import softmax_step
 
     print(inspect.getsource(softmax_step.fn))
@@ -54,7 +54,7 @@ if HERE:
 torch.manual_seed(0)
 s = torch.randn(16, 64) * 3
 if HERE:
-    from tilewise.learn.kernels import watch_softmax
+    from tilewise_lab.learn.kernels import watch_softmax
 
     m, l, alpha = torch.empty(4, 16), torch.empty(4, 16), torch.empty(4, 16)
     p = torch.empty(16, 64)
@@ -159,8 +159,8 @@ assert torch.allclose(tilewise.attention(q, k, v, scale=-0.5), tilewise.attentio
 # A causal head of T × T tiles has T(T + 1)/2 that are seen at all: half the work as T grows.
 
 # %%
-from tilewise.perf.cost import Call
-from tilewise.perf.predict import work_of
+from tilewise.costs.cost import Call
+from tilewise.costs.predict import work_of
 
 causal = Call(1, 4096, 4096, 1, 1, 128, 128, after=0)
 steps = [n for _, n, _ in work_of(causal, "forward", config.Tile(128, 128, 8, 2))]
@@ -213,7 +213,7 @@ picture("11_triangle", draw)
 
 # %%
 if HERE:
-    from tilewise.kernels import launch
+    from tilewise.kernels.portable import launch
     from tilewise.spec import Spec
 
     q = torch.randn(1, 16, 1, 16)

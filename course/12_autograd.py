@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from tilewise.learn import picture, show
 from tilewise.reference import matmul
-from tilewise.trace.command import show_graph
-from tilewise.trace.graph import Value, notes_example
+from tilewise_lab.learn import picture, show
+from tilewise_lab.trace.command import show_graph
+from tilewise_lab.trace.graph import Value, notes_example
 
 torch.manual_seed(0)
 

@@ -16,10 +16,10 @@ import math
 import torch
 
 import tilewise
-from tilewise import trace
-from tilewise.learn import has_triton, measured, picture, show
 from tilewise.reference import attention as rung
 from tilewise.reference import gradient
+from tilewise_lab import trace
+from tilewise_lab.learn import has_triton, measured, picture, show
 
 torch.manual_seed(0)
 n, d = 12, 4

@@ -9,9 +9,9 @@
 # needs: compiler
 import torch
 
-from tilewise.learn import has_triton, picture, show
-from tilewise.perf.cost import Call
-from tilewise.perf.devices import device
+from tilewise.costs.cost import Call
+from tilewise.costs.devices import device
+from tilewise_lab.learn import has_triton, picture, show
 
 # %% [markdown]
 # ## Why two groups
@@ -43,9 +43,9 @@ timeline = []
 if has_triton("the Hopper forward in the emulator"):
     try:
         from tilewise import attention
-        from tilewise.emulator import launch
         from tilewise.kernels.hopper.launch import forward_launches, new_state
         from tilewise.spec import Spec
+        from tilewise_lab.emulator import launch
 
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))

@@ -1,7 +1,7 @@
 """Where the kernels run: on the GPU if there is one, else in Triton's interpreter.
 
 Triton decides at import, once per process, so it is imported here, before any test. Offline compiles need a process of
-their own (tests/kernels/test_compile.py).
+their own (tests/tilewise/kernels/test_compile.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if INTERPRETED:
         for module in (
             "tilewise.kernels",
             "tilewise.kernels.hopper.backward_launch",
-            "tests.kernels.probes",
+            "tests.tilewise.kernels.probes",
             "triton.experimental.gluon.language",
         ):
             if find_spec(module) is not None:
                 import_module(module)
-        interpreter = import_module("tests.kernels.interpreter")
+        interpreter = import_module("tests.tilewise.kernels.interpreter")
         interpreter.teach_bfloat16()
         interpreter.patch_once_per_launch()
     finally:

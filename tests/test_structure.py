@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SRC = ROOT / "src" / "tilewise"
+SRC = ROOT / "src"
+PACKAGES = ("tilewise", "tilewise_lab")
 
 
 class Rule(NamedTuple):
@@ -28,46 +29,44 @@ class Rule(NamedTuple):
 
 
 # A line covers a module, or a package and all below it that has no line of its own; "x.*" is below x only.
-# Free for all: the standard library and torch. "tilewise" is the package as its users see it.
+# Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
+# "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api config dropout merge mods spec perf", lazy="reference"),
-    "api": Rule("spec mods ops dropout"),
+    "tilewise": Rule("api merge mods spec costs"),
+    "api": Rule("spec mods ops"),
     "ops": Rule("spec dispatch", lazy="reference kernels"),
     "dispatch": Rule("spec config"),
     "spec": Rule(),
     "config": Rule(),
     "merge": Rule(),
-    "dropout": Rule("spec"),
     "mods": Rule("mods spec"),
-    "reference": Rule("reference merge spec mods dropout"),
-    "kernels": Rule("kernels.launch kernels.terms"),
-    "kernels.*": Rule("kernels.tile kernels.mods config triton"),
+    "reference": Rule("reference merge spec mods"),
+    "kernels": Rule("kernels.portable.launch kernels.portable.terms"),
+    "kernels.*": Rule("triton"),
     "kernels.mods": Rule("mods triton"),
-    "kernels.replay": Rule("spec triton"),
-    "kernels.sums": Rule("kernels.tile kernels.backward triton"),
-    "kernels.launch": Rule("kernels config dispatch dropout mods spec triton"),
-    "kernels.terms": Rule("kernels mods spec triton"),
+    "kernels.portable": Rule("kernels.tile kernels.portable triton"),
+    "kernels.portable.launch": Rule("kernels config dispatch mods spec triton"),
+    "kernels.portable.terms": Rule("kernels mods spec triton"),
+    "kernels.hopper": Rule("kernels.tile kernels.mods kernels.portable kernels.hopper spec triton"),
     "kernels.hopper.launch": Rule("kernels config spec triton"),
     "kernels.hopper.backward_launch": Rule("kernels config spec triton"),
-    "emulator": Rule("emulator", lazy="kernels.hopper spec"),
-    "kernels.hopper": Rule(
-        "kernels.tile kernels.mods kernels.forward kernels.backward kernels.launch kernels.terms kernels.hopper config"
-        " spec triton"
-    ),
-    "perf": Rule("perf mods spec config dispatch", lazy="api kernels triton"),
-    "trace": Rule("trace reference spec", lazy="rich"),
-    "machine": Rule("machine spec"),
-    "learn": Rule("learn trace spec", lazy="tilewise kernels triton rich matplotlib"),
-    "learn.kernels": Rule("kernels.tile triton"),
-    "docs": Rule("docs tilewise markdown_it pygments", lazy="explore learn bench"),
-    "explore": Rule("explore trace machine perf mods reference spec"),
-    "explore.hopper": Rule("emulator kernels.hopper spec"),
-    "perf.check": Rule("perf", lazy="tilewise dispatch spec bench triton"),
-    "bench": Rule("bench demo perf tilewise spec dispatch rich", lazy="matplotlib"),
-    "demo": Rule("demo tilewise rich"),
-    "show_mask": Rule("tilewise mods spec"),
-    "cli": Rule("tilewise"),
-    "__main__": Rule("cli"),
+    "costs": Rule("costs mods spec config dispatch", lazy="api kernels triton"),
+    "lab": Rule(),
+    "lab.__main__": Rule("lab.cli"),
+    "lab.cli": Rule("tilewise"),
+    "lab.picture": Rule("mods"),
+    "lab.show_mask": Rule("lab.picture tilewise mods spec"),
+    "lab.machine": Rule("lab.machine spec"),
+    "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper spec"),
+    "lab.trace": Rule("lab.trace reference spec tilewise", lazy="rich"),
+    "lab.explain": Rule("lab.explain costs", lazy="tilewise dispatch spec lab.bench triton"),
+    "lab.learn": Rule("lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
+    "lab.learn.kernels": Rule("kernels.tile triton"),
+    "lab.explore": Rule("lab.explore lab.trace lab.machine costs mods reference spec"),
+    "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
+    "lab.demo": Rule("lab.demo tilewise rich"),
+    "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
 }
 
 
@@ -77,12 +76,29 @@ class Import(NamedTuple):
     line: int
 
 
+def short(name: str) -> str:
+    """A module as the rules name it: `tilewise.ops` is ops, `tilewise_lab.cli` lab.cli; others by their top name."""
+    top, _, rest = name.partition(".")
+    if top == "tilewise_lab":
+        return f"lab.{rest}" if rest else "lab"
+    if top == "tilewise":
+        return rest or "tilewise"
+    return f"{top}, outside the package," if top in RULES else top
+
+
+def long(module: str) -> str:
+    """The reverse."""
+    if module == "lab" or module.startswith("lab."):
+        return "tilewise_lab" + module.removeprefix("lab")
+    return module if module == "tilewise" else f"tilewise.{module}"
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(SRC).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "tilewise"
+    return short(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
-MODULES = {module_name(path): path for path in sorted(SRC.rglob("*.py"))}
+MODULES = {module_name(path): path for package in PACKAGES for path in sorted((SRC / package).rglob("*.py"))}
 
 
 def unit_of(module: str) -> str:
@@ -108,26 +124,18 @@ def imports(module: str, source: str, is_package: bool) -> Iterator[Import]:
         else:
             continue
         for name in names:
-            yield Import(internal(name), id(node) in inside_function, node.lineno)
+            yield Import(short(name), id(node) in inside_function, node.lineno)
 
 
 def from_import(node: ast.ImportFrom, module: str, is_package: bool) -> Iterator[str]:
     base = node.module or ""
     if node.level:
-        package = ["tilewise", *(part for part in module.split(".") if module != "tilewise")]
+        package = long(module).split(".")
         package = package[: len(package) - node.level + is_package]
         base = ".".join([*package, *([base] if base else [])])
     for alias in node.names:  # `from tilewise import spec` imports a module, `from tilewise import attention` a name
         full = f"{base}.{alias.name}"
-        yield full if full.removeprefix("tilewise.") in MODULES else base
-
-
-def internal(name: str) -> str:
-    """Modules of the package without its name; anything else by its top-level name."""
-    if name == "tilewise" or name.startswith("tilewise."):
-        return name.removeprefix("tilewise.")
-    top = name.partition(".")[0]
-    return f"{top}, outside the package," if top in RULES else top
+        yield full if short(full) in MODULES else base
 
 
 def allowed(target: str, rule: Rule, lazy: bool) -> bool:
@@ -159,16 +167,19 @@ def test_imports_point_one_way(module):
         ("spec", "from . import merge", False),
         ("ops", "from tilewise.kernels import forward", False),
         ("ops", "def f():\n    from .kernels import forward", True),
-        ("kernels.forward", "from .tile import band", True),
-        ("kernels.forward", "from .backward import grad", False),
-        ("kernels.forward", "from ..spec import Spec", False),
+        ("kernels.portable.forward", "from ..tile import band", True),
+        ("kernels.tile", "from .portable.forward import attend", False),
+        ("kernels.portable.forward", "from ..hopper.forward import attend", False),
+        ("kernels.portable.forward", "from ...spec import Spec", False),
         ("kernels.hopper.forward", "from ..tile import band", True),
-        ("demo.page", "import tilewise", True),
-        ("demo.page", "from tilewise.ops import forward", False),
+        ("lab.demo.page", "import tilewise", True),
+        ("lab.demo.page", "from tilewise.ops import forward", False),
         ("api", "import triton", False),
+        ("api", "import tilewise_lab", False),
+        ("costs.cost", "from tilewise_lab.bench import cases", False),
         ("merge", "import bench.roofline", False),
-        ("bench.judge", "import bench.roofline", False),
-        ("bench.judge", "from .cases import Case", True),
+        ("lab.bench.judge", "import bench.roofline", False),
+        ("lab.bench.judge", "from .cases import Case", True),
     ],
 )
 def test_the_rules_can_tell(module, source, verdict):
@@ -176,13 +187,12 @@ def test_the_rules_can_tell(module, source, verdict):
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
 
 
-NO_EXAMPLES = ("kernels", "learn.kernels", "explore.hopper", "__main__")
+NO_EXAMPLES = ("kernels", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])
 def test_examples_in_docstrings_are_true(module):
-    name = "tilewise" if module == "tilewise" else f"tilewise.{module}"
-    assert doctest.testmod(import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
+    assert doctest.testmod(import_module(long(module)), optionflags=doctest.ELLIPSIS).failed == 0
 
 
 def test_import_stays_light():
@@ -191,7 +201,7 @@ def test_import_stays_light():
         "import sys, torch; before = set(sys.modules); import tilewise;"
         "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     )
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=SRC.parent)
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=SRC)
     extra = set(loaded.stdout.split()) - set(sys.stdlib_module_names)
     assert extra <= {"tilewise", "torch"}
     assert "tilewise" in extra
@@ -215,7 +225,7 @@ MENTION = re.compile(r"`(\.?[\w-]+(?:/[\w.-]+)*(?:\.(?:py|md|toml|html|json|sh)|
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_documents_name_files_that_exist(document):
     named = [a or b for a, b in MENTION.findall(document.read_text())]
-    places = (document.parent, ROOT, SRC)
+    places = (document.parent, ROOT, SRC, *(SRC / package for package in PACKAGES))
     made_by_users = set((ROOT / ".gitignore").read_text().split())
     gone = [name for name in named if name not in made_by_users and not any((p / name).exists() for p in places)]
     assert not gone

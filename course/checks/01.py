@@ -1,5 +1,5 @@
-from tilewise.learn import expect
-from tilewise.perf.cost import Call, traffic
+from tilewise.costs.cost import Call, traffic
+from tilewise_lab.learn import expect
 
 
 def check(answer):

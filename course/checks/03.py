@@ -1,7 +1,7 @@
 import math
 import random
 
-from tilewise.learn import expect
+from tilewise_lab.learn import expect
 
 
 def state(xs):

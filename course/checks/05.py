@@ -1,6 +1,6 @@
 import torch
 
-from tilewise.learn import expect
+from tilewise_lab.learn import expect
 
 
 def attend(answer, s, v, block):

@@ -1,5 +1,5 @@
-from tilewise import trace
-from tilewise.learn import expect
+from tilewise_lab import trace
+from tilewise_lab.learn import expect
 
 
 def check(answer):

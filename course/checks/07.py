@@ -1,5 +1,5 @@
-from tilewise.learn import expect
-from tilewise.machine.coalesce import strided, touched
+from tilewise_lab.learn import expect
+from tilewise_lab.machine.coalesce import strided, touched
 
 
 def check(answer):

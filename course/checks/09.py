@@ -1,5 +1,5 @@
-from tilewise.learn import expect
-from tilewise.machine.pipeline import pipelined, sequential, slots
+from tilewise_lab.learn import expect
+from tilewise_lab.machine.pipeline import pipelined, sequential, slots
 
 
 def check(answer):

@@ -1,5 +1,5 @@
-from tilewise.learn import expect
-from tilewise.perf.waves import waves
+from tilewise.costs.waves import waves
+from tilewise_lab.learn import expect
 
 
 def check(answer):

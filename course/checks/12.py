@@ -1,7 +1,7 @@
 import math
 
-from tilewise.learn import expect
-from tilewise.trace.graph import Value
+from tilewise_lab.learn import expect
+from tilewise_lab.trace.graph import Value
 
 
 def check(answer):

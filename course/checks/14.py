@@ -1,4 +1,4 @@
-from tilewise.learn import expect
+from tilewise_lab.learn import expect
 
 
 def check(answer):

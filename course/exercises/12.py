@@ -4,7 +4,7 @@ Return a `Value` with its number and `made_from`: pairs of (input, derivative wi
 `Value(number, op="name", made_from=((x, local), ...))` is all you need.
 """
 
-from tilewise.trace.graph import Value
+from tilewise_lab.trace.graph import Value
 
 
 def tanh(x: Value) -> Value:

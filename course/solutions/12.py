@@ -1,6 +1,6 @@
 import math
 
-from tilewise.trace.graph import Value
+from tilewise_lab.trace.graph import Value
 
 
 def tanh(x: Value) -> Value:

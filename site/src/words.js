@@ -10,8 +10,8 @@ export const words = {
     "八幅可以动手操作的图，从四个数的 softmax 一直到 GPU 的调度。每个数字都由 <b>tilewise</b> 自己算出：用的是检验内核的那份参考实现，和预测速度的那个性能模型。图获得焦点后可用方向键逐步播放；地址栏始终记录你看到的状态。",
   ],
   "page.footer": [
-    "Drawn from <code>tilewise.trace</code> and <code>tilewise.perf</code>. The same in a terminal: <code>tilewise trace softmax 3 2 5 1</code>, <code>tilewise explain 4 4096 16 128 --device H200</code>.",
-    "数据来自 <code>tilewise.trace</code> 与 <code>tilewise.perf</code>。在终端里也能看到：<code>tilewise trace softmax 3 2 5 1</code>，<code>tilewise explain 4 4096 16 128 --device H200</code>。",
+    "Drawn from <code>tilewise_lab.trace</code> and <code>tilewise.costs</code>. The same in a terminal: <code>tilewise trace softmax 3 2 5 1</code>, <code>tilewise explain 4 4096 16 128 --device H200</code>.",
+    "数据来自 <code>tilewise_lab.trace</code> 与 <code>tilewise.costs</code>。在终端里也能看到：<code>tilewise trace softmax 3 2 5 1</code>，<code>tilewise explain 4 4096 16 128 --device H200</code>。",
   ],
   "offline.about": [
     "This is an offline copy: its answers were computed when it was written, so each control offers the values it knows. For numbers of your own, run <code>tilewise explore</code>.",

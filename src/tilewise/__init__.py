@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import mods
 from .api import attention, attention_varlen
-from .dropout import dropout_mask
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
+from .mods.dropout import dropout_mask
 from .spec import AttentionError
 
 if TYPE_CHECKING:
-    from .perf.explain import Explanation
+    from .costs.explain import Explanation
 
 __all__ = [
     "AttentionError",
@@ -35,9 +35,9 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
         tilewise.explain((4, 4096, 16, 128), (4, 4096, 4, 128), (4, 4096, 4, 128), device="H200")   shapes will do
 
     The arguments are those of `attention` or `attention_varlen`, and `device`, `backward`, `dtype`, `compiled`:
-    see `tilewise.perf.explain.explain`. Nothing is launched.
+    see `tilewise.costs.explain.explain`. Nothing is launched.
     """
-    from .perf.explain import explain as told_by
+    from .costs.explain import explain as told_by
 
     told = told_by(*args, **options)
     if show:

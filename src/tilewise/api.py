@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .dropout import as_seed
 from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
+from .mods.dropout import as_seed
 from .mods.program import Mod, bound
 from .spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, band, signature
 

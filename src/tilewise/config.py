@@ -1,7 +1,7 @@
 """Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
 
 There is no autotuning at run time: the same call runs the same kernel, every time. The rows compile without a spilled
-register for sm_80 and sm_90, apart from what tests/kernels/test_compile.py names.
+register for sm_80 and sm_90, apart from what tests/tilewise/kernels/test_compile.py names.
 """
 
 from __future__ import annotations

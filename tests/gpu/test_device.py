@@ -13,8 +13,8 @@ import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.gpu import need_cuda
-from tests.kernels.test_leaks import affected, check_untouched, poisoned
-from tests.test_integration import check_one_compile, op_arguments
+from tests.tilewise.kernels.test_leaks import affected, check_untouched, poisoned
+from tests.tilewise.test_integration import check_one_compile, op_arguments
 from tilewise.spec import Spec
 
 need_cuda()

@@ -11,8 +11,8 @@ from torch import Tensor
 import tilewise
 from tests.cases import Case, make
 from tests.gpu import need_cuda
-from tests.kernels.test_leaks import affected, poisoned
 from tests.oracle import _dense as dense
+from tests.tilewise.kernels.test_leaks import affected, poisoned
 from tilewise.spec import Spec
 
 need_cuda()

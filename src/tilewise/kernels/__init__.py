@@ -1,6 +1,6 @@
 """The portable kernels, in Triton: any NVIDIA GPU from Ampere on, and Triton's interpreter on a CPU."""
 
-from .launch import backward, forward, jvp
-from .terms import term_gradients
+from .portable.launch import backward, forward, jvp
+from .portable.terms import term_gradients
 
 __all__ = ["backward", "forward", "jvp", "term_gradients"]

@@ -330,7 +330,7 @@ def biases(bias, w, h, i, j):
 
 @triton.jit
 def mix(x):
-    """A bijection of 32-bit integers, as in `tilewise.dropout`."""
+    """A bijection of 32-bit integers, as in `tilewise.mods.dropout`."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -340,7 +340,7 @@ def mix(x):
 
 @triton.jit
 def dropped(p, w, h, i, j, terms):
-    """p with every weight either dropped or divided by the probability to stay; see `tilewise.dropout`."""
+    """p with every weight either dropped or divided by the probability to stay; see `tilewise.mods.dropout`."""
     if terms.seed is None:
         return p
     else:

@@ -30,7 +30,7 @@ def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
 def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
     """score - slopes[h] * |distance|; the last query sits at the last key.
 
-    >>> from tilewise.mods.picture import heat
+    >>> from tilewise_lab.picture import heat
     >>> heat(alibi(torch.tensor([0.5])), 2, 3).values
     tensor([[-0.5000,  0.0000, -0.5000],
             [-1.0000, -0.5000,  0.0000]])

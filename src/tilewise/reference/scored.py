@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import dropout
-from tilewise.mods import PROGRAMS
+from tilewise.mods import PROGRAMS, dropout
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_
 from tilewise.reference.tiled import accumulate_
 from tilewise.spec import Spec, Terms

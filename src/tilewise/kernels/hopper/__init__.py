@@ -4,8 +4,8 @@ The gradients of the score terms themselves, and forward-mode derivatives, come 
 the same out and lse.
 """
 
-from ..launch import jvp
-from ..terms import term_gradients
+from ..portable.launch import jvp
+from ..portable.terms import term_gradients
 from .backward_launch import backward
 from .launch import forward
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import config
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
-from ..launch import (
+from ..portable.launch import (
     INTERPRETED,
     Launch,
     Problem,
@@ -23,8 +23,8 @@ from ..launch import (
     slope_mod,
     view,
 )
-from ..launch import backward as portable
-from ..launch import problem as problem
+from ..portable.launch import backward as portable
+from ..portable.launch import problem as problem
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_repair import ROWS, repair_backward_kernel

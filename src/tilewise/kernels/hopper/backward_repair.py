@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..backward import key_gradients, query_gradient
+from ..portable.backward import key_gradients, query_gradient
 from ..tile import band, load_rows, locate, row_statistics, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(32)

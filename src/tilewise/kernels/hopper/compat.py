@@ -1,7 +1,7 @@
 """The Gluon names that moved between triton 3.6 and 3.9, and the few operations Gluon has no word for.
 
 Kernels import Gluon from here. Each function below is one PTX instruction or one renamed call; the emulator
-(tilewise.emulator) knows each of them by name and never reads the PTX.
+(tilewise_lab.emulator) knows each of them by name and never reads the PTX.
 """
 
 from triton._C.libtriton import ir

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..backward import prepare_kernel
+from ..portable.backward import prepare_kernel
 from ..tile import PAD, locate, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)

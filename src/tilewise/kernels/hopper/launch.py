@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import config
 from ...spec import LIMIT, NO_TERMS, Spec, Terms
 from .. import replay
-from ..launch import (
+from ..portable.launch import (
     INTERPRETED,
     Launch,
     Problem,

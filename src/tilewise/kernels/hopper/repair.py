@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..forward import attend
+from ..portable.forward import attend
 from ..tile import band, load_rows, locate, logsumexp, row_pointers, store_rows
 
 

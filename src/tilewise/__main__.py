@@ -1,5 +1,0 @@
-import sys
-
-from tilewise.cli import main
-
-sys.exit(main())

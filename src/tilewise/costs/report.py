@@ -1,0 +1,119 @@
+"""An explanation for people: one page of plain text, with colours where `rich` is there and a terminal is watching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilewise.costs.cost import Call, ScoreTerms
+from tilewise.costs.explain import Explanation
+from tilewise.costs.predict import Kernel
+
+
+def text(told: Explanation) -> str:
+    width = max(len(label) for label, _ in lines(told))
+    return "\n".join(f"{label:<{width}}  {value}" if label or value else "" for label, value in lines(told))
+
+
+def lines(told: Explanation) -> Iterator[tuple[str, str]]:
+    call, where, bill = told.call, told.device, told.traffic
+    passes = "  forward + backward" if told.backward else ""
+    passes += ", the same bits every time" if told.backward and call.deterministic else ""
+    yield "call", f"{shapes(call)}  {call.dtype}  {band(call.before, call.after)}{passes}"
+    yield "device", f"{where.name}, {where.sms} {'SMs' if where.capability else 'threads; rates measured now'}"
+    yield "backend", f"{told.backend}: {told.reason}"
+    if call.terms:
+        yield "terms", score_terms(call.terms, told.backward)
+    more = "" if told.executed == told.flops else f"; the tiles compute {told.executed / told.flops:.2f} times that"
+    yield "work", f"{amount(told.flops)}FLOP on visible pairs{more}"
+    kinds = {"naive": bill.naive, "FA1 order": bill.fa1, "tiled": bill.tiled, "least": bill.least}
+    yield "memory", ", ".join(f"{kind} {amount(size)}B" for kind, size in kinds.items())
+    naive, tiled, ridge = told.flops / bill.naive, told.flops / bill.tiled, where.ridge(call.dtype)
+    yield "intensity", f"naive {naive:.3g}, tiled {tiled:.3g} FLOP/byte; the ridge is at {ridge:.3g}"
+    binds = f"{told.binding} {'binds' if told.binding == 'memory' else 'bind'}"
+    yield "roofs", ", ".join(f"{roof.name} {time(roof.seconds)}" for roof in told.roofs) + f": {binds}"
+    for kernel in told.kernels:
+        yield kernel.name, describe(kernel, told)
+    if told.kernels and told.not_compiled:
+        yield "resources", f"unknown: {told.not_compiled}"
+    yield "predicted", prediction(told)
+    for advice in told.advice:
+        yield "advice", advice.text + (f" ({advice.gain:.2f}x faster)" if advice.gain else "")
+
+
+def score_terms(terms: ScoreTerms, backward: bool) -> str:
+    """
+    >>> score_terms(ScoreTerms(("softcap", "bias"), 17, 19, read=2**20), False)
+    'softcap, bias: 17 operations on each pair, 1.05 MB read'
+    """
+    said = [f"{terms.forward} operations on each pair" + (f", {terms.backward} backward" if backward else "")]
+    if terms.read:
+        said.append(f"{amount(terms.read)}B read")
+    if terms.written and backward:
+        said.append(f"{amount(terms.written)}B of gradients")
+    if terms.visited < 1:
+        said.append(f"{terms.visited:.0%} of the tiles visited")
+    return f"{', '.join(terms.names)}: {', '.join(said)}"
+
+
+def shapes(call: Call) -> str:
+    if call.lengths:
+        return (
+            f"{call.batch} packed sequences, {call.n_q} queries and {call.n_k} keys, "
+            f"{call.heads} heads on {call.kv_heads}, D {call.d}"
+        )
+    keys = f"{call.batch}, {call.n_k}, {call.kv_heads}"
+    kv = f"k, v ({keys}, {call.d})" if call.d == call.dv else f"k ({keys}, {call.d})  v ({keys}, {call.dv})"
+    return f"q ({call.batch}, {call.n_q}, {call.heads}, {call.d})  {kv}"
+
+
+def describe(kernel: Kernel, told: Explanation) -> str:
+    tile, w = kernel.tile, kernel.waves
+    waves = f"{w.waves} wave{'s' * (w.waves != 1)}, {kernel.schedule.efficiency:.0%} busy"
+    said = (
+        f"{tile.block_m} x {tile.block_n} tiles, {tile.warps} warps, {tile.stages} stages; "
+        f"{kernel.programs} programs on {kernel.slots} slots: {waves}; {time(told.prediction.kernels[kernel.name])}"
+    )
+    used = told.resources.get(kernel.name)
+    if used:
+        said += f"; {used.registers} registers, {used.shared / 1024:.0f} of {told.device.shared / 1024:.0f} KB shared"
+        said += f", {used.spills} B spilled" if used.spills else ", no spills"
+    return said
+
+
+def prediction(told: Explanation) -> str:
+    seconds = told.prediction
+    said = f"{time(seconds.device)} on the device ({amount(told.flops / seconds.device)}FLOP/s)"
+    return (
+        said if seconds.call == seconds.device else f"{said}, {time(seconds.call)} for the caller: the host is slower"
+    )
+
+
+def band(before: int | None, after: int | None) -> str:
+    """
+    >>> band(None, None), band(None, 0), band(128, 0), band(64, 64)
+    ('full', 'causal', 'window 128 to the left, 0 to the right', 'window 64 to the left, 64 to the right')
+    """
+    if before is None:
+        return "full" if after is None else "causal" if after == 0 else f"all to the left, {after} to the right"
+    return f"window {before} to the left, {'all' if after is None else after} to the right"
+
+
+def amount(x: float) -> str:
+    """
+    >>> amount(137438953472), amount(950)
+    ('137 G', '950 ')
+    """
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if x >= factor:
+            return f"{x / factor:.3g} {prefix}"
+    return f"{x:.3g} "
+
+
+def time(seconds: float) -> str:
+    """
+    >>> time(0.00123), time(42e-6)
+    ('1.23 ms', '42 us')
+    """
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

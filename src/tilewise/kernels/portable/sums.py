@@ -1,0 +1,143 @@
+"""Gradients of what enters a score: biases, and the tensors that a score mod reads.
+
+The gradient g of a score (or g times the mod's derivative by what it read at one site) is computed once more, tile by
+tile, and summed by whoever owns the sum, in one fixed order and without atomics:
+
+    line_sums_kernel    over the keys of each query, or over the queries of each key
+    tile_sums_kernel    over batch rows and heads, each program owning one tile of (i, j)
+"""
+
+import triton
+import triton.language as tl
+
+from ..tile import PAD, Rows, Work, band, dropped, inner, load_rows, locate, row_pointers, row_statistics, visible
+from .backward import weights
+
+
+@triton.jit
+def product_of(
+    a, b, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T of the A and B rows at a and b."""
+    a_tile = load_rows(a.x, a.b, a.h, a.t, a.first, a.n, D, A, COLS, False)
+    b_tile = load_rows(b.x, b.b, b.h, b.t, b.first, b.n, D, B, COLS, False)
+    return inner(a_tile, b_tile, a, b, D, A, B, COLS, CHUNK, PRECISION)
+
+
+@triton.jit
+def gradient(
+    q, k, v, do, lse2, delta, cu_q, w, h, h_kv, i0, j0, before, after, scale, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
+    product = product_of(
+        Rows(q, w.b, h, w.q0, i0, w.n_q), Rows(k, w.b, h_kv, w.k0, j0, w.n_k),
+        D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+    )  # fmt: skip
+    dp = product_of(
+        Rows(do, w.b, h, w.q0, i0, w.n_q), Rows(v, w.b, h_kv, w.k0, j0, w.n_k),
+        DV, BLOCK_M, BLOCK_N, BLOCK_DV, CHUNK, PRECISION,
+    )  # fmt: skip
+    lse2_i = tl.load(row_statistics(lse2, w, h, i0, cu_q, BLOCK_M))
+    delta_i = tl.load(row_statistics(delta, w, h, i0, cu_q, BLOCK_M))
+    i = i0 + tl.arange(0, BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, BLOCK_N)[None, :]
+    p, _ = weights(
+        product, w, h, i, j, lse2_i[:, None], before, after, scale, True, True, terms, FOLD, SCORE_MOD, MASK_MOD
+    )  # fmt: skip
+    g = p * (dropped(dp, w, h, i, j, terms) - delta_i[:, None])
+    if SITE is not None:
+        g *= SITE(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+    return tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD) & (i < w.n_q), g, 0.0)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+def line_sums_kernel(
+    q, k, v, do, lse2, delta, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """sums[b, h, query], or with KEYS sums[b, h, key]."""
+    if KEYS:
+        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
+        at = w.first + w.n_q - w.n_k
+        span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
+        j = w.first + tl.arange(0, BLOCK_N)
+        n = w.n_k
+        acc = tl.zeros([BLOCK_N], tl.float32)
+        STEP: tl.constexpr = BLOCK_M
+    else:
+        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+        at = w.first + w.n_k - w.n_q
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        i = w.first + tl.arange(0, BLOCK_M)
+        n = w.n_q
+        acc = tl.zeros([BLOCK_M], tl.float32)
+        STEP: tl.constexpr = BLOCK_N
+    if w.first < n:
+        h_kv = w.h // GROUP
+        for first in range(span.lo, span.hi, STEP):
+            if KEYS:
+                i0 = first
+                j0 = w.first
+            else:
+                i0 = w.first
+                j0 = first
+            g = gradient(
+                q, k, v, do, lse2, delta, cu_q, w, w.h, h_kv, i0, j0, before, after, scale, terms, SCORE_MOD, MASK_MOD,
+                SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
+            )  # fmt: skip
+            acc += tl.sum(g, 0 if KEYS else 1)
+        if KEYS:
+            tl.store(row_pointers(sums, w.b, w.h, w.k0, j), acc, mask=j < w.n_k)
+        else:
+            tl.store(row_pointers(sums, w.b, w.h, w.q0, i), acc, mask=i < w.n_q)
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "row0", "rows", "columns", "batch", "heads"])
+def tile_sums_kernel(
+    q, k, v, do, lse2, delta, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads,
+    terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
+    pid = tl.program_id(0)
+    across = tl.cdiv(columns, BLOCK_N)
+    down = tl.cdiv(rows, BLOCK_M)
+    j0 = pid % across * BLOCK_N
+    i0 = row0 + pid // across % down * BLOCK_M
+    line = pid // across // down
+    heads_out = heads if HEADS else 1
+    h_out = line % heads_out
+    b_out = line // heads_out
+    i = i0 + tl.arange(0, BLOCK_M)
+    j = j0 + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for x in range(1 if BATCHES else batch):
+        b = b_out + x
+        if cu_q is None:
+            w = Work(b, 0, i0, 0, n_q, 0, n_k, 0)
+        else:
+            q0 = tl.load(cu_q + b)
+            k0 = tl.load(cu_k + b)
+            pad = (q0 // PAD + b) * PAD
+            w = Work(b, 0, i0, q0, tl.load(cu_q + b + 1) - q0, k0, tl.load(cu_k + b + 1) - k0, pad)
+        at = i0 + w.n_k - w.n_q
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        if (i0 < w.n_q) & (j0 >= span.lo) & (j0 < span.hi):
+            for y in range(1 if HEADS else heads):
+                h = h_out + y
+                acc += gradient(
+                    q, k, v, do, lse2, delta, cu_q, w, h, h // GROUP, i0, j0, before, after, scale, terms, SCORE_MOD,
+                    MASK_MOD, SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
+                )  # fmt: skip
+    p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
+    p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]
+    keep = (i < row0 + rows)[:, None] & (j < columns)[None, :]
+    tl.store(p, acc.to(sums.ptr.dtype.element_ty), mask=keep)

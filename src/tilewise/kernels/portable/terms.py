@@ -1,0 +1,194 @@
+"""The gradients of biases, sinks and captured tensors: which sums to launch, and how their results become gradients.
+
+A tensor read at (b, h), at a query or at a key costs one more pass over the scores and O(S) memory. One read at both
+(a full bias, a table of distances) has its sums over batch rows and heads taken by the owner of each tile: into the
+bias itself, or, for a table, into strips of at most STRIP floats that torch then adds up by index; where the index
+knows only i - j, each strip is summed along its diagonals first. All orders are fixed: two runs agree bit for bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mods import PROGRAMS
+from ...mods.expr import B, Expr, H, I, J, Place, const, load, only_distance, scatter_
+from ...spec import Spec, Terms
+from .. import mods
+from ..tile import LOG2E, Bias
+from .launch import (
+    Launch,
+    compute_capability,
+    device_terms,
+    is_fast,
+    mask_mod,
+    on,
+    options_of,
+    prepare_launch,
+    problem,
+    row_statistics,
+    row_view,
+    slope_mod,
+    tile_of,
+)
+from .sums import line_sums_kernel, tile_sums_kernel
+
+STRIP = 1 << 26
+
+
+def term_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    inputs = (terms.bias, terms.sinks, *terms.score)
+    with on(q):
+        sums = Sums(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+        grads: list[Tensor | None] = [None for _ in inputs]
+        if wanted[0] and terms.bias is not None:
+            grads[0] = sums.of_bias(terms.bias)
+        if wanted[1] and terms.sinks is not None:
+            grads[1] = sums.of_sinks(terms.sinks)
+        for n, (x, wants) in enumerate(zip(terms.score, wanted[2:], strict=True)):
+            if wants:
+                total = x.new_zeros(x.shape, dtype=torch.float32)
+                assert spec.score_mod is not None
+                for m, (where, _) in enumerate(PROGRAMS[spec.score_mod].sites):
+                    if where.value == n:
+                        sums.add(total, where, mods.site(spec.score_mod, m, is_fast(q)))
+                grads[2 + n] = total
+    return [
+        g.to(x.dtype) for g, x, w in zip(grads, inputs, wanted, strict=True) if w and g is not None and x is not None
+    ]
+
+
+class Sums:
+    """The row statistics of one backward pass, and the sums that are taken with them."""
+
+    def __init__(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.cu_q, self.cu_k, self.spec, self.terms = q, k, cu_q, cu_k, spec, terms
+        self.size = problem(q, k, v, cu_q)
+        prepare, self.shared = prepare_launch(
+            dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size, row_statistics(q, self.size)
+        )
+        lse2, self.delta = (x.ptr for x in self.shared[4:6])
+        self.lse2 = lse2
+        if self.size.packed:  # the gaps between sequences
+            lse2.fill_(torch.inf)
+            self.delta.zero_()
+        prepare()
+        self.tile = tile_of("sums", q.element_size(), self.size, compute_capability(q))
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """-Σ_i exp(sink - lse_i) delta_i"""
+        p = torch.exp2(sinks.float()[:, None] * LOG2E.value - self.lse2)
+        return -(p * self.delta).sum((0, 2))
+
+    def of_bias(self, bias: Tensor) -> Tensor:
+        batch, heads, n_q, n_k = bias.shape
+        if n_q > 1 and n_k > 1:
+            total = bias.new_empty(bias.shape)
+            self._tiles(Bias(total, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
+            return total
+        axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
+        total = bias.new_zeros(bias.shape, dtype=torch.float32)
+        self.add(total, load(0, *axes, kind="float"), None)
+        return total
+
+    def add(self, total: Tensor, where: Expr, site: Any) -> None:
+        """total[the indices of `where`] += the gradient of what the program reads there."""
+        deps = frozenset().union(*(x.deps for x in where.args))
+        if {"i", "j"} <= deps:
+            self._add_strips(total, where, site, deps)
+        else:
+            self._add_lines(total, where, site, by_key="j" in deps)
+
+    def _add_lines(self, total: Tensor, where: Expr, site: Any, by_key: bool) -> None:
+        x = self.k if by_key else self.q
+        sums = x.new_zeros((*x.shape[:-3], self.size.heads, x.shape[-3]), dtype=torch.float32)  # (B, H, S) or (H, T)
+        n, block = (self.size.n_k, self.tile.block_n) if by_key else (self.size.n_q, self.tile.block_m)
+        size, spec = self.size, self.spec
+        Launch(
+            line_sums_kernel,
+            size.programs(n, size.heads, block),
+            (
+                *self.shared, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
+            ),
+            self._options(site) | {"KEYS": by_key},
+        )()  # fmt: skip
+        place = self._line_place(by_key, sums)
+        scatter_(total, where, sums, place, self.terms.score, spec.score_numbers)
+
+    def _line_place(self, by_key: bool, sums: Tensor) -> Place:
+        def count(n: int) -> Tensor:
+            return torch.arange(n, device=sums.device)
+
+        h, position = count(self.size.heads)[:, None], count(sums.shape[-1])
+        if self.cu_q is None or self.cu_k is None:
+            b: Tensor = count(self.size.batch)[:, None, None]
+            n_q, n_k = self.size.n_q, self.size.n_k
+        else:
+            cu = (self.cu_k if by_key else self.cu_q).long()
+            b = torch.bucketize(position, cu[1:], right=True).clamp(max=self.size.batch - 1)
+            position = position - cu[b]
+            n_q, n_k = (x.long().diff()[b] for x in (self.cu_q, self.cu_k))
+        return Place(b, h, position, position, n_q, n_k)
+
+    def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
+        size = self.size
+        n_q, n_k = size.n_q, size.n_k
+        if self.cu_q is not None and self.cu_k is not None:
+            n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
+        if 0 in (n_q, n_k, size.batch):
+            return
+        per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}))
+        lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
+        rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
+        diagonal = only_distance(where.args)
+        count = [torch.arange(n, device=total.device) for n in (*lines, n_k)]
+        b, h, j = count[0][:, None, None, None], count[1][:, None, None], count[2]
+        lengths = (n_q, n_k)
+        if self.cu_q is not None and self.cu_k is not None and per_batch:
+            lengths = tuple(x.long().diff()[:, None, None, None] for x in (self.cu_q, self.cu_k))
+        for start in range(0, n_q, rows):
+            height = min(rows, n_q - start)
+            # a row of a strip lies one further right than the row above it, and j runs backwards: i - j is a column
+            width = n_k + height - 1 if diagonal else n_k
+            strip = total.new_zeros((*lines, height * width), dtype=torch.float32)
+            strides = (*strip.stride()[:2], *((width + 1, -1) if diagonal else (width, 1)))
+            at = strip.view(-1)[n_k - 1 :] if diagonal else strip
+            self._tiles(Bias(at, strides), start, height, n_k, per_batch, "h" in deps, site)
+            strip = strip.view(*lines, height, width)
+            if diagonal:
+                strip = strip.sum(2, keepdim=True)
+                distance = torch.arange(width, device=total.device) + (start - n_k + 1)
+                place = Place(b, h, distance, torch.zeros_like(distance), *lengths)
+            else:
+                i = torch.arange(start, start + height, device=total.device)[:, None]
+                place = Place(b, h, i, j, *lengths)
+            scatter_(total, where, strip, place, self.terms.score, self.spec.score_numbers)
+
+    def _tiles(
+        self, sums: Bias, row0: int, rows: int, columns: int, per_batch: bool, per_head: bool, site: Any
+    ) -> None:
+        size, spec, tile = self.size, self.spec, self.tile
+        lines = (size.batch if per_batch else 1) * (size.heads if per_head else 1)
+        Launch(
+            tile_sums_kernel,
+            -(-rows // tile.block_m) * -(-columns // tile.block_n) * lines,
+            (
+                *self.shared, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+                row0, rows, columns, size.batch, size.heads, self._device_terms(),
+            ),
+            self._options(site) | {"BATCHES": per_batch, "HEADS": per_head},
+        )()  # fmt: skip
+
+    def _device_terms(self) -> Any:
+        return device_terms(self.spec, self.terms._replace(blocks=()), self.size, self.tile)
+
+    def _options(self, site: Any) -> dict[str, Any]:
+        named = {"SCORE_MOD": slope_mod(self.spec, self.q), "MASK_MOD": mask_mod(self.spec), "SITE": site}
+        return options_of(self.size, self.spec, self.tile, self.q, self.terms) | named

@@ -1,0 +1,67 @@
+"""Which weights dropout keeps: a hash of (seed, batch, head, query, key), the same on every backend and for every tile.
+
+A generator of the SplitMix family, one stream per row: the row's start is mixed from the seed, the batch row (or packed
+sequence), the head and the query; key j is the j-th step of the stream. 32-bit integers, written here in int64 since
+torch has no other that wraps around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import AttentionError
+
+GOLDEN = 0x9E3779B9
+LOW = 0xFFFFFFFF
+
+
+def threshold(p: float) -> int:
+    """A weight is kept if its 31 random bits are not below this."""
+    return round(p * 2**31)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers in which every bit of x moves about half the bits of the result."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & LOW
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & LOW
+    return x ^ (x >> 16)
+
+
+def keep(p: float, seed: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+    """True where the weight of query i and key j is kept; the indices broadcast."""
+    word = mix(seed & LOW)
+    for part in ((seed >> 32) & LOW, b, h, i):
+        word = mix(word ^ part)
+    return (mix((word + j * GOLDEN) & LOW) >> 1) >= threshold(p)
+
+
+def dropout_mask(
+    batch: int, heads: int, n_q: int, n_k: int, *, p: float, seed: int | Tensor, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The weights that `attention(..., dropout_p=p, seed=seed)` keeps: (batch, heads, n_q, n_k) bools.
+
+    >>> dropout_mask(1, 2, 100, 100, p=0.25, seed=0).float().mean()
+    tensor(0.7516)
+
+    For packed sequences, `batch` counts sequences and positions count within them.
+    """
+    if not 0 <= p < 1:
+        raise AttentionError("dropout_p", p, "0 <= p < 1")
+    b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, n_q, n_k))
+    return keep(p, as_seed(seed, b.device), b[:, None, None, None], h[:, None, None], i[:, None], j)
+
+
+def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """A seed on the device, without a sync: the caller's, or the next of torch's own generator."""
+    if seed is None:
+        return torch.randint(2**62, (), device=device)
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise AttentionError("seed", f"{seed.dtype} {tuple(seed.shape)}", "an int, or one torch.int64")
+        return seed.reshape(()).to(device)
+    return torch.full((), seed, dtype=torch.int64, device=device)

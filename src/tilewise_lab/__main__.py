@@ -1,0 +1,5 @@
+import sys
+
+from tilewise_lab.cli import main
+
+sys.exit(main())

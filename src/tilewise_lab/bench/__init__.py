@@ -1,0 +1,140 @@
+"""`tilewise bench`: attention beside every peer, checked, then timed in turns; reports, comparison, gate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewise.spec import AttentionError
+from tilewise_lab.bench.settings import DEFAULT, QUICK, TARGETS, Settings, check, settings
+
+if TYPE_CHECKING:
+    from tilewise_lab.bench.results import Results
+
+OUT = Path("bench/out")
+KEPT = Path("bench/results")
+
+
+def configure(parser: ArgumentParser) -> None:
+    width = max(map(len, TARGETS))
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TARGETS.items())
+    parser.add_argument("targets", nargs="*", metavar="target", help=f"default: {' '.join(DEFAULT)}; or: all")
+    parser.add_argument("--quick", action="store_true", help="small sizes, and a look at every kind of case")
+    parser.add_argument("--dims", type=int, nargs="+", help="head dims of the grid")
+    parser.add_argument("--seqs", type=int, nargs="+", help="sequence lengths of the grid")
+    parser.add_argument("--masks", nargs="+", choices=("full", "causal"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--tokens", type=int, help="batch times length, everywhere in the grid")
+    parser.add_argument("--peers", nargs="+", help="peers by name, or: all")
+    parser.add_argument("--fa3", type=Path, metavar="DIR", help="FlashAttention-3 with its fa3.py (or TILEWISE_FA3)")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of a provider in a round, on average")
+    parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="where reports go (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help=f"also keep the results in {KEPT}, by date and device")
+    parser.add_argument("--again", action="store_true", help="keep them as the day's second run: do two runs agree?")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: report on earlier results")
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="what changed from A to B beyond noise"
+    )
+    parser.add_argument("--gate", type=Path, metavar="JSON", help="fail if a ratio fell since this result (or folder)")
+    parser.add_argument("--noise", type=float, metavar="PERCENT", help="least change that --compare and --gate believe")
+    parser.add_argument("--readme", action="store_true", help="rewrite the tables and plots of the documents")
+
+
+def run(options: Namespace) -> int:
+    """0 if all is well, 1 if tilewise was wrong or the gate is shut, 2 if the request cannot be met."""
+    try:
+        return _run(options)
+    except AttentionError as error:
+        print(f"tilewise bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: Namespace) -> int:
+    from tilewise_lab.bench import readme, terminal
+    from tilewise_lab.bench.compare import FLOOR, compare
+    from tilewise_lab.bench.results import load
+
+    floor = FLOOR if options.noise is None else options.noise / 100
+    if options.readme:
+        for path in readme.write(Path()):
+            print(path)
+        return 0
+    if options.compare:
+        before, after = map(load, options.compare)
+        terminal.show_comparison(compare(before, after, floor))
+        return 0
+    results = load(options.report) if options.report else _measure(options)
+    terminal.show(results, _write(results, options.out, keep=options.keep, again=options.again))
+    if options.gate:
+        comparison = compare(load(readme.newest(options.gate, results.machine["device"])), results, floor)
+        terminal.show_comparison(comparison)
+        if not comparison.passed:
+            return 1
+    return 1 if results.wrong(ours=True) else 0
+
+
+def _measure(options: Namespace) -> Results:
+    from tilewise_lab.bench.measure import sensors
+    from tilewise_lab.bench.providers import roster
+    from tilewise_lab.bench.runner import Run
+    from tilewise_lab.bench.terminal import watch
+
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    folder = options.fa3 or os.environ.get("TILEWISE_FA3")
+    peers = tuple(options.peers) if options.peers else None
+    everyone = roster(device, peers, Path(folder).resolve() if folder else None)
+    targets, chosen = targets_of(options.targets, quick=options.quick), settings_of(options, device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with sensors(device) as sensed:
+        return watch(Run.of(chosen, everyone, sensed), targets, options.out / "results.json")
+
+
+def targets_of(named: Sequence[str], *, quick: bool = False) -> tuple[str, ...]:
+    """
+    >>> targets_of(["memory", "forward"]), targets_of([])
+    (('forward', 'memory'), ('forward', 'backward', 'overhead'))
+    """
+    for name in named:
+        if name != "all" and name not in TARGETS:
+            raise AttentionError("target", name, f"'all', or of: {', '.join(TARGETS)}")
+    wanted = tuple(TARGETS) if "all" in named else tuple(named) or (QUICK if quick else DEFAULT)
+    return tuple(target for target in TARGETS if target in wanted)
+
+
+def settings_of(options: Namespace, device: torch.device) -> Settings:
+    chosen = settings(device, quick=options.quick, dtype=options.dtype)
+    given: dict[str, Any] = {name: tuple(x) for name in ("dims", "seqs", "masks") if (x := getattr(options, name))}
+    given |= {name: x for name in ("tokens", "rounds") if (x := getattr(options, name)) is not None}
+    if options.burst is not None:
+        given["burst"] = options.burst / 1e3
+    chosen = replace(chosen, **given)
+    check(chosen)
+    return chosen
+
+
+def _write(results: Results, out: Path, *, keep: bool, again: bool = False) -> list[Path]:
+    from tilewise_lab.bench import page, plots, readme
+
+    out.mkdir(parents=True, exist_ok=True)
+    data, report = out / "results.json", out / "report.html"
+    results.save(data)
+    report.write_text(page.render(results), encoding="utf-8")
+    files = [report, data, *plots.write(results, out)]
+    if keep or again:
+        kept = KEPT / readme.kept_name(results)
+        kept = readme.again(kept) if again else kept
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(data, kept)
+        files.append(kept)
+    return files

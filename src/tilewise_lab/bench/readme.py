@@ -1,0 +1,303 @@
+"""Tables and plots of the documents, made from the kept results: `<!-- bench:NAME -->` to `<!-- /bench:NAME -->`.
+
+The newest result of each device counts, GPUs before CPUs. A test renders them again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tilewise.costs import report
+from tilewise.costs.cost import Call
+from tilewise.costs.explain import explain as told
+from tilewise.spec import AttentionError
+from tilewise_lab.bench import charts, predicted
+from tilewise_lab.bench.charts import label
+from tilewise_lab.bench.compare import Agreement, compare, halves
+from tilewise_lab.bench.machine import slug
+from tilewise_lab.bench.page import memory_rows
+from tilewise_lab.bench.results import Cell, Results, Unit, geometric_mean, load
+from tilewise_lab.bench.summary import bars, standings
+from tilewise_lab.demo.words import duration, tokens
+from tilewise_lab.explain.check import Measured
+
+DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
+RESULTS = Path("bench/results")
+PLOTS = Path("bench/plots")
+PREDICTED = Path("docs/explain-h200.svg")
+EXPLORER = Path("src/tilewise_lab/explore/measured.json")
+AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
+MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
+
+
+def kept_name(results: Results) -> str:
+    """2026-11-15-nvidia-h200.json"""
+    return f"{results.machine['date'][:10]}-{slug(results.machine['device'])}.json"
+
+
+def newest(path: Path, device: str) -> Path:
+    """The file itself; of a folder, or of a LATEST.json that is not there, the newest result of the device in it."""
+    if path.is_file():
+        return path
+    folder = path.parent if path.name == "LATEST.json" else path
+    found = sorted(folder.glob(f"*-{slug(device)}.json"))  # and not its second run
+    if not found:
+        raise AttentionError(
+            f"results in {folder}", f"none of {device}", "a file that `tilewise bench --keep` wrote there"
+        )
+    return found[-1]
+
+
+def latest(root: Path) -> list[Results]:
+    """The newest result of every device."""
+    by_device = {path.stem[11:]: path for path in kept(root)}
+    found = [load(path) for path in by_device.values()]
+    return sorted(found, key=lambda results: results.machine["kind"] != "cuda")
+
+
+def kept(root: Path) -> list[Path]:
+    """The results of this command, by date; second runs and other measurements may lie beside them."""
+    found = [path for path in sorted((root / RESULTS).glob("*.json")) if not path.stem.endswith(AGAIN)]
+    return [path for path in found if "schema" in json.loads(path.read_text())]
+
+
+def again(path: Path) -> Path:
+    return path.with_name(f"{path.stem}{AGAIN}.json")
+
+
+def write(root: Path) -> list[Path]:
+    """Rewrite what is generated; returns the files that changed."""
+    changed = []
+    for path, text in expected(root).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def expected(root: Path) -> dict[Path, str]:
+    """Every generated file, and every document with its generated parts, as they should be."""
+    everything = latest(root)
+    found = {}
+    calls = predicted.newest(root / RESULTS)
+    if calls:
+        fitted = [path for path in kept(root) if path.name.removesuffix(".json") in calls.name]
+        found[root / PREDICTED] = predicted.figure(calls, fitted[-1] if fitted else None)
+    if everything:
+        for name, text in plots(everything[0]).items():
+            found[root / PLOTS / name] = text
+        if (root / EXPLORER).exists():
+            found[root / EXPLORER] = measured_calls(everything[0])
+    for document in DOCUMENTS:
+        path = root / document
+        if path.exists():
+            found[path] = fill(path.read_text(encoding="utf-8"), everything, document, root)
+    return found
+
+
+def plots(results: Results) -> dict[str, str]:
+    return {f"{which}.svg": charts.figure(results, which) for which in ("forward", "backward") if results.of(which)}
+
+
+def measured_calls(results: Results) -> str:
+    """Forward calls of the grid for the explorer's roofline: JSON, one line each."""
+    lines = []
+    for cell in results.of("forward"):
+        ours, case = cell.chosen(), cell.case
+        if ours and case["seq"] in (1024, 4096, 16384):
+            n, heads, d = case["seq"], case["heads"], case["dim"]
+            call = Call(case["batch"], n, n, heads, heads, d, d, case["dtype"], after=0 if case["causal"] else None)
+            lines.append(
+                json.dumps(Measured(call, ours.split("-")[-1], "forward", cell.seconds(ours).median, 0.0).to_dict())
+            )
+    source = (RESULTS / kept_name(results)).as_posix()
+    facts = {"device": results.machine["device"], "when": results.machine["date"][:10], "source": source}
+    return json.dumps(facts, indent=1).removesuffix("\n}") + ',\n "calls": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+
+def fill(text: str, everything: list[Results], document: str, root: Path = Path()) -> str:
+    def part(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in PARTS:
+            raise AttentionError(
+                f"marker in {document}", f"bench:{name}", " or ".join(f"bench:{part}" for part in PARTS)
+            )
+        body = PARTS[name](everything, root / document) if everything else "Nothing has been measured yet.\n"
+        return f"{match[1]}{body}{match[4]}"
+
+    return MARKER.sub(part, text)
+
+
+def speed(everything: list[Results], document: Path) -> str:
+    """TFLOP/s of ours and the ratio to the fastest peer, on the first device."""
+    results = everything[0]
+    said, unit = [_measured(results)], results.unit()
+    for which in ("forward", "backward"):
+        panels = charts.panels(results, which)
+        lengths = sorted({int(cell.case["seq"]) for _, cells in panels for cell in cells})
+        rows = []
+        for title, cells in panels:
+            by_length = {int(cell.case["seq"]): cell for cell in cells}
+            rows.append([title, *(_cell(by_length.get(n), unit) for n in lengths)])
+        if rows:
+            said.append(_table([which, *map(tokens, lengths)], rows, left=1))
+    said.append(f"{unit.name} of tilewise, and how many times as fast as the fastest peer of that cell it is.\n")
+    return "\n".join(said)
+
+
+def standing(everything: list[Results], document: Path) -> str:
+    """A sentence for each pass: the chosen backend beside the fastest peer of every cell, and what a call costs."""
+    results = everything[0]
+    said = []
+    for which in ("forward", "backward"):
+        ratios = [ratio.median for cell in results.of(which) if (ratio := cell.ratio_to_best())]
+        mean = geometric_mean(ratios)
+        if mean is not None:
+            names = {label(best) for cell in results.of(which) if (best := cell.best_peer())}
+            peers = " or ".join(sorted(names))
+            said.append(
+                f"the {which} runs at {mean:.2f} times the speed of the fastest peer of each of {len(ratios)} cells "
+                f"({peers}), from {min(ratios):.2f} to {max(ratios):.2f}"
+            )
+    host = next((bar.said for bar in bars(results) if bar.found is not None and bar.what.startswith("host time")), None)
+    words = "; ".join(said) + (f"; a call on small tensors costs {host} of host time" if host else "")
+    return f"On the {results.machine['device']} {words}.\n"
+
+
+def plot(everything: list[Results], document: Path) -> str:
+    up = "" if document.parent == _root(document) else "../"
+    return "".join(f"![{name}]({up}{PLOTS.as_posix()}/{name})\n" for name in plots(everything[0]))
+
+
+def peers(everything: list[Results], document: Path) -> str:
+    """The geometric mean against every peer, on every device."""
+    head = ["cells", "tilewise backend", "peer", "times as fast", "worst", "best"]
+
+    def rows(results: Results) -> Iterator[list[str]]:
+        for s in standings(results):
+            peer = "the fastest of each cell" if s.peer == "best" else label(s.peer)
+            ratios = (f"{ratio:.2f}" for ratio in (s.ratio, s.worst, s.best))
+            yield [f"{s.group} ({s.cells})", s.ours.removeprefix("tilewise-"), peer, *ratios]
+
+    return _by_device(everything, lambda results: _table(head, rows(results), left=3))
+
+
+def cases(everything: list[Results], document: Path) -> str:
+    """Everything beyond the grid: times, and the ratio to the fastest peer."""
+    head = ["case", "size", "tilewise", "fastest peer", "times as fast"]
+
+    def rows(results: Results) -> Iterator[list[str]]:
+        for cell in results.cells:
+            ours, best, ratio = cell.chosen(), cell.best_peer(), cell.ratio_to_best()
+            if ours and best and ratio and cell.group not in ("forward", "backward"):
+                theirs = f"{label(best)} {duration(cell.seconds(best).median)}"
+                yield [cell.group, cell.name, duration(cell.seconds(ours).median), theirs, f"{ratio.median:.2f}"]
+
+    return _by_device(everything, lambda results: _table(head, rows(results), left=2))
+
+
+def agreement(everything: list[Results], document: Path) -> str:
+    """How far the ratios of two runs of the same code lie apart, or those of the two halves of the only one."""
+    root = _root(document)
+
+    def part(results: Results) -> str:
+        second = again(root / RESULTS / kept_name(results))
+        twice = second.exists()
+        changes = (compare(results, load(second)) if twice else compare(*halves(results))).changes
+        if not changes:
+            return ""
+        chosen = [c for c in changes if c.ours == _ours(results, c.cell)]
+        rows = []
+        for what, some in (("every backend, every peer", changes), ("the chosen backend, every peer", chosen)):
+            found = Agreement.of(some)
+            rows.append([what, str(found.ratios), f"{found.median:.1%}", f"{found.widest:.1%}", f"{found.within:.0%}"])
+        of = "two runs" if twice else "the first and the last rounds of one run"
+        return _table([f"ratios of {of}", "how many", "median apart", "widest", "within 3 %"], rows, left=1)
+
+    return _by_device(everything, part)
+
+
+def explain(everything: list[Results], document: Path) -> str:
+    """Predicted against measured time, of calls the model was not fitted to."""
+    calls = predicted.newest(_root(document) / RESULTS)
+    if calls is None:
+        return ""
+    head = ["pass", "backend", "calls", "median error", "within 20 %"]
+    return _table(head, predicted.rows(calls), left=2)
+
+
+def example(everything: list[Results], document: Path) -> str:
+    """What `tilewise explain` says of a call that could be better, abridged."""
+    shape = (1, 2049, 16, 100)
+    lines = report.text(told(shape, shape, shape, device="H200", backend="triton")).splitlines()
+    kept = [line for line in lines if line.startswith(("work", "memory", "roofs", "forward", "advice"))]
+    command = "$ tilewise explain 1 2049 16 100 --device H200 --backend triton --no-compile"
+    return "\n".join(["```", command, *kept, "```", ""])
+
+
+def _root(document: Path) -> Path:
+    """The repository that a document lies in."""
+    return document.parents[1] if document.parent.name in ("bench", "docs") else document.parent
+
+
+def _ours(results: Results, key: str) -> str | None:
+    return next(cell.ours for cell in results.cells if cell.key == key)
+
+
+def memory(everything: list[Results], document: Path) -> str:
+    def part(results: Results) -> str:
+        names = list(dict.fromkeys(peak.provider for peak in results.memory))
+        if not names:
+            return "Not part of this run: `./run bench memory`.\n"
+        return _table(["tokens", *names], memory_rows(results, names), left=0)
+
+    return _by_device(everything, part)
+
+
+def goals(everything: list[Results], document: Path) -> str:
+    verdicts = {None: "", True: "met", False: "missed"}
+
+    def part(results: Results) -> str:
+        rows = [[bar.what, bar.said, bar.wanted, verdicts[bar.met]] for bar in bars(results)]
+        return _table(["what", "found", "goal", ""], rows, left=1)
+
+    return _by_device(everything, part)
+
+
+PARTS: dict[str, Callable[[list[Results], Path], str]] = {
+    part.__name__: part for part in (standing, speed, plot, peers, cases, memory, goals, agreement, explain, example)
+}
+
+
+def _by_device(everything: list[Results], part: Callable[[Results], str]) -> str:
+    return "\n".join(f"{_measured(results)}\n{text}" for results in everything if (text := part(results)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
+    """A Markdown table whose first columns are words and whose others are numbers; nothing where there are no rows.
+
+    >>> print(_table(["a", "b"], [["x", "1"]], left=1), end="")
+    | a | b |
+    |---|---:|
+    | x | 1 |
+    """
+    body = [f"| {' | '.join(row)} |\n" for row in rows]
+    rule = "|" + "---|" * left + "---:|" * (len(head) - left)
+    return f"| {' | '.join(head)} |\n{rule}\n{''.join(body)}" if body else ""
+
+
+def _measured(results: Results) -> str:
+    machine = results.machine
+    return f"{machine['device']}, {results.settings['dtype']}, torch {machine['torch']}, {machine['date'][:10]}:\n"
+
+
+def _cell(cell: Cell | None, unit: Unit) -> str:
+    ours = cell.chosen() if cell else None
+    if cell is None or ours is None:
+        return "–"
+    ratio = cell.ratio_to_best()
+    return unit.say(cell.rate(ours)) + (f" ({ratio.median:.2f}×)" if ratio else "")

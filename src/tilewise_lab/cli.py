@@ -1,0 +1,83 @@
+"""The `tilewise` command: a table of subcommands, each imported only when it is called.
+
+A subcommand is a module with two functions:
+
+    configure(parser)    adds its arguments to an argparse parser
+    run(options) -> int  does the work and returns the exit status
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from tilewise import __version__
+
+EXTRAS = {"rich", "markdown_it", "pygments"}  # what `pip install 'tilewise[cli]'` brings
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("tilewise_lab.demo", "run attention on this machine; check it, measure it, draw it"),
+    "bench": Command("tilewise_lab.bench", "attention beside every peer: checked, then timed in turns"),
+    "explore": Command("tilewise_lab.explore", "a page to take attention apart on: live, or as one offline file"),
+    "explain": Command(
+        "tilewise_lab.explain.command", "what a call costs on any GPU, which roof binds, what would help"
+    ),
+    "docs": Command("tilewise_lab.docs", "all of this as a small static site: reference, course, results"),
+    "show-mask": Command("tilewise_lab.show_mask", "a picture of a mask and its tiles: empty, partial, full"),
+    "trace": Command("tilewise_lab.trace.command", "watch softmax, attention or autograd at work, step by step"),
+    "learn": Command("tilewise_lab.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name not in COMMANDS:
+        return _top_level(name, rest)
+    command = COMMANDS[name]
+    try:
+        module = import_module(command.module)
+        parser = argparse.ArgumentParser(prog=f"tilewise {name}", description=_sentence(command.summary))
+        module.configure(parser)
+        return int(module.run(parser.parse_args(rest)))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        print(f"tilewise {name} needs {error.name}: pip install 'tilewise[cli]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _top_level(word: str, rest: Sequence[str]) -> int:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="tilewise",
+        usage="tilewise <command> [options]",
+        description="Exact attention for PyTorch, computed tile by tile.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+        + "\n\n`tilewise <command> --help` says more about one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
+    if not word.startswith("-"):
+        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(COMMANDS)}"
+        parser.error(f"no command {word!r}; {hint}")
+    parser.parse_args([word, *rest])
+    return 0
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."

@@ -1,0 +1,89 @@
+"""The demo in the terminal: progress while it works, then two tables."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tilewise_lab.demo import measure
+from tilewise_lab.demo.measure import BUDGET, CONTENDERS, Results, Setting
+from tilewise_lab.demo.words import binary, duration, ratio
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def watch(setting: Setting) -> Results:
+    """Run everything behind progress bars."""
+    results = Results(setting)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch tells how it multiplies on this CPU
+        checking = progress.add_task("checking against float64", total=len(DTYPES))
+        measuring = progress.add_task("measuring", total=1 + len(setting.lengths))
+        for dtype in DTYPES:
+            results.errors.extend(measure.errors(setting, dtype))
+            progress.advance(checking)
+        list(measure.runs(setting, setting.lengths[0]))  # warm up: compile, and allocate what is kept between calls
+        for length in setting.lengths:
+            progress.update(measuring, description=f"measuring {length} tokens", advance=1)
+            results.runs.extend(measure.runs(setting, length))
+        progress.advance(measuring)
+    return results
+
+
+def show(results: Results, page: Path) -> None:
+    console = Console()
+    setting = results.setting
+    console.print(f"\n[bold]tilewise[/] on {setting.machine}, torch {torch.__version__}\n")
+    console.print(errors_table(results), "")
+    console.print(runs_table(results), "")
+    right = sum(error.ok for error in results.errors)
+    verdict = f"{right} of {len(results.errors)} errors within {BUDGET:g}x torch's own"
+    console.print(
+        f"[bold {'green' if results.passed else 'red'}]{verdict}[/]; the pictures are in {page}", soft_wrap=True
+    )
+
+
+def errors_table(results: Results) -> Table:
+    table = Table(title="largest error against float64, causal, forward and backward", title_justify="left")
+    for name, justify in ("dtype", "left"), ("tensor", "left"), ("tilewise", "right"), ("naive torch", "right"):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("ratio", justify="right")
+    table.add_column(f"≤ {BUDGET:g}x", justify="center")
+    for error in results.errors:
+        first = error.tensor == measure.TENSORS[0]
+        table.add_row(
+            error.dtype if first else "",
+            error.tensor,
+            f"{error.ours:.1e}",
+            f"{error.torch:.1e}",
+            ratio(error.ratio),
+            "[green]yes[/]" if error.ok else "[bold red]no[/]",
+            end_section=error.tensor == measure.TENSORS[-1],
+        )
+    return table
+
+
+def runs_table(results: Results) -> Table:
+    setting = results.setting
+    dtype = str(setting.dtype).removeprefix("torch.")
+    title = f"forward + backward, causal, {setting.heads} heads of {setting.head_dim}, {dtype}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("tokens", justify="right")
+    for name in CONTENDERS:
+        table.add_column(f"{name}\nmemory", justify="right")
+    for name in CONTENDERS:
+        table.add_column(f"{name}\ntime", justify="right")
+    for length in setting.lengths:
+        row = {run.contender: run for run in results.runs if run.length == length}
+        table.add_row(
+            str(length),
+            *(binary(row[name].peak) for name in CONTENDERS),
+            *(duration(row[name].seconds) for name in CONTENDERS),
+        )
+    return table

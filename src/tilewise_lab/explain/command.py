@@ -1,0 +1,123 @@
+"""`tilewise explain`: what a call costs on any device, and what would make it faster.
+
+tilewise explain 4 4096 16 128 --causal --device H200
+tilewise explain 1 2049 16 100 --device A100 --backward --json
+tilewise explain 4 4096 16 128 --device H200 --softcap 30 --alibi
+tilewise explain --check calls.json        measure this GPU and compare (needs one)
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from tilewise.costs.devices import DEVICES, ITEMSIZE
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.add_argument("shape", nargs="*", type=int, metavar="B S H D", help="of q (default: 4 4096 16 128)")
+    parser.add_argument("--sk", type=int, help="keys, where they are not as many as queries")
+    parser.add_argument("--hk", type=int, help="KV heads, where they are fewer")
+    parser.add_argument("--dv", type=int, help="head dim of v, where it differs")
+    parser.add_argument("--dtype", default="bfloat16", choices=ITEMSIZE)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--window", type=side, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen to each side, or 'all'"
+    )
+    parser.add_argument("--softcap", type=float, metavar="CAP")
+    parser.add_argument("--alibi", action="store_true", help="slopes, one for each head")
+    parser.add_argument("--bias", action="store_true", help="a bias for each head and pair")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    parser.add_argument("--backward", action="store_true", help="count the backward too")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
+    parser.add_argument("--device", help=f"{', '.join(DEVICES)}, cuda or cpu (default: what is here)")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not ask the compiler for registers and shared memory"
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--kernel", action="store_true", help="what the compiler makes of the forward kernel, stage by stage"
+    )
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="measure many calls on this GPU, keep them in FILE, compare"
+    )
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="fit the model to results of `tilewise bench`, and write it",
+    )
+
+
+def side(word: str) -> int | None:
+    return None if word == "all" else int(word)
+
+
+def run(options: Namespace) -> int:
+    import torch
+
+    from tilewise.costs.explain import explain
+    from tilewise.spec import AttentionError
+    from tilewise_lab.explain import check
+
+    try:
+        if options.check:
+            return check.run(options.check)
+        if options.fit:
+            return check.show_fit(options.fit)
+        shape = options.shape or [4, 4096, 16, 128]
+        if len(shape) != 4:
+            raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, for example 4 4096 16 128")
+        b, s, h, d = shape
+        if options.kernel:
+            return show_kernel(options, shape)
+        keys = b, options.sk or s, options.hk or h
+        told = explain(
+            shape,
+            (*keys, d),
+            (*keys, options.dv or d),
+            causal=options.causal,
+            window=options.window and tuple(options.window),
+            softcap=options.softcap,
+            alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
+            bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
+            if options.bias
+            else None,
+            dropout_p=options.dropout,
+            deterministic=options.deterministic,
+            backend=options.backend,
+            backward=options.backward,
+            device=options.device,
+            dtype=options.dtype,
+            compiled=not options.no_compile,
+        )
+    except AttentionError as error:
+        print(f"tilewise explain: {error}")
+        return 2
+    print(json.dumps(told.to_dict(), indent=1) if options.json else told)
+    return 0
+
+
+def show_kernel(options: Namespace, shape: list[int]) -> int:
+    import torch
+
+    from tilewise.costs.devices import device
+    from tilewise.costs.explain import compile_kernels
+    from tilewise.dispatch import has_triton
+    from tilewise.spec import Spec
+    from tilewise_lab.explain import stages
+
+    if not has_triton():
+        print("tilewise explain --kernel needs Triton, and none is here")
+        return 2
+    where = device(options.device or "H200")
+    q = torch.empty(shape, dtype=getattr(torch, options.dtype), device="meta")
+    spec = Spec.of(head_dim=shape[-1], causal=options.causal)
+    for name, made in compile_kernels(q, q, q, None, spec, where.capability, backward=options.backward):
+        print(f"{name}, sm_{where.capability}\n{stages.text(made)}\n")
+    return 0

@@ -1,0 +1,23 @@
+"""The Hopper kernel at work, without a GPU: what each of its units does when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.kernels.hopper.launch import forward_launches, new_state
+from tilewise.spec import Spec
+from tilewise_lab.emulator import launch
+
+
+def timeline(tokens: int, d: int) -> dict[str, Any]:
+    """{"spans": [[unit, what, start, end], ...], "length": cycles} of one program of the forward."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, tokens, 1, d, generator=make).to(torch.float16)
+    out, lse = torch.empty_like(q), torch.empty(1, 1, tokens)
+    spec, state = Spec.of(head_dim=d), new_state(q.device)
+    (one,) = forward_launches(q, k, v, out, lse, None, None, spec, state, processors=1)
+    machine = launch(one.kernel, one.programs, one.args, one.options)
+    spans = [list(span[1:]) for span in machine.timeline]
+    return {"spans": spans, "length": max(span.end for span in machine.timeline)}

@@ -1,0 +1,11 @@
+"""The course in a terminal: what its lessons import, and what lists, runs and grades them.
+
+picture   draw with matplotlib into a file, or say kindly that it is not installed
+measured  what a GPU says: this one, or else the one whose numbers are kept in the course
+expect    one line of a checker
+"""
+
+from tilewise_lab.learn.lab import measured
+from tilewise_lab.learn.tools import expect, has_triton, picture, show
+
+__all__ = ["expect", "has_triton", "measured", "picture", "show"]

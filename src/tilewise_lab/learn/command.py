@@ -1,0 +1,54 @@
+"""`tilewise learn`: how FlashAttention works, in lessons that run.
+
+tilewise learn                       the lessons, and how far you are
+tilewise learn 3                     lesson 3, cell by cell
+tilewise learn 3 --exercise          its exercise, as a file to fill in
+tilewise learn --check 3 answer.py   grade your answer
+tilewise learn 3 --solution          one way to solve it
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from tilewise.spec import AttentionError
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.add_argument("lesson", nargs="?", type=int)
+    parser.add_argument("--exercise", action="store_true", help="write the lesson's exercise to a file here")
+    parser.add_argument("--check", nargs=2, metavar=("LESSON", "FILE"), help="grade an answer")
+    parser.add_argument("--solution", action="store_true", help="print one")
+    parser.add_argument("--quiet", action="store_true", help="run the code, print only what it prints")
+    parser.add_argument("--pause", action="store_true", help="wait for Enter between cells")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="run it quietly, keep what each cell prints as JSON"
+    )
+    parser.add_argument(
+        "--measure", type=Path, metavar="FILE", help="run the course's measurements on this GPU, keep them"
+    )
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="of the measurements, these")
+
+
+def run(options: Namespace) -> int:
+    from tilewise_lab.learn import check, lab, play
+
+    try:
+        if options.check:
+            number, answer = options.check
+            return check.grade(int(number), Path(answer))
+        if options.measure:
+            return lab.measure_all(options.measure, options.only)
+        if options.lesson is None:
+            return play.contents()
+        if options.exercise:
+            return check.hand_out(options.lesson)
+        if options.solution:
+            return check.reveal(options.lesson)
+        return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)
+    except AttentionError as error:
+        print(f"tilewise learn: {error}")
+        return 2

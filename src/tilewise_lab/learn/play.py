@@ -1,0 +1,97 @@
+"""Run a lesson in the terminal: its words, its code, what the code prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tilewise_lab.learn import progress
+from tilewise_lab.learn.course import Cell, Lesson, lesson, lessons
+
+
+def contents() -> int:
+    """The table of contents, with what has been read (·) and solved (✓)."""
+    from tilewise_lab.trace.show import table
+
+    done = progress.load()
+    rows = []
+    for one in lessons():
+        mark = "✓" if one.number in done["solved"] else "·" if one.number in done["read"] else ""
+        rows.append([one.number, one.title, mark])
+    table("How FlashAttention works, in lessons that run", ["", "lesson", ""], rows)
+    solved = len(done["solved"])
+    print(f"\n{solved} of {len(rows)} exercises solved. `tilewise learn {min(next_one(done), len(rows))}` goes on.")
+    return 0
+
+
+def next_one(done: dict[str, list[int]]) -> int:
+    return next((n for n in range(1, 100) if n not in done["solved"]), 1)
+
+
+def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path | None = None) -> int:
+    one = lesson(number)
+    if wrong_triton(one):
+        # Triton decides at import whether it interprets or compiles: this lesson needs a process of its own.
+        flags = ["--quiet"] * quiet + ["--pause"] * pause + ([] if record is None else ["--record", str(record)])
+        env = os.environ | {"TRITON_INTERPRET": "1" if one.needs == "interpreter" else "0"}
+        return subprocess.call([sys.executable, "-m", "tilewise_lab", "learn", str(number), *flags], env=env)
+    if record is not None:
+        printed: list[str] = []
+        run(one, quiet=True, printed=printed)
+        record.write_text(json.dumps(printed), encoding="utf-8")
+        return 0
+    run(one, quiet=quiet, pause=pause)
+    progress.note("read", number)
+    if not quiet:
+        print(f"\nAn exercise comes with this lesson: tilewise learn {number} --exercise")
+    return 0
+
+
+def wrong_triton(one: Lesson) -> bool:
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    return (one.needs == "interpreter" and not interprets) or (one.needs == "compiler" and interprets)
+
+
+def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[str] | None = None) -> dict[str, Any]:
+    """Execute the cells in one namespace, which is returned; errors point into the lesson's file.
+
+    printed: takes what each cell prints, in place of the terminal.
+    """
+    space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
+    for cell in one.cells:
+        if not quiet:
+            display(cell)
+        if cell.kind == "code":
+            code = compile("\n" * (cell.line - 1) + cell.text, str(one.path), "exec")
+            heard = io.StringIO()
+            with contextlib.nullcontext() if printed is None else contextlib.redirect_stdout(heard):
+                exec(code, space)
+        if printed is not None:
+            printed.append(heard.getvalue() if cell.kind == "code" else "")
+        if pause and not quiet:
+            input("⏎ ")
+    return space
+
+
+def display(cell: Cell) -> None:
+    try:
+        from rich.console import Console
+        from rich.markdown import Markdown
+        from rich.padding import Padding
+        from rich.syntax import Syntax
+    except ModuleNotFoundError:
+        print(f"\n{cell.text}\n" if cell.kind == "markdown" else "\n".join(f"    {x}" for x in cell.text.splitlines()))
+        return
+    console = Console()
+    if cell.kind == "markdown":
+        console.print(Markdown(cell.text))
+    else:
+        console.print(
+            Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
+        )

@@ -1,0 +1,66 @@
+"""What a lesson needs besides the library."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tilewise_lab.trace.show import table
+
+
+def pictures_folder() -> Path:
+    """Where pictures go: TILEWISE_PICTURES, or a folder in the system's temporary one."""
+    folder = Path(os.environ.get("TILEWISE_PICTURES") or Path(tempfile.gettempdir(), "tilewise-course"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def picture(
+    name: str, draw: Callable[..., None], *, panels: tuple[int, int] = (1, 1), size: tuple[float, float] = (8, 4.5)
+) -> Path | None:
+    """Call `draw` with matplotlib axes (one per panel), save what it drew as `name`.png and say where.
+
+    >>> import contextlib, io
+    >>> with contextlib.redirect_stdout(io.StringIO()):
+    ...     path = picture("line", lambda axes: axes.plot([0, 1], [0, 1]))
+    """
+    if find_spec("matplotlib") is None:
+        print(f"(picture {name}: matplotlib is not installed; pip install matplotlib draws it)")
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(*panels, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    draw(*axes.flat)
+    path = pictures_folder() / f"{name}.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    print(f"(picture: {path})")
+    return path
+
+
+def show(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """A small table."""
+    table(title, headers, rows)
+
+
+def expect(condition: Any, hint: str) -> None:
+    """One line of a checker: a hint for the learner where the answer is not right."""
+    if not bool(condition):
+        raise AssertionError(hint)
+
+
+def has_triton(what: str) -> bool:
+    """Whether Triton is here; if not, say what the reader misses."""
+    if find_spec("triton") is None:
+        print(f"(no Triton here, it exists for Linux only: skipped {what})")
+        return False
+    return True

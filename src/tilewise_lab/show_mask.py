@@ -1,0 +1,113 @@
+"""`tilewise show-mask`: a picture of a mask and of its tiles, empty, partial and full; or of a score mod."""
+
+from __future__ import annotations
+
+import runpy
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewise import mods
+from tilewise.spec import AttentionError
+from tilewise_lab import picture
+
+EXAMPLES: dict[str, tuple[float, ...]] = {
+    "causal": (),
+    "document": (200, 56, 300, 468),
+    "prefix_lm": (300,),
+    "window_with_globals": (96, 32),
+    "dilated_window": (24, 8),
+    "neighbourhood_2d": (32, 3),
+    "block_diagonal": (256,),
+    "strided_sparse": (64,),
+    "softcap": (20.0,),
+    "alibi": (0.0625,),
+    "t5_relative": (32, 128),
+}
+
+
+@mods.mask_mod
+def causal(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    return kv_idx <= q_idx + (kv_len - q_len)
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("mod", help=f"{', '.join(EXAMPLES)}, or FILE.py:NAME of a mask or score mod of yours")
+    parser.add_argument(
+        "numbers", nargs="*", type=number,
+        help="its arguments; for document, the documents' lengths; for alibi, the slopes of the heads; for t5_relative,"
+        " buckets and the largest distance",
+    )  # fmt: skip
+    parser.add_argument("--queries", type=int, default=1024)
+    parser.add_argument("--keys", type=int, help="(default: as many as queries)")
+    parser.add_argument("--block", type=int, default=128, help="tokens along a tile (default: %(default)s)")
+    parser.add_argument("--head", type=int, default=0, help="whose scores (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("mask.png"), help="a .png or .html (default: %(default)s)")
+
+
+def number(text: str) -> int | float:
+    """
+    >>> number("3"), number("0.5")
+    (3, 0.5)
+    """
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def run(options: Namespace) -> int:
+    keys = options.keys or options.queries
+    drawn: mods.BlockMask | picture.Heat
+    try:
+        mod = mod_named(options.mod, options.numbers, options.queries)
+        if mod.kind == "score":
+            drawn = picture.heat(mod, options.queries, keys, h=options.head)
+        else:
+            drawn = mods.block_mask(mod, options.queries, keys, block=(options.block, options.block))
+    except AttentionError as error:
+        print(error)
+        return 2
+    file, words = picture.draw(drawn)
+    if options.out.suffix == ".html":
+        options.out.write_text(picture.html(drawn), encoding="utf-8")
+    else:
+        options.out.write_bytes(file)
+    print(f"{words}\n{options.out}")
+    return 0
+
+
+def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
+    """A mod by its name, with the arguments of its example unless given.
+
+    >>> mod_named("causal", [], 4).program.name
+    'causal'
+    """
+    file, _, function = name.rpartition(":")
+    if file:
+        found = runpy.run_path(file).get(function)
+        if found is None:
+            raise AttentionError(
+                f"a mod in {file}", f"no {function!r}", "a function decorated with mask_mod or score_mod"
+            )
+        mod: mods.Mod = found(*numbers) if callable(getattr(found, "function", None)) else found
+        return mod
+    if name not in EXAMPLES:
+        raise AttentionError("mod", repr(name), f"{', '.join(EXAMPLES)}, or FILE.py:NAME")
+    arguments: list[Any] = numbers or list(EXAMPLES[name])
+    make: Any = causal if name == "causal" else getattr(mods, name)
+    match name:
+        case "document":
+            bound = make(cu_seqlens=torch.tensor([0, *arguments]).cumsum(0), tokens=tokens)
+        case "prefix_lm":
+            bound = make(torch.tensor(arguments))
+        case "alibi":
+            bound = make(torch.tensor(arguments, dtype=torch.float32))
+        case "t5_relative":
+            buckets, reach = map(int, arguments)
+            bound = make(torch.linspace(-1, 1, buckets)[:, None], max_distance=reach)
+        case "softcap":
+            bound = make(float(arguments[0]))
+        case _:
+            bound = make(*arguments)
+    result: mods.Mod = bound
+    return result

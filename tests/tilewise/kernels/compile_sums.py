@@ -1,0 +1,47 @@
+"""Compiles the sums of the gradients of biases, as JSON: what their tiles need.
+
+python -m tests.tilewise.kernels.compile_sums 90 256 bfloat16
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tilewise.costs.compiled import compile_for
+from tilewise.kernels.portable import terms
+from tilewise.kernels.portable.launch import Launch
+from tilewise.spec import Spec, Terms
+
+
+def main(capability: int, d: int, dtype: str) -> None:
+    made = []
+
+    class Compile(Launch):
+        def __call__(self) -> None:
+            found = compile_for(capability, self.kernel, self.args, self.options)
+            made.append({"kernel": self.kernel.fn.__name__, "shared": found.shared, "spills": found.spills})
+
+    prepare = terms.prepare_launch
+    stand_ins: dict[str, Any] = {
+        "Launch": Compile,
+        "compute_capability": lambda _: capability,
+        "prepare_launch": lambda *args: (lambda: None, prepare(*args)[1]),
+        "scatter_": lambda *_: None,
+    }
+    for name, value in stand_ins.items():
+        setattr(terms, name, value)
+    n = 256
+    q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=getattr(torch, dtype)) for _ in range(5))
+    for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
+        bias = torch.empty(shape, dtype=q.dtype)
+        call = Spec(d**-0.5, None, 0), Terms(bias=bias)
+        terms.Sums(dout, None, q, k, v, out, torch.empty(2, 4, n), None, None, *call).of_bias(bias)
+    print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

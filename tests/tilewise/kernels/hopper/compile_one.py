@@ -1,0 +1,70 @@
+"""Compiles one call of the Hopper forward for sm_90 and prints what the compiler made of it, as JSON.
+
+python -m tests.tilewise.kernels.hopper.compile_one '{"d": 128, "after": 0}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+import triton
+
+import tilewise.mods
+from tilewise.costs.compiled import compile_for
+from tilewise.kernels.hopper.launch import forward_launches, new_state
+from tilewise.mods.builtin import alibi, softcap
+from tilewise.mods.program import bound
+from tilewise.spec import Spec, Terms
+
+SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
+
+
+def with_terms(spec: Spec, names: str, batch: int, n: int, heads: int, dtype: torch.dtype) -> tuple[Spec, Terms]:
+    """The spec of a call with these terms, and their tensors; `names`, of softcap alibi document sinks bias."""
+    score = bound([make(heads) for name, make in SCORE.items() if name in names])
+    mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
+    spec = replace(
+        spec, score_mod=score and score.key, score_numbers=score.numbers if score else (),
+        mask_mod=mask and mask.key, mask_numbers=mask.numbers if mask else (),
+    )  # fmt: skip
+    return spec, Terms(
+        bias=torch.empty(1, heads, n, n, dtype=dtype) if "bias" in names else None,
+        sinks=torch.empty(heads) if "sinks" in names else None,
+        score=score.tensors if score else (),
+        mask=mask.tensors if mask else (),
+    )
+
+
+def main(
+    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
+    packed: bool = False, dtype: str = "bfloat16", terms: str = "",
+) -> None:  # fmt: skip
+    heads, batch, dv = 4, 2, dv or d
+    outer = (n,) if packed else (batch, n)
+    q, k, v, out = (torch.empty(*outer, heads, x, dtype=getattr(torch, dtype)) for x in (d, d, dv, dv))
+    lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
+    cu = torch.zeros(3, dtype=torch.int32) if packed else None
+    state = new_state(torch.device("cpu"))
+    spec, tensors = with_terms(Spec(d**-0.5, before, after), terms, batch, n, heads, q.dtype)
+    launches = forward_launches(q, k, v, out, lse, cu, cu, spec, state, 132, tensors)
+    made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
+    print(
+        json.dumps(
+            {
+                "triton": triton.__version__,
+                "spills": made.spills,
+                "warnings": made.warnings,
+                "shared": made.shared,
+                "products": made.instructions["HGMMA"],
+                "copies": made.instructions["UTMALDG"],
+                "waits": made.sass.count("WARPGROUP.DEPBAR"),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,184 @@
+"""What the launcher makes of a call, on tensors that lie on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewise import config, dispatch
+from tilewise.spec import Spec, Terms
+
+pytest.importorskip("triton")
+
+
+def launches(q: Any, after: int | None = None) -> tuple[Any, list[Any]]:
+    from tilewise.kernels.hopper.launch import forward_launches, new_state
+
+    out, lse, state = (
+        torch.empty_like(q),
+        torch.empty(q.shape[0], q.shape[2], q.shape[1]),
+        new_state(torch.device("cpu")),
+    )
+    k, v = torch.empty_like(q), torch.empty_like(q)
+    tensors = (q, k, v, None, None, out, lse, *state)
+    return tensors, forward_launches(q, k, v, out, lse, None, None, Spec(0.1, None, after), state, 132)
+
+
+def test_a_second_launch_repairs_only_where_rows_see_different_keys():
+    q = torch.empty(2, 256, 4, 128, dtype=torch.bfloat16)
+    assert len(launches(q)[1]) == 1
+    assert len(launches(q, after=0)[1]) == 2
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_that_share_keys_are_queries_of_one_head(window):
+    from tilewise.kernels.hopper.launch import forward_launches, new_state
+    from tilewise.kernels.portable.launch import forward_launch
+
+    q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
+    lse, spec = torch.empty(3, 8, 1), Spec(0.1, window, 0)
+    portable = forward_launch(q, k, v, out, lse, None, None, spec, 90)
+    hopper = forward_launches(q, k, v, out, lse, None, None, spec, new_state(torch.device("cpu")), 132)
+    heads = 2 if window is None else 8
+    assert (portable.programs, hopper[0].programs) == (3 * heads, 3 * heads)
+    assert len(hopper) == (1 if window is None else 2)  # all keys are seen, so there is nothing to repair
+
+
+def test_a_replayed_descriptor_points_at_the_new_tensor():
+    from tilewise.kernels import replay
+
+    seen = []
+
+    class Binary:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append(args)
+
+    q = torch.empty(2, 256, 4, 128, dtype=torch.bfloat16)
+    tensors, (made,) = launches(q)
+    step = replay._step(made, Binary(), tensors)
+    assert not [x for x in step.args if isinstance(getattr(x, "base", x), torch.Tensor)]
+    others, (other,) = launches(torch.empty_like(q))
+    replay.launch("key", others, lambda: (), {"key": replay.Recording([step], None)})
+    for ours, theirs in zip(seen[0][:7], other.args[:7], strict=True):
+        if theirs is None:  # no second part of the columns
+            assert ours is None
+            continue
+        assert ours.base.data_ptr() == theirs.base.data_ptr()
+        assert (ours.shape, ours.strides, ours.block_shape) == (theirs.shape, theirs.strides, theirs.block_shape)
+
+
+def addresses(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    return tuple(map(addresses, x)) if isinstance(x, (tuple, list)) else x
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "repair"])
+def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch):
+    from triton.backends.nvidia import driver
+
+    from tilewise.kernels import replay
+
+    if getattr(driver, "_BASE_ARGS_FORMAT", None) != replay.LAUNCHER:
+        pytest.skip("another launcher: launches go through Triton")
+    made_maps = []
+
+    def make(descriptor, _meta):
+        made_maps.append(descriptor.base.data_ptr())
+        return [("map", descriptor.base.data_ptr()), *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    seen = []
+    record = lambda *args: seen.append(addresses(args))  # noqa: E731
+
+    class Launcher(driver.CudaLauncher):
+        launch_cooperative_grid = launch_pdl = False
+        global_scratch_size = profile_scratch_size = 0
+        global_scratch_align = profile_scratch_align = num_ctas = 1
+
+        def __init__(self, args):
+            kinds = {n: "tensordesc<>" if hasattr(x, "block_shape") else "i32" for n, x in enumerate(args)}
+            self.launch = driver.wrap_handle_tensordesc(record, kinds, [{}] * 4 if which == 0 else None)
+
+    q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16)
+    tensors, made = launches(q, after=0)
+    constants = {name: x for name, x in made[which].options.items() if name.isupper()}
+    args = [*made[which].args, *constants.values()]
+    kernel = SimpleNamespace(params=[SimpleNamespace(name=name, is_constexpr=True) for name in constants])
+    run = Launcher(args)
+    binary = SimpleNamespace(
+        run=run, function=11, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=[{}] * 4)
+    )
+    if which == 1:  # a function of C, for all that Python can tell
+        run.launch = functools.partial(record)
+    step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
+    recording = replay.Recording([step], replay._written([step], len(tensors)))
+    assert recording.run is not None
+    others, others_made = launches(torch.empty_like(q), after=0)
+    args[: len(others_made[which].args)] = others_made[which].args
+    run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)
+    made_maps.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 7, raising=False)
+    for _ in range(2):
+        replay.launch("key", others, lambda: (), {"key": recording})
+    assert len(seen[0]) > 20
+    assert seen[0] == seen[1] == seen[2]
+    assert len(made_maps) == (4 if which == 0 else 0)  # once for the same addresses
+    replay.launch("key", tensors, lambda: (), {"key": recording})
+    assert seen[3] != seen[0]
+    made_maps.clear()
+    replay.launch("key", (*tensors[:3], *others[3:]), lambda: (), {"key": recording})
+    assert seen[4] not in seen[:4]
+    assert not made_maps  # all addresses were seen before, if not together
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        (lambda q: q, None),
+        (lambda q: q.float(), "float32"),
+        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), "256"),
+        (lambda q: torch.empty(2, 64, 4, 36, dtype=q.dtype), "multiples of 8"),
+        (lambda q: q.transpose(1, 3), "contiguous"),
+        (lambda q: torch.empty(2 * 64 * 4 * 128 + 1, dtype=q.dtype)[1:].view(2, 64, 4, 128), "16 bytes"),
+        (lambda q: q[:, :, :1].expand(2, 64, 4, 128), "16 bytes"),
+    ],
+)
+def test_what_it_does_not_take(change, obstacle):
+    q = change(torch.empty(2, 64, 4, 128, dtype=torch.bfloat16))
+    found = dispatch.hopper_obstacle(q, q, q, Spec(0.1), capability=90)
+    assert found is None if obstacle is None else obstacle in found
+
+
+def test_what_goes_to_the_portable_kernels():
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    assert dispatch.choose(q, q, q, Spec(0.1), 80).backend == "triton"
+    for terms, backend in (
+        (Terms(), "hopper"),
+        (Terms(sinks=torch.zeros(4)), "hopper"),
+        (Terms(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
+        (Terms(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (Terms(blocks=(torch.zeros(1),)), "triton"),
+    ):
+        assert dispatch.choose(q, q, q, Spec(0.1), 90, terms).backend == backend
+
+
+@pytest.mark.parametrize(
+    ("d", "expected"),
+    [
+        (64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16)),
+        (192, (128, 64)), (193, (256,)), (256, (256,)),
+    ],
+)  # fmt: skip
+def test_columns_are_cut_into_powers_of_two(d, expected):
+    assert config.widths(d) == expected
+
+
+def test_short_causal_calls_have_their_own_row():
+    assert config.hopper_tile(64, 64, banded=True, keys=512).warpgroups == 2
+    assert config.hopper_tile(64, 64, banded=False, keys=512).warpgroups == 3
+    assert config.hopper_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2

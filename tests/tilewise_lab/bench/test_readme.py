@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tilewise_lab.bench.made_up import cell, grid, results
+from tilewise.costs.devices import device
+from tilewise.spec import AttentionError
+from tilewise_lab.bench import readme
+from tilewise_lab.explain import check
+
+H200 = device("H200")
+ROOT = Path(__file__).parents[3]
+DOCUMENT = "before\n<!-- bench:{0} -->\nold\n<!-- /bench:{0} -->\nafter\n"
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / readme.RESULTS
+    folder.mkdir(parents=True)
+    results(*grid(), cell("gqa forward")).save(folder / "2026-11-15-nvidia-h200.json")
+    results(*grid(triton=[1.02] * 3), cell("gqa forward")).save(folder / "2026-11-15-nvidia-h200-again.json")
+    calls = [(call, which) for call in list(check.calls())[:3] for which in ("forward", "backward")]
+    some = [check.Measured(call, "triton", which, 1.0, 0.0) for call, which in calls]
+    some = [m._replace(seconds=m.predicted(H200)) for m in some]
+    check.write(folder / "2026-11-15-nvidia-h200-calls.json", {"device": "NVIDIA H200"}, some)
+    return tmp_path
+
+
+def test_the_documents_agree_with_the_kept_results():
+    """Run `tilewise bench --readme` where this fails."""
+    for path, text in readme.expected(ROOT).items():
+        assert path.exists(), path
+        assert path.read_text(encoding="utf-8") == text, path
+
+
+def test_kept_results_are_named_after_their_date_and_device():
+    for path in readme.kept(ROOT):
+        assert path.name == readme.kept_name(readme.load(path))
+
+
+@pytest.mark.parametrize("name", readme.PARTS)
+def test_every_part_fills_its_marker(root, name):
+    (root / "README.md").write_text(DOCUMENT.format(name))
+    assert root / "README.md" in readme.write(root)
+    text = (root / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert len(text) > len(DOCUMENT)
+    assert readme.write(root) == []
+
+
+def test_numbers_come_from_the_results(root):
+    (root / "README.md").write_text(DOCUMENT.format("speed"))
+    readme.write(root)
+    text = (root / "README.md").read_text()
+    assert "| forward | 1k | 2k | 4k |" in text
+    assert f"| D 64, full | {cell().flops / 1e12:.3g} (1.50×) |" in text
+
+
+def test_a_changed_number_is_noticed(root):
+    document = root / "README.md"
+    document.write_text(DOCUMENT.format("speed"))
+    readme.write(root)
+    document.write_text(document.read_text().replace("1.50×", "1.60×", 1))
+    assert readme.expected(root)[document] != document.read_text()
+
+
+def test_a_newer_result_replaces_the_older(root):
+    results(*grid(triton=[0.5] * 3)).save(root / readme.RESULTS / "2026-12-01-nvidia-h200.json")
+    results(*grid(triton=[9.0] * 3), device="Some CPU", kind="cpu").save(
+        root / readme.RESULTS / "2026-12-09-some-cpu.json"
+    )
+    (root / "README.md").write_text(DOCUMENT.format("speed"))
+    readme.write(root)
+    assert "(3.00×)" in (root / "README.md").read_text()
+
+
+def test_other_measurements_may_lie_beside_them(root):
+    (root / readme.RESULTS / "2026-12-31-sweep.json").write_text('{"tiles": []}')
+    assert [path.name for path in readme.kept(root)] == ["2026-11-15-nvidia-h200.json"]
+
+
+def test_plots_are_written_and_shown(root):
+    (root / "bench/README.md").write_text(DOCUMENT.format("plot"))
+    changed = readme.write(root)
+    assert root / "bench/plots/forward.svg" in changed
+    assert "](../bench/plots/forward.svg)" in (root / "bench/README.md").read_text()
+
+
+def test_unknown_markers_are_an_error(root):
+    (root / "README.md").write_text(DOCUMENT.format("speeed"))
+    with pytest.raises(AttentionError, match="speeed"):
+        readme.write(root)
+
+
+def test_without_results_the_document_says_so(tmp_path):
+    (tmp_path / "README.md").write_text(DOCUMENT.format("speed"))
+    readme.write(tmp_path)
+    assert "Nothing has been measured yet." in (tmp_path / "README.md").read_text()
+
+
+def test_two_runs_are_compared(root):
+    (root / "bench/README.md").write_text(DOCUMENT.format("agreement"))
+    readme.write(root)
+    lines = (root / "bench/README.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith("| every backend"))
+    assert row.split("|")[3:6] == [" 2.0% ", " 2.0% ", " 100% "]
+
+
+def test_halves_of_a_run_are_compared_until_there_is_a_second(root):
+    (root / "bench/README.md").write_text(DOCUMENT.format("agreement"))
+    for second in (root / "bench/results").glob("*-again.json"):
+        second.unlink()
+    readme.write(root)
+    text = (root / "bench/README.md").read_text()
+    assert "the first and the last rounds of one run" in text
+    assert "| every backend" in text
+
+
+def test_predictions_are_shown_beside_measurements(root):
+    (root / "docs").mkdir()
+    (root / "docs/explain.md").write_text(DOCUMENT.format("explain"))
+    assert root / readme.PREDICTED in readme.write(root)
+    assert "| all |  | 6 | 0.0% | 100% |" in (root / "docs/explain.md").read_text()
+    assert (root / readme.PREDICTED).read_text().count('class="point"') == 6 + 2  # and the legend's

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tilewise_lab.bench import runner
+from tilewise_lab.bench.cases import Case
+from tilewise_lab.bench.measure import CpuClock, Sensors
+from tilewise_lab.bench.providers import OURS, Naive, Provider, RefusedError, Roster, Tilewise, roster
+from tilewise_lab.bench.results import Peak
+from tilewise_lab.bench.runner import Run
+from tilewise_lab.bench.settings import TARGETS, Model, settings
+
+CPU = torch.device("cpu")
+CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
+SMALL = replace(
+    settings(CPU, quick=True), rounds=3, burst=1e-4, limit=60.0, dims=(8,), seqs=(16,), tokens=16, hidden=16,
+    gqa=(CASE,), varlen=(replace(CASE, lengths=(3, 9)),), window=(replace(CASE, window=4),),
+    heads=(replace(CASE, dim=12), replace(CASE, causal=False, value_dim=6)),
+    deterministic=(replace(CASE, deterministic=True),), decode=(replace(CASE, causal=False, kv_heads=1, queries=1),),
+    layer=Model(1, 16, 2, 1, 24, 0), gpt=Model(2, 16, 2, 1, 24, 32),
+    memory=replace(CASE, seq=0), memory_lengths=(64, 256),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peculiar(Provider):
+    """The textbook, except in one way."""
+
+    how: str = ""
+
+    def missing(self, device):
+        return "left at home" if self.how == "missing" else None
+
+    def refuses(self, case, which):
+        return "does not like it" if self.how == "refuses" else None
+
+    def bind(self, case, x):
+        right = Naive("", "").bind(case, x)
+        calls = []
+
+        def attention(q, k, v):
+            calls.append(1)
+            if self.how == "raises":
+                raise RuntimeError("no kernel\nfor this")
+            if self.how == "refuses late":
+                raise RefusedError("not today")
+            if self.how == "full":
+                raise torch.OutOfMemoryError
+            if self.how == "wrong" or (self.how == "wrong later" and len(calls) > 2):
+                return right(q, k, v) * 1.01
+            return right(q, k, v) * (1 + (self.how == "wrong once" and len(calls) == 4))
+
+        return attention
+
+
+HOWS = ("right", "missing", "refuses", "raises", "refuses late", "full", "wrong", "wrong later", "wrong once")
+
+
+@pytest.fixture
+def run():
+    everyone = {how: Peculiar(how, how, how) for how in HOWS}
+    everyone["tilewise-reference"] = Tilewise("tilewise-reference", "", "reference")
+    return Run(SMALL, Roster(everyone, tuple(everyone)), CpuClock(), Sensors())
+
+
+def test_only_right_answers_have_a_speed(run):
+    (cell,) = run.attention(CASE, {"forward": "forward"})
+    assert {name: entry.status for name, entry in cell.entries.items()} == {
+        "right": "ok", "missing": "missing", "refuses": "refused", "raises": "failed", "refuses late": "refused",
+        "full": "out of memory", "wrong": "wrong", "wrong later": "wrong", "wrong once": "wrong",
+        "tilewise-reference": "ok",
+    }  # fmt: skip
+    assert cell.timed() == ["right", "tilewise-reference"]
+    assert all(len(cell.entries[name].times) == 3 for name in cell.timed())
+    assert [len(limit["times"]) for limit in cell.ceilings.values()] == [3, 3]
+    assert cell.ours == "tilewise-reference"
+
+
+def test_reasons_are_kept(run):
+    (cell,) = run.attention(CASE, {"forward": "forward"})
+    reasons = {name: entry.reason for name, entry in cell.entries.items()}
+    assert reasons["missing"] == "left at home"
+    assert reasons["refuses"] == "does not like it"
+    assert reasons["raises"] == "RuntimeError: no kernel"
+    assert reasons["refuses late"] == "not today"
+    assert reasons["wrong"].startswith("out is off by")
+    assert reasons["wrong later"].startswith("in the rounds: out is off by")
+    assert reasons["wrong once"].startswith("in the rounds: out is off by")
+
+
+def test_a_wrong_gradient_is_wrong(run):
+    forward, backward = run.attention(CASE, {"forward": "a", "backward": "b"})
+    assert (forward.group, backward.group) == ("a", "b")
+    assert backward.entries["wrong"].status == "wrong"
+    assert "dv is off" in backward.entries["wrong"].reason
+    assert set(backward.entries["right"].errors) == {"dq", "dk", "dv"}
+    assert backward.flops == 2.5 * forward.flops
+
+
+def test_a_lost_device_ends_the_run(run):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        run.attempt(lost)
+
+
+def everything(monkeypatch, targets):
+    monkeypatch.setattr(runner, "importing", lambda: {"import_ms": 1.0})
+    run = Run.of(SMALL, roster(CPU), Sensors())
+    results = run.start()
+    for _, part in run.parts(targets, results):
+        for found in part():
+            (results.memory if isinstance(found, Peak) else results.cells).append(found)
+    return results
+
+
+def test_every_target_gives_something(monkeypatch):
+    results = everything(monkeypatch, [target for target in TARGETS if target != "gpt"])
+    groups = {cell.group for cell in results.cells}
+    assert groups == {
+        "forward", "backward", "gqa forward", "gqa backward", "varlen forward", "varlen backward", "window forward",
+        "window backward", "heads forward", "heads backward", "deterministic backward", "decode forward", "layer",
+        "overhead",
+    }  # fmt: skip
+    assert not results.wrong(ours=True)
+    assert not results.wrong(ours=False)
+    for cell in results.cells:
+        assert cell.chosen(), cell.key
+    for cell in results.of("decode forward", "heads forward"):
+        assert set(cell.timed()) == {"tilewise-reference", "sdpa", "naive"}
+        assert set(cell.entries["tilewise-reference"].errors) == {"out", "lse"}
+    assert len(results.of("heads forward")) == len(results.of("heads backward")) == 2
+    assert {(peak.provider, peak.length) for peak in results.memory} == {
+        (name, n) for name in (OURS, "sdpa", "naive") for n in (64, 256)
+    }
+    naive = {peak.length: peak.bytes for peak in results.memory if peak.provider == "naive"}
+    assert naive[256] > 8 * naive[64]
+    assert results.notes["profiler_us"][OURS] > 0
+
+
+def test_a_training_step_is_checked(monkeypatch):
+    results = everything(monkeypatch, ["gpt"])
+    (cell,) = results.cells
+    assert cell.group == "gpt eager"
+    assert set(cell.timed()) == {OURS, "sdpa", "naive"}
+
+    real = Tilewise.bind
+    monkeypatch.setattr(Tilewise, "bind", lambda *args: lambda q, k, v: real(*args)(q, k, v) * 1.01)
+    (cell,) = everything(monkeypatch, ["gpt"]).cells
+    assert cell.entries[OURS].status == "wrong"
+    assert not cell.entries[OURS].times
+
+
+def test_two_runs_of_a_seed_shuffle_alike():
+    assert random.Random(SMALL.seed).random() == Run.of(SMALL, roster(CPU), Sensors()).rng.random()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_default_grids_can_be_cut(device, quick):
+    chosen = settings(torch.device(device), quick=quick)
+    for case in chosen.grid():
+        assert case.batch * case.seq == chosen.tokens
+        assert case.heads * case.dim == chosen.hidden
+
+
+def test_decode_is_one_query_of_grouped_heads():
+    cases = settings(torch.device("cuda")).decode
+    assert {(case.n_q, case.mask, case.kv_heads, case.dtype) for case in cases} == {(1, "full", 8, "bfloat16")}
+    assert [(case.batch, case.seq, case.heads) for case in cases] == [
+        (1, 8192, 32), (16, 8192, 32), (64, 8192, 64), (128, 2048, 64),
+    ]  # fmt: skip
+
+
+def test_heads_are_no_powers_of_two():
+    cases = settings(torch.device("cuda")).heads
+    assert {(case.dim, case.dv) for case in cases} == {(96, 96), (192, 192), (192, 128)}
+    assert {(case.batch * case.seq, case.heads) for case in cases} == {(16384, 16)}
+    assert len({case.key for case in cases}) == len(cases) == 12
+
+
+def test_the_full_grid_is_the_one_that_was_promised():
+    chosen = settings(torch.device("cuda"))
+    assert (chosen.tokens, chosen.hidden, chosen.dims) == (16384, 2048, (64, 128, 256))
+    assert chosen.seqs == (512, 1024, 2048, 4096, 8192, 16384)
+    assert len(chosen.grid()) == 36

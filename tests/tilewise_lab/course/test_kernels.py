@@ -1,0 +1,95 @@
+"""The course's own kernels against torch, and the machine's lesson on memory against what they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("triton_runs")
+
+
+def test_vector_add_masks_what_is_past_the_end(device):
+    from tilewise_lab.learn.kernels import vector_add
+
+    a = torch.tensor([1, 4, 3, 9, 5, 11, 7, 2], device=device)
+    b = torch.tensor([3, 2, 6, 1, 2, 5, 6, 9], device=device)
+    c = torch.full((32,), -1, device=device)
+    vector_add[(1,)](a, b, c, 8, BLOCK=32)
+    assert c.tolist() == [4, 6, 9, 10, 7, 16, 13, 11] + [-1] * 24
+
+
+def test_matrix_add_and_softmax(device):
+    from tilewise_lab.learn.kernels import matrix_add, softmax_rows
+
+    x, y = torch.randn(2, 5, 7, device=device)
+    z = torch.empty_like(x)
+    matrix_add[(3, 2)](x, y, z, 5, 7, BLOCK_M=2, BLOCK_N=4)
+    assert torch.equal(z, x + y)
+    softmax_rows[(5,)](x, z, 7, BLOCK=8)
+    torch.testing.assert_close(z, torch.softmax(x, -1))
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (20, 24, 40)])
+def test_matmuls(device, shape):
+    from tilewise_lab.learn.kernels import matmul_naive, matmul_tiled
+
+    m, n, k = shape
+    a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
+    one, two = torch.empty(m, n, device=device), torch.empty(m, n, device=device)
+    matmul_naive[(m, n)](a, b, one, m, n, k, BLOCK_K=16)
+    matmul_tiled[(-(-m // 16), -(-n // 16))](a, b, two, m, n, k, k, n, n, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16)
+    torch.testing.assert_close(one, a @ b, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(two, a @ b, atol=1e-4, rtol=1e-4)
+
+
+def test_chain_is_its_four_operations(device):
+    from tilewise_lab.learn.kernels import chain
+
+    x = torch.randn(1000, device=device)
+    y = torch.empty_like(x)
+    chain[(4,)](x, y, 1000, BLOCK=256)
+    torch.testing.assert_close(y, (2 * x + 1).relu().square() - 3)
+
+
+@pytest.mark.parametrize("stride", [1, 8, 64])
+def test_every_element_is_read_once_at_any_stride(device, stride):
+    from tilewise_lab.learn.kernels import read_apart
+
+    x = torch.arange(1024.0, device=device)
+    y = torch.empty(8, device=device)
+    read_apart[(8,)](x, y, stride, 1024, BLOCK=128)
+    assert y.sum() == x.sum()
+
+
+def test_the_chase_follows_the_ring(device):
+    from tilewise_lab.learn.kernels import chase
+
+    order = [0, 3, 1, 2]
+    ring = torch.zeros(4, dtype=torch.int32, device=device)
+    for a, b in zip(order, order[1:] + order[:1], strict=True):
+        ring[a] = b
+    place = torch.zeros(1, dtype=torch.int32, device=device)
+    chase[(1,)](ring, place, 3)
+    assert place.item() == order[3]
+    chase[(1,)](ring, place, 3)
+    assert place.item() == order[2]
+
+
+def test_the_kernels_softmax_step_is_the_references(device):
+    """m, l, alpha and p of every step, beside `reference.softmax`."""
+    from tilewise.reference import softmax as rung
+    from tilewise_lab.learn.kernels import watch_softmax
+
+    s = torch.randn(16, 64, device=device) * 3
+    m, l, alpha = torch.empty(3, 4, 16, device=device)
+    p = torch.empty(16, 64, device=device)
+    watch_softmax[(1,)](s, m, l, alpha, p, 64, ROWS=16, COLS=16)
+    states = list(rung.online_states(s))[15::16]
+    old = rung.nothing(s)
+    for step, state in enumerate(states):
+        torch.testing.assert_close(m[step], state.m)
+        torch.testing.assert_close(l[step], state.l, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(alpha[step], rung.correction(old.m, state.m), rtol=1e-4, atol=1e-6)
+        columns = slice(16 * step, 16 * step + 16)
+        torch.testing.assert_close(p[:, columns], torch.exp(s[:, columns] - state.m[:, None]), rtol=1e-4, atol=1e-5)
+        old = state

@@ -1,0 +1,123 @@
+"""Score terms in the Hopper kernels, in the emulator: combinations against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tests import features, features_budget
+from tilewise import ops, reference
+from tilewise.spec import NO_TERMS, Spec, Terms
+from tilewise_lab.emulator import launch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_runs")
+
+PLAIN = features.Features(dtype="bfloat16")
+ONE = {
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": "h", "band": (False, True)},
+    "alibi per batch": {"alibi": "bh", "packed": True},
+    "sinks": {"sinks": True, "band": (False, True)},
+    "sinks without keys": {"sinks": True, "packed": True, "dtype": "float16"},
+    "bias": {"bias": "bhij", "dv": 128},
+    "bias of keys": {"bias": "j", "packed": True, "band": (False, True)},
+    "mod": {"mod": "distance_table", "d": 128},
+    "mod per key": {"mod": "per_key", "band": (True, True)},
+    "mask": {"mask": "document"},
+    "mask and band": {"mask": "prefix_lm", "band": (True, True), "packed": True},
+    "many": {"softcap": True, "mod": "gated", "alibi": "h", "bias": "hi", "sinks": True, "mask": "dilated_window"},
+    "256 softcap": {"softcap": True, "d": 256, "dv": 256, "band": (False, True)},
+    "256 alibi": {"alibi": "h", "d": 256, "dv": 128},
+    "256 mod": {"mod": "gated", "d": 192, "dv": 128, "band": (True, True), "packed": True},
+    "256 mask": {"mask": "document", "bias": "ij", "sinks": True, "d": 256, "dv": 256},
+}
+
+
+def forward(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any = NO_TERMS, _launches: Any = None
+) -> Any:
+    from tilewise.kernels.hopper.launch import forward_launches, new_state
+
+    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
+    if k.numel() == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    job = forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, new_state(torch.device("cpu")), 2, terms)[0]
+    launch(job.kernel, job.programs, job.args, job.options)
+    return out, lse
+
+
+def backward(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any,
+    _launches: Any = None,
+) -> Any:  # fmt: skip
+    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space, problem
+
+    q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
+    bias, sinks = (x if x is None else x.detach() for x in (terms.bias, terms.sinks))
+    terms = terms._replace(bias=bias, sinks=sinks, score=tuple(x.detach() for x in terms.score))
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    if k.numel() == 0 or q.numel() == 0:
+        return [x.zero_() for x in grads]
+    space = new_space(q, problem(q, k, v, cu_q))
+    for job in backward_launches(dout.contiguous(), dlse, q, k, v, out, lse, *grads, cu_q, cu_k, spec, space, 2, terms):
+        if hasattr(job.kernel, "is_gluon"):
+            launch(*job)
+        else:
+            job()
+    return grads
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_within_budget(name, monkeypatch):
+    backend = SimpleNamespace(forward=forward, backward=backward, term_gradients=reference.term_gradients)
+    monkeypatch.setattr(ops, "_backend", lambda *_: backend)
+    chosen = features.replace(PLAIN, **ONE[name])
+    call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
+    _, faults = features_budget.judge(call, "reference")
+    assert not faults, "\n".join(faults)
+
+
+@tilewise.score_mod
+def root(score, b, h, q_idx, kv_idx):
+    return torch.sqrt(abs(score))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_slopes_of_rows_that_do_not_exist(d):
+    """The scores of padding are 0, where this mod has no finite slope."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 70, 1, d).bfloat16() for _ in range(4))
+    mod = root()
+    spec = Spec(d**-0.5, score_mod=mod.key)
+    out, lse = forward(q, k, v, None, None, spec)
+    for ours, theirs in zip(
+        backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
+        reference.backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("d", "scale"), [(64, 0.125), (64, -0.1), (256, 0.06)])
+def test_who_does_not_see_a_nan_gets_none(d, scale):
+    """A nan in the last key and its value, which only the last document sees: what others get is computed once more,
+    terms included."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 100, 1, d).half() for _ in range(4))
+    ids = (torch.arange(100) >= 80).int()
+    cap, mask = tilewise.mods.softcap(0.5), tilewise.mods.document(ids=ids)
+    spec = Spec(scale, score_mod=cap.key, score_numbers=cap.numbers, mask_mod=mask.key, mask_numbers=mask.numbers)
+    terms = Terms(mask=mask.tensors)
+    out, lse = reference.forward(q, k, v, None, None, spec, terms)
+    clean = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    k[:, 99] = v[:, 99] = torch.nan
+    found = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    for x, y in zip(found, clean, strict=True):
+        torch.testing.assert_close(x[:, :80], y[:, :80], atol=4e-3, rtol=0)
+    assert found[0][:, 80:].isnan().all()
