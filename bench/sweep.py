@@ -27,9 +27,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise import api, config, mods
-from tilewise.kernels.portable import launch
-from tilewise.spec import Spec, Terms, band
+from tilewise import checks, mods
+from tilewise.kernels.launch import gpu_for
+from tilewise.kernels.portable import launch, tiles
+from tilewise.kernels.shapes import problem as problem_of
+from tilewise.spec import Request, Upstream
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}
 TOKENS, HIDDEN = 16384, 2048
@@ -49,10 +51,10 @@ class Sweep(NamedTuple):
         return cls(which, int(dim), term, tuple(rest))
 
 
-def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tuple[list[Tensor], Spec, Terms]:
+def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tuple[Request, Tensor]:
     heads = HIDDEN // dim
     tensors = [torch.randn(TOKENS // n, n, heads, dim, device="cuda", dtype=dtype) for _ in range(4)]
-    given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
+    given: checks.Options = {"causal": causal}
     if term == "softcap":
         given["softcap"] = 30.0
     elif term == "alibi":
@@ -62,23 +64,21 @@ def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tu
     elif term == "documents":
         ids = (torch.arange(n, device="cuda") * 8 // n).to(torch.int32)
         given["mask_mod"] = mods.block_mask(mods.document(ids=ids), n, n, causal=causal)
-    sizes = len(tensors[0]), heads, n, n
-    terms, named = api.terms_of(tensors[0], sizes, band(causal, None), packed=False, dropout_p=0.0, **given)
-    return tensors, Spec.of(head_dim=dim, causal=causal, **named), terms
+    *qkv, dout = tensors
+    return checks.dense(*qkv, checks.options_of(given)), dout
 
 
-def candidate(which: str, tile: str, tensors: list[Tensor], spec: Spec, terms: Terms) -> tuple[Run, list[Tensor]]:
+def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Run, list[Tensor]]:
     """The launch of one pass with this tile, and what it writes."""
-    q, k, v, dout = tensors
-    out, lse = launch.forward(q, k, v, None, None, spec, terms)
-    capability = 10 * torch.cuda.get_device_capability()[0]
-    with mock.patch.object(config, "tile", return_value=config.Tile(*map(int, tile.split(",")))):
+    out, lse = launch.forward(request)
+    gpu = gpu_for(out)
+    with mock.patch.object(tiles, "tile", return_value=tiles.Tile(*map(int, tile.split(",")))):
         if which == "forward":
-            return launch.forward_launch(q, k, v, out, lse, None, None, spec, capability, terms), [out]
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        prepare, *keys, query = launch.backward_launches(
-            dout, None, q, k, v, out, lse, dq, dk, dv, None, None, spec, capability, terms
-        )
+            return launch.forward_launch(request, out, lse, gpu), [out]
+        dq, dk, dv = (torch.empty_like(x) for x in request[:3])
+        rows = launch.row_statistics(request.q, problem_of(request))
+        upstream = Upstream(out, lse, dout, None)
+        prepare, *keys, query = launch.backward_launches(request, upstream, (dq, dk, dv), rows, gpu)
     prepare()
     if which == "query":
         return query, [dq]

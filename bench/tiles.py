@@ -25,9 +25,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from tilewise import api, config, mods
+from tilewise import checks, mods
 from tilewise.costs.compiled import Compiled, compile_for
-from tilewise.spec import Spec
+from tilewise.kernels.gpu import Gpu
+from tilewise.kernels.portable import tiles
+from tilewise.spec import Upstream
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
 VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {
@@ -66,7 +68,14 @@ TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 def compile_row(row: Row) -> Compiled:
-    from tilewise.kernels.portable.launch import backward_launches, forward_launch, jvp_launch, merge_launch
+    from tilewise.kernels.portable.launch import (
+        backward_launches,
+        forward_launch,
+        jvp_launch,
+        merge_launch,
+        row_statistics,
+    )
+    from tilewise.kernels.shapes import problem
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)
@@ -75,30 +84,30 @@ def compile_row(row: Row) -> Compiled:
     k = torch.empty(*shape, 1, row.dim, dtype=dtype)
     lse = torch.empty(*shape[:-1], group, n)
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
-    given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
-    given |= TERMS[row.term](n, group) if row.term else {}
-    terms, named = api.terms_of(q, (1, group, n, n), (before, after), packed, dropout_p=0.0, **given)
-    spec = Spec(scale=0.125, before=before, after=after, **named)
-    chosen = (
-        nullcontext() if row.tile is None else mock.patch.object(config, "tile", return_value=config.Tile(*row.tile))
+    options = checks.options_of(
+        {"window": (before, after), "scale": 0.125} | (TERMS[row.term](n, group) if row.term else {})
     )
+    request = checks.packed(q, k, k, cu, cu, (n, n), options) if packed else checks.dense(q, k, k, options)
+    gpu = Gpu("cuda", row.capability)
+    chosen = nullcontext() if row.tile is None else mock.patch.object(tiles, "tile", return_value=tiles.Tile(*row.tile))
     with chosen:
         if row.kernel == "forward":
             rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
             q, lse = q[..., :rows, :, :], lse[..., :rows]
-            launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms, parts)
+            launch = forward_launch(request._replace(q=q), q, lse, gpu, parts)
         elif row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
-            launch = merge_launch(room, room, q, lse, 64, row.capability)
+            launch = merge_launch(room, room, q, lse, 64, gpu)
         elif row.kernel == "jvp":
-            launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
+            launch = jvp_launch(request, q, lse, [q, k, k], q, lse, gpu)
         else:
-            launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability, terms)
+            rows = row_statistics(q, problem(request))
+            launches = backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, gpu)
             launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
-    options = dict(launch.options)
+    named = dict(launch.options)
     if row.precision is not None:
-        options["PRECISION"] = row.precision
-    return compile_for(row.capability, launch.kernel, launch.args, options)
+        named["PRECISION"] = row.precision
+    return compile_for(row.capability, launch.kernel, launch.args, named)
 
 
 def report(row: Row) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import random
 
 import torch
 
-from tilewise.merge import merge
+from tilewise.merge import union
 from tilewise.reference import softmax as rung
 from tilewise_lab import trace
 from tilewise_lab.learn import picture
@@ -137,7 +137,7 @@ def part(columns):
     return torch.softmax(s[:, columns], -1) @ v[columns], s[:, columns].logsumexp(-1)
 
 
-o, lse = merge(part(slice(0, 3)), part(slice(3, 10)))
+o, lse = union(part(slice(0, 3)), part(slice(3, 10)))
 assert torch.allclose(o, torch.softmax(s, -1) @ v)
 assert torch.allclose(lse, s.logsumexp(-1))
 

@@ -70,11 +70,13 @@ assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 if has_triton("a kernel with more stages than fit"):
     from tilewise.costs.compiled import compile_for
+    from tilewise.kernels.gpu import Gpu
     from tilewise.kernels.portable import launch
-    from tilewise.spec import Spec
+    from tilewise.spec import Request, Spec
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
-    forward = launch.forward_launch(q, q, q, q, torch.empty(1, 4, 512, device="meta"), None, None, Spec(0.1), 90)
+    request, lse = Request(q, q, q, Spec(0.1)), torch.empty(1, 4, 512, device="meta")
+    forward = launch.forward_launch(request, q, lse, Gpu("cuda", 90))
     for stages in (1, 3, 9):
         made = compile_for(90, forward.kernel, forward.args, forward.options | {"num_stages": stages})
         fits = made.shared <= DEVICES["H200"].shared
@@ -100,9 +102,7 @@ if has_triton("the compiler's stages"):
     from tilewise_lab.explain.stages import stages, text
 
     for capability in (80, 90):
-        one_kernel = launch.forward_launch(
-            q, q, q, q, torch.empty(1, 4, 512, device="meta"), None, None, Spec(0.1), capability
-        )  # fmt: skip
+        one_kernel = launch.forward_launch(request, q, lse, Gpu("cuda", capability))
         made = compile_for(capability, one_kernel.kernel, one_kernel.args, one_kernel.options)
         print(f"\nsm_{capability}\n{text(made)}")
         seen = {s.operation for s in stages(made)}

@@ -16,9 +16,9 @@ import math
 import torch
 
 import tilewise
-from tilewise import config
 from tilewise.costs.devices import DEVICES
 from tilewise.costs.predict import shared_estimate
+from tilewise.kernels.portable import tiles
 from tilewise_lab.learn import has_triton, measured, picture, show
 
 HERE = has_triton("running the kernels")
@@ -163,7 +163,7 @@ from tilewise.costs.cost import Call
 from tilewise.costs.predict import work_of
 
 causal = Call(1, 4096, 4096, 1, 1, 128, 128, after=0)
-steps = [n for _, n, _ in work_of(causal, "forward", config.Tile(128, 128, 8, 2))]
+steps = [n for _, n, _ in work_of(causal, "forward", tiles.Tile(128, 128, 8, 2))]
 print(f"{sum(steps)} of {32 * 32} tiles visited")
 assert sum(steps) == 32 * 33 // 2
 times = measured("causal")
@@ -180,7 +180,7 @@ if times:
 
 # %%
 candidates = [
-    config.Tile(bq, bkv, warps, stages)
+    tiles.Tile(bq, bkv, warps, stages)
     for bq in (64, 128)
     for bkv in (32, 64)
     for stages in (3, 4, 7)
@@ -193,7 +193,7 @@ fit = {
 print("of the 24, fit into shared memory at D = 128:", fit)
 show(
     ["head dim", "tilewise's tile on Hopper", "on Ampere"],
-    [[d, config.tile("forward", 90, 2, d), config.tile("forward", 80, 2, d)] for d in (64, 128, 256)],
+    [[d, tiles.tile("forward", 90, 2, d), tiles.tile("forward", 80, 2, d)] for d in (64, 128, 256)],
 )
 
 
@@ -213,11 +213,13 @@ picture("11_triangle", draw)
 
 # %%
 if HERE:
+    from tilewise.kernels.gpu import Gpu
     from tilewise.kernels.portable import launch
-    from tilewise.spec import Spec
+    from tilewise.spec import Request, Spec
 
     q = torch.randn(1, 16, 1, 16)
-    made = launch.forward_launch(q, q, q, torch.empty_like(q), torch.empty(1, 1, 16), None, None, Spec(0.25), 90)
+    request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16)
+    made = launch.forward_launch(request, torch.empty_like(q), lse, Gpu("cuda", 90))
     assert made.options["PRECISION"] != "tf32"
 
 # %% [markdown]

@@ -44,13 +44,14 @@ if has_triton("the Hopper forward in the emulator"):
     try:
         from tilewise import attention
         from tilewise.kernels.hopper.launch import forward_launches, new_state
-        from tilewise.spec import Spec
+        from tilewise.spec import Request, Spec
         from tilewise_lab.emulator import launch
 
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        forward, *_ = forward_launches(q, k, v, out, lse, None, None, Spec(0.125), new_state(torch.device("cpu")), 1)
+        request, state = Request(q, k, v, Spec(0.125)), new_state(torch.device("cpu"))
+        forward, *_ = forward_launches(request, out, lse, state, 1)
         timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
         exact = attention(q.double(), k.double(), v.double())
         print(f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}")

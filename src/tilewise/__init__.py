@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import mods
-from .api import attention, attention_varlen
+from .api import attention, attention_varlen, check
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
@@ -18,6 +18,7 @@ __all__ = [
     "attention_varlen",
     "block_mask",
     "block_mask_varlen",
+    "check",
     "dropout_mask",
     "explain",
     "mask_mod",

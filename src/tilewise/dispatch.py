@@ -1,122 +1,167 @@
-"""Which backend runs a call, and why. `auto` chooses; a named backend runs or says what it lacks."""
+"""Which backend runs a call, and why; and the one memory of calls: what was found out for a call that looks like this.
+
+A backend is a folder with a module `limits` (what keeps a call from it; imports torch alone) and a module that has its
+functions, imported when first needed: forward(request, recordings), backward(request, upstream, recordings),
+term_gradients(request, upstream, wanted) and jvp(request, out, lse, tangents). Nothing but the table below, and the
+folder, knows its name.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import config
-from .spec import NO_TERMS, AttentionError, Spec, Terms
+from .kernels.gpu import Gpu, gpu_of
+from .kernels.hopper import limits as hopper
+from .kernels.portable import limits as portable
+from .spec import AttentionError, Request
+from .torch_private import is_watched
+
+
+class Backend(NamedTuple):
+    """`obstacle` says what keeps a call from it, `yields` why `auto` gives it to the next in line all the same."""
+
+    name: str
+    module: str
+    obstacle: Callable[[Request, Gpu | None], str | None]
+    yields: Callable[[Request, Gpu | None], str | None]
+    reason: str  # why `auto` takes it
+
+    def load(self) -> Any:
+        return import_module(self.module)
+
+
+def _never(request: Request, gpu: Gpu | None) -> None:
+    return None
+
+
+BACKENDS = (  # in the order in which `auto` asks them
+    Backend("hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU"),
+    Backend("triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels"),
+    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device"),
+)
+NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
 
 class Choice(NamedTuple):
-    backend: str
+    backend: Backend
     reason: str
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, capability: int | None = None, terms: Terms = NO_TERMS
-) -> Choice:
-    """The backend of a call; with `capability`, of the same call on a GPU of that kind (90: sm_90).
+def choose(request: Request, gpu: Gpu | None = None) -> Choice:
+    """The backend of a call; with `gpu`, of the same call on a GPU of that kind.
 
     >>> q = torch.zeros(1, 8, 2, 64)
-    >>> choose(q, q, q, Spec(scale=1.0))
-    Choice(backend='reference', reason='triton: the tensors are on the cpu')
+    >>> from tilewise.spec import Spec
+    >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
+    >>> chosen.backend.name, chosen.reason
+    ('reference', 'torch, on any device; triton: the tensors are on the cpu')
     """
-    if spec.backend == "auto":
-        obstacle = triton_obstacle(q.device, q.dtype, capability)
-        if obstacle is None and (q.is_cuda or capability is not None):
-            missing = hopper_obstacle(q, k, v, spec, capability, terms)
-            if missing is None and has_few_queries(q, k):
-                return Choice("triton", "portable kernels, which divide the keys of few queries among programs")
+    name = request.spec.backend
+    if gpu is None:
+        gpu = gpu_of(request.q.device)
+    if name == "auto":
+        last = ""
+        for backend in BACKENDS:
+            missing = backend.obstacle(request, gpu) or backend.yields(request, gpu)
             if missing is None:
-                return Choice("hopper", "kernels for this GPU")
-            return Choice("triton", f"portable kernels; hopper: {missing}")
-        return Choice("reference", f"triton: {obstacle or 'the interpreter runs only when it is asked for by name'}")
-    if spec.backend == "triton":
-        obstacle = triton_obstacle(q.device, q.dtype, capability)
-    elif spec.backend == "hopper":
-        obstacle = hopper_obstacle(q, k, v, spec, capability, terms)
-    else:
-        obstacle = None
-    if obstacle is not None:
-        raise AttentionError(f"backend={spec.backend!r}", obstacle, "backend='auto' or 'reference', which run here")
-    return Choice(spec.backend, "asked for by name")
-
-
-def triton_obstacle(device: torch.device, dtype: torch.dtype, capability: int | None = None) -> str | None:
-    if dtype == torch.float64:
-        return "float64, which only the reference computes"
-    if capability is None:
-        if not has_triton():
-            return "no triton installed (it comes with a CUDA build of torch)"
-        if device.type == "cpu":
-            return None if os.environ.get("TRITON_INTERPRET") == "1" else "the tensors are on the cpu"
-        if device.type != "cuda":
-            return f"the tensors are on {device.type}"
-        capability = capability_of(device)
-    if capability < 80:
-        return "the GPU is older than Ampere (compute capability 8.0)"
-    return None
-
-
-def hopper_obstacle(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, capability: int | None = None, terms: Terms = NO_TERMS
-) -> str | None:
-    """What keeps a call from the Hopper kernels. TMA wants rows of whole 16 bytes, at addresses that are, too."""
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q.dtype}, of float16 and bfloat16"
-    if capability is None:
-        if not has_gluon():
-            return "no triton >= 3.6 installed"
-        if q.device.type != "cuda":
-            return f"the tensors are on {q.device.type}"
-        capability = capability_of(q.device)
-    if capability != 90:
-        return f"the GPU is of compute capability {capability / 10}, not 9.0"
-    if terms.seed is not None or terms.blocks:
-        return "a block mask" if terms.blocks else "dropout"
-    if max(q.shape[-1], v.shape[-1]) > 256:
-        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most 256"
-    if v.shape[-1] % 8:
-        return f"head dim {v.shape[-1]} of v, of multiples of 8"
-    for x in (q, k, v):
-        *outer, inner = x.stride()
-        if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
-            return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
-    return None
-
-
-def has_few_queries(q: Tensor, k: Tensor) -> bool:
-    """Whether a dense call reads keys more than it computes, as in decoding."""
-    return q.dim() == 4 and q.shape[1] <= config.FEW_QUERIES and k.shape[1] >= config.MANY_KEYS
-
-
-def is_aligned(x: Tensor) -> bool:
-    """To 16 bytes, as far as that can be known: a tensor that torch.compile only pretends to have, or that torch.func
-    wraps, has no address."""
-    real = type(x) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return (x.data_ptr() if real else x.storage_offset() * x.element_size()) % 16 == 0
+                return Choice(backend, backend.reason + last)
+            last = f"; {backend.name}: {missing}"
+    for backend in BACKENDS:
+        if backend.name == name:
+            missing = backend.obstacle(request, gpu)
+            if missing is not None:
+                raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
+            return Choice(backend, "asked for by name")
+    raise AttentionError("backend", repr(name), " or ".join(map(repr, NAMES)))
 
 
 @cache
-def capability_of(device: torch.device) -> int:
-    """90 for sm_90. Asking torch takes longer than a launch."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+def named(name: str) -> Any:
+    """The module of a backend."""
+    return next(backend for backend in BACKENDS if backend.name == name).load()
 
 
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
+class Call:
+    """How calls that look alike run: what was asked, the backend's module and the launches it made, by its own keys."""
+
+    __slots__ = ("backend", "recordings", "spec")
+
+    def __init__(self, request: Request, recordings: dict[Any, Any] | None) -> None:
+        self.spec = request.spec
+        self.backend = named(choose(request).backend.name)
+        self.recordings = recordings
 
 
-@cache
-def has_gluon() -> bool:
-    return has_triton() and tuple(map(int, version("triton").split(".")[:2])) >= (3, 6)
+LIMIT = 4096  # calls that are remembered: a new length may bring new strides
+_calls: dict[Any, Call] = {}
+
+
+def key_of(options: Any, *tensors: Tensor) -> Any:
+    """What the checks, the choice of a backend and its launches depend on, or None where a call is not remembered: off
+    the GPU, traced or transformed, with score terms (whose checks look at more), or with words of unusual types.
+
+    A key holds the options as they were said, with torch's mode of determinism, and of each tensor whether it is one of
+    those before it (q and k, say, whose places a recorded launch could not tell apart), its shape, strides, dtype,
+    device, and its address modulo 16. Values, addresses, streams and threads are none of it: what is remembered is the
+    same for all of them, and holds no memory of the caller's. Reads and writes of the dict are single operations.
+    """
+    if not isinstance(tensors[0], Tensor) or not tensors[0].is_cuda or is_watched(*tensors):
+        return None
+    causal, window, scale, softcap, bias, slopes, sinks, score, mask, dropout, seed, _, deterministic, backend = options
+    if (
+        not (softcap is bias is slopes is sinks is score is mask is seed is None)
+        or dropout
+        or type(causal) is not bool
+        or not (window is None or type(window) is tuple)
+        or not (scale is None or type(scale) is float)
+        or not (deterministic is None or type(deterministic) is bool)
+    ):
+        return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return causal, window, *map(type, window or ()), scale, deterministic, backend, *signature(*tensors)
+
+
+def recall(key: Any) -> Call | None:
+    """The call of this key, if it was remembered. torch.compile, whose calls have none, must not see the dict: it would
+    compile again whenever an eager call has made it longer.
+    """
+    return None if key is None else _calls.get(key)
+
+
+def call_of(request: Request, key: Any = None) -> Call:
+    """The call that a request is one of, from now on also of this key. Requests are told apart as keys are, by their
+    Spec and all their tensors."""
+    if not request.q.is_cuda:
+        return Call(request, None)
+    own = (request.spec, *signature(*request.tensors()))
+    call = _calls.get(own)
+    if call is None:
+        call = _remember(own, Call(request, {}))
+    return call if key is None else _remember(key, call)
+
+
+def _remember(key: Any, call: Call) -> Call:
+    if len(_calls) >= LIMIT:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a choice of kernels and its compilation depend on in tensors: see `key_of`."""
+    seen: dict[int, int] = {}
+    found: list[Any] = []
+    for n, x in enumerate(tensors):
+        if x is None:
+            found.append(None)
+        else:
+            same = seen.setdefault(id(x), n)
+            found += same, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+    return tuple(found)

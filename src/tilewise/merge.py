@@ -7,21 +7,46 @@ The neutral element is (0, -inf): no keys at all.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
+
+from .spec import AttentionError
 
 State = tuple[Tensor, Tensor]
 
 
-def merge(a: State, b: State) -> State:
-    """The attention over the union of two disjoint sets of keys.
+def merge(*parts: State) -> State:
+    """Attention over the union of disjoint sets of keys, from `attention(..., return_lse=True)` over each of them.
+
+    >>> out, lse = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 3)  # (batch, tokens, heads, dim), (batch, heads, tokens)
+    >>> nothing = torch.zeros(1, 3, 2, 8), torch.full((1, 2, 3), -torch.inf)
+    >>> all(torch.equal(x, y) for x, y in zip(merge((out, lse), nothing), (out, lse)))
+    True
+
+    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). Differentiable, even
+    where nothing was seen. A single part is given back as it is.
+    """
+    if not parts:
+        raise AttentionError("parts to merge", "none", "(out, lse) of at least one")
+    for n, part in enumerate(parts):
+        _check(f"part {n}", part, parts[0])
+    if len(parts) == 1:
+        return parts[0]
+    dtype = reduce(torch.promote_types, (out.dtype for out, _ in parts))
+    exact = torch.promote_types(dtype, torch.float32)  # rounded once, however many there are
+    out, lse = reduce(union, ((out.to(exact), lse.mT) for out, lse in parts))
+    return out.to(dtype), lse.mT
+
+
+def union(a: State, b: State) -> State:
+    """The same of two, with lse in the shape of o up to its last axis; both broadcast.
 
     >>> o, lse = torch.randn(3, 8), torch.randn(3)
     >>> nothing = torch.zeros(3, 8), torch.full((3,), -torch.inf)
-    >>> all(torch.equal(x, y) for x, y in zip(merge((o, lse), nothing), (o, lse)))
+    >>> all(torch.equal(x, y) for x, y in zip(union((o, lse), nothing), (o, lse)))
     True
-
-    o has one trailing dim more than lse (the head dim); both must broadcast. Differentiable, even at -inf.
 
     lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse)·o_a + exp(lse_b - lse)·o_b
     """
@@ -35,3 +60,19 @@ def merge(a: State, b: State) -> State:
     o = o_a * (w_a / l)[..., None] + o_b * (w_b / l)[..., None]
     lse = (pivot + l.log()).masked_fill(nothing, -torch.inf)
     return o.to(torch.promote_types(o_a.dtype, o_b.dtype)), lse
+
+
+def _check(name: str, part: object, first: State) -> None:
+    if not (isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
+        raise AttentionError(name, type(part).__name__, "(out, lse), as attention(..., return_lse=True) returns them")
+    out, lse = part
+    if out.dim() not in (3, 4) or lse.dim() != out.dim() - 1:
+        raise AttentionError(
+            f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
+            "out (batch, tokens, heads, dim), lse (batch, heads, tokens), or both without a batch",
+        )  # fmt: skip
+    *batch, tokens, heads, _ = out.shape
+    if tuple(lse.shape) != (*batch, heads, tokens):
+        raise AttentionError(f"lse of {name}", tuple(lse.shape), f"(.., heads, tokens), {(*batch, heads, tokens)}")
+    if out.shape != first[0].shape:
+        raise AttentionError(f"out of {name}", tuple(out.shape), f"that of part 0, {tuple(first[0].shape)}")

@@ -1,17 +1,14 @@
-"""What a call asks for, apart from its tensors; and the one way the library says no."""
+"""What a call asks for; and the one way the library says no."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-BACKENDS = ("auto", "reference", "triton", "hopper")
 MAX_HEAD_DIM = 512
-LIMIT = 4096  # calls that are remembered, so that the next one like it costs less: a new length may bring new strides
+FAR = 2**30  # a band that reaches further than this is unbounded: no sequence is longer, and 32 bits hold the sums
 
 
 class AttentionError(ValueError):
@@ -30,14 +27,13 @@ class AttentionError(ValueError):
         return "{}: found {}; expected {}".format(*self.args)
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """The scalars of a call, in the order in which the registered ops take them.
+class Spec(NamedTuple):
+    """The scalars of a call. The registered ops take them one by one, in this order (`SCHEMA`).
 
     `before` and `after` are the band: query i, which sits at key position p = i + Sk - Sq, sees the keys
     p - before .. p + after; None means unbounded. Causal is `after=0`: nothing past this point knows the word.
 
-    `score_mod` and `mask_mod` are keys of programs (see mods), each with its floats.
+    `score_mod` and `mask_mod` are keys of programs (see mods), each with its floats and how many tensors it reads.
 
     >>> spec = Spec.of(head_dim=64, causal=True)
     >>> spec.scale, spec.before, spec.after
@@ -50,102 +46,144 @@ class Spec:
     backend: str = "auto"
     score_mod: str | None = None
     score_numbers: tuple[float, ...] = ()
+    score_tensors: int = 0
     mask_mod: str | None = None
     mask_numbers: tuple[float, ...] = ()
-    dropout_p: float = 0.0
+    mask_tensors: int = 0
     mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
+    dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
 
     @staticmethod
     def of(
-        *,
-        head_dim: int,
-        causal: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        scale: float | None = None,
-        backend: str = "auto",
-        **terms: Any,
-    ) -> Spec:
+        *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
+        backend: str = "auto", **others: Any,
+    ) -> Spec:  # fmt: skip
+        """From the caller's words."""
         before, after = band(causal, window)
-        if backend not in BACKENDS:
-            raise AttentionError("backend", repr(backend), " or ".join(map(repr, BACKENDS)))
         if scale is None:
             scale = 1 / math.sqrt(head_dim)
         elif not math.isfinite(scale):
             raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
-        return Spec(float(scale), before, after, backend, **terms)
-
-    @staticmethod
-    def from_args(args: Any) -> Spec:
-        return _spec_of(*(tuple(a) if isinstance(a, list) else a for a in args))
-
-    def args(self) -> tuple[Any, ...]:
-        return (
-            self.scale, self.before, self.after, self.backend, self.score_mod, list(self.score_numbers),
-            self.mask_mod, list(self.mask_numbers), self.dropout_p, list(self.mask_block),
-            self.deterministic,
-        )  # fmt: skip
+        return Spec(float(scale), before, after, backend, **others)
 
 
-@lru_cache(LIMIT)
-def _spec_of(*args: Any) -> Spec:
-    return Spec(*args)
+class Request(NamedTuple):
+    """A call, whole: checked once, where it is made (`checks`), and passed on as it is until a kernel runs.
 
-
-# in the order of Spec's fields
-SPEC_SCHEMA = (
-    "float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
-    " float[] mask_numbers, float dropout_p, int[] mask_block, bool deterministic"
-)
-
-
-class Terms(NamedTuple):
-    """The tensors of a call beside q, k and v, all optional.
-
-    bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the two mods read; a block
-    mask's tile lists.
+    q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), or packed (T, H, D) with cu_q and cu_k, int32 (B + 1,).
+    The rest is optional: bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the
+    two mods read; a block mask's tile lists.
     """
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
     bias: Tensor | None = None
     sinks: Tensor | None = None
-    seed: Tensor | None = None
     score: tuple[Tensor, ...] = ()
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    seed: Tensor | None = None
     mask: tuple[Tensor, ...] = ()
     blocks: tuple[Tensor, ...] = ()
 
-    def is_empty(self, spec: Spec) -> bool:
+    @property
+    def is_plain(self) -> bool:
         """Nothing but q, k, v and the band."""
-        return all(x is None for x in (self.bias, self.sinks, self.seed, spec.score_mod, spec.mask_mod))
+        spec = self.spec
+        return self.bias is self.sinks is self.seed is None and spec.score_mod is spec.mask_mod is None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some query may not see some key of its sequence."""
+        spec = self.spec
+        return not (spec.before is spec.after is None and spec.mask_mod is None)
+
+    @property
+    def differentiable(self) -> int:
+        """How many of `tensors` a gradient may be asked of: the first ones."""
+        return 5 + self.spec.score_tensors
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.sinks, self.seed, *self.score, *self.mask, *self.blocks
+        """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""
+        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks = self
+        return self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, *mask, *blocks
+
+    @staticmethod
+    def of(spec: Spec, tensors: Any) -> Request:
+        """The reverse of `tensors`.
+
+        >>> q, cu, slopes = Tensor(4, 1, 8), Tensor(2), Tensor(1)
+        >>> call = Request(q, q, q, Spec(1.0, score_mod="alibi", score_tensors=1), score=(slopes,), cu_q=cu, cu_k=cu)
+        >>> all(a is b for a, b in zip(Request.of(call.spec, call.tensors()).tensors(), call.tensors(), strict=True))
+        True
+        """
+        q, k, v, bias, sinks, *rest = tensors
+        n, m = spec.score_tensors, spec.mask_tensors
+        cu_q, cu_k, seed, *others = rest[n:]
+        mask, blocks = tuple(others[:m]), tuple(others[m:])
+        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks)
 
 
-NO_TERMS = Terms()
-TERMS_SCHEMA = "Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] score, Tensor[] mask, Tensor[] blocks"
+class Upstream(NamedTuple):
+    """What a backward starts from: the results of the forward and their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
 
 
-def band(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+Window = tuple[int | None, int | None]
+_KINDS: dict[Any, str] = {
+    float: "float", int: "int", int | None: "SymInt?", bool: "bool", str: "str", str | None: "str?",
+    tuple[float, ...]: "float[]", tuple[int, ...]: "int[]",
+}  # fmt: skip
+SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor?[] others, " + ", ".join(
+    f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Spec).items()
+)
+ARGUMENTS = 4 + len(Spec._fields)
+
+
+def arguments(request: Request) -> tuple[Any, ...]:
+    """A request as the ops take it, by `SCHEMA`."""
+    q, k, v, *others = request.tensors()
+    return q, k, v, others, *(list(x) if type(x) is tuple else x for x in request.spec)
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
+    """The reverse of `arguments`."""
+    spec = Spec._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars)
+    return Request.of(spec, (q, k, v, *others))
+
+
+def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:
     """(before, after) from the caller's words.
 
-    >>> band(True, None), band(False, (128, 0)), band(True, (128, None))
-    ((None, 0), (128, 0), (128, 0))
+    >>> band(True, None), band(False, (128, 0)), band(True, (128, None)), band(False, (0, 2**31))
+    ((None, 0), (128, 0), (128, 0), (0, None))
     """
-    before: int | None
-    after: int | None
     if window is None:
-        before, after = None, None
-    else:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise AttentionError("window", repr(window), "(left, right), each an int >= 0 or None for unbounded")
-        for name, side in zip(("left", "right"), window, strict=True):
-            if side is not None and (isinstance(side, (bool, float)) or not _is_int(side)):
-                raise AttentionError(f"window {name}", repr(side), "an int >= 0, or None for unbounded")
-            if side is not None and side < 0:
-                hint = f"{side}" + (" (flash-attn writes -1 for unbounded; here that is None)" if side == -1 else "")
-                raise AttentionError(f"window {name}", hint, "an int >= 0, or None for unbounded")
-        before, after = window
+        return None, 0 if causal else None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise AttentionError("window", repr(window), "(left, right), each an int >= 0 or None for unbounded")
+    before, after = (_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
     return before, 0 if causal else after
+
+
+def _side(name: str, side: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, (bool, float, Tensor)) or not (isinstance(side, int) or hasattr(side, "__index__")):
+        raise AttentionError(f"window {name}", repr(side), "an int >= 0, or None for unbounded")
+    if side < 0:
+        hint = f"{side}" + (" (flash-attn writes -1 for unbounded; here that is None)" if side == -1 else "")
+        raise AttentionError(f"window {name}", hint, "an int >= 0, or None for unbounded")
+    if type(side) is not int and not hasattr(side, "node"):  # numpy's; a symbol of torch.compile stays one
+        side = side.__index__()
+    return side if side < FAR else None
 
 
 def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
@@ -156,22 +194,3 @@ def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
     (True, False, False)
     """
     return n_q == 1 and group > 1 and before is None
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, int) or hasattr(x, "__index__")  # torch.compile knows the first of its symbols only
-
-
-def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a choice of kernels and its compilation depend on; and which tensors are one, q and k say, whose places a
-    recorded launch could not tell apart.
-    """
-    seen: dict[int, int] = {}
-    found: list[Any] = []
-    for n, x in enumerate(tensors):
-        if x is None:
-            found.append(None)
-        else:
-            same = seen.setdefault(id(x), n)
-            found += same, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
-    return tuple(found)

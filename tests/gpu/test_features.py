@@ -46,7 +46,7 @@ def test_random_combinations_on_hopper(number: int, record_property: Any, monkey
     """Of the terms that the Hopper kernels take, forward and backward, with sums of dQ in any order and, for odd
     numbers, in a fixed one. The portable backward must not be asked."""
     backward_launch = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
-    monkeypatch.setattr(backward_launch, "portable", None)
+    monkeypatch.setattr(backward_launch, "portable_backward", None)
     chosen = features.Features.random(2000 + number, dims=(32, 64, 128, 256), dtypes=DTYPES[:3], blocks=0)
     chosen = chosen.having(number)
     torch.use_deterministic_algorithms(number % 2 == 1, warn_only=True)

@@ -12,7 +12,7 @@ from tests import budget
 from tests.cases import LARGE, Case, length, make, random_case, run
 from tests.gpu import need_cuda
 from tilewise.dispatch import choose
-from tilewise.spec import AttentionError
+from tilewise.spec import AttentionError, Request
 
 need_cuda()
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_within_budget(case: Case, backend: str, record_property: Any) -> None:
     for each in sizes(case):
         inputs = make(each, "cuda")
         try:
-            choose(*inputs[1:4], replace(each.spec, backend=backend))
+            choose(Request(*inputs[1:4], each.spec._replace(backend=backend)))
         except AttentionError as error:
             pytest.skip(str(error))
         for stick, x in zip(budget.yardsticks(inputs), run(inputs, backend), strict=True):
@@ -87,7 +87,7 @@ def test_errors_do_not_add_up_over_tiles(backend: str, dtype: str) -> None:
     case = Case(n_q=64, n_k=1 << 16, heads=2, kv_heads=1, d=64, dv=64, dtype=dtype)
     inputs = make(case, "cuda")
     try:
-        choose(*inputs[1:4], replace(case.spec, backend=backend))
+        choose(Request(*inputs[1:4], case.spec._replace(backend=backend)))
     except AttentionError as error:
         pytest.skip(str(error))
     budget.check(run(inputs, backend), inputs)

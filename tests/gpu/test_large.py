@@ -17,7 +17,9 @@ import tilewise
 from tests import budget
 from tests.cases import Case, Inputs, run
 from tests.gpu import need_cuda
-from tilewise.dispatch import hopper_obstacle
+from tilewise.kernels.gpu import gpu_of
+from tilewise.kernels.hopper.limits import obstacle
+from tilewise.spec import Request
 
 need_cuda()
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large")]
@@ -47,7 +49,10 @@ def room() -> Iterator[None]:
 @pytest.fixture(params=["triton", "hopper"])
 def backend(request: pytest.FixtureRequest) -> str:
     probe = torch.zeros(1, 16, 1, 64, device="cuda", dtype=torch.float16)
-    if request.param == "hopper" and (missing := hopper_obstacle(probe, probe, probe, SHAPE.spec)) is not None:
+    if (
+        request.param == "hopper"
+        and (missing := obstacle(Request(probe, probe, probe, SHAPE.spec), gpu_of(probe.device))) is not None
+    ):
         pytest.skip(missing)
     return str(request.param)
 

@@ -23,7 +23,8 @@ from tests.cases import Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
 from tilewise.dispatch import choose
-from tilewise.spec import NO_TERMS, AttentionError, Spec
+from tilewise.kernels.gpu import Gpu
+from tilewise.spec import AttentionError, Request, Spec, arguments
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +38,19 @@ def case(n_q: int = 7, n_k: int = 9, packed: bool = False, **changes: Any) -> Ca
     return Case(batch, n_q, n_k, 4, 2, 8, 8, lengths=lengths, lse_gradient=True, **{"after": 0} | changes)
 
 
-def op_arguments(inputs: Inputs, spec: Spec) -> tuple[Any, ...]:
-    terms = (list(x) if isinstance(x, tuple) else x for x in NO_TERMS)
-    return inputs.cu_q, inputs.cu_k, *terms, *spec.args()
+def op_arguments(inputs: Inputs, spec: Spec, **terms: Any) -> tuple[Any, ...]:
+    return arguments(Request(*inputs[1:4], spec, cu_q=inputs.cu_q, cu_k=inputs.cu_k, **terms))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_opcheck(packed: bool, backend: str) -> None:
     inputs = make(case(packed=packed), DEVICE)
     spec = Spec(0.5, 3, 0, backend)
-    forward = (*inputs[1:4], *op_arguments(inputs, spec))
+    forward = op_arguments(inputs, spec)
     torch.library.opcheck(torch.ops.tilewise.forward.default, forward)
     out, lse = torch.ops.tilewise.forward(*forward)
     for dlse in (inputs.dlse, None):
-        backward = (inputs.dout, dlse, *inputs[1:4], out, lse, *op_arguments(inputs, spec))
+        backward = (out, lse, inputs.dout, dlse, *op_arguments(inputs, spec))
         torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
 
 
@@ -58,22 +58,22 @@ def test_opcheck_of_term_gradients(backend: str) -> None:
     """Of a bias, of sinks and of what a mod reads; each alone and all together."""
     inputs = make(case(), DEVICE)
     mod = features.distance_table(torch.randn(4, 16, device=DEVICE))
-    spec = Spec(0.5, 3, 0, backend, score_mod=mod.key)
-    terms = (torch.randn(1, 4, 7, 9, device=DEVICE), torch.randn(4, device=DEVICE), None, list(mod.tensors), [], [])
-    call = (None, None, *terms, *spec.args())
-    out, lse = torch.ops.tilewise.forward(*inputs[1:4], *call)
+    spec = Spec(0.5, 3, 0, backend, score_mod=mod.key, score_tensors=len(mod.tensors))
+    bias, sinks = torch.randn(1, 4, 7, 9, device=DEVICE), torch.randn(4, device=DEVICE)
+    call = op_arguments(inputs, spec, bias=bias, sinks=sinks, score=mod.tensors)
+    out, lse = torch.ops.tilewise.forward(*call)
     for wanted in ([True, True, True], [True, False, False], [False, True, False], [False, False, True]):
-        arguments = (inputs.dout, inputs.dlse, *inputs[1:4], out, lse, *call, wanted)
-        torch.library.opcheck(torch.ops.tilewise.term_gradients.default, arguments)
+        given = (out, lse, inputs.dout, inputs.dlse, wanted, *call)
+        torch.library.opcheck(torch.ops.tilewise.term_gradients.default, given)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_opcheck_of_forward_mode(packed: bool, triton_runs: None) -> None:
     inputs = make(case(packed=packed), DEVICE)
     call = op_arguments(inputs, Spec(0.5, 3, 0, "triton"))
-    out, lse = torch.ops.tilewise.forward(*inputs[1:4], *call)
-    arguments = ([torch.randn_like(x) for x in inputs[1:4]], *inputs[1:4], out, lse, *call)
-    torch.library.opcheck(torch.ops.tilewise.jvp.default, arguments)
+    out, lse = torch.ops.tilewise.forward(*call)
+    given = (out, lse, [torch.randn_like(x) for x in inputs[1:4]], *call)
+    torch.library.opcheck(torch.ops.tilewise.jvp.default, given)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -260,7 +260,7 @@ def test_func_grad_of_what_hopper_would_run() -> None:
     found = []
 
     def loss(q: Tensor) -> Tensor:
-        found.append(choose(q, q, q, Spec(1.0), capability=90).backend)
+        found.append(choose(Request(q, q, q, Spec(1.0)), Gpu("cuda", 90)).backend.name)
         return q.sum()
 
     torch.func.grad(loss)(q)

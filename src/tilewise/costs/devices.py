@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
+from tilewise.kernels.gpu import Gpu
 from tilewise.spec import AttentionError
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -39,6 +40,11 @@ class Device:
     registers: int = 64 * KB  # per SM, of 4 bytes
     threads: int = 2048  # per SM
     exps: int = 16  # exponentials per SM and clock
+
+    @property
+    def gpu(self) -> Gpu:
+        """As the kernels' tables know it."""
+        return Gpu("cuda", self.capability)
 
     def flops(self, dtype: str) -> float:
         """FLOP/s of a matrix product in `dtype` with float32 sums (float32: exact products, no TF32)."""

@@ -27,14 +27,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
+from tilewise import checks, dispatch
+from tilewise.checks import Options, takes_options
 from tilewise.costs import cost, predict, roofline
 from tilewise.costs.advice import Advice, advise
 from tilewise.costs.compiled import Compiled, compile_for
@@ -42,10 +41,12 @@ from tilewise.costs.cost import Call
 from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
 from tilewise.costs.terms import count
+from tilewise.dispatch import Backend
+from tilewise.kernels.gpu import has_triton
 from tilewise.mods.blocks import BlockMask
-from tilewise.mods.program import Mod
-from tilewise.spec import AttentionError, Spec, Terms, band
+from tilewise.spec import AttentionError, Request
 
+TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p"
 Shape = Sequence[int]
 
 
@@ -119,34 +120,13 @@ class Explanation:
         return text(self)
 
 
+@takes_options
 def explain(
-    q: Tensor | Shape,
-    k: Tensor | Shape,
-    v: Tensor | Shape,
-    cu_seqlens_q: Tensor | Sequence[int] | None = None,
-    cu_seqlens_k: Tensor | Sequence[int] | None = None,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    score_mod: Mod | None = None,
-    mask_mod: Mod | BlockMask | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    backward: bool | None = None,
-    device: str | None = None,
-    dtype: str = "bfloat16",
-    compiled: bool = False,
-) -> Explanation:
+    q: Tensor | Shape, k: Tensor | Shape, v: Tensor | Shape, cu_seqlens_q: Tensor | Shape | None = None,
+    cu_seqlens_k: Tensor | Shape | None = None, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    backward: bool | None = None, device: str | None = None, dtype: str = "bfloat16", compiled: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:  # fmt: skip
     """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
 
     Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched. The
@@ -156,34 +136,27 @@ def explain(
     backward: count the backward too; None means if an input requires a gradient.
     compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
     """
-    tensors = [_tensor(x, dtype) for x in (q, k, v)]
-    lengths = _lengths(tensors, cu_seqlens_q, cu_seqlens_k)
-    extras = {
-        "softcap": softcap, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "score_mod": score_mod,
-        "mask_mod": mask_mod, "dropout_p": dropout_p, "seed": seed,
-    }  # fmt: skip
-    longest = [max_seqlen_q, max_seqlen_k] if lengths else [tensors[0].shape[1], tensors[1].shape[1]]
-    seen = band(causal, window)
-    terms, named = _terms(tensors[0], len(lengths or tensors[0]), longest, seen, extras, packed=lengths is not None)
-    same_bits = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    spec = Spec.of(
-        head_dim=tensors[0].shape[-1], causal=causal, window=window, scale=scale, backend=backend,
-        deterministic=same_bits, **named,
-    )  # fmt: skip
-    asked = extras | {"seed": None, "dropout_p": dropout_p or None}
-    names = tuple(name for name, x in asked.items() if x is not None)
-    blocks = mask_mod if isinstance(mask_mod, BlockMask) else None
-    call = _call(tensors, lengths, spec, count(spec, terms, names, blocks))
-    where = _device(tensors[0], device)
-    if backward is None:
-        backward = any(x.requires_grad for x in (*tensors, *terms.score, *(t for t in terms[:2] if t is not None)))
-    if where.capability:
-        chosen = dispatch.choose(tensors[0], tensors[1], tensors[2], spec, where.capability, terms)
+    asked = checks.options_of(options)
+    tensors = q, k, v = [_tensor(x, dtype) for x in (q, k, v)]
+    if cu_seqlens_q is None:
+        request, lengths = checks.dense(q, k, v, asked), None
     else:
-        here = torch.empty(0, dtype=tensors[0].dtype)
-        chosen = dispatch.choose(here, here, here, spec, terms=terms)
-    found = estimate(call, backward, where, chosen.backend, chosen.reason)
-    resources, not_compiled = _resources(tensors, call, spec, where, found) if compiled else ({}, "not asked for")
+        cu_q, cu_k = (_offsets(x) for x in (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k))
+        request = checks.packed(q, k, v, cu_q, cu_k, (max_seqlen_q, max_seqlen_k), asked)
+        lengths = tuple(zip(*(cu.diff().tolist() for cu in (cu_q, cu_k)), strict=True))
+    given = {name: asked[name] for name in TERMS} | {"dropout_p": asked["dropout_p"] or None}  # type: ignore[literal-required]
+    names = tuple(name for name, x in given.items() if x is not None)
+    blocks = asked["mask_mod"] if isinstance(asked["mask_mod"], BlockMask) else None
+    call = _call(request, lengths, count(request, names, blocks))
+    where = _device(request.q, device)
+    if backward is None:
+        backward = any(x is not None and x.requires_grad for x in request.tensors()[: request.differentiable])
+    if where.capability:
+        chosen = dispatch.choose(request, where.gpu)
+    else:
+        chosen = dispatch.choose(request._replace(q=request.q.new_empty(0, device="cpu")))
+    found = estimate(call, backward, where, chosen.backend.name, chosen.reason)
+    resources, not_compiled = _resources(request, where, chosen.backend, found) if compiled else ({}, "not asked for")
     found = replace(found, resources=resources, not_compiled=not_compiled)
     return replace(
         found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, where, found.backend)))
@@ -233,48 +206,12 @@ def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
     return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")
 
 
-def _lengths(
-    tensors: list[Tensor], cu_q: Tensor | Sequence[int] | None, cu_k: Tensor | Sequence[int] | None
-) -> tuple[tuple[int, int], ...] | None:
-    """(n_q, n_k) of packed sequences; None for a dense call. Raises where the shapes fit neither."""
-    rank = 4 if cu_q is None else 3
-    for name, x in zip("qkv", tensors, strict=True):
-        if x.dim() != rank:
-            axes = "(batch, tokens, heads, dim)" if rank == 4 else "(tokens, heads, dim) beside cu_seqlens"
-            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}")
-    heads, kv_heads = tensors[0].shape[-2], tensors[1].shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
-        raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads}")
-    if cu_q is None:
-        return None
-    ends = [list(map(int, cu)) for cu in (cu_q, cu_q if cu_k is None else cu_k)]
-    return tuple(zip(*([b - a for a, b in pairwise(cu)] for cu in ends), strict=True))
+def _offsets(cu: Tensor | Shape) -> Tensor:
+    return cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int32)
 
 
-def _terms(
-    q: Tensor,
-    batch: int,
-    longest: Sequence[int | None],
-    seen: tuple[int | None, int | None],
-    extras: dict[str, Any],
-    *,
-    packed: bool,
-) -> tuple[Terms, dict[str, Any]]:
-    """As `attention` sees them. Shapes and meta tensors live nowhere, so the terms may live anywhere."""
-    from tilewise import api
-
-    heads = q.shape[-2]
-    if q.device.type == "meta":
-        mods = [x for x in (extras["score_mod"], extras["mask_mod"]) if x is not None]
-        mods = [x.mod if isinstance(x, BlockMask) else x for x in mods]
-        tensors = [x for x in extras.values() if isinstance(x, Tensor)]
-        tensors += [x for mod in mods for x in getattr(mod, "tensors", ())]
-        q = q.new_empty(0, device=tensors[0].device if tensors else "cpu")
-    return api.terms_of(q, (batch, heads, longest[0], longest[1]), seen, packed, **extras)
-
-
-def _call(tensors: list[Tensor], lengths: tuple[tuple[int, int], ...] | None, spec: Spec, terms: Any) -> Call:
-    q, k, v = tensors
+def _call(request: Request, lengths: tuple[tuple[int, int], ...] | None, terms: Any) -> Call:
+    q, k, v, spec = request[:4]
     return Call(
         batch=q.shape[0] if lengths is None else len(lengths),
         n_q=q.shape[-3],
@@ -297,86 +234,36 @@ def _device(q: Tensor, name: str | None) -> Device:
 
 
 def _resources(
-    tensors: list[Tensor], call: Call, spec: Spec, device: Device, found: Explanation
+    request: Request, device: Device, backend: Backend, found: Explanation
 ) -> tuple[dict[str, Resources], str]:
     """Registers and shared memory of each kernel, or why they are not known."""
-    if found.backend == "reference":
-        return {}, "the reference backend has no kernels of its own"
-    if call.terms:
+    if not found.kernels:
+        return {}, f"the {backend.name} backend has no kernels of its own"
+    if not request.is_plain:
         return {}, "kernels with score terms are compiled when they are first called"
-    if not dispatch.has_triton():
+    if not has_triton():
         return {}, "no Triton here"
-    from tilewise.kernels.portable import launch
-
-    if launch.INTERPRETED:
+    if os.environ.get("TRITON_INTERPRET") == "1":
         return {}, "Triton is interpreting (TRITON_INTERPRET=1)"
-    strides = tuple(x.stride() for x in tensors)
-    shapes = tuple(tuple(x.shape) for x in tensors)
     try:
-        return _compile(
-            shapes, strides, tensors[0].dtype, call.lengths, spec, device.capability, found.backward, found.backend
-        ), ""
+        with _quiet():
+            made = compile_kernels(request, device, backend, found.backward)
+            return {name: Resources(x.registers, x.shared, x.spills) for name, x in made}, ""
     except Exception as error:
-        return {}, f"the compiler here refused sm_{device.capability} ({type(error).__name__})"
-
-
-@cache
-def _compile(
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    lengths: tuple[tuple[int, int], ...] | None,
-    spec: Spec,
-    capability: int,
-    backward: bool,
-    backend: str,
-) -> dict[str, Resources]:
-    q, k, v = (torch.empty_strided(n, s, dtype=dtype, device="meta") for n, s in zip(shapes, strides, strict=True))
-    with _quiet():
-        return {
-            name: Resources(made.registers, made.shared, made.spills)
-            for name, made in compile_kernels(q, k, v, lengths, spec, capability, backward=backward, backend=backend)
-        }
+        return {}, f"the compiler here refused {device.gpu} ({type(error).__name__})"
 
 
 def compile_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[tuple[int, int]] | None,
-    spec: Spec,
-    capability: int,
-    *,
-    backward: bool,
-    backend: str = "triton",
+    request: Request, device: Device, backend: Backend, backward: bool
 ) -> Iterator[tuple[str, Compiled]]:
-    """The kernels of a call, compiled as a launch would; the tensors may be meta."""
-    from tilewise.kernels.portable import launch
+    """The kernels of a call, compiled as a launch would; whatever its tensors live on."""
+    away = Request.of(request.spec, [None if x is None else _like(x) for x in request.tensors()])
+    for name, one in backend.load().offline(away, device.gpu, backward).items():
+        yield name, compile_for(device.capability, one.kernel, one.args, one.options)
 
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    cu = None if lengths is None else q.new_empty(len(lengths) + 1, dtype=torch.int32)
-    if backend == "hopper":
-        from tilewise.kernels.hopper.launch import forward_launches, new_state
 
-        one, *_ = forward_launches(q, k, v, out, lse, cu, cu, spec, new_state(torch.device("meta")), 132)
-        launches = {"hopper forward": one}
-    else:
-        launches = {"forward": launch.forward_launch(q, k, v, out, lse, cu, cu, spec, capability)}
-    if backward:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        tensors = out, None, q, k, v, out, lse, dq, dk, dv, cu, cu, spec
-        if backend == "hopper" and predict.has_hopper_backward(q.shape[-1], v.shape[-1]):
-            from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
-
-            space = new_space(q, launch.problem(q, k, v, cu))
-            launches["hopper backward"] = backward_launches(*tensors, space, 132)[1]
-        else:
-            passes = launch.backward_launches(*tensors, capability)
-            names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
-            launches |= dict(zip(names, passes, strict=True))
-    for name, one in launches.items():
-        yield name, compile_for(capability, one.kernel, one.args, one.options)
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 @contextlib.contextmanager

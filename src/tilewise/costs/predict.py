@@ -20,14 +20,16 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise import config
 from tilewise.costs.cost import Call, traffic
 from tilewise.costs.devices import Device
 from tilewise.costs.waves import Schedule, Waves, schedule, waves
+from tilewise.kernels.hopper.limits import has_backward as has_hopper_backward
+from tilewise.kernels.hopper.tiles import forward_tile, widths
+from tilewise.kernels.portable import tiles
+from tilewise.kernels.portable.tiles import Tile
 
 Table = Mapping[tuple[str, int], Mapping[int, float]]
 FITTED = Path(__file__).with_name("model.json")
-HOPPER_BACKWARD = 256  # the widest head dim of the Hopper backward; wider ones run the portable kernels
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Kernel:
     """One launch: `work` lists (programs, steps, steps with a mask) in the order in which the programs start."""
 
     name: str
-    tile: config.Tile
+    tile: Tile
     work: tuple[tuple[int, int, int], ...]
     step_flops: int  # of a step, on average
     moved: int  # bytes to and from memory
@@ -120,7 +122,7 @@ def padded(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def shared_estimate(name: str, tile: config.Tile, d: int, dv: int, itemsize: int) -> int:
+def shared_estimate(name: str, tile: Tile, d: int, dv: int, itemsize: int) -> int:
     """Bytes of the tiles a program keeps (its own) and streams (one per stage); the compiler has the last word."""
     own, streamed = (tile.block_n, tile.block_m) if name == "key" else (tile.block_m, tile.block_n)
     kept = own * d if name == "forward" else own * (d + dv)
@@ -128,7 +130,7 @@ def shared_estimate(name: str, tile: config.Tile, d: int, dv: int, itemsize: int
 
 
 @cache
-def work_of(call: Call, name: str, tile: config.Tile) -> tuple[tuple[int, int, int], ...]:
+def work_of(call: Call, name: str, tile: Tile) -> tuple[tuple[int, int, int], ...]:
     """(programs, steps, masked steps) of the query side ("forward", "query") or the key side ("key")."""
     if name in ("key", "hopper backward"):
         own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
@@ -175,10 +177,6 @@ def span(
     return steps, steps - min(full, steps)
 
 
-def has_hopper_backward(d: int, dv: int) -> bool:
-    return max(d, dv) <= HOPPER_BACKWARD and d % 8 == 0
-
-
 def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
@@ -211,13 +209,13 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
         "forward": d + dv,
         "key": 2 * d + 2 * dv,
         "query": 2 * d + dv,
-        "hopper forward": sum(config.widths(call.d)) + sum(config.widths(call.dv)),
+        "hopper forward": sum(widths(call.d)) + sum(widths(call.dv)),
         "hopper backward": 3 * max(d, dv) + 2 * dv,
     }[name]
     slots = device.sms * fit
     work, parts = work_of(call, name, tile), 1
-    if name == "forward" and call.lengths is None and call.n_q <= config.FEW_QUERIES:
-        parts = config.parts_of_keys(sum(n for n, *_ in work), call.n_k, tile.block_n, device.sms)
+    if name == "forward" and call.lengths is None and call.n_q <= tiles.FEW_QUERIES:
+        parts = tiles.parts_of_keys(sum(n for n, *_ in work), call.n_k, tile.block_n, device.sms)
         work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)
     visited = 1.0 if call.terms is None else call.terms.visited
     operations = 0 if call.terms is None else getattr(call.terms, "forward" if name.endswith("forward") else "backward")
@@ -236,18 +234,18 @@ def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
     )
 
 
-def tile_of(call: Call, name: str, device: Device) -> config.Tile:
+def tile_of(call: Call, name: str, device: Device) -> Tile:
     """The tile of a kernel; for the Hopper kernels, whose warps have different jobs, that of the program."""
     d = max(padded(call.d), padded(call.dv))
     if name == "hopper forward":
-        row = config.hopper_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
-        return config.Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
+        row = forward_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
+        return Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
     if name == "hopper backward":
-        return config.Tile(64, 128 if d <= 128 else 64, 12, 2)
-    return config.tile(name, device.capability, call.itemsize, d)
+        return Tile(64, 128 if d <= 128 else 64, 12, 2)
+    return tiles.tile(name, device.capability, call.itemsize, d)
 
 
-def _moved(call: Call, name: str, device: Device, tile: config.Tile) -> int:
+def _moved(call: Call, name: str, device: Device, tile: Tile) -> int:
     q, k, v, o = map(call.rows, "qkvo")
     terms = 0 if call.terms is None else call.terms.read
     if name.endswith("forward"):
@@ -268,7 +266,7 @@ def _beside(call: Call, name: str, parts: int) -> int:
     return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q + written}.get(name, 0)
 
 
-def rereads(call: Call, device: Device, tile: config.Tile, *, queries: bool = False) -> float:
+def rereads(call: Call, device: Device, tile: Tile, *, queries: bool = False) -> float:
     """How often the streamed side comes from memory: once, if L2 holds what the running programs share.
 
     The programs of one head run together and stream the same rows at about the same time, so L2 needs to hold one

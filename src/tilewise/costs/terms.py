@@ -9,7 +9,7 @@ from tilewise.mods import expr
 from tilewise.mods.blocks import BlockMask
 from tilewise.mods.expr import Expr
 from tilewise.mods.program import PROGRAMS
-from tilewise.spec import Spec, Terms
+from tilewise.spec import Request
 
 # In additions, as timed on an H200 (4 x 4096 tokens, 16 heads of 128, causal):
 SPECIAL = 3  # a special function or a quotient
@@ -35,14 +35,15 @@ def weight(x: Expr) -> int:
     return LOAD if x.op == "load" else SPECIAL if x.op in (*expr.FUNCTIONS, "div") else 1
 
 
-def count(spec: Spec, terms: Terms, names: tuple[str, ...], blocks: BlockMask | None = None) -> ScoreTerms | None:
+def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = None) -> ScoreTerms | None:
     """The terms of a call, as the model sees them; None where there are none."""
+    spec = request.spec
     if not names:
         return None
     roots = [PROGRAMS[key].root for key in (spec.score_mod, spec.mask_mod) if key is not None]
     slopes = [PROGRAMS[spec.score_mod].slope] if spec.score_mod is not None else []
-    simple = BIAS * (terms.bias is not None) + HASH * (spec.dropout_p > 0)
-    tensors = [x for x in (terms.bias, *terms.score, *terms.mask) if x is not None]
+    simple = BIAS * (request.bias is not None) + HASH * (spec.dropout_p > 0)
+    tensors = [x for x in (request.bias, *request.score, *request.mask) if x is not None]
     return ScoreTerms(
         names,
         forward=simple + operations(*roots),

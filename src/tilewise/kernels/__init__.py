@@ -1,6 +1,4 @@
-"""The portable kernels, in Triton: any NVIDIA GPU from Ampere on, and Triton's interpreter on a CPU."""
+"""The kernels: what every backend of them shares, and a folder for each backend.
 
-from .portable.launch import backward, forward, jvp
-from .portable.terms import term_gradients
-
-__all__ = ["backward", "forward", "jvp", "term_gradients"]
+Importing this imports no Triton: a folder's `limits` and tables are asked before any kernel is.
+"""

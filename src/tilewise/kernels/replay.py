@@ -4,19 +4,17 @@ Triton binds and specialises a launch's arguments in Python, which takes longer 
 at (dtypes, strides, alignment, integers) is the same for these calls; only the addresses change.
 """
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
-from triton.backends.nvidia import driver as nvidia
+
+from ..torch_private import current_stream
+from .triton_private import Launcher, is_hooked, launcher_of, tma_descriptor
 
 Addresses = Sequence[int | None]
 
 PLACES = 256  # addresses for which a TMA descriptor is kept
-LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first; kernels of other versions go through its Python
 
 
 class Slot(NamedTuple):
@@ -41,49 +39,62 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
 
 
+class Direct(NamedTuple):
+    """A step for the C launcher: its arguments in a row, and how those that depend on addresses are made."""
+
+    call: Callable[..., None]
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    holes: tuple[tuple[int, Callable[[Addresses], Any]], ...]
+
+
 class Recording(NamedTuple):
-    """The launches of a call and, where their launchers are known, a function that makes them all."""
+    """The launches of a call; and, where all their launchers are known, the same for these."""
 
     steps: list[Step]
-    run: Callable[..., None] | None
+    direct: list[Direct] | None
+
+
+def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What a launch depends on in tensors beside those of the request: the results of a forward and their gradients.
+    One that is two of a call's tensors at once is told apart from two."""
+    every = *others, *tensors
+    return tuple(
+        None if x is None else (next(n for n, y in enumerate(every) if y is x), x.stride(), x.dtype, x.data_ptr() % 16)
+        for x in tensors
+    )
 
 
 def launch(
     key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]],
-    calls: dict[Hashable, Recording] | None,
+    recordings: dict[Hashable, Recording] | None,
 ) -> None:  # fmt: skip
-    """Run the launches that `build` makes of these tensors, or those it made for the same key of `calls`."""
-    recording = None if calls is None else calls.get(key)
+    """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`."""
+    recording = None if recordings is None else recordings.get(key)
     if recording is None:
         launches = [made for made in build() if made.programs]
         binaries = [made() for made in launches]
-        if calls is not None and None not in binaries:  # as they are in the interpreter
+        if recordings is not None and None not in binaries:  # as they are in the interpreter
             steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
-            calls[key] = Recording(steps, _written(steps, len(tensors)))
+            recordings[key] = Recording(steps, _direct(steps))
         return
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    if recording.run is None or _is_hooked():
+    if recording.direct is None or is_hooked():
         for step in recording.steps:
             step.binary[step.grid](*(_filled(x, addresses) for x in step.args))
-    else:
-        first: Any = tensors[0]
-        stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        recording.run(stream, *addresses)
-
-
-def _is_hooked() -> bool:
-    """Whether somebody, a profiler say, wants to hear of launches: then Triton makes them."""
-    runtime = triton.knobs.runtime
-    return bool(_listeners(runtime.launch_enter_hook) or _listeners(runtime.launch_exit_hook))
-
-
-def _listeners(hook: Any) -> Any:
-    return hook is not None and getattr(hook, "calls", True)
+        return
+    first: Any = tensors[0]
+    stream = current_stream(first.get_device())
+    for call, grid, template, holes in recording.direct:
+        args = list(template)
+        for at, make in holes:
+            args[at] = make(addresses)
+        call(*grid, stream, *args)
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
-    template = tuple(_template(x, tensors) for x in args)  # the cache must not keep a call's memory alive
+    template = tuple(_template(x, tensors) for x in args)  # the memory must not keep a call's tensors alive
     return Step(binary, (made.programs, 1, 1), template)
 
 
@@ -139,55 +150,43 @@ def _based(descriptor: Any, base: Any) -> Any:
     return other
 
 
+def _direct(steps: list[Step]) -> list[Direct] | None:
+    launchers = [launcher_of(step.binary) for step in steps]
+    return [_for_launcher(step, found) for step, found in zip(steps, launchers, strict=True) if found] if all(
+        launchers
+    ) else None  # fmt: skip
+
+
+def _for_launcher(step: Step, launcher: Launcher) -> Direct:
+    args: list[Any] = list(launcher.fixed)
+    holes: list[tuple[int, Callable[[Addresses], Any]]] = []
+    descriptors = iter(launcher.descriptors)
+    for x in step.args:
+        if hasattr(x, "block_shape"):
+            holes.append((len(args), Maps(x, next(descriptors))))
+            args += None, *x.shape, *x.strides
+        elif _has_slots(x):
+            holes.append((len(args), _maker(x)))
+            args.append(None)
+        else:
+            args.append(x)
+    return Direct(launcher.call, step.grid, tuple(args), tuple(holes))
+
+
 def _has_slots(x: Any) -> bool:
     return isinstance(x, Slot) or (isinstance(x, tuple) and any(map(_has_slots, x)))
 
 
-def _written(steps: list[Step], tensors: int) -> Callable[..., None] | None:
-    """The launches as one function, in which nothing is left to do but to call C with the call's addresses:
-
-    def run(stream, a0, a1, a2):
-        x2(132, 1, 1, stream, 93, False, True, None, None, x0, None, None, None, x1[a0], 4096, 64, (a1 + 512, 64), a2)
-    """
-    objects: dict[str, Any] = {}
-
-    def name(x: Any) -> str:
-        found = f"x{len(objects)}"
-        objects[found] = x
-        return found
-
-    def text(x: Any) -> str:
-        if isinstance(x, Slot):
-            return f"a{x.n} + {x.offset}" if x.offset else f"a{x.n}"
-        if isinstance(x, tuple) and _has_slots(x):
-            return f"({''.join(f'{text(item)}, ' for item in x)})"
-        return repr(x) if x is None or type(x) in (int, bool) else name(x)
-
-    lines = []
-    for binary, grid, template in steps:
-        run = getattr(binary, "run", None)
-        if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != LAUNCHER or not isinstance(run, nvidia.CudaLauncher):
-            return None
-        wrapped = inspect.isfunction(run.launch)  # by what makes TMA descriptors
-        if run.global_scratch_size or run.profile_scratch_size or (wrapped and not binary.metadata.tensordesc_meta):
-            return None
-        launcher = inspect.getclosurevars(run.launch).nonlocals["launcher"] if wrapped else run.launch
-        metadata = iter(binary.metadata.tensordesc_meta if wrapped else ())
-        args = [*map(text, grid), "stream", text(binary.function)]
-        args += map(text, (run.launch_cooperative_grid, run.launch_pdl, None, None, binary.packed_metadata))
-        args += map(text, (None, None, None))
-        for x in template:
-            if hasattr(x, "block_shape"):
-                args += f"{name(Maps(x, next(metadata)))}[{text(x.base)}]", *map(text, (*x.shape, *x.strides))
-            else:
-                args.append(text(x))
-        lines.append(f"    {name(launcher)}({', '.join(args)})")
-    exec(
-        "\n".join([f"def run({', '.join(['stream', *(f'a{n}' for n in range(tensors))])}):", *lines, "    return"]),
-        objects,
-    )
-    function: Callable[..., None] = objects["run"]
-    return function
+def _maker(x: Any) -> Callable[[Addresses], Any]:
+    """What makes the argument of the addresses."""
+    if isinstance(x, Slot):
+        n, offset = x
+        return (lambda addresses: addresses[n] + offset) if offset else (lambda addresses: addresses[n])
+    first, *rest = x
+    if isinstance(first, Slot) and not any(map(_has_slots, rest)):  # a view: a pointer, its strides
+        n, offset = first
+        return lambda addresses: (addresses[n] + offset, *rest)
+    return lambda addresses: tuple(_filled(item, addresses) for item in x)
 
 
 class Maps(dict[int, Any]):
@@ -195,10 +194,14 @@ class Maps(dict[int, Any]):
 
     def __init__(self, descriptor: Any, metadata: Any) -> None:
         self.descriptor, self.metadata = descriptor, metadata
+        self.n, self.offset = descriptor.base
+
+    def __call__(self, addresses: Addresses) -> Any:
+        return self[addresses[self.n] + self.offset]
 
     def __missing__(self, address: int) -> Any:
         if len(self) >= PLACES:
             self.clear()
-        found = nvidia.make_tensordesc_arg(_based(self.descriptor, Address(address)), self.metadata)[0]
+        found = tma_descriptor(_based(self.descriptor, Address(address)), self.metadata)
         self[address] = found
         return found

@@ -47,7 +47,7 @@ class BlockMask(NamedTuple):
                 raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
         if self.tokens is not None and self.tokens[0] != q.shape[0]:
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
-        if self.lists[0].device != q.device:
+        if self.lists[0].device != q.device and not q.is_meta:
             raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
         if any(own is not None and (side is None or side > own) for own, side in zip(self.band, band, strict=True)):
             raise AttentionError(

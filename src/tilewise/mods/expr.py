@@ -318,13 +318,30 @@ def scatter_(
     total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> None:
     """total[indices of the load] += ds, first summed over the axes along which the indices do not change."""
+    indices, ds = _summands(total, load, ds, place, tensors, numbers)
+    if indices:
+        total.index_put_(indices, ds, accumulate=True)
+    else:
+        total += ds
+
+
+def scattered(
+    total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> Tensor:
+    """The same, out of place, for torch to differentiate."""
+    indices, ds = _summands(total, load, ds, place, tensors, numbers)
+    return total.index_put(indices, ds, accumulate=True) if indices else total + ds
+
+
+def _summands(
+    total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> tuple[tuple[Tensor, ...], Tensor]:
     indices = clamped(total, evaluate(load.args, place, None, tensors, numbers, ds.dtype))
     if not indices:
-        total += ds.sum()
-        return
+        return (), ds.sum()
     shape = torch.broadcast_shapes(*(x.shape for x in indices))
     ds = ds.sum_to_size((1,) * (ds.dim() - len(shape)) + tuple(shape)).reshape(shape)
-    total.index_put_(tuple(x.expand(shape) for x in indices), ds, accumulate=True)
+    return tuple(x.expand(shape) for x in indices), ds
 
 
 def only_distance(roots: Sequence[Expr]) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.reference import attention, gradient, matmul, scored, softmax, tiled
-from tilewise.reference.scored import differentiable, term_gradients
-from tilewise.spec import NO_TERMS, Spec, Terms
+from tilewise.reference.scored import differentiable, differentiable_backward, term_gradients
+from tilewise.spec import Request, Upstream
 
 __all__ = [
     "attention",
     "backward",
     "differentiable",
+    "differentiable_backward",
     "forward",
     "gradient",
     "matmul",
@@ -28,19 +29,9 @@ __all__ = [
 ]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-    _launches: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if terms.is_empty(spec):
-        return tiled.forward(q, k, v, cu_q, cu_k, spec)
-    return scored.forward(q, k, v, cu_q, cu_k, spec, terms)
+def forward(request: Request, _recordings: Any = None) -> tuple[Tensor, Tensor]:
+    return tiled.forward(request) if request.is_plain else scored.forward(request)
 
 
-def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS, _launches: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if terms.is_empty(spec):
-        return tiled.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec)
-    return scored.backward(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    return tiled.backward(request, upstream) if request.is_plain else scored.backward(request, upstream)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.merge import State as Partial
-from tilewise.merge import merge
+from tilewise.merge import union
 from tilewise.reference.softmax import correction
 
 
@@ -145,6 +145,6 @@ def fa2(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int) -> Partial:
 
 
 def split_keys(q: Tensor, k: Tensor, v: Tensor, rows: int, columns: int, chunk: int) -> Partial:
-    """o, lse from independent chunks of keys: each chunk is an attention of its own, and `merge` puts them together."""
+    """o, lse from independent chunks of keys: each chunk is an attention of its own, and `union` puts them together."""
     parts = (fa2(q, k_c, v_c, rows, columns) for k_c, v_c in zip(k.split(chunk), v.split(chunk), strict=True))
-    return functools.reduce(merge, parts)
+    return functools.reduce(union, parts)

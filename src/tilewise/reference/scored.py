@@ -11,15 +11,16 @@ attention as one expression over the whole score matrix, for derivatives of any 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.mods import PROGRAMS, dropout
-from tilewise.mods.expr import Expr, Place, evaluate, scatter_
+from tilewise.mods.expr import Expr, Place, evaluate, scatter_, scattered
 from tilewise.reference.tiled import accumulate_
-from tilewise.spec import Spec, Terms
+from tilewise.spec import Request, Spec, Upstream
 
 ROWS = 1 << 22  # scores held at once
 Keys = slice | Tensor  # all keys, or those of the tiles that a block mask lists
@@ -42,24 +43,23 @@ class Sequence(NamedTuple):
     blocks: list[Block]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms
-) -> tuple[Tensor, Tensor]:
+def forward(request: Request) -> tuple[Tensor, Tensor]:
+    q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for (q_all, out_all, lse_all), (k_all, v_all), blocks in _sequences(
-            [q, out, lse.mT.unsqueeze(-1)], [k, v], cu_q, cu_k, spec, terms
+            [q, out, lse.mT.unsqueeze(-1)], [k, v], request
         ):
             for block in blocks:
                 q_tile = q_all[:, block.tokens].to(dtype)
                 k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
-                s = worth(spec.scale * (q_tile @ k_tile.mT), block, spec, terms, dtype)
-                hide = hidden(block.place, spec, terms).expand(s.shape)
+                s = worth(spec.scale * (q_tile @ k_tile.mT), block, request, dtype)
+                hide = hidden(block.place, request).expand(s.shape)
                 s = s.masked_fill(hide, -torch.inf)
-                p, log_sum = softmax(s, terms.sinks)
-                factor = kept(block.place, spec, terms, dtype)
+                p, log_sum = softmax(s, request.sinks)
+                factor = kept(block.place, request, dtype)
                 acc = torch.zeros_like(p @ v_tile.new_zeros(v_tile.shape))
                 accumulate_(acc, p if factor is None else p * factor, v_tile, hide)
                 out_all[:, block.tokens] = acc.to(out.dtype)
@@ -81,49 +81,47 @@ class Pass(NamedTuple):
     sink: Tensor  # the gradient of the sink's score, (H, R, 1)
 
 
-def _passes(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, more_rows: list[Tensor],
-) -> Iterator[tuple[Pass, list[Tensor]]]:  # fmt: skip
+def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> Iterator[tuple[Pass, list[Tensor]]]:
     """dS = P∘(dP - rowsum(dO∘O) + dlse), block by block; with the views of `more_rows` at the block's sequence."""
+    q, k, v, spec = request[:4]
+    out, lse, dout, dlse = upstream
     dtype = torch.promote_types(q.dtype, torch.float32)
     stats = [x.mT.unsqueeze(-1) for x in (lse, dlse) if x is not None]
     rows = [q, out, dout, *stats]
-    for views, (k_all, v_all), blocks in _sequences([*rows, *more_rows], [k, v], cu_q, cu_k, spec, terms):
+    for views, (k_all, v_all), blocks in _sequences([*rows, *more_rows], [k, v], request):
         for block in blocks:
             k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
             q_tile, out_tile, dout_tile, lse_tile, *dlse_tile = (
                 x[:, block.tokens].to(dtype) for x in views[: len(rows)]
             )
             raw = spec.scale * (q_tile @ k_tile.mT)
-            hide = hidden(block.place, spec, terms).expand(raw.shape)
+            hide = hidden(block.place, request).expand(raw.shape)
             safe_lse = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
-            p = torch.exp(worth(raw, block, spec, terms, dtype) - safe_lse).masked_fill(hide, 0.0)
-            factor = kept(block.place, spec, terms, dtype)
+            p = torch.exp(worth(raw, block, request, dtype) - safe_lse).masked_fill(hide, 0.0)
+            factor = kept(block.place, request, dtype)
             dp = dout_tile @ v_tile.mT
             delta = (dout_tile * out_tile).sum(-1, keepdim=True) - (dlse_tile[0] if dlse_tile else 0.0)
             ds = (p * ((dp if factor is None else dp * factor) - delta)).masked_fill(hide, 0.0)
             sink = torch.zeros_like(delta)
-            if terms.sinks is not None:
-                sink = -torch.exp(terms.sinks.to(dtype)[:, None, None] - safe_lse) * delta
+            if request.sinks is not None:
+                sink = -torch.exp(request.sinks.to(dtype)[:, None, None] - safe_lse) * delta
             weights = p if factor is None else p * factor
             yield Pass(block, q_tile, k_tile, dout_tile, raw, hide, weights, ds, sink), views[len(rows) :]
 
 
-def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
+    q, k, v, spec = request[:4]
+    cu_k = request.cu_k
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_zeros(q.shape)
-    group = q.shape[-2] // k.shape[-2]
+    group = q.shape[-2] // max(1, k.shape[-2])
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for x, (dq_all,) in _passes(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, [dq]):
+        for x, (dq_all,) in _passes(request, upstream, [dq]):
             ds = x.ds
             if spec.score_mod is not None:
-                ds = ds * slope(x.raw, x.block.place, spec, terms, dtype)
+                ds = ds * slope(x.raw, x.block.place, request, dtype)
                 ds = ds.masked_fill(x.hide, 0.0)
             dq_tile, dk_tile, dv_tile = (torch.zeros_like(t) for t in (x.q_tile, x.k_tile, x.k_tile))
             dv_tile = dv_tile.new_zeros(*x.k_tile.shape[:-1], v.shape[-1])
@@ -137,19 +135,17 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def term_gradients(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
+def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
+    q, spec = request.q, request.spec
     dtype = torch.promote_types(q.dtype, torch.float32)
-    inputs = (terms.bias, terms.sinks, *terms.score)
+    inputs = (request.bias, request.sinks, *request.score)
     grads = [
         None if x is None or not w else x.new_zeros(x.shape, dtype=dtype) for x, w in zip(inputs, wanted, strict=True)
     ]
     bias, sinks, *score = grads
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for x, _ in _passes(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, []):
+        for x, _ in _passes(request, upstream, []):
             place = x.block.place
             if bias is not None:
                 view, keys = _bias_rows(bias, x.block)
@@ -161,32 +157,32 @@ def term_gradients(
             for load, derivative in PROGRAMS[spec.score_mod].sites:
                 total = score[load.value]
                 if total is not None:
-                    (d,) = _values([derivative], x.raw, place, spec, terms, dtype)
-                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, terms.score, spec.score_numbers)
+                    (d,) = _values([derivative], x.raw, place, request, dtype)
+                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, request.score, spec.score_numbers)
     return [g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
 
 
-def worth(raw: Tensor, block: Block, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
+def worth(raw: Tensor, block: Block, request: Request, dtype: torch.dtype) -> Tensor:
     """What each pair is worth before masks: the score program, then the bias."""
-    s = raw
-    if spec.score_mod is not None:
-        (s,) = _values([PROGRAMS[spec.score_mod].root], raw, block.place, spec, terms, dtype)
+    s, key = raw, request.spec.score_mod
+    if key is not None:
+        (s,) = _values([PROGRAMS[key].root], raw, block.place, request, dtype)
         s = s.expand(raw.shape)
-    if terms.bias is not None:
-        view, keys = _bias_rows(terms.bias, block)
+    if request.bias is not None:
+        view, keys = _bias_rows(request.bias, block)
         s = s + view[..., keys].to(dtype)
     return s
 
 
-def slope(raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor:
-    assert spec.score_mod is not None
-    (value,) = _values([PROGRAMS[spec.score_mod].slope], raw, place, spec, terms, dtype)
+def slope(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Tensor:
+    assert request.spec.score_mod is not None
+    (value,) = _values([PROGRAMS[request.spec.score_mod].slope], raw, place, request, dtype)
     result: Tensor = torch.as_tensor(value, dtype=dtype, device=raw.device)
     return result
 
 
-def _values(roots: list[Expr], raw: Tensor, place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> list[Tensor]:
-    return evaluate(roots, place, raw, terms.score, spec.score_numbers, dtype)
+def _values(roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> list[Tensor]:
+    return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype)
 
 
 def _bias_rows(bias: Tensor, block: Block) -> tuple[Tensor, Keys]:
@@ -195,8 +191,9 @@ def _bias_rows(bias: Tensor, block: Block) -> tuple[Tensor, Keys]:
     return bias[block.b if bias.shape[0] > 1 else 0][:, rows], block.keys if bias.shape[3] > 1 else slice(None)
 
 
-def hidden(place: Place, spec: Spec, terms: Terms) -> Tensor:
+def hidden(place: Place, request: Request) -> Tensor:
     """True where the query does not see the key; broadcasts to (H, R, C)."""
+    spec = request.spec
     at = place.i + (place.n_k - place.n_q)
     hide = torch.zeros_like(at == place.j)
     if spec.before is not None:
@@ -204,16 +201,17 @@ def hidden(place: Place, spec: Spec, terms: Terms) -> Tensor:
     if spec.after is not None:
         hide |= place.j > at + spec.after
     if spec.mask_mod is not None:
-        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], place, None, terms.mask, spec.mask_numbers)
+        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], place, None, request.mask, spec.mask_numbers)
         hide = hide | ~torch.as_tensor(seen, device=hide.device)
     return hide
 
 
-def kept(place: Place, spec: Spec, terms: Terms, dtype: torch.dtype) -> Tensor | None:
+def kept(place: Place, request: Request, dtype: torch.dtype) -> Tensor | None:
     """What dropout multiplies a weight by: 0 or 1 / (1 - dropout_p)."""
-    if terms.seed is None:
+    spec = request.spec
+    if request.seed is None:
         return None
-    keep = dropout.keep(spec.dropout_p, terms.seed, place.b, place.h, place.i, place.j)
+    keep = dropout.keep(spec.dropout_p, request.seed, place.b, place.h, place.i, place.j)
     return keep.to(dtype) / (1.0 - spec.dropout_p)
 
 
@@ -232,36 +230,141 @@ def softmax(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return (p / some)[..., :-1], (m + some.log()).masked_fill(empty, -torch.inf)
 
 
-def differentiable(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms
-) -> tuple[Tensor, Tensor]:
+def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    outs, logs = [], []
+    q, cu_q = request.q, request.cu_q
+    outs = [q.new_zeros(0, q.shape[-2], request.v.shape[-1])]
+    logs = [q.new_zeros(q.shape[-2], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
     with torch.autocast(q.device.type, enabled=False):
-        for (q_all,), (k_all, v_all), blocks in _sequences([q], [k, v], cu_q, cu_k, spec, terms, whole=True):
-            (block,) = blocks
-            s = worth(spec.scale * (q_all.to(dtype) @ k_all.mT), block, spec, terms, dtype)
-            s = s.masked_fill(hidden(block.place, spec, terms), -torch.inf)
-            p, lse = softmax(s, terms.sinks)
-            factor = kept(block.place, spec, terms, dtype)
-            o = (p if factor is None else p * factor) @ v_all
-            outs.append(o.transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
-            logs.append(lse.squeeze(-1))  # (H, n_q)
+        for whole in _wholes(request, []):
+            outs.append(clean_product(whole.weights, whole.v, whole.hide).transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
+            logs.append(whole.lse.squeeze(-1))  # (H, n_q)
     if cu_q is None:
-        return torch.stack(outs), torch.stack(logs)
+        batch = q.shape[0]
+        return (torch.stack(outs[1:]), torch.stack(logs[1:])) if batch else _nothing(request)
+    rest = q.shape[0] - sum(len(x) for x in outs)  # of a buffer that is longer than its sequences
+    outs.append(q.new_zeros(rest, *outs[0].shape[1:]))
+    logs.append(logs[0].new_full((q.shape[-2], rest), -torch.inf))
     return torch.cat(outs), torch.cat(logs, -1)
 
 
-def _sequences(
-    rows: list[Tensor], keys: list[Tensor], cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
-    whole: bool = False,
-) -> Iterator[Sequence]:  # fmt: skip
+def _nothing(request: Request) -> tuple[Tensor, Tensor]:
+    q, v = request.q, request.v
+    statistic = torch.promote_types(q.dtype, torch.float32)
+    none = q.sum() * 0 + v.sum() * 0
+    return none + q.new_zeros(*q.shape[:-1], v.shape[-1]), none.to(statistic) + q.new_zeros(0, q.shape[-2], q.shape[-3])
+
+
+def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, bias, sinks and the score mod's tensors where wanted, as torch sees them: the formulas
+    of `backward` and `term_gradients` over whole matrices, out of place, so that they can be differentiated again."""
+    q, k, v, spec = request[:4]
+    inputs = q, k, v, request.bias, request.sinks, *request.score
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    grads = [
+        None if x is None or not w else torch.zeros_like(x, dtype=dtype) for x, w in zip(inputs, wanted, strict=True)
+    ]
+    group = q.shape[-2] // max(1, k.shape[-2])
+    rows: list[list[Tensor]] = [[], [], []]
+    rows_of = [upstream.dout, *([] if upstream.dlse is None else [upstream.dlse.mT.unsqueeze(-1)])]
+    with torch.autocast(q.device.type, enabled=False):
+        for whole in _wholes(request, rows_of):
+            place, hide, p = whole.block.place, whole.hide, whole.p
+            dout, *dlse = (x.to(dtype) for x in whole.rows)
+            dp = (dout @ whole.v.mT).masked_fill(hide, 0.0)
+            dp = dp if whole.factor is None else dp * whole.factor
+            delta = (p * dp).sum(-1, keepdim=True) - (dlse[0] if dlse else 0.0)
+            ds = (p * (dp - delta)).masked_fill(hide, 0.0)
+            raw_ds = ds
+            if spec.score_mod is not None:
+                raw_ds = (ds * slope(whole.raw, place, request, dtype)).masked_fill(hide, 0.0)
+            found = (
+                spec.scale * clean_product(raw_ds, whole.k, hide),
+                spec.scale * clean_product(raw_ds.mT, whole.q, hide.mT),
+                clean_product(whole.weights.mT, dout, hide.mT),
+            )
+            for n, x in enumerate(found):
+                rows[n].append((x if n == 0 else x.unflatten(0, (-1, group)).sum(1)).transpose(0, 1))
+            if grads[3] is not None:
+                view, keys = _bias_rows(request.bias, whole.block)  # type: ignore[arg-type]
+                one = ds.sum_to_size(view[..., keys].shape)
+                b = whole.block.b if request.bias.shape[0] > 1 else 0  # type: ignore[union-attr]
+                pads = [size - found for size, found in zip(grads[3].shape[2:], one.shape[1:], strict=True)]
+                one = torch.nn.functional.pad(one, (0, pads[1], 0, pads[0]))
+                at = torch.arange(grads[3].shape[0], device=one.device) == b
+                grads[3] = grads[3] + at[:, None, None, None] * one
+            if grads[4] is not None:
+                sink = request.sinks.to(dtype)[:, None, None]  # type: ignore[union-attr]
+                safe = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
+                grads[4] = grads[4] - (torch.exp(sink - safe) * delta).sum((1, 2))
+            if spec.score_mod is not None:
+                for load, derivative in PROGRAMS[spec.score_mod].sites:
+                    n = 5 + load.value
+                    if grads[n] is not None:
+                        (d,) = _values([derivative], whole.raw, place, request, dtype)
+                        at_site = (ds * d).masked_fill(hide, 0.0)
+                        grads[n] = scattered(grads[n], load, at_site, place, request.score, spec.score_numbers)
+    for n, x in enumerate((q, k, v)):
+        if wanted[n]:
+            grads[n] = _joined(rows[n], x, request.cu_q is not None)
+    return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
+
+
+def _joined(rows: list[Tensor], x: Tensor, packed: bool) -> Tensor:
+    """The rows of the sequences as one tensor like x, zero past the last."""
+    if not packed:
+        return torch.stack(rows) if rows else torch.zeros_like(x)
+    rest = x.shape[0] - sum(len(part) for part in rows)
+    return torch.cat([*rows, x.new_zeros(rest, *x.shape[1:], dtype=rows[0].dtype if rows else x.dtype)])
+
+
+class Whole(NamedTuple):
+    """All of one sequence: (H, n, D) and (H, n_q, n_k)."""
+
+    block: Block
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: list[Tensor]
+    raw: Tensor
+    hide: Tensor
+    p: Tensor
+    lse: Tensor
+    factor: Tensor | None
+
+    @property
+    def weights(self) -> Tensor:
+        return self.p if self.factor is None else self.p * self.factor
+
+
+def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
+    q, k, v, spec = request[:4]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    for (q_all, *rows), (k_all, v_all), (block,) in _sequences([q, *more_rows], [k, v], request, whole=True):
+        q_all = q_all.to(dtype)
+        bad = ~k_all.isfinite().all(-1)  # such a key makes the scores nan of the queries that see it, and no others
+        k_clean = k_all.masked_fill(bad[..., None], 0.0)
+        raw = (spec.scale * (q_all @ k_clean.mT)).masked_fill(bad[:, None, :], torch.nan)
+        hide = hidden(block.place, request).expand(raw.shape)
+        s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
+        p, lse = softmax(s, request.sinks)
+        yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, kept(block.place, request, dtype))
+
+
+def clean_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
+    """a @ b, where a is 0 at hidden pairs and the b of a hidden pair, be it NaN or inf, must not count."""
+    bad = ~b.isfinite()
+    met = (~hide).to(a.dtype) @ bad.to(a.dtype) > 0
+    return (a @ b.masked_fill(bad, 0.0)).masked_fill(met, torch.nan)
+
+
+def _sequences(rows: list[Tensor], keys: list[Tensor], request: Request, whole: bool = False) -> Iterator[Sequence]:
     """Sequence by sequence: rows and keys as (H, n, D), the keys in the dtype of the sums; and the blocks of rows."""
+    cu_q, cu_k, spec = request.cu_q, request.cu_k, request.spec
     dtype = torch.promote_types(rows[0].dtype, torch.float32)
-    group = rows[0].shape[-2] // keys[0].shape[-2]
+    group = rows[0].shape[-2] // max(1, keys[0].shape[-2])
     batch = rows[0].shape[0] if cu_q is None else cu_q.shape[0] - 1
-    tiles = _visited(spec, terms) if terms.blocks and not whole else None
+    tiles = _visited(request) if request.blocks and not whole else None
     for b in range(batch):
         if cu_q is None or cu_k is None:
             row_views, key_views = [x[b] for x in rows], [x[b] for x in keys]
@@ -296,10 +399,10 @@ def _strips(
         yield row, min(row + height, n_q), torch.cat([torch.arange(0, device=device), *parts])
 
 
-def _visited(spec: Spec, terms: Terms) -> list[list[list[int]]]:
+def _visited(request: Request) -> list[list[list[int]]]:
     """For each batch row (or the one that stands for all) and row of tiles: the tiles that some head visits."""
-    _, _, batch, heads = spec.mask_block
-    offsets, entries = (x.tolist() for x in terms.blocks[:2])
+    _, _, batch, heads = request.spec.mask_block
+    offsets, entries = (x.tolist() for x in request.blocks[:2])
     rows = (len(offsets) - 1) // (batch * heads)
 
     def visits(line: int) -> set[int]:

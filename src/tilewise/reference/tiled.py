@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.spec import Spec
+from tilewise.spec import Request, Spec, Upstream
 
 TILE_Q = 256
 TILE_K = 1024
@@ -60,19 +60,18 @@ class Tile(NamedTuple):
     edge: bool
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def forward(request: Request) -> tuple[Tensor, Tensor]:
     """out and lse = log Σ_j exp(s_ij). Dense (B, S, H, D) -> lse (B, H, Sq); packed (T, H, D) -> lse (H, T).
 
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
     """
+    q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for part in parts([q, out, as_rows(lse)], [k, v], cu_q, cu_k, spec):
+        for part in parts([q, out, as_rows(lse)], [k, v], request):
             q_view, out_view, lse_view = part.rows
             k_view, v_view = part.keys
             k_all, v_all = load_columns(k_view, part, dtype), load(v_view, ALL, dtype)
@@ -99,27 +98,18 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, with every tile of P computed again from lse.
 
     P = exp(S - lse);  dV = Pᵀ dO;  dP = dO Vᵀ;  dS = P∘(dP - rowsum(dO∘O) + dlse);  dQ = scale·dS K;  dK = scale·dSᵀ Q
     """
+    q, k, v, spec = request[:4]
+    out, lse, dout, dlse = upstream
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for part in parts([q, out, dout, dq, *stats], [k, v, dk, dv], cu_q, cu_k, spec):
+        for part in parts([q, out, dout, dq, *stats], [k, v, dk, dv], request):
             q_view, out_view, dout_view, dq_view, *stat_views = part.rows
             k_view, v_view, dk_view, dv_view = part.keys
             k_all, k_columns = load(k_view, ALL, dtype), load_columns(k_view, part, dtype)
@@ -224,10 +214,9 @@ def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
     return ab
 
 
-def parts(
-    rows: list[Tensor], keys: list[Tensor], cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec
-) -> Iterator[Part]:
+def parts(rows: list[Tensor], keys: list[Tensor], request: Request) -> Iterator[Part]:
     """Cut a call, dense (B, S, H, D) or packed (T, H, D), into parts whose tiles hold about TILE_SCORES scores."""
+    cu_q, cu_k, spec = request.cu_q, request.cu_k, request.spec
     if cu_q is None or cu_k is None:
         yield from _heads(rows, keys, spec)
         return

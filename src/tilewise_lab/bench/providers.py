@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilewise.dispatch import choose
-from tilewise.spec import BACKENDS, AttentionError, Spec
+from tilewise.dispatch import NAMES, choose
+from tilewise.spec import AttentionError, Request, Spec
 from tilewise_lab.bench.cases import Case, Inputs
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -93,7 +93,7 @@ class Tilewise(Provider):
             return "Triton's interpreter is on, and its speed means nothing"
         probe = torch.zeros(1, 128, 1, 64, device=device, dtype=torch.float16)
         try:
-            choose(probe, probe, probe, Spec.of(head_dim=64, backend=self.backend))
+            choose(Request(probe, probe, probe, Spec.of(head_dim=64, backend=self.backend)))
         except AttentionError as error:
             return str(error)
         return None
@@ -126,7 +126,7 @@ def auto(case: Case, x: Inputs) -> str:
     """The name of the provider that tilewise.attention runs when nobody names a backend."""
     window = None if case.window is None else (case.window, 0)
     spec = Spec.of(head_dim=case.dim, causal=case.causal, window=window)
-    return f"{OURS}-{choose(x.q, x.k, x.v, spec).backend}"
+    return f"{OURS}-{choose(Request(x.q, x.k, x.v, spec)).backend.name}"
 
 
 @dataclass(frozen=True)
@@ -495,7 +495,7 @@ def roster(device: torch.device, peers: tuple[str, ...] | None = None, fa3: Path
     >>> roster(torch.device("cpu"), ("naive",)).asked
     ('tilewise-reference', 'tilewise-triton', 'tilewise-hopper', 'naive')
     """
-    ours = [Tilewise(f"{OURS}-{backend}", f"tilewise, backend={backend!r}", backend) for backend in BACKENDS[1:]]
+    ours = [Tilewise(f"{OURS}-{backend}", f"tilewise, backend={backend!r}", backend) for backend in NAMES[1:]]
     others = [
         Sdpa("sdpa", "torch SDPA, torch's own choice"),
         Sdpa("cudnn", "torch SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION, cpu=False),

@@ -91,14 +91,14 @@ def forward() -> tuple[list[Span], dict[str, str]]:
     import torch
 
     from tilewise.kernels.hopper.launch import forward_launches, new_state
-    from tilewise.spec import Spec
+    from tilewise.spec import Request, Spec
 
     from .launch import launch
 
     q, k, v = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(1, 1, 512)
     state = new_state(torch.device("cpu"))
-    job, _repair = forward_launches(q, k, v, out, lse, None, None, Spec(128**-0.5, None, 0), state, 1)
+    job, _repair = forward_launches(Request(q, k, v, Spec(128**-0.5, None, 0)), out, lse, state, 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return spans, {"produce 2": "producer"}
 
@@ -107,21 +107,21 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     """512 queries that see 128 keys, one tile, on one SM where nothing is late."""
     import torch
 
-    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space, problem
-    from tilewise.spec import Spec
+    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
+    from tilewise.kernels.shapes import problem
+    from tilewise.spec import Request, Spec, Upstream
 
     from .launch import launch
 
     q, out, dout, dq = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.full((1, 1, 512), 9.0)
-    space = new_space(q, problem(q, k, v, None))
+    request = Request(q, k, v, Spec(128**-0.5, None, None))
+    space = new_space(q, problem(request))
     space.lse2.fill_(13.0)
     for x in (space.delta, space.sums, space.counts):
         x.zero_()
-    _prepare, job, _finish = backward_launches(
-        dout, None, q, k, v, out, lse, dq, dk, dv, None, None, Spec(128**-0.5, None, None), space, 1
-    )
+    _prepare, job, _finish = backward_launches(request, Upstream(out, lse, dout, None), (dq, dk, dv), space, 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return named(spans), {"produce 2": "producer"}
 

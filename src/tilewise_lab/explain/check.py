@@ -186,7 +186,7 @@ def passes(call: Call) -> tuple[str, list[Any]]:
     """The backend that runs a call by default, and the work of its forward and of its backward."""
     import tilewise
     from tilewise.dispatch import choose
-    from tilewise.spec import Spec
+    from tilewise.spec import Request, Spec
 
     batch = () if call.lengths else (call.batch,)
     shapes = (call.n_q, call.heads, call.d), (call.n_k, call.kv_heads, call.d), (call.n_k, call.kv_heads, call.dv)
@@ -199,7 +199,7 @@ def passes(call: Call) -> tuple[str, list[Any]]:
         attention = partial(tilewise.attention_varlen, cu_seqlens_q=ends, cu_seqlens_k=ends)
     attention = partial(attention, window=(call.before, call.after))
     out = attention(*leaves)
-    backend = choose(q, k, v, Spec(1 / math.sqrt(call.d), call.before, call.after)).backend
+    backend = choose(Request(q, k, v, Spec(1 / math.sqrt(call.d), call.before, call.after))).backend.name
     backward = partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
     return backend, [partial(attention, *inputs), backward]
 

@@ -108,8 +108,9 @@ def show_kernel(options: Namespace, shape: list[int]) -> int:
 
     from tilewise.costs.devices import device
     from tilewise.costs.explain import compile_kernels
-    from tilewise.dispatch import has_triton
-    from tilewise.spec import Spec
+    from tilewise.dispatch import choose
+    from tilewise.kernels.gpu import has_triton
+    from tilewise.spec import Request, Spec
     from tilewise_lab.explain import stages
 
     if not has_triton():
@@ -117,7 +118,8 @@ def show_kernel(options: Namespace, shape: list[int]) -> int:
         return 2
     where = device(options.device or "H200")
     q = torch.empty(shape, dtype=getattr(torch, options.dtype), device="meta")
-    spec = Spec.of(head_dim=shape[-1], causal=options.causal)
-    for name, made in compile_kernels(q, q, q, None, spec, where.capability, backward=options.backward):
+    request = Request(q, q, q, Spec.of(head_dim=shape[-1], causal=options.causal, backend="triton"))
+    portable = choose(request, where.gpu).backend
+    for name, made in compile_kernels(request, where, portable, options.backward):
         print(f"{name}, sm_{where.capability}\n{stages.text(made)}\n")
     return 0

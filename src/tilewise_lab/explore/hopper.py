@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.kernels.hopper.launch import forward_launches, new_state
-from tilewise.spec import Spec
+from tilewise.spec import Request, Spec
 from tilewise_lab.emulator import launch
 
 
@@ -17,7 +17,7 @@ def timeline(tokens: int, d: int) -> dict[str, Any]:
     q, k, v = torch.randn(3, 1, tokens, 1, d, generator=make).to(torch.float16)
     out, lse = torch.empty_like(q), torch.empty(1, 1, tokens)
     spec, state = Spec.of(head_dim=d), new_state(q.device)
-    (one,) = forward_launches(q, k, v, out, lse, None, None, spec, state, processors=1)
+    (one,) = forward_launches(Request(q, k, v, spec), out, lse, state, processors=1)
     machine = launch(one.kernel, one.programs, one.args, one.options)
     spans = [list(span[1:]) for span in machine.timeline]
     return {"spans": spans, "length": max(span.end for span in machine.timeline)}

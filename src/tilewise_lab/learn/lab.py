@@ -278,13 +278,13 @@ def fusion() -> Found:
 @experiment
 def stages() -> Found:
     """Milliseconds of tilewise's portable forward (S 4096, D 128) by num_stages; None: does not fit."""
+    from tilewise.kernels.launch import gpu_for
     from tilewise.kernels.portable import launch
-    from tilewise.spec import Spec
+    from tilewise.spec import Request, Spec
 
     q, k, v = (_normal(4, 4096, 16, 128) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(4, 16, 4096, device="cuda")
-    major, minor = torch.cuda.get_device_capability()
-    one = launch.forward_launch(q, k, v, out, lse, None, None, Spec(128**-0.5), major * 10 + minor)
+    one = launch.forward_launch(Request(q, k, v, Spec(128**-0.5)), out, lse, gpu_for(q))
     found: Found = {}
     for n in (1, 2, 3, 4, 8):
         try:

@@ -38,7 +38,7 @@ from tilewise import reference
 from tilewise.reference import attention as rung
 from tilewise.reference import gradient
 from tilewise.reference.softmax import correction
-from tilewise.spec import AttentionError, Spec
+from tilewise.spec import AttentionError, Request, Spec, Upstream
 from tilewise.spec import band as band_of
 from tilewise_lab.trace.memory import Memory
 from tilewise_lab.trace.plain import plain
@@ -260,9 +260,10 @@ def _counts(memory: Memory) -> dict[str, Any]:
 def _error(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor, spec: Spec) -> float:
     """The largest difference to the reference backend, which tiles in its own way."""
     q, k, v, do = (x[None, :, None] for x in (q, k, v, do))
-    out, lse = reference.forward(q, k, v, None, None, spec)
+    request = Request(q, k, v, spec)
+    out, lse = reference.forward(request)
     exact = {"out": out[0, :, 0], "lse": lse[0, 0]}
     if "dq" in found:
-        grads = reference.backward(do, None, q, k, v, out, lse, None, None, spec)[:3]
+        grads = reference.backward(request, Upstream(out, lse, do, None))
         exact |= {name: x[0, :, 0] for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
     return max(float((found[name] - x).nan_to_num(0.0).abs().max()) for name, x in exact.items())

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tilewise.costs.compiled import compile_for
-from tilewise.kernels.portable import terms
-from tilewise.kernels.portable.launch import Launch
-from tilewise.spec import Spec, Terms
+from tilewise.kernels.gpu import Gpu
+from tilewise.kernels.launch import Launch
+from tilewise.kernels.portable import term_gradients as terms
+from tilewise.spec import Request, Spec, Upstream
 
 
 def main(capability: int, d: int, dtype: str) -> None:
@@ -28,7 +29,7 @@ def main(capability: int, d: int, dtype: str) -> None:
     prepare = terms.prepare_launch
     stand_ins: dict[str, Any] = {
         "Launch": Compile,
-        "compute_capability": lambda _: capability,
+        "gpu_for": lambda _: Gpu("cuda", capability),
         "prepare_launch": lambda *args: (lambda: None, prepare(*args)[1]),
         "scatter_": lambda *_: None,
     }
@@ -38,8 +39,8 @@ def main(capability: int, d: int, dtype: str) -> None:
     q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=getattr(torch, dtype)) for _ in range(5))
     for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
         bias = torch.empty(shape, dtype=q.dtype)
-        call = Spec(d**-0.5, None, 0), Terms(bias=bias)
-        terms.Sums(dout, None, q, k, v, out, torch.empty(2, 4, n), None, None, *call).of_bias(bias)
+        request = Request(q, k, v, Spec(d**-0.5, None, 0), bias=bias)
+        terms.Sums(request, Upstream(out, torch.empty(2, 4, n), dout, None)).of_bias(bias)
     print(json.dumps(made))
 
 

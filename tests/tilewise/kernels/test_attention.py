@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests import budget
 from tests.cases import BANDS, DTYPES, LAYOUTS, NAMES, TINY, Case, make, random_case, run
 from tests.conftest import DEVICE
-from tilewise import attention_varlen, config
+from tilewise import attention_varlen
+from tilewise.kernels.portable import tiles
 
 FEATURES = {
     "full": Case(batch=2),
@@ -102,7 +103,7 @@ def test_any_packing(lengths, window, dtype, seed) -> None:
 def test_tile(
     tile: tuple[int, int], apart: bool, band: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "INTERPRETER", config.Tile(*tile, 4, 1, apart))
+    monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(*tile, 4, 1, apart))
     inputs = make(Case(batch=1, n_q=70, n_k=75, heads=2, kv_heads=1, d=8, dv=8, before=band[0], after=band[1]), DEVICE)
     budget.check(run(inputs, "triton"), inputs)
 
@@ -118,7 +119,7 @@ def test_products_of_a_few_columns_at_a_time(
         batch=1, n_q=37, n_k=45, heads=4, kv_heads=2, d=d, dv=dv, before=9, after=20, lengths=((20, 15), (17, 30))
     )
     inputs = make(case, DEVICE)
-    monkeypatch.setattr(config, "INTERPRETER", config.Tile(16, 32, 4, 1, apart, chunk=16))
+    monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(16, 32, 4, 1, apart, chunk=16))
     budget.check(run(inputs, "triton"), inputs)
 
 

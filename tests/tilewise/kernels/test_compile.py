@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tilewise import config
+from tilewise.kernels.portable import tiles
 
 ROOT = Path(__file__).parents[3]
 VARIANTS = ("full", "causal", "ragged", "window", "varlen")
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_80 and have the least
-TABLES = {80: config.AMPERE, 90: config.HOPPER}
+TABLES = {80: tiles.AMPERE, 90: tiles.HOPPER}
 
 # Bytes that a row may spill, in its worst variant; 0 for all others. To shrink, never to grow.
 SPILLS = {
@@ -60,7 +60,7 @@ def faults(made: dict[str, Any]) -> list[str]:
     if made["shared"] > SHARED[capability]:
         found.append(f"{made['shared']} bytes of shared memory")
     by_key = kernel in ("key", "value")
-    tile = config.tile("key" if by_key else kernel, capability, 4 if dtype == "float32" else 2, dim)
+    tile = tiles.tile("key" if by_key else kernel, capability, 4 if dtype == "float32" else 2, dim)
     rows_of_a_product = tile.block_n if by_key else tile.block_m
     matrix = "HGMMA" if capability >= 90 and rows_of_a_product >= 64 else "HMMA"
     if not made["instructions"].get(matrix):
@@ -144,6 +144,6 @@ def test_every_kind_of_call_has_a_row() -> None:
     for capability, kernel, itemsize, dim in product(
         TABLES, ("forward", "query", "key", "sums", "jvp"), (2, 4), (16, 32, 64, 128, 256, 512)
     ):
-        tile = config.tile(kernel, capability, itemsize, dim)
+        tile = tiles.tile(kernel, capability, itemsize, dim)
         assert min(tile.block_m, tile.block_n) >= 16
         assert tile.block_m <= 128  # the padding of the row statistics

@@ -90,8 +90,8 @@ def test_capped_scores_of_any_size(
 ) -> None:
     """Scores far beyond their cap; with a maximum, or without where exp(cap) fits."""
     kinds = []
-    is_bounded = launch._is_bounded
-    monkeypatch.setattr(launch, "_is_bounded", lambda *args: kinds.append(is_bounded(*args)) or kinds[-1])
+    is_bounded = launch.is_bounded
+    monkeypatch.setattr(launch, "is_bounded", lambda *args: kinds.append(is_bounded(*args)) or kinds[-1])
     torch.manual_seed(0)
     x = [torch.randn(1, 20, 2, 16, device=DEVICE).to(dtype) for _ in range(4)]
 

@@ -12,9 +12,10 @@ import tilewise
 from tests import budget
 from tests.cases import Case, make, run
 from tests.conftest import DEVICE
-from tilewise import config, dispatch
-from tilewise.kernels.portable import launch
-from tilewise.spec import NO_TERMS, Spec
+from tilewise import dispatch
+from tilewise.kernels.gpu import Gpu
+from tilewise.kernels.portable import launch, tiles
+from tilewise.spec import Request, Spec
 
 FEW = Case(batch=1, n_q=1, n_k=150, heads=4, kv_heads=2, d=16, dv=16, after=0)
 CALLS = {
@@ -31,7 +32,7 @@ CALLS = {
 
 def parts(case: Case) -> int:
     inputs = make(case, DEVICE)
-    return launch.parts_of_keys(*inputs[1:4], None, case.spec, NO_TERMS)
+    return launch.parts_of_keys(Request(*inputs[1:4], case.spec))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -100,10 +101,10 @@ def test_a_block_mask_has_lists_of_its_own() -> None:
 
 def test_auto_takes_the_kernel_that_divides_keys() -> None:
     q, k = (torch.empty(2, n, 4, 128, dtype=torch.bfloat16) for n in (1, 2048))
-    chosen = dispatch.choose(q, k, k, Spec(0.1), 90)
+    chosen = dispatch.choose(Request(q, k, k, Spec(0.1)), Gpu("cuda", 90))
     assert chosen.backend == "triton"
     assert "few queries" in chosen.reason
-    assert dispatch.choose(q, k[:, :512], k[:, :512], Spec(0.1), 90).backend == "hopper"
-    assert dispatch.choose(k, k, k, Spec(0.1), 90).backend == "hopper"
-    assert dispatch.choose(q, k, k, Spec(0.1, backend="hopper"), 90).backend == "hopper"
-    assert config.parts_of_keys(2 * 4, 2048, 64, 132) == 8
+    assert dispatch.choose(Request(q, k[:, :512], k[:, :512], Spec(0.1)), Gpu("cuda", 90)).backend.name == "hopper"
+    assert dispatch.choose(Request(k, k, k, Spec(0.1)), Gpu("cuda", 90)).backend.name == "hopper"
+    assert dispatch.choose(Request(q, k, k, Spec(0.1, backend="hopper")), Gpu("cuda", 90)).backend.name == "hopper"
+    assert tiles.parts_of_keys(2 * 4, 2048, 64, 132) == 8

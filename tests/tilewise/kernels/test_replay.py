@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tilewise.dispatch import signature
 from tilewise.kernels import replay
 from tilewise.kernels.tile import View
-from tilewise.spec import signature
 
 
 class Parameter(NamedTuple):

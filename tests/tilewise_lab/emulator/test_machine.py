@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracle import naive
-from tilewise.spec import Spec
+from tilewise.spec import Request, Spec
 from tilewise_lab.emulator import DeadlockError, RaceError, language, launch
 
 pytest.importorskip("triton")
@@ -59,7 +59,7 @@ def run(
     out = torch.full((*outer, n_q, heads, dv), torch.nan, dtype=dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
     state = new_state(torch.device("cpu"))
-    job = forward_launches(q, k, v, out, lse, *cu, spec, state, programs)[0]
+    job = forward_launches(Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]), out, lse, state, programs)[0]
     machine = launch(job.kernel, job.programs, job.args, job.options, seed=seed, replace=replace)
     return out, lse, naive(q, k, v, spec, *cu), state, machine
 

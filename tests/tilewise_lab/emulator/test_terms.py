@@ -10,8 +10,8 @@ import torch
 
 import tilewise
 from tests import features, features_budget
-from tilewise import ops, reference
-from tilewise.spec import NO_TERMS, Spec, Terms
+from tilewise import dispatch, reference
+from tilewise.spec import Request, Spec, Upstream
 from tilewise_lab.emulator import launch
 
 pytest.importorskip("triton")
@@ -38,34 +38,32 @@ ONE = {
 }
 
 
-def forward(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any = NO_TERMS, _launches: Any = None
-) -> Any:
+def forward(request: Request, _recordings: Any = None) -> Any:
     from tilewise.kernels.hopper.launch import forward_launches, new_state
 
+    q, k, v, *_ = request
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    job = forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, new_state(torch.device("cpu")), 2, terms)[0]
+    job = forward_launches(request, out, lse, new_state(torch.device("cpu")), 2)[0]
     launch(job.kernel, job.programs, job.args, job.options)
     return out, lse
 
 
-def backward(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, spec: Any, terms: Any,
-    _launches: Any = None,
-) -> Any:  # fmt: skip
-    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space, problem
+def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> Any:
+    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
+    from tilewise.kernels.shapes import problem
 
-    q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
-    bias, sinks = (x if x is None else x.detach() for x in (terms.bias, terms.sinks))
-    terms = terms._replace(bias=bias, sinks=sinks, score=tuple(x.detach() for x in terms.score))
+    request = Request.of(request.spec, [None if x is None else x.detach() for x in request.tensors()])
+    q, k, v, *_ = request
+    out, lse, dout, dlse = upstream
+    upstream = Upstream(out.detach(), lse.detach(), dout.contiguous(), dlse)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
-    space = new_space(q, problem(q, k, v, cu_q))
-    for job in backward_launches(dout.contiguous(), dlse, q, k, v, out, lse, *grads, cu_q, cu_k, spec, space, 2, terms):
+    space = new_space(q, problem(request))
+    for job in backward_launches(request, upstream, tuple(grads), space, 2):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)
         else:
@@ -76,7 +74,7 @@ def backward(
 @pytest.mark.parametrize("name", ONE)
 def test_within_budget(name, monkeypatch):
     backend = SimpleNamespace(forward=forward, backward=backward, term_gradients=reference.term_gradients)
-    monkeypatch.setattr(ops, "_backend", lambda *_: backend)
+    monkeypatch.setattr(dispatch, "named", lambda _: backend)
     chosen = features.replace(PLAIN, **ONE[name])
     call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
     _, faults = features_budget.judge(call, "reference")
@@ -94,13 +92,9 @@ def test_slopes_of_rows_that_do_not_exist(d):
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 70, 1, d).bfloat16() for _ in range(4))
     mod = root()
-    spec = Spec(d**-0.5, score_mod=mod.key)
-    out, lse = forward(q, k, v, None, None, spec)
-    for ours, theirs in zip(
-        backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
-        reference.backward(dout, None, q, k, v, out, lse, None, None, spec, NO_TERMS),
-        strict=True,
-    ):
+    request = Request(q, k, v, Spec(d**-0.5, score_mod=mod.key))
+    upstream = Upstream(*forward(request), dout, None)
+    for ours, theirs in zip(backward(request, upstream), reference.backward(request, upstream), strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
 
 
@@ -112,12 +106,19 @@ def test_who_does_not_see_a_nan_gets_none(d, scale):
     q, k, v, dout = (torch.randn(1, 100, 1, d).half() for _ in range(4))
     ids = (torch.arange(100) >= 80).int()
     cap, mask = tilewise.mods.softcap(0.5), tilewise.mods.document(ids=ids)
-    spec = Spec(scale, score_mod=cap.key, score_numbers=cap.numbers, mask_mod=mask.key, mask_numbers=mask.numbers)
-    terms = Terms(mask=mask.tensors)
-    out, lse = reference.forward(q, k, v, None, None, spec, terms)
-    clean = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    spec = Spec(
+        scale,
+        score_mod=cap.key,
+        score_numbers=cap.numbers,
+        mask_mod=mask.key,
+        mask_numbers=mask.numbers,
+        mask_tensors=1,
+    )
+    request = Request(q, k, v, spec, mask=mask.tensors)
+    upstream = Upstream(*reference.forward(request), dout, None)
+    clean = backward(request, upstream)
     k[:, 99] = v[:, 99] = torch.nan
-    found = backward(dout, None, q, k, v, out, lse, None, None, spec, terms)
+    found = backward(request, upstream)
     for x, y in zip(found, clean, strict=True):
         torch.testing.assert_close(x[:, :80], y[:, :80], atol=4e-3, rtol=0)
     assert found[0][:, 80:].isnan().all()

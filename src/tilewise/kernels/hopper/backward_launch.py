@@ -6,33 +6,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import config
-from ...spec import NO_TERMS, Spec, Terms
+from ...spec import Request, Upstream
 from .. import replay
-from ..portable.launch import (
-    INTERPRETED,
-    Launch,
-    Problem,
-    clear_launches,
-    device_terms,
-    folded,
-    mask_mod,
-    multiprocessors,
-    on,
-    row_view,
-    slope_mod,
-    view,
-)
-from ..portable.launch import backward as portable
-from ..portable.launch import problem as problem
+from ..launch import INTERPRETED, Launch, multiprocessors, on
+from ..portable.launch import backward as portable_backward
+from ..portable.launch import clear_launches
+from ..shapes import Problem, padded, problem, row_view, view
+from ..terms import device_terms, folded, mask_mod, slope_mod
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_repair import ROWS, repair_backward_kernel
 from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
 from .compat import TensorDescriptor, gl
+from .descriptors import descriptor
 from .finish import finish_kernel, start_kernel
-from .launch import descriptor, padded
+from .limits import has_backward
+from .tiles import backward_tile
 
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -83,28 +73,29 @@ def lines_of(size: Problem) -> int:
 def block_dims(size: Problem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO: dV leaves through memory made for dQ; in the wide form each of
     two warpgroups has a multiple of 64 of them."""
-    d, dv = max(padded(size.d), padded(size.dv)), padded(size.dv)
+    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
     return d, max(dv, 128) if d > 128 else dv
 
 
 def backward_launches(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, space: Space,
-    processors: int, terms: Terms = NO_TERMS,
-) -> list[Launch]:  # fmt: skip
-    size = problem(q, k, v, cu_q)
+    request: Request, upstream: Upstream, grads: tuple[Tensor, Tensor, Tensor], space: Space, processors: int
+) -> list[Launch]:
+    request = request._replace(sinks=None)  # which are in lse
+    q, k, v, spec = request[:4]
+    out, lse, dout, dlse = upstream
+    dq, dk, dv = grads
+    size = problem(request)
     block_d, block_dv = block_dims(size)
     group = size.heads // size.kv_heads
-    masked = any(x is not None for x in (spec.before, spec.after, spec.mask_mod))
+    masked = request.is_masked
     flag = space.flag if masked else None
-    terms = terms._replace(sinks=None)  # which are in lse
-    on_device = device_terms(spec, terms, size)
-    with_terms = not terms.is_empty(spec)
-    score, unit, rate = folded(spec, q, terms, slope=True)
+    on_device = device_terms(request)
+    with_terms = not request.is_plain
+    score, unit, rate = folded(request, slope=True)
     if with_terms and not score["FOLD"]:  # then the scores have been multiplied
         unit = 1.0
-    mask = {"MASK_MOD": mask_mod(spec)}
-    packing = cu_q, cu_k, size.n_q, size.n_k
+    mask = {"MASK_MOD": mask_mod(request)}
+    packing = request.cu_q, request.cu_k, size.n_q, size.n_k
     statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
     dims = {"D": size.d, "BLOCK_D": block_d}
     overlap = {"OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED}
@@ -124,7 +115,7 @@ def backward_launches(
     )  # fmt: skip
 
     wide = block_d > 128
-    row = config.hopper_sums(block_d, plain=not with_terms)
+    row = backward_tile(block_d, plain=not with_terms)
     plan = Plan(
         block_d, block_dv, row.block_m, row.block_n, group, ORDERED=spec.deterministic,
         COPIED=row.copied or (spec.deterministic and not wide), TERMS=with_terms, FOLD=score["FOLD"],
@@ -173,38 +164,36 @@ def backward_launches(
             size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
         ),
         mask | dims | overlap | {
-            "SCORE_MOD": slope_mod(spec, q), "GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8,
+            "SCORE_MOD": slope_mod(request), "GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8,
         },
     )  # fmt: skip
     return [prepare, sums, finish, repair]
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-    launches: dict[Any, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv). `launches` remembers those of calls that look alike to the kernels."""
-    if max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8:
-        return portable(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms, launches)
+    request: Request, upstream: Upstream, recordings: dict[Any, Any] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv). `recordings` remembers the launches of calls that look alike."""
+    q, k, v, *_ = request
+    if not has_backward(q.shape[-1], v.shape[-1]):
+        return portable_backward(request, upstream, recordings)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    dout = upstream.dout
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
-        dout = dout.contiguous()
+        upstream = upstream._replace(dout=dout.contiguous())
+    size = problem(request)
     with on(q):
-        size = problem(q, k, v, cu_q)
         memory = new_memory(q, size)
 
         def build() -> list[Launch]:
             space = space_in(memory, size)
             return [
-                *backward_launches(
-                    dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, space, multiprocessors(q.device), terms
-                ),
-                *clear_launches(dq, dk, dv, cu_q, cu_k),
+                *backward_launches(request, upstream, (dq, dk, dv), space, multiprocessors(q.device)),
+                *clear_launches(dq, dk, dv, request.cu_q, request.cu_k),
             ]
 
-        tensors = dout, dlse, q, k, v, out, lse, cu_q, cu_k, *terms.tensors(), dq, dk, dv, memory
-        replay.launch("hopper", tensors, build, launches)
+        tensors = *request.tensors(), *upstream, dq, dk, dv, memory
+        replay.launch(("backward", *replay.layout_of(upstream, request.tensors())), tensors, build, recordings)
     return dq, dk, dv

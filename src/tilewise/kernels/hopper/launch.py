@@ -1,35 +1,29 @@
 """From tensors to launches of the Hopper forward: descriptors, the schedule's numbers, the compile-time plan."""
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from ... import config
-from ...spec import LIMIT, NO_TERMS, Spec, Terms
+from ...spec import Request, Spec, Upstream
+from ...torch_private import current_stream
 from .. import replay
-from ..portable.launch import (
-    INTERPRETED,
-    Launch,
-    Problem,
-    by_group,
-    clear_launches,
-    device_terms,
-    mask_mod,
-    multiprocessors,
-    on,
-    problem,
-    row_view,
-    score_mod,
-    view,
-)
-from .compat import TensorDescriptor, gl
+from ..gpu import Gpu
+from ..launch import INTERPRETED, Launch, multiprocessors, on
+from ..portable.launch import LIMIT, clear_launches, jvp, term_gradients
+from ..portable.launch import forward as portable_forward
+from ..portable.launch import offline as portable_offline
+from ..shapes import Problem, by_group, padded, problem, row_view, view
+from ..terms import device_terms, mask_mod, score_mod
+from . import tiles
+from .backward_launch import backward, backward_launches, new_space
+from .descriptors import both, descriptor
 from .forward import ROWS, Plan, forward_kernel
-from .pipeline import FAR
+from .limits import has_backward
 from .repair import repair_kernel
 
+__all__ = ["backward", "forward", "jvp", "offline", "term_gradients"]
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
 
 
@@ -41,16 +35,16 @@ class State(NamedTuple):
 
 
 def forward_launches(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
-    spec: Spec, state: State, processors: int, terms: Terms = NO_TERMS, **overrides: Any,
-) -> list[Launch]:  # fmt: skip
+    request: Request, out: Tensor, lse: Tensor, state: State, processors: int, **overrides: Any
+) -> list[Launch]:
     """The forward, and the repair of what a matrix product cannot leave out where some rows do not see some keys."""
-    q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
-    size = problem(q, k, v, cu_q)
-    masked = any(x is not None for x in (spec.before, spec.after, spec.mask_mod))
-    plan = plan_of(size, spec, terms.bias is not None)._replace(**overrides)
-    on_device = device_terms(spec, terms, size)
-    mods = {"SCORE_MOD": score_mod(spec, q), "MASK_MOD": mask_mod(spec)}
+    request, out, lse = by_group(request, out, lse)
+    q, k, v, spec = request[:4]
+    cu_q, cu_k = request.cu_q, request.cu_k
+    size, masked = problem(request), request.is_masked
+    plan = plan_of(size, spec, request.bias is not None)._replace(**overrides)
+    on_device = device_terms(request)
+    mods = {"SCORE_MOD": score_mod(request), "MASK_MOD": mask_mod(request)}
     tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
     lines = size.heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
@@ -80,8 +74,8 @@ def forward_launches(
             on_device,
         ),
         mods | {
-            "GROUP": size.heads // size.kv_heads, "D": size.d, "DV": size.dv, "BLOCK_D": padded(size.d),
-            "BLOCK_DV": padded(size.dv), "BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4,
+            "GROUP": size.heads // size.kv_heads, "D": size.d, "DV": size.dv, "BLOCK_D": padded(size.d, 64),
+            "BLOCK_DV": padded(size.dv, 64), "BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4,
             "OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
@@ -92,48 +86,21 @@ def forward_launches(
 def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
     worth_is_product = spec.score_mod is None and not biased
     plain = worth_is_product and spec.mask_mod is None
-    row = config.hopper_tile(size.d, size.dv, banded=spec.after is not None, keys=size.n_k, plain=plain)
+    row = tiles.forward_tile(size.d, size.dv, banded=spec.after is not None, keys=size.n_k, plain=plain)
     return Plan(
-        BLOCK_DV=padded(size.dv), WIDTHS=config.widths(size.dv),
+        BLOCK_DV=padded(size.dv, 64), WIDTHS=tiles.widths(size.dv),
         BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
         FOLD=spec.scale > 0 and worth_is_product,
         PARTS=row.parts, TURNS=row.turns, LAZY=row.lazy,
     )  # fmt: skip
 
 
-def padded(d: int) -> int:
-    return max(64, triton.next_power_of_2(d))
-
-
-def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """The descriptors of one or two parts of the columns."""
-    first, *rest = (descriptor(x, rows, width) for width in config.widths(x.shape[-1]))
-    return first, rest[0] if rest else None
-
-
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """What TMA needs to know of a (batch, token, head, dim) or packed (token, head, dim) tensor; see pipeline.at."""
-    *batch, token, head, one = x.stride()
-    if x.dim() == 4:
-        b, t, h, d = x.shape
-        shape, strides, box = [b, h, t, d], [*batch, head, token, one], (1, 1, rows, width)
-    else:
-        far = FAR.value
-        shape = [2 * far - 1, 2 * far - 1, x.shape[1], far, x.shape[2]]
-        strides, box = [2**34 - token, token, head, token, one], (1, 1, 1, rows, width)
-    return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
-
-
-@cache
-def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-    launches: dict[Any, Any] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
+def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse). `recordings` remembers the launches of calls that look alike."""
+    q, k, v, *_ = request
+    cu_q = request.cu_q
+    if k.numel() == 0:  # of which TMA wants some
+        return portable_forward(request, recordings)
     *outer, n_q, heads, d = q.shape
     dv = v.shape[-1]
     if d == dv:
@@ -141,20 +108,35 @@ def forward(
     else:
         out = q.new_empty((*outer, n_q, heads, dv))
     lse = torch.empty((*outer, heads, n_q), dtype=torch.float32, device=q.device)
-    if k.numel() == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
     if out.numel():
         with on(q):
             zeros = state(q.get_device())
 
             def build() -> list[Launch]:
                 return [
-                    *forward_launches(q, k, v, out, lse, cu_q, cu_k, spec, zeros, multiprocessors(q.device), terms),
+                    *forward_launches(request, out, lse, zeros, multiprocessors(q.device)),
                     *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
                 ]
 
-            replay.launch("hopper", (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse, *zeros), build, launches)
+            replay.launch("forward", (*request.tensors(), out, lse, *zeros), build, recordings)
     return out, lse
+
+
+def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
+    """The launches of a call by name, for a compiler: nothing runs, and the tensors may be meta."""
+    q, k, v, *_ = request
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    processors = 132
+    launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), processors)[0]}
+    if backward and has_backward(q.shape[-1], v.shape[-1]):
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        space = new_space(q, problem(request))
+        passes = backward_launches(request, Upstream(out, lse, out, None), grads, space, processors)
+        launches["hopper backward"] = passes[1]
+    elif backward:
+        launches |= {name: one for name, one in portable_offline(request, gpu, True).items() if name != "forward"}
+    return launches
 
 
 def state(device: int) -> State:
@@ -163,7 +145,7 @@ def state(device: int) -> State:
     """
     if torch.cuda.is_current_stream_capturing():
         return new_state(torch.device("cuda", device))
-    key = device, torch._C._cuda_getCurrentRawStream(device)
+    key = device, current_stream(device)
     if key not in _states:
         _states[key] = new_state(torch.device("cuda", device))
     return _states[key]

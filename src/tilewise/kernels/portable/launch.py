@@ -1,114 +1,57 @@
-"""From tensors to launches: views, grids and compile-time choices of the portable kernels."""
+"""From a request to launches of the portable kernels: grids and compile-time choices. The functions of the backend."""
 
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache, lru_cache
-from math import isfinite
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ... import config
-from ...dispatch import capability_of
-from ...mods.dropout import threshold
-from ...spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, heads_are_queries
-from .. import mods, replay
-from .. import tile as device
+from ...spec import AttentionError, Request, Upstream, heads_are_queries
+from .. import replay
+from ..gpu import Gpu
+from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on
+from ..shapes import Problem, by_group, padded, problem, row_view, view
+from ..terms import device_terms, folded, is_bounded, is_linear, mask_mod
 from ..tile import PAD, View
+from . import tiles
 from .backward import key_kernel, prepare_kernel, query_kernel
 from .clear import Rows, clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import jvp_kernel
+from .tiles import Tile
 
-LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
-INTERPRETED = triton.knobs.runtime.interpret
-
-
-class Launch(NamedTuple):
-    """A kernel, its grid, its arguments and its compile-time options: launched here, compiled offline by the tests."""
-
-    kernel: Any
-    programs: int
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> Any:
-        """The compiled kernel, launched; None where there was nothing to launch or it was interpreted."""
-        return self.kernel[(self.programs,)](*self.args, **self.options) if self.programs else None
+LIMIT = 4096
 
 
-class Problem(NamedTuple):
-    """The shapes of one call. Packed sequences count as one batch row of `tokens`, tiled together."""
-
-    batch: int
-    n_q: int
-    n_k: int
-    heads: int
-    kv_heads: int
-    d: int
-    dv: int
-    packed: bool
-
-    def tiles(self, n: int, block: int) -> int:
-        return n // block + self.batch if self.packed else -(-n // block)
-
-    def programs(self, n: int, heads: int, block: int) -> int:
-        return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
-
-
-def problem(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None) -> Problem:
-    *_, n_q, heads, d = q.shape
-    n_k, kv_heads, dv = v.shape[-3:]
-    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, cu_q is not None)
-
-
-def by_group(
-    q: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, kv_heads: int, spec: Spec, terms: Terms
-) -> tuple[Tensor, Tensor, Tensor, Spec]:
-    """q, out and lse of a forward, with the heads of a group as queries, where `heads_are_queries`."""
-    group = q.shape[-2] // kv_heads
-    if cu_q is not None or not heads_are_queries(q.shape[1], group, spec.before) or not terms.is_empty(spec):
-        return q, out, lse, spec
-    # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
-    q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
-    return q, out, lse.unflatten(1, (kv_heads, group)).squeeze(-1), replace(spec, after=None)
-
-
-def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
-    parts: int = 1,
-) -> Launch:  # fmt: skip
+def forward_launch(request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1) -> Launch:
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
-    q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
-    size = problem(q, k, v, cu_q)
-    tile = tile_of("forward", q.element_size(), size, capability)
-    tiles = size.tiles(size.n_q, tile.block_m)
-    scoring, scale, _ = folded(spec, q, terms, slope=False)
+    request, out, lse = by_group(request, out, lse)
+    q, k, v, spec = request[:4]
+    size = problem(request)
+    tile = tile_of("forward", q.element_size(), size, gpu)
+    scoring, scale, _ = folded(request, slope=False)
     return Launch(
         forward_kernel,
         parts * size.programs(size.n_q, size.heads, tile.block_m),
         (
-            *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, scale, tiles, size.heads, size.batch, parts if parts > 1 else None,
-            device_terms(spec, terms, size, tile),
+            *(view(x) for x in (q, k, v, out)), row_view(lse), request.cu_q, request.cu_k, size.n_q, size.n_k,
+            spec.before, spec.after, scale, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            parts if parts > 1 else None, device_terms(request, tile),
         ),
-        options_of(size, spec, tile, q, terms) | scoring | {
-            "MASK_MOD": mask_mod(spec),
-            "BOUNDED": scoring["FOLD"] and _is_bounded(spec, q, terms, scale),
-            "OVERLAP": (size.packed or parts > 1) and can_overlap(capability),
+        options_of(request, size, tile) | scoring | {
+            "MASK_MOD": mask_mod(request),
+            "BOUNDED": scoring["FOLD"] and is_bounded(request, scale),
+            "OVERLAP": (size.packed or parts > 1) and can_overlap(gpu),
             "EVEN": _even(size, size.n_k, tile.block_n),
         },
     )  # fmt: skip
 
 
-def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, capability: int) -> Launch:
+def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, gpu: Gpu) -> Launch:
     batch, n_q, heads, dv = out.shape
-    overlap = can_overlap(capability)
-    rows, columns = triton.next_power_of_2(parts), _padded(dv)
+    overlap = can_overlap(gpu)
+    rows, columns = triton.next_power_of_2(parts), padded(dv)
     options = {
         "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "OVERLAP": overlap, "launch_pdl": overlap,
         "num_warps": 4 if rows * columns <= 8192 else 8,
@@ -118,58 +61,60 @@ def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor,
     )
 
 
-def parts_of_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Spec, terms: Terms) -> int:
+def parts_of_keys(request: Request) -> int:
     """In how many parts the keys are streamed: several where the queries alone would leave most of the GPU idle."""
-    if cu_q is not None or q.shape[1] > config.FEW_QUERIES or terms.blocks:
+    q = request.q
+    if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1
-    processors = multiprocessors(q.device) if q.is_cuda else config.INTERPRETED_PROCESSORS
-    before = spec.before if terms.is_empty(spec) else 0  # with terms, which may know its number, a head stays a head
-    return _parts_of_keys(problem(q, k, v, cu_q), q.element_size(), before, compute_capability(q), processors)
+    processors = multiprocessors(q.device) if q.is_cuda else tiles.INTERPRETED_PROCESSORS
+    before = request.spec.before if request.is_plain else 0  # with terms, which may know its number, a head is a head
+    return _parts_of_keys(problem(request), q.element_size(), before, gpu_for(q), processors)
 
 
 @lru_cache(LIMIT)
-def _parts_of_keys(size: Problem, itemsize: int, before: int | None, capability: int, processors: int) -> int:
-    tile = tile_of("forward", itemsize, size, capability)
+def _parts_of_keys(size: Problem, itemsize: int, before: int | None, gpu: Gpu, processors: int) -> int:
+    tile = tile_of("forward", itemsize, size, gpu)
     group = size.heads // size.kv_heads
     if heads_are_queries(size.n_q, group, before):
         size = size._replace(n_q=group, heads=size.kv_heads)
-    return config.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
+    return tiles.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 
 def backward_launches(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
-    terms: Terms = NO_TERMS, statistics: tuple[Tensor, Tensor] | None = None,
+    request: Request, upstream: Upstream, grads: tuple[Tensor, Tensor, Tensor], statistics: tuple[Tensor, Tensor],
+    gpu: Gpu,
 ) -> list[Launch]:  # fmt: skip
-    size = problem(q, k, v, cu_q)
-    statistics = statistics or row_statistics(q, size)
-    overlap = can_overlap(capability)
-    prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics, overlap)
-    scoring, scale, rate = folded(spec, q, terms, slope=True)
-    scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
-    program = scoring | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
-    tile = tile_of("query", q.element_size(), size, capability)
-    tiles = size.tiles(size.n_q, tile.block_m)
+    q, spec = request.q, request.spec
+    dq, dk, dv = grads
+    size = problem(request)
+    overlap = can_overlap(gpu)
+    prepare, shared = prepare_launch(request, upstream, statistics, overlap)
+    scoring, scale, rate = folded(request, slope=True)
+    scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
+    program = scoring | {"MASK_MOD": mask_mod(request), "OVERLAP": overlap}
+    tile = tile_of("query", q.element_size(), size, gpu)
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
-        (*shared, view(dq), *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
-        options_of(size, spec, tile, q, terms) | program | {
+        (
+            *shared, view(dq), *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            device_terms(request, tile),
+        ),
+        options_of(request, size, tile) | program | {
             "EVEN": _even(size, size.n_k, tile.block_n), "launch_pdl": overlap,
         },
     )  # fmt: skip
-    tile = tile_of("key", q.element_size(), size, capability)
-    tiles = size.tiles(size.n_k, tile.block_n)
+    tile = tile_of("key", q.element_size(), size, gpu)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
     keys = [
         Launch(
             key_kernel,
             size.programs(size.n_k, size.kv_heads, tile.block_n),
             (
-                *shared, view(dk), view(dv), *scalars, tiles, size.kv_heads, size.batch,
-                device_terms(spec, terms, size, tile, by_key=True),
+                *shared, view(dk), view(dv), *scalars, size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch,
+                device_terms(request, tile, by_key=True),
             ),
-            options_of(size, spec, tile, q, terms) | program | {
+            options_of(request, size, tile) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
                 "launch_pdl": overlap,
             },
@@ -186,14 +131,14 @@ def clear_launches(
     if cu_x is None or cu_y is None:
         return []
     rows = (_rows(x), _rows(y), Rows(None, 0, 0, 0) if z is None else _rows(z))
-    overlap = can_overlap(compute_capability(x))
+    overlap = can_overlap(gpu_for(x))
     options = {"Y": y_value, "BLOCK": 1024, "OVERLAP": overlap, "launch_pdl": overlap}
     return [Launch(clear_kernel, 128, (*rows, cu_x, cu_y, cu_x.shape[0] - 1), options)]
 
 
 def _rows(x: Tensor) -> Rows:
     lines = x.shape[0] if x.dim() == 2 else 1
-    return Rows(x, lines, x.numel() // lines, x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
+    return Rows(x, lines, x.numel() // max(lines, 1), x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
 
 
 def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
@@ -203,233 +148,147 @@ def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
 
 
 def prepare_launch(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, size: Problem, statistics: tuple[Tensor, Tensor], overlap: bool = False,
-) -> tuple[Launch, tuple[Any, ...]]:  # fmt: skip
+    request: Request, upstream: Upstream, statistics: tuple[Tensor, Tensor], overlap: bool = False
+) -> tuple[Launch, tuple[Any, ...]]:
     """The launch that computes the row statistics, and the leading arguments of every kernel that uses them."""
-    pad = PAD.value
-    padded = size.tiles(size.n_q, pad)
+    q, k, v, *_ = request
+    out, lse, dout, dlse = upstream
+    size, pad = problem(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     prepare = Launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
             view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
-            lse2, delta, cu_q, cu_k, size.n_q, size.n_k, padded, size.heads, size.batch,
+            lse2, delta, request.cu_q, request.cu_k, size.n_q, size.n_k, size.tiles(size.n_q, pad), size.heads,
+            size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": _padded(size.dv), "OVERLAP": overlap,
+            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "OVERLAP": overlap,
             "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
     return prepare, (*(view(x) for x in (q, k, v, dout)), lse2, delta)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-    launches: dict[Any, Any] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse). `launches` remembers those of calls that look alike to the kernels."""
+def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse). `recordings` remembers the launches of calls that look alike."""
+    q, v, cu_q = request.q, request.v, request.cu_q
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    parts = parts_of_keys(q, k, v, cu_q, spec, terms)
+    parts = parts_of_keys(request)
     rooms: tuple[Tensor, ...] = ()
     if parts > 1:
         rooms = tuple(x.new_empty((parts * x.shape[0], *x.shape[1:]), dtype=torch.float32) for x in (out, lse))
 
     def build() -> list[Launch]:
-        capability = compute_capability(q)
+        gpu = gpu_for(q)
         if rooms:
             return [
-                forward_launch(q, k, v, *rooms, cu_q, cu_k, spec, capability, terms, parts),
-                merge_launch(*rooms, out, lse, parts, capability),
+                forward_launch(request, *rooms, gpu, parts),
+                merge_launch(*rooms, out, lse, parts, gpu),
             ]
         return [
-            forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, capability, terms),
+            forward_launch(request, out, lse, gpu),
             *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
         ]
 
     with on(q):
-        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse, *rooms), build, launches)
+        replay.launch(("forward", _precision(q)), (*request.tensors(), out, lse, *rooms), build, recordings)
     return out, lse
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-    launches: dict[Any, Any] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    request: Request, upstream: Upstream, recordings: dict[Any, Any] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = request
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    statistics = row_statistics(q, problem(q, k, v, cu_q))
+    statistics = row_statistics(q, problem(request))
 
     def build() -> list[Launch]:
         return [
-            *backward_launches(
-                dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics
-            ),
-            *clear_launches(dq, dk, dv, cu_q, cu_k),
+            *backward_launches(request, upstream, (dq, dk, dv), statistics, gpu_for(q)),
+            *clear_launches(dq, dk, dv, request.cu_q, request.cu_k),
         ]
 
-    tensors = q, k, v, cu_q, cu_k, dout, dlse, out, lse, *terms.tensors(), dq, dk, dv, *statistics
+    key = "backward", _precision(q), *replay.layout_of(upstream, request.tensors())
+    tensors = *request.tensors(), *upstream, dq, dk, dv, *statistics
     with on(q):
-        replay.launch(_precision(q), tensors, build, launches)
+        replay.launch(key, tensors, build, recordings)
     return dq, dk, dv
 
 
-def jvp(
-    tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms = NO_TERMS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def jvp(request: Request, out: Tensor, lse: Tensor, tangents: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The movement of out and lse; for the band and grouped heads, without score terms."""
-    if not terms.is_empty(spec):
+    if not request.is_plain:
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
     dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
-    with on(q):
-        jvp_launch(tangents, q, k, v, out, lse, dout, dlse, cu_q, cu_k, spec, compute_capability(q))()
-        for clear in clear_launches(dout, dlse, None, cu_q, cu_q):
+    with on(request.q):
+        jvp_launch(request, out, lse, tangents, dout, dlse, gpu_for(request.q))()
+        for clear in clear_launches(dout, dlse, None, request.cu_q, request.cu_q):
             clear()
     return dout, dlse
 
 
 def jvp_launch(
-    tangents: list[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
-) -> Launch:  # fmt: skip
-    size = problem(q, k, v, cu_q)
-    tile = tile_of("jvp", q.element_size(), size, capability)
+    request: Request, out: Tensor, lse: Tensor, tangents: list[Tensor], dout: Tensor, dlse: Tensor, gpu: Gpu
+) -> Launch:
+    q, k, v, spec = request[:4]
+    size = problem(request)
+    tile = tile_of("jvp", q.element_size(), size, gpu)
     return Launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
             *(view(x) for x in (q, k, v, *tangents, out)), row_view(lse), view(dout), row_view(dlse),
-            cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+            request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
             size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
         ),
-        options_of(size, spec, tile, q, NO_TERMS),
+        options_of(request, size, tile),
     )  # fmt: skip
 
 
-def device_terms(
-    spec: Spec, terms: Terms, size: Problem, tile: config.Tile | None = None, by_key: bool = False
-) -> device.Terms:
-    """What the kernels know of the terms; with `by_key`, the tile lists of the owner of keys."""
-    if terms.is_empty(spec):
-        return device.Terms()
-    bias = terms.bias
-    drops = terms.seed is not None
-    return device.Terms(
-        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
-        sinks=terms.sinks,
-        seed=terms.seed,
-        threshold=threshold(spec.dropout_p) if drops else None,
-        rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
-        score=mods.captured(terms.score, (*spec.score_numbers, spec.scale)),
-        mask=mods.captured(terms.mask, spec.mask_numbers),
-        blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks else device.Blocks(),
-        steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
-        wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
-    )
+def term_gradients(request: Request, upstream: Upstream, wanted: list[bool]) -> list[Tensor]:
+    """Of the wanted ones among bias, sinks and the score mod's tensors."""
+    from .term_gradients import term_gradients as found
+
+    return found(request, upstream, wanted)
 
 
-def _blocks(spec: Spec, terms: Terms, tile: config.Tile, by_key: bool) -> device.Blocks:
-    block_q, block_k, batch, heads = spec.mask_block
-    log_q, log_k = block_q.bit_length() - 1, block_k.bit_length() - 1
-    if block_q % tile.block_m or block_k % tile.block_n or (1 << log_q, 1 << log_k) != (block_q, block_k):
-        raise AttentionError(
-            "tiles of the block mask", (block_q, block_k), f"powers of two from ({tile.block_m}, {tile.block_n}) on"
-        )
-    offsets, entries = terms.blocks[2:] if by_key else terms.blocks[:2]
-    own, other = (log_k, log_q) if by_key else (log_q, log_k)
-    rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
-    head_rows = rows if heads > 1 else 0
-    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
+def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
+    """The launches of a call by name, for a compiler: nothing runs, and the tensors may be meta."""
+    q, k, v, *_ = request
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    launches = {"forward": forward_launch(request, out, lse, gpu)}
+    if backward:
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        statistics = row_statistics(q, problem(request))
+        passes = backward_launches(request, Upstream(out, lse, out, None), grads, statistics, gpu)
+        names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
+        launches |= dict(zip(names, passes, strict=True))
+    return launches
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def is_fast(q: Tensor) -> bool:
-    """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
-    return q.element_size() == 2 and not INTERPRETED
-
-
-def score_mod(spec: Spec, q: Tensor) -> Any:
-    return spec.score_mod and mods.value(spec.score_mod, is_fast(q))
-
-
-def folded(spec: Spec, q: Tensor, terms: Terms, slope: bool) -> tuple[dict[str, Any], float, float]:
-    """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
-    comes out; and the factor of the gradients of q.k."""
-    if spec.score_mod and terms.bias is None and q.element_size() == 2:
-        numbers = *spec.score_numbers, spec.scale
-        function, unit, pull = mods.folded(spec.score_mod, is_fast(q), slope)
-        scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
-        if scale > 0 and isfinite(rate):
-            return {"SCORE_MOD": function, "FOLD": True}, scale, rate
-    plain = slope_mod(spec, q) if slope else score_mod(spec, q)
-    return {"SCORE_MOD": plain, "FOLD": _is_linear(spec, terms)}, spec.scale, spec.scale
-
-
-def _is_bounded(spec: Spec, q: Tensor, terms: Terms, scale: float) -> bool:
-    """Whether exp(score) and its sums surely fit into float32 and bfloat16, so that nobody needs a maximum."""
-    return (
-        q.dtype == torch.bfloat16
-        and spec.score_mod is not None
-        and terms.bias is None
-        and terms.sinks is None
-        and 0 < scale * mods.bound(spec.score_mod) <= LARGEST
-    )
-
-
-def _is_linear(spec: Spec, terms: Terms) -> bool:
-    """Whether nothing but a positive factor stands between q.k and the softmax."""
-    return spec.scale > 0 and spec.score_mod is None and terms.bias is None
-
-
-def mask_mod(spec: Spec) -> Any:
-    return spec.mask_mod and mods.value(spec.mask_mod, False)
-
-
-def slope_mod(spec: Spec, q: Tensor) -> Any:
-    return spec.score_mod and mods.value_and_slope(spec.score_mod, is_fast(q))
-
-
-def view(x: Tensor) -> View:
-    """(batch, token, head, dim) strides; packed sequences have one batch row."""
-    strides = x.stride() if x.dim() == 4 else (0, *x.stride())
-    return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
-
-
-def row_view(x: Tensor) -> View:
-    """(batch, token, head) strides of an lse (batch, head, token) or (head, token)."""
-    *batch, head, token = x.stride()
-    return View(x, (batch[0] if batch else 0, token, head))
-
-
-def _padded(d: int) -> int:
-    return max(16, triton.next_power_of_2(d))
-
-
-def tile_of(which: str, itemsize: int, size: Problem, capability: int) -> config.Tile:
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu) -> Tile:
     if INTERPRETED:
-        return config.INTERPRETER
-    return config.tile(which, capability, itemsize, _padded(max(size.d, size.dv)))
+        return tiles.INTERPRETER
+    return tiles.tile(which, gpu.capability, itemsize, padded(max(size.d, size.dv)))
 
 
 def _even(size: Problem, n: int, block: int) -> bool:
     return not size.packed and n % block == 0
 
 
-def options_of(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: Terms) -> dict[str, Any]:
+def options_of(request: Request, size: Problem, tile: Tile) -> dict[str, Any]:
     return {
         "GROUP": size.heads // size.kv_heads,
         "D": size.d,
         "DV": size.dv,
-        "BLOCK_D": _padded(size.d),
-        "BLOCK_DV": _padded(size.dv),
-        "FOLD": _is_linear(spec, terms),
-        "PRECISION": _precision(q),
+        "BLOCK_D": padded(size.d),
+        "BLOCK_DV": padded(size.dv),
+        "FOLD": is_linear(request),
+        "PRECISION": _precision(request.q),
         **tile.options(),
     }
 
@@ -439,27 +298,3 @@ def _precision(q: Tensor) -> str:
     if q.dtype != torch.float32:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-
-
-def can_overlap(capability: int) -> bool:
-    """Whether a kernel may start before the one ahead of it has ended."""
-    return capability >= 90 and not INTERPRETED
-
-
-def compute_capability(q: Tensor) -> int:
-    return capability_of(q.device) if q.is_cuda else 0
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_ALREADY_THERE = nullcontext()
-
-
-def on(q: Tensor) -> Any:
-    """Triton launches on the current device; changing it costs more than asking."""
-    if q.is_cuda and q.get_device() != torch._C._cuda_getDevice():
-        return torch.cuda.device(q.device)
-    return _ALREADY_THERE

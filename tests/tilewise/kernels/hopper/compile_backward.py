@@ -13,8 +13,8 @@ import torch
 
 from tilewise.costs.compiled import compile_for
 from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
-from tilewise.kernels.portable.launch import problem
-from tilewise.spec import Spec
+from tilewise.kernels.shapes import problem
+from tilewise.spec import Request, Spec, Upstream
 
 from .compile_one import with_terms
 
@@ -32,10 +32,10 @@ def main(
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     spec = Spec(d**-0.5, before, after, deterministic=deterministic)
-    spec, tensors = with_terms(spec, terms, batch, n, heads, q.dtype)
-    space = new_space(q, problem(q, k, v, cu))
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    _, sums, *_ = backward_launches(out, None, q, k, v, out, lse, *grads, cu, cu, spec, space, 132, tensors)
+    request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
+    space = new_space(q, problem(request))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _, sums, *_ = backward_launches(request, Upstream(out, lse, out, None), grads, space, 132)
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {
         "spills": made.spills,

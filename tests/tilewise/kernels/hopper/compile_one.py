@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 
 import torch
 import triton
@@ -17,21 +16,24 @@ from tilewise.costs.compiled import compile_for
 from tilewise.kernels.hopper.launch import forward_launches, new_state
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
-from tilewise.spec import Spec, Terms
+from tilewise.spec import Request, Spec
 
 SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
 
 
-def with_terms(spec: Spec, names: str, batch: int, n: int, heads: int, dtype: torch.dtype) -> tuple[Spec, Terms]:
-    """The spec of a call with these terms, and their tensors; `names`, of softcap alibi document sinks bias."""
+def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
+    """A call with these terms; `names`, of softcap alibi document sinks bias."""
+    heads = request.q.shape[-2]
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
-    spec = replace(
-        spec, score_mod=score and score.key, score_numbers=score.numbers if score else (),
-        mask_mod=mask and mask.key, mask_numbers=mask.numbers if mask else (),
+    spec = request.spec._replace(
+        score_mod=score and score.key, score_numbers=score.numbers if score else (),
+        score_tensors=len(score.tensors) if score else 0, mask_mod=mask and mask.key,
+        mask_numbers=mask.numbers if mask else (), mask_tensors=len(mask.tensors) if mask else 0,
     )  # fmt: skip
-    return spec, Terms(
-        bias=torch.empty(1, heads, n, n, dtype=dtype) if "bias" in names else None,
+    return request._replace(
+        spec=spec,
+        bias=torch.empty(1, heads, n, n, dtype=request.q.dtype) if "bias" in names else None,
         sinks=torch.empty(heads) if "sinks" in names else None,
         score=score.tensors if score else (),
         mask=mask.tensors if mask else (),
@@ -48,8 +50,8 @@ def main(
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     state = new_state(torch.device("cpu"))
-    spec, tensors = with_terms(Spec(d**-0.5, before, after), terms, batch, n, heads, q.dtype)
-    launches = forward_launches(q, k, v, out, lse, cu, cu, spec, state, 132, tensors)
+    request = with_terms(Request(q, k, v, Spec(d**-0.5, before, after), cu_q=cu, cu_k=cu), terms, batch, n)
+    launches = forward_launches(request, out, lse, state, 132)
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(
         json.dumps(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.budget import check
 from tests.cases import Case, Inputs, make
 from tests.oracle import naive_grads
+from tilewise.spec import Request, Upstream
 
 pytestmark = pytest.mark.usefixtures("triton_runs")
 emulator = pytest.importorskip("tilewise_lab.emulator")
@@ -54,12 +55,12 @@ def gradients(
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
-    spec = altered(case.spec, deterministic=deterministic)
+    spec = case.spec._replace(deterministic=deterministic)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    space = hopper.new_space(q, hopper.problem(q, k, v, cu_q))
-    for launch in hopper.backward_launches(
-        dout, dlse, q, k, v, out.to(q.dtype), lse.float(), *grads, cu_q, cu_k, spec, space, processors
-    ):
+    request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
+    space = hopper.new_space(q, hopper.problem(request))
+    upstream = Upstream(out.to(q.dtype), lse.float(), dout, dlse)
+    for launch in hopper.backward_launches(request, upstream, tuple(grads), space, processors):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
             emulator.launch(*launch, seed=seed, replace=replaced)
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise import config
+from tilewise.kernels.hopper import tiles
 
 ROOT = Path(__file__).parents[4]
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
@@ -69,10 +69,10 @@ def test_no_spills_and_nothing_serialised(name, triton):
 
 def test_every_row_of_the_table_is_compiled():
     rows = {
-        config.hopper_tile(
+        tiles.forward_tile(
             c["d"], c.get("dv", c["d"]), banded="after" in c, keys=c.get("n", 4096),
             plain=c.get("terms") in (None, "sinks"),
         )
         for c in CALLS.values()
     }  # fmt: skip
-    assert rows == {row for *_, row in config.HOPPER_FORWARD}
+    assert rows == {row for *_, row in tiles.FORWARD}

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise import config, dispatch
-from tilewise.spec import Spec, Terms
+from tilewise import dispatch
+from tilewise.kernels.gpu import Gpu
+from tilewise.kernels.hopper import limits, tiles
+from tilewise.spec import Request, Spec
 
 pytest.importorskip("triton")
 
@@ -24,8 +26,8 @@ def launches(q: Any, after: int | None = None) -> tuple[Any, list[Any]]:
         new_state(torch.device("cpu")),
     )
     k, v = torch.empty_like(q), torch.empty_like(q)
-    tensors = (q, k, v, None, None, out, lse, *state)
-    return tensors, forward_launches(q, k, v, out, lse, None, None, Spec(0.1, None, after), state, 132)
+    request = Request(q, k, v, Spec(0.1, None, after))
+    return (*request.tensors(), out, lse, *state), forward_launches(request, out, lse, state, 132)
 
 
 def test_a_second_launch_repairs_only_where_rows_see_different_keys():
@@ -40,9 +42,9 @@ def test_heads_that_share_keys_are_queries_of_one_head(window):
     from tilewise.kernels.portable.launch import forward_launch
 
     q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
-    lse, spec = torch.empty(3, 8, 1), Spec(0.1, window, 0)
-    portable = forward_launch(q, k, v, out, lse, None, None, spec, 90)
-    hopper = forward_launches(q, k, v, out, lse, None, None, spec, new_state(torch.device("cpu")), 132)
+    lse, request = torch.empty(3, 8, 1), Request(q, k, v, Spec(0.1, window, 0))
+    portable = forward_launch(request, out, lse, Gpu("cuda", 90))
+    hopper = forward_launches(request, out, lse, new_state(torch.device("cpu")), 132)
     heads = 2 if window is None else 8
     assert (portable.programs, hopper[0].programs) == (3 * heads, 3 * heads)
     assert len(hopper) == (1 if window is None else 2)  # all keys are seen, so there is nothing to repair
@@ -81,9 +83,9 @@ def addresses(x: Any) -> Any:
 def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch):
     from triton.backends.nvidia import driver
 
-    from tilewise.kernels import replay
+    from tilewise.kernels import replay, triton_private
 
-    if getattr(driver, "_BASE_ARGS_FORMAT", None) != replay.LAUNCHER:
+    if getattr(driver, "_BASE_ARGS_FORMAT", None) != triton_private.LAUNCHER:
         pytest.skip("another launcher: launches go through Triton")
     made_maps = []
 
@@ -116,13 +118,13 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
     if which == 1:  # a function of C, for all that Python can tell
         run.launch = functools.partial(record)
     step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
-    recording = replay.Recording([step], replay._written([step], len(tensors)))
-    assert recording.run is not None
+    recording = replay.Recording([step], replay._direct([step]))
+    assert recording.direct is not None
     others, others_made = launches(torch.empty_like(q), after=0)
     args[: len(others_made[which].args)] = others_made[which].args
     run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)
     made_maps.clear()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 7, raising=False)
+    monkeypatch.setattr(replay, "current_stream", lambda _device: 7)
     for _ in range(2):
         replay.launch("key", others, lambda: (), {"key": recording})
     assert len(seen[0]) > 20
@@ -150,21 +152,29 @@ def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch)
 )
 def test_what_it_does_not_take(change, obstacle):
     q = change(torch.empty(2, 64, 4, 128, dtype=torch.bfloat16))
-    found = dispatch.hopper_obstacle(q, q, q, Spec(0.1), capability=90)
+    found = limits.obstacle(Request(q, q, q, Spec(0.1)), Gpu("cuda", 90))
     assert found is None if obstacle is None else obstacle in found
 
 
 def test_what_goes_to_the_portable_kernels():
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
-    assert dispatch.choose(q, q, q, Spec(0.1), 80).backend == "triton"
-    for terms, backend in (
-        (Terms(), "hopper"),
-        (Terms(sinks=torch.zeros(4)), "hopper"),
-        (Terms(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
-        (Terms(seed=torch.zeros((), dtype=torch.int64)), "triton"),
-        (Terms(blocks=(torch.zeros(1),)), "triton"),
+    call = Request(q, q, q, Spec(0.1))
+    assert dispatch.choose(call, Gpu("cuda", 80)).backend.name == "triton"
+    for request, backend in (
+        (call, "hopper"),
+        (call._replace(sinks=torch.zeros(4)), "hopper"),
+        (call._replace(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
+        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (call._replace(blocks=(torch.zeros(1),)), "triton"),
     ):
-        assert dispatch.choose(q, q, q, Spec(0.1), 90, terms).backend == backend
+        assert dispatch.choose(request, Gpu("cuda", 90)).backend.name == backend
+
+
+def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    call = Request(q, q, q, Spec(0.1))
+    assert dispatch.choose(call, Gpu("hip", "gfx90a")).backend.name == "reference"
+    assert dispatch.choose(call, Gpu("hip", "gfx942")).backend.name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -175,10 +185,10 @@ def test_what_goes_to_the_portable_kernels():
     ],
 )  # fmt: skip
 def test_columns_are_cut_into_powers_of_two(d, expected):
-    assert config.widths(d) == expected
+    assert tiles.widths(d) == expected
 
 
 def test_short_causal_calls_have_their_own_row():
-    assert config.hopper_tile(64, 64, banded=True, keys=512).warpgroups == 2
-    assert config.hopper_tile(64, 64, banded=False, keys=512).warpgroups == 3
-    assert config.hopper_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=True, keys=512).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 3
+    assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2

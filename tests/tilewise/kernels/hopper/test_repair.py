@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import tilewise
 from tilewise.mods.builtin import document
-from tilewise.spec import Spec, Terms
+from tilewise.spec import Request, Spec
 
 emulator = pytest.importorskip("tilewise_lab.emulator")
 hopper = pytest.importorskip("tilewise.kernels.hopper.launch")
 
 
-def run(v: torch.Tensor, spec: Spec, terms: Terms) -> tuple[torch.Tensor, torch.Tensor, int]:
+def run(v: torch.Tensor, spec: Spec, **terms: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(out, lse) and how many programs looked at a raised flag."""
     torch.manual_seed(0)
     q, k = (torch.randn_like(v) for _ in range(2))
     out, lse = torch.full_like(v, torch.nan), torch.full((1, 1, v.shape[1]), torch.nan)
     state = hopper.new_state(v.device)
-    forward, repair = hopper.forward_launches(q, k, v, out, lse, None, None, spec, state, 2, terms)
+    forward, repair = hopper.forward_launches(Request(q, k, v, spec, **terms), out, lse, state, 2)
     emulator.launch(*forward)
     raised = int(state.flag[0])
     repair()
@@ -35,13 +37,13 @@ def test_only_who_sees_a_nan_gets_one(masked):
     if masked:
         ids = (torch.arange(150) >= 90).int()
         mod = document(ids=ids)
-        spec = Spec(0.1, mask_mod=mod.key, mask_numbers=mod.numbers)
-        terms, sees = Terms(mask=mod.tensors), ids == 1
+        spec = Spec(0.1, mask_mod=mod.key, mask_numbers=mod.numbers, mask_tensors=1)
+        terms, sees = {"mask": mod.tensors}, ids == 1
     else:
-        spec, terms, sees = Spec(0.1, None, 0), Terms(), torch.arange(150) >= 100
-    out, lse, raised = run(v, spec, terms)
+        spec, terms, sees = Spec(0.1, None, 0), {}, torch.arange(150) >= 100
+    out, lse, raised = run(v, spec, **terms)
     assert not raised
-    again, lse_again, raised = run(spoilt, spec, terms)
+    again, lse_again, raised = run(spoilt, spec, **terms)
     assert raised
     assert again[0, sees].isnan().all()
     torch.testing.assert_close(again[0, ~sees], out[0, ~sees], atol=2e-3, rtol=0)
@@ -54,11 +56,11 @@ def test_the_repair_knows_score_terms():
     v = torch.randn(1, 100, 1, 64).half()
     sinks, cap = torch.tensor([0.7]), tilewise.mods.softcap(0.5)
     spec = Spec(0.1, None, 0, score_mod=cap.key, score_numbers=cap.numbers)
-    clean, lse, _ = run(v, spec, Terms(sinks=sinks))
+    clean, lse, _ = run(v, spec, sinks=sinks)
     v[:, 99] = torch.inf
-    again, lse_again, raised = run(v, spec, Terms(sinks=sinks))
+    again, lse_again, raised = run(v, spec, sinks=sinks)
     assert raised
     torch.testing.assert_close(again[0, :99], clean[0, :99], atol=2e-3, rtol=0)
     torch.testing.assert_close(lse_again, lse, atol=1e-4, rtol=0)
-    plain, _, _ = run(v, Spec(0.1, None, 0), Terms())
+    plain, _, _ = run(v, Spec(0.1, None, 0))
     assert (plain[0, :99] - again[0, :99]).abs().max() > 1e-2

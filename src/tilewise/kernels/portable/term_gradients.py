@@ -13,42 +13,29 @@ from torch import Tensor
 
 from ...mods import PROGRAMS
 from ...mods.expr import B, Expr, H, I, J, Place, const, load, only_distance, scatter_
-from ...spec import Spec, Terms
+from ...spec import Request, Upstream
 from .. import mods
+from ..launch import Launch, gpu_for, on
+from ..shapes import problem, row_view
+from ..terms import device_terms, is_fast, mask_mod, slope_mod
 from ..tile import LOG2E, Bias
-from .launch import (
-    Launch,
-    compute_capability,
-    device_terms,
-    is_fast,
-    mask_mod,
-    on,
-    options_of,
-    prepare_launch,
-    problem,
-    row_statistics,
-    row_view,
-    slope_mod,
-    tile_of,
-)
+from .launch import options_of, prepare_launch, row_statistics, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
 
 STRIP = 1 << 26
 
 
-def term_gradients(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms, wanted: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    inputs = (terms.bias, terms.sinks, *terms.score)
+def term_gradients(request: Request, upstream: Upstream, wanted: list[bool]) -> list[Tensor]:
+    q, spec = request.q, request.spec
+    inputs = (request.bias, request.sinks, *request.score)
     with on(q):
-        sums = Sums(dout, dlse, q, k, v, out, lse, cu_q, cu_k, spec, terms)
+        sums = Sums(request, upstream)
         grads: list[Tensor | None] = [None for _ in inputs]
-        if wanted[0] and terms.bias is not None:
-            grads[0] = sums.of_bias(terms.bias)
-        if wanted[1] and terms.sinks is not None:
-            grads[1] = sums.of_sinks(terms.sinks)
-        for n, (x, wants) in enumerate(zip(terms.score, wanted[2:], strict=True)):
+        if wanted[0] and request.bias is not None:
+            grads[0] = sums.of_bias(request.bias)
+        if wanted[1] and request.sinks is not None:
+            grads[1] = sums.of_sinks(request.sinks)
+        for n, (x, wants) in enumerate(zip(request.score, wanted[2:], strict=True)):
             if wants:
                 total = x.new_zeros(x.shape, dtype=torch.float32)
                 assert spec.score_mod is not None
@@ -64,22 +51,18 @@ def term_gradients(
 class Sums:
     """The row statistics of one backward pass, and the sums that are taken with them."""
 
-    def __init__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, terms: Terms,
-    ) -> None:  # fmt: skip
-        self.q, self.k, self.cu_q, self.cu_k, self.spec, self.terms = q, k, cu_q, cu_k, spec, terms
-        self.size = problem(q, k, v, cu_q)
-        prepare, self.shared = prepare_launch(
-            dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size, row_statistics(q, self.size)
-        )
+    def __init__(self, request: Request, upstream: Upstream) -> None:
+        self.request, self.spec = request, request.spec
+        self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
+        self.size = problem(request)
+        prepare, self.shared = prepare_launch(request, upstream, row_statistics(request.q, self.size))
         lse2, self.delta = (x.ptr for x in self.shared[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
             lse2.fill_(torch.inf)
             self.delta.zero_()
         prepare()
-        self.tile = tile_of("sums", q.element_size(), self.size, compute_capability(q))
+        self.tile = tile_of("sums", self.q.element_size(), self.size, gpu_for(self.q))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
@@ -120,7 +103,7 @@ class Sums:
             self._options(site) | {"KEYS": by_key},
         )()  # fmt: skip
         place = self._line_place(by_key, sums)
-        scatter_(total, where, sums, place, self.terms.score, spec.score_numbers)
+        scatter_(total, where, sums, place, self.request.score, spec.score_numbers)
 
     def _line_place(self, by_key: bool, sums: Tensor) -> Place:
         def count(n: int) -> Tensor:
@@ -169,7 +152,7 @@ class Sums:
             else:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
                 place = Place(b, h, i, j, *lengths)
-            scatter_(total, where, strip, place, self.terms.score, self.spec.score_numbers)
+            scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
 
     def _tiles(
         self, sums: Bias, row0: int, rows: int, columns: int, per_batch: bool, per_head: bool, site: Any
@@ -187,8 +170,8 @@ class Sums:
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        return device_terms(self.spec, self.terms._replace(blocks=()), self.size, self.tile)
+        return device_terms(self.request._replace(blocks=()), self.tile)
 
     def _options(self, site: Any) -> dict[str, Any]:
-        named = {"SCORE_MOD": slope_mod(self.spec, self.q), "MASK_MOD": mask_mod(self.spec), "SITE": site}
-        return options_of(self.size, self.spec, self.tile, self.q, self.terms) | named
+        named = {"SCORE_MOD": slope_mod(self.request), "MASK_MOD": mask_mod(self.request), "SITE": site}
+        return options_of(self.request, self.size, self.tile) | named

@@ -1,0 +1,324 @@
+"""From a caller's words to a request: every argument is checked here, before anything is launched.
+
+`attention`, `attention_varlen`, `explain` and `check` take the same options (`Options`) and come through here, so they
+accept and refuse the same things.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any, TypedDict, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .mods.blocks import BlockMask
+from .mods.builtin import alibi, alibi_per_batch
+from .mods.builtin import softcap as softcap_mod
+from .mods.dropout import as_seed
+from .mods.program import Mod, bound
+from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
+from .torch_private import any_autocast, is_watched
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 3.4e38  # of a float32
+
+
+class Options(TypedDict, total=False):
+    """What may be asked of attention beside q, k and v."""
+
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | BlockMask | None
+    dropout_p: float
+    seed: int | Tensor | None
+    return_lse: bool
+    deterministic: bool | None
+    backend: str
+
+
+DEFAULTS: Options = {
+    "causal": False, "window": None, "scale": None, "softcap": None, "bias": None, "alibi_slopes": None, "sinks": None,
+    "score_mod": None, "mask_mod": None, "dropout_p": 0.0, "seed": None, "return_lse": False, "deterministic": None,
+    "backend": "auto",
+}  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_options(function: F) -> F:
+    """Show `**options` by name, type and default, in help() and wherever signatures are read."""
+    own = inspect.signature(function)
+    *first, _ = own.parameters.values()
+    kinds = get_type_hints(Options)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in DEFAULTS.items()
+    ]
+    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    return function
+
+
+# What other libraries call it, and how it is said here.
+FOREIGN = {
+    "is_causal": "causal=True (here a query sits at key position i + Sk - Sq: torch's top-left only where Sq == Sk)",
+    "attn_mask": "mask_mod= for a bool mask, bias= for a float one",
+    "attn_bias": "bias=",
+    "key_padding_mask": "attention_varlen, or mask_mod=",
+    "softmax_scale": "scale=",
+    "window_size": "window=(left, right), with None where flash-attn writes -1",
+    "dropout": "dropout_p=",
+    "block_mask": "mask_mod=tilewise.block_mask(...)",
+    "enable_gqa": "nothing: heads of q may be a multiple of those of k",
+    "return_attn_probs": "return_lse=True",
+    "return_softmax_lse": "return_lse=True",
+    "s_aux": "sinks=",
+    "learnable_sink": "sinks=",
+}
+
+
+def options_of(given: Options) -> Options:
+    """The options, with defaults where nothing is said."""
+    options = DEFAULTS | given
+    if len(options) != len(DEFAULTS):
+        for name in given:
+            if name not in DEFAULTS:
+                near = get_close_matches(name, DEFAULTS, n=1)
+                hint = FOREIGN.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(DEFAULTS)}")
+                raise AttentionError("argument", f"{name}=", hint)
+    return options
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
+    """A call of `attention`."""
+    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    if q.shape[0] != k.shape[0]:
+        raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
+    return _request(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int | None, int | None],
+    options: Options,
+) -> Request:  # fmt: skip
+    """A call of `attention_varlen`."""
+    _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
+    for name, n in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
+    _check_offsets(q, k, cu_q, cu_k)
+    cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
+    return _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+
+
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
+    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+) -> Request:  # fmt: skip
+    """sizes: B, H, Sq, Sk; for packed sequences the last two are what the caller says of them, or None."""
+    for name in ("causal", "return_lse", "deterministic"):
+        if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
+            raise AttentionError(name, repr(options[name]), "True or False")
+    scale, softcap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
+    if scale is not None:
+        scale = number("scale", scale, "a finite number (zero and negative are fine), or None for 1/sqrt(D)")
+        if abs(scale) > LARGEST and q.dtype != torch.float64:
+            raise AttentionError("scale", scale, f"at most {LARGEST:.1e}, which float32 holds")
+    dropout_p = number("dropout_p", 0.0 if dropout_p is None else dropout_p, "0 <= p < 1")
+    if not 0 <= dropout_p < 1:
+        raise AttentionError("dropout_p", dropout_p, "0 <= p < 1")
+    seed = options["seed"]
+    if dropout_p == 0 and seed is not None:
+        raise AttentionError("seed", "one, with dropout_p=0", "dropout_p above 0, or no seed")
+    bias, sinks = options["bias"], options["sinks"]
+    if bias is not None:
+        bias = _checked_bias(q, sizes, bias)
+    if sinks is not None:
+        _check_term("sinks", sinks, q, [(sizes[1],)])
+    score = _score(q, sizes, softcap, options["score_mod"], options["alibi_slopes"])
+    deterministic = options["deterministic"]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    named: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": deterministic}
+    mask = options["mask_mod"]
+    blocks: tuple[Tensor, ...] = ()
+    if isinstance(mask, BlockMask):
+        made = mask
+        made.check(sizes, q, cu_q is not None, band(options["causal"], options["window"]))
+        mask, blocks, named["mask_block"] = made.mod, made.lists, (*made.block, *made.shape[:2])
+    if mask is not None:
+        mask = _checked_mod("mask", mask, q)
+        named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
+    if score is not None:
+        named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+    spec = Spec.of(
+        head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
+        backend=options["backend"], **named,
+    )  # fmt: skip
+    return Request(
+        q, k, v, spec, bias, sinks, () if score is None else score.tensors, cu_q, cu_k,
+        as_seed(seed, q.device) if dropout_p else None, () if mask is None else mask.tensors, blocks,
+    )  # fmt: skip
+
+
+def _score(
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
+) -> Mod | None:
+    """One mod of all that happens to a score before the bias."""
+    mods = []
+    if softcap is not None:
+        softcap = number("softcap", softcap, "a finite number above 0, or None")
+        if not 0 < softcap <= LARGEST:
+            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
+        mods.append(softcap_mod(softcap))
+    if score_mod is not None:
+        mods.append(_checked_mod("score", score_mod, q))
+    if slopes is not None:
+        batch, heads, _, _ = sizes
+        _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+    return bound(mods)
+
+
+def number(name: str, x: Any, expected: str) -> float:
+    """x as a float; a tensor's gradient would be lost, so it is none."""
+    if isinstance(x, Tensor):
+        raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
+    if isinstance(x, (bool, str, bytes, complex)) or not hasattr(x, "__float__") or getattr(x, "shape", ()) != ():
+        raise AttentionError(name, repr(x), expected)
+    try:
+        found = float(x)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise AttentionError(name, x, expected)
+    return found
+
+
+def _tensor(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
+        raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
+    if x.layout is not torch.strided:
+        words = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
+        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {words}")
+    return x
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if _tensor(name, x).dim() != rank:
+            hint = {3: "; packed sequences are for attention_varlen"}.get(x.dim(), "") if rank == 4 else ""
+            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}{hint}")
+    dims, k_dims, v_dims = q.shape, k.shape, v.shape
+    for name, d in (("q", dims[-1]), ("k", k_dims[-1]), ("v", v_dims[-1])):
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise AttentionError("dtype of q", dtype, " or ".join(map(str, DTYPES)))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise AttentionError(f"dtype of {name}", x.dtype, f"q's {dtype}")
+        if x.device != device:
+            raise AttentionError(f"device of {name}", x.device, f"q's {device}")
+    if k_dims[-1] != dims[-1]:
+        raise AttentionError("head dim of k", k_dims[-1], f"q's {dims[-1]}")
+    if k_dims[:-1] != v_dims[:-1]:
+        raise AttentionError("shape of v", tuple(v_dims), f"k's {axes}, {tuple(k_dims)}, up to the head dim")
+    heads, kv_heads = dims[-2], k_dims[-2]
+    if heads % kv_heads if kv_heads else heads:
+        swapped = rank == 4 and dims[1] and k_dims[1] and dims[1] % k_dims[1] == 0 and heads == k_dims[2]
+        hint = "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if rank == 4 and not swapped else ""
+        raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
+
+
+def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
+        _tensor(name, cu)
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
+        if cu.dtype != torch.int32:
+            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
+        if cu.device != q.device and not q.is_meta:
+            raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
+        if cu.shape[0] == 1 and x.shape[0] > 0:
+            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
+        if cu.device.type == "cpu" and not is_watched(cu):
+            check_offsets(name, cu, x.shape[0])
+    if cu_q.shape != cu_k.shape:
+        raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
+
+
+def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
+    """What the numbers themselves say; reads them, which on a GPU waits for it."""
+    ends = cu.tolist()
+    if ends[0] != 0:
+        raise AttentionError(f"start of {name}", ends[0], "0")
+    for n, (a, b) in enumerate(pairwise(ends)):
+        if b < a:
+            raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
+    if ends[-1] > tokens:
+        raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
+
+
+def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
+    """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
+    names = ("B", "H", "Sq", "Sk")
+    if _tensor("bias", bias).dtype == torch.bool:
+        raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
+    if bias.dim() > 4:
+        raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
+    bias = bias[(None,) * (4 - bias.dim())]
+    for name, size, found in zip(names, sizes, bias.shape, strict=True):
+        if size is None and found != 1:
+            raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
+        if found not in (1, size):
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1")
+    _check_term("bias", bias, q, [tuple(bias.shape)])
+    return bias
+
+
+def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    if tuple(_tensor(name, x).shape) not in shapes:
+        raise AttentionError(f"shape of {name}", tuple(x.shape), " or ".join(map(str, shapes)))
+    if x.dtype not in DTYPES:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
+    if x.device != q.device and not q.is_meta:
+        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
+
+
+def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
+    if not isinstance(mod, Mod):
+        hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
+        raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
+    if mod.kind != kind:
+        raise AttentionError(f"{kind}_mod", f"a {mod.kind} mod", f"a function decorated with tilewise.{kind}_mod")
+    for x in mod.tensors:
+        if x.device != q.device and not q.is_meta:
+            raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    return mod
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As torch's own attention: in the dtype that autocast says, if it is on."""
+    if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return q, k, v
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    if q.dtype == k.dtype == v.dtype == dtype:
+        return q, k, v
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v

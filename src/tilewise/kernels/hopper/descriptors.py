@@ -1,0 +1,34 @@
+"""What TMA needs to know of a tensor."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .compat import TensorDescriptor, gl
+from .pipeline import FAR
+from .tiles import widths
+
+
+def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The descriptors of one or two parts of the columns."""
+    first, *rest = (descriptor(x, rows, width) for width in widths(x.shape[-1]))
+    return first, rest[0] if rest else None
+
+
+def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """What TMA needs to know of a (batch, token, head, dim) or packed (token, head, dim) tensor; see pipeline.at."""
+    *batch, token, head, one = x.stride()
+    if x.dim() == 4:
+        b, t, h, d = x.shape
+        shape, strides, box = [b, h, t, d], [*batch, head, token, one], (1, 1, rows, width)
+    else:
+        far = FAR.value
+        shape = [2 * far - 1, 2 * far - 1, x.shape[1], far, x.shape[2]]
+        strides, box = [2**34 - token, token, head, token, one], (1, 1, 1, rows, width)
+    return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
+
+
+@cache
+def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

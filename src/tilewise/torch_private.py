@@ -1,0 +1,108 @@
+"""Every name of torch that is not public and that we use, in one place, each with the public way beside it.
+
+Tested with torch 2.9 to 2.13. What a version lacks is found out when this is imported, not when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_C: Any = torch._C
+_functorch: Any = getattr(_C, "_functorch", None)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _found(name: str) -> Any:
+    """The function torch._C.<name>, or None."""
+    return getattr(_C, name, None)
+
+
+# Whether autocast is on for some device: one call instead of one for each kind.
+any_autocast: Callable[[], bool] = _found("_is_any_autocast_enabled") or (lambda: True)
+
+# How many modes (fake tensors, FLOP counters, selective checkpoints) look at every op.
+_modes: Callable[[], int] = _found("_len_torch_dispatch_stack") or (lambda: 1)
+
+# The transform of torch.func that is at work, or None.
+_transform: Callable[[], Any] = getattr(_functorch, "maybe_current_level", None) or (lambda: 0)
+
+_is_wrapped: Callable[[Tensor], bool] = getattr(_functorch, "is_functorch_wrapped_tensor", None) or (lambda x: False)
+
+
+def is_transformed() -> bool:
+    """Whether torch.func (grad, vmap, jvp, ...) is at work."""
+    return _transform() is not None
+
+
+def is_forward_mode() -> bool:
+    """Whether a forward-mode derivative is being taken."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether something traces, transforms or intercepts torch's calls, and must see the registered op.
+
+    Where nobody watches, the body is called at once: the dispatcher would cost as much as a launch.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or _modes() > 0
+        or _transform() is not None
+        or not PLAIN.issuperset(map(type, tensors))
+        or tensors[0].is_meta
+    )
+
+
+def has_address(x: Tensor) -> bool:
+    """Not so of a tensor that torch.compile only pretends to have, or that torch.func wraps."""
+    return type(x) in PLAIN and not _is_wrapped(x)
+
+
+_is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_legacy_batchedtensor", None) or (lambda x: False)
+
+
+def is_batched(x: Tensor | None) -> bool:
+    """Whether this is a stack of gradients for which autograd runs one backward: `is_grads_batched`, gradcheck's and
+    torch.autograd.functional's vectorised derivatives. (Not torch.vmap, which looks at ops.)"""
+    return x is not None and _is_batched(x)
+
+
+def each_of_batch(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """function(*tensors), a tuple, for tensors some of which are such stacks: once for each entry."""
+    level = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    plain = [torch._remove_batch_dim(x, level, 1, 0) if x is not None and is_batched(x) else x for x in tensors]
+    size = next(p.shape[0] for p, x in zip(plain, tensors, strict=True) if p is not None and p is not x)
+    each = [
+        function(*(x if p is x or p is None else p[i] for p, x in zip(plain, tensors, strict=True)))
+        for i in range(size)
+    ]
+    return tuple(
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*each, strict=True)
+    )
+
+
+def apply_unchecked(function: Any, *args: Any) -> Any:
+    """function.apply(*args) of an autograd Function, without the inspection of its signature that comes first."""
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def constant(function: Callable[..., str]) -> Callable[..., str]:
+    """Let torch.compile call the function while it traces. torch.compiler.assume_constant_result does no more than
+    this, and imports all of the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# The CUDA stream and device in use, as numbers; the public ways build objects around them.
+current_stream: Callable[[int], int] = _found("_cuda_getCurrentRawStream") or _public_stream
+current_device: Callable[[], int] = _found("_cuda_getDevice") or torch.cuda.current_device
