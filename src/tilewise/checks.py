@@ -47,11 +47,16 @@ class Options(TypedDict, total=False):
     backend: str
 
 
-DEFAULTS: Options = {
-    "causal": False, "window": None, "scale": None, "softcap": None, "bias": None, "alibi_slopes": None, "sinks": None,
-    "score_mod": None, "mask_mod": None, "dropout_p": 0.0, "seed": None, "return_lse": False, "deterministic": None,
-    "backend": "auto",
-}  # fmt: skip
+def _with_defaults(given: Options) -> Options:
+    """Written out here, not kept in a global: the numbers of a global are variables to torch.compile."""
+    return {
+        "causal": False, "window": None, "scale": None, "softcap": None, "bias": None, "alibi_slopes": None,
+        "sinks": None, "score_mod": None, "mask_mod": None, "dropout_p": 0.0, "seed": None, "return_lse": False,
+        "deterministic": None, "backend": "auto",
+    } | given  # fmt: skip
+
+
+DEFAULTS = _with_defaults({})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,7 +94,7 @@ FOREIGN = {
 
 def options_of(given: Options) -> Options:
     """The options, with defaults where nothing is said."""
-    options = DEFAULTS | given
+    options = _with_defaults(given)
     if len(options) != len(DEFAULTS):
         for name in given:
             if name not in DEFAULTS:
@@ -194,8 +199,9 @@ def number(name: str, x: Any, expected: str) -> float:
     """x as a float; a tensor's gradient would be lost, so it is none."""
     if isinstance(x, Tensor):
         raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
-    if isinstance(x, (bool, str, bytes, complex)) or not hasattr(x, "__float__") or getattr(x, "shape", ()) != ():
-        raise AttentionError(name, repr(x), expected)
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        if not hasattr(x, "__float__") or isinstance(x, bool) or getattr(x, "shape", ()) != ():
+            raise AttentionError(name, repr(x), expected)
     try:
         found = float(x)
     except OverflowError:

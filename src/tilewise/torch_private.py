@@ -68,7 +68,7 @@ _is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_legacy_batchedte
 def is_batched(x: Tensor | None) -> bool:
     """Whether this is a stack of gradients for which autograd runs one backward: `is_grads_batched`, gradcheck's and
     torch.autograd.functional's vectorised derivatives. (Not torch.vmap, which looks at ops.)"""
-    return x is not None and _is_batched(x)
+    return x is not None and not torch.compiler.is_compiling() and _is_batched(x)
 
 
 def each_of_batch(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

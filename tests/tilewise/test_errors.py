@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import dispatch, ops
-from tilewise.spec import AttentionError
+from tilewise import dispatch
+from tilewise.kernels.portable import limits
+from tilewise.spec import AttentionError, Request
 
 
 class Refusal(NamedTuple):
@@ -93,11 +94,7 @@ def call_varlen(**changes: Any) -> Any:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaching a backend is a failure of the test."""
 
-    def choose(q: Tensor, k: Tensor, v: Tensor, spec: Any, **options: Any) -> Any:
-        dispatch.choose(q, k, v, spec, **options)
-        pytest.fail("a backend was asked to run")
-
-    monkeypatch.setattr(ops, "choose", choose)
+    monkeypatch.setattr(dispatch, "named", lambda _: pytest.fail("a backend was asked to run"))
 
 
 def check(call: Callable[..., Any], refusal: Refusal) -> None:
@@ -134,12 +131,12 @@ def test_triton_takes_no_float64(triton_runs: None) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(limits, "has_triton", lambda: False)
     check(call_dense, Refusal({"backend": "triton"}, "backend='triton'", "no triton installed", "'reference'"))
 
 
 def test_auto_never_runs_the_interpreter(triton_runs: None) -> None:
     q = x(1, 2, 1, 8)
-    chosen = dispatch.choose(q, q, q, tilewise.spec.Spec(scale=1.0))
-    assert chosen.backend == "reference"
+    chosen = dispatch.choose(Request(q, q, q, tilewise.spec.Spec(scale=1.0)))
+    assert chosen.backend.name == "reference"
     assert "interpreter" in chosen.reason

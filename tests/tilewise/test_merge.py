@@ -1,4 +1,4 @@
-"""merge is a commutative monoid, and differentiable even where nothing is seen."""
+"""Partial results form a commutative monoid, and differentiable even where nothing is seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tilewise.merge import State, merge
+import tilewise
+from tilewise import AttentionError
+from tilewise.merge import State, union
 
 
 def attend(s: torch.Tensor, v: torch.Tensor) -> State:
@@ -25,51 +27,92 @@ def three() -> tuple[State, State, State]:
 
 def test_union_of_keys() -> None:
     s, v = torch.randn(6, 10, dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64)
-    assert_close(merge(attend(s[:, :4], v[:4]), attend(s[:, 4:], v[4:])), attend(s, v))
+    assert_close(union(attend(s[:, :4], v[:4]), attend(s[:, 4:], v[4:])), attend(s, v))
 
 
 def test_associative() -> None:
     a, b, c = three()
-    assert_close(merge(merge(a, b), c), merge(a, merge(b, c)))
+    assert_close(union(union(a, b), c), union(a, union(b, c)))
 
 
 @pytest.mark.parametrize(("x", "y"), [(0, 1), (0, 2), (1, 2)])
 def test_commutative(x: int, y: int) -> None:
     states = three()
-    assert_close(merge(states[x], states[y]), merge(states[y], states[x]), rtol=0, atol=0)
+    assert_close(union(states[x], states[y]), union(states[y], states[x]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("x", range(3))
 def test_identity(x: int) -> None:
     o, lse = three()[x]
     nothing = torch.zeros_like(o), torch.full_like(lse, -torch.inf)
-    assert_close(merge((o, lse), nothing), (o, lse), rtol=0, atol=0)
-    assert_close(merge(nothing, (o, lse)), (o, lse), rtol=0, atol=0)
+    assert_close(union((o, lse), nothing), (o, lse), rtol=0, atol=0)
+    assert_close(union(nothing, (o, lse)), (o, lse), rtol=0, atol=0)
 
 
 def test_far_apart_does_not_overflow() -> None:
     one, two = torch.ones(1, 1), 2 * torch.ones(1, 1)
-    o, lse = merge((one, torch.tensor([-1e4])), (two, torch.tensor([1e4])))
+    o, lse = union((one, torch.tensor([-1e4])), (two, torch.tensor([1e4])))
     assert (o.item(), lse.item()) == (2, 1e4)
 
 
 def test_low_precision_rounds_once() -> None:
     o_a, o_b = torch.randn(2, 64, 32, dtype=torch.bfloat16)
     lse_a, lse_b = torch.randn(2, 64)
-    o, lse = merge((o_a, lse_a), (o_b, lse_b))
-    exact, _ = merge((o_a.float(), lse_a), (o_b.float(), lse_b))
+    o, lse = union((o_a, lse_a), (o_b, lse_b))
+    exact, _ = union((o_a.float(), lse_a), (o_b.float(), lse_b))
     assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(o, exact.bfloat16())
 
 
 def test_gradcheck() -> None:
     tensors = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in [(3, 2), (3,)] * 2]
-    torch.autograd.gradcheck(lambda a, x, b, y: merge((a, x), (b, y)), tensors)
+    torch.autograd.gradcheck(lambda a, x, b, y: union((a, x), (b, y)), tensors)
 
 
 def test_gradient_where_nothing_is_seen() -> None:
     (o_a, lse_a), (o_b, lse_b), _ = three()
     tensors = [x.clone().requires_grad_() for x in (o_a, lse_a, o_b, lse_b)]
-    o, lse = merge((tensors[0], tensors[1]), (tensors[2], tensors[3]))
+    o, lse = union((tensors[0], tensors[1]), (tensors[2], tensors[3]))
     (o.sum() + lse[lse > -torch.inf].sum()).backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in tensors)
+
+
+def test_as_many_parts_as_there_are() -> None:
+    """In any number, in bfloat16 rounded once, in the layout that attention returns, even where tokens == heads."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 4, 8) for _ in range(3))
+    whole = tilewise.attention(q, k, v, return_lse=True)
+    cuts = [slice(n, n + 1) for n in range(4)]
+    parts = [tilewise.attention(q, k[:, cut], v[:, cut], return_lse=True) for cut in cuts]
+    assert_close(tilewise.merge(*parts), whole)
+    rounded = [(out.bfloat16(), lse) for out, lse in parts]
+    exact, _ = tilewise.merge(*((out.float(), lse) for out, lse in rounded))
+    assert torch.equal(tilewise.merge(*rounded)[0], exact.bfloat16())
+    assert tilewise.merge(parts[0]) == parts[0]
+
+
+def test_packed_parts() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 2, 8) for _ in range(3))
+    cu = torch.tensor([0, 6], dtype=torch.int32)
+    three = torch.tensor([0, 3], dtype=torch.int32)
+    whole = tilewise.attention_varlen(q, k, v, cu, cu, return_lse=True)
+    parts = [
+        tilewise.attention_varlen(q, k[cut], v[cut], cu, three, return_lse=True) for cut in (slice(3), slice(3, 6))
+    ]
+    assert_close(tilewise.merge(*parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((), "none"),
+        ((3,), "int"),
+        (((torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3)),), "lse of part 0"),
+        (((torch.zeros(2, 5, 3, 8), torch.zeros(2, 3, 5)), (torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4))), "part 1"),
+        (((torch.zeros(5, 8), torch.zeros(5)),), "shapes of part 0"),
+    ],
+)
+def test_what_is_no_part(parts, words) -> None:
+    with pytest.raises(AttentionError, match=words):
+        tilewise.merge(*parts)
