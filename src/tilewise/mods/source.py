@@ -42,7 +42,7 @@ def definition(function: Callable[..., Any]) -> Definition | None:
         return None
     lambdas = [x for x in ast.walk(tree) if isinstance(x, ast.Lambda) and x.lineno == code.co_firstlineno]
     if len(lambdas) > 1:
-        places = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
+        places: list[Any] = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
         lambdas = [x for x in lambdas if places and all(_holds(x.body, *p) for p in places)]
         lambdas = [x for x in lambdas if not any(x is not y and _holds(x, *_place(y)) for y in lambdas)]
     if not lambdas:
