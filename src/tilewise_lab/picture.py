@@ -62,7 +62,7 @@ class Heat(NamedTuple):
     @property
     def summary(self) -> str:
         least, most = self.values.min().item(), self.values.max().item()
-        return f"{self.mod.program.name.lstrip('_')}, {self.what}: from {least:.4g} to {most:.4g}"
+        return f"{self.mod.name.lstrip('_')}, {self.what}: from {least:.4g} to {most:.4g}"
 
 
 def heat(mod: Mod, n_q: int, n_k: int, b: int = 0, h: int = 0) -> Heat:
@@ -95,7 +95,7 @@ def png(image: Tensor) -> bytes:
 def summary(mask: BlockMask) -> str:
     counts = torch.bincount(mask.tiles.flatten().long().cpu(), minlength=3).tolist()
     share = 100 * (counts[1] + counts[2]) / max(1, sum(counts))
-    name = mask.mod.program.name.lstrip("_")
+    name = mask.mod.name.lstrip("_")
     return (
         f"{name}: {mask.shape[2]} queries x {mask.shape[3]} keys, tiles of {mask.block[0]} x"
         f" {mask.block[1]}: {counts[0]} empty, {counts[1]} partial, {counts[2]} full; {share:.1f} % visited"

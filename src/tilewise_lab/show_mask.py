@@ -79,7 +79,7 @@ def run(options: Namespace) -> int:
 def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
     """A mod by its name, with the arguments of its example unless given.
 
-    >>> mod_named("causal", [], 4).program.name
+    >>> mod_named("causal", [], 4).name
     'causal'
     """
     file, _, function = name.rpartition(":")

@@ -2,10 +2,13 @@
 
 A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile whichever way it
 lies, and `aux`, the program's tensors (as `Captured`) followed by its floats. It is named by its content.
+
+Integers have 64 bits; where 32 are enough for whatever the indices can be, the functions count with these.
 """
 
+import hashlib
 import linecache
-from functools import cache
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -14,7 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..mods import PROGRAMS, Program
-from ..mods.expr import FUNCTIONS, Expr, arithmetic, const, function, nodes, number, substitute
+from ..mods.bounds import Bounds, bounds, is_narrow
+from ..mods.expr import FUNCTIONS, INT_RANGE, Expr, arithmetic, const, function, nodes, number, substitute
+
+cache = lru_cache(4096)
 
 
 class Captured(NamedTuple):
@@ -61,28 +67,50 @@ def whole(x, score):
 
 
 @triton.jit
+def integer(x):
+    """What was read of a tensor, with 32 bits at least."""
+    return x if x.dtype.primitive_bitwidth >= 32 else x.to(tl.int32)
+
+
+LEAST = tl.constexpr(INT_RANGE[0])
+MOST = tl.constexpr(INT_RANGE[1])
+
+
+@triton.jit
+def truncated(x):
+    """int(x); beyond 32 bits the nearest that has them, and 0 of nan."""
+    x = tl.where(x == x, x, 0.0)
+    return tl.cast(tl.minimum(tl.maximum(x, LEAST), MOST), tl.int32)
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 NAMESPACE = {
     "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
-    "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole,
+    "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole, "integer": integer, "truncated": truncated,
 }  # fmt: skip
 PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
+
+
+def short(key: str) -> str:
+    """A name for a program, the same in every process."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 @cache
 def value(key: str, fast: bool) -> Any:
     """The program: a score, or whether the pair is seen."""
-    return _function(f"value_{key}", [PROGRAMS[key].root], len(PROGRAMS[key].ranks), fast)
+    return _function(f"value_{short(key)}", [PROGRAMS[key].root], len(PROGRAMS[key].ranks), fast)
 
 
 @cache
 def value_and_slope(key: str, fast: bool) -> Any:
     """The score and its derivative by the score that went in."""
     program = PROGRAMS[key]
-    return _function(f"slope_{key}", [program.root, program.slope], len(program.ranks), fast)
+    return _function(f"slope_{short(key)}", [program.root, program.slope], len(program.ranks), fast)
 
 
 def is_steep(key: str) -> bool:
@@ -103,7 +131,7 @@ def is_wild(key: str) -> bool:
 def site(key: str, n: int, fast: bool) -> Any:
     """The derivative by what the program reads at its n-th site."""
     program = PROGRAMS[key]
-    return _function(f"site{n}_{key}", [program.sites[n][1]], len(program.ranks), fast)
+    return _function(f"site{n}_{short(key)}", [program.sites[n][1]], len(program.ranks), fast)
 
 
 @cache
@@ -120,7 +148,7 @@ def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
     unit, rest = factors(program)
     pull, steep = slope_factors(program) if slope else (const(1.0), rest)
     roots = [rest, steep] if slope else [rest]
-    return _function(f"folded{len(roots)}_{key}", roots, len(program.ranks), fast), unit, pull
+    return _function(f"folded{len(roots)}_{short(key)}", roots, len(program.ranks), fast), unit, pull
 
 
 @cache
@@ -195,8 +223,12 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
     """The source of a function that returns the value of each root."""
     lines = [f"def {name}({PARAMETERS}):"]
     names: dict[Expr, str] = {}
+    sizes = bounds(*roots)
     for x in nodes(*roots):
-        text = _text(x, [names[a] for a in x.args], tensors, fast)
+        args = [names[a] for a in x.args]
+        if x.kind == "int" and x.op != "load" and not is_narrow(sizes[x]):
+            args = [_wide(name) if a.kind == "int" else name for a, name in zip(x.args, args, strict=True)]
+        text = _text(x, args, tensors, fast, sizes)
         if x.args or x.op in ("load", "number"):
             names[x] = f"x{len(names)}"
             lines.append(f"    {names[x]} = {text}")
@@ -210,7 +242,11 @@ BINARY = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", 
           "and": "&", "or": "|"}  # fmt: skip
 
 
-def _text(x: Expr, args: list[str], tensors: int, fast: bool) -> str:
+def _wide(text: str) -> str:
+    return f"tl.cast({text}, tl.int64)"
+
+
+def _text(x: Expr, args: list[str], tensors: int, fast: bool, sizes: dict[Expr, Bounds]) -> str:
     match x.op:
         case "score":
             return "score"
@@ -219,22 +255,24 @@ def _text(x: Expr, args: list[str], tensors: int, fast: bool) -> str:
         case "const":
             if x.value in (float("inf"), float("-inf")) or x.value != x.value:
                 return f'float("{x.value}")'
+            if x.kind == "int" and not is_narrow(sizes[x]):
+                return _wide(repr(x.value))
             return f"({x.value!r})" if x.value < 0 else repr(x.value)
         case "number":
             return f"aux[{tensors + x.value}]"
         case "load":
-            return _load(x, args)
+            return _load(x, args, sizes)
         case "float":
             return f"tl.cast({args[0]}, tl.float32)"
         case "int":
-            return f"tl.cast({args[0]}, tl.int32)"
+            return f"truncated({args[0]})"
         case "div":
             return f"{args[0]} * (1.0 / {args[1]})" if not x.args[1].deps else f"{args[0]} / {args[1]}"
         case "floordiv" | "mod" if x.kind == "float":
             quotient = f"tl.floor({args[0]} / {args[1]})"
             return quotient if x.op == "floordiv" else f"{args[0]} - {args[1]} * {quotient}"
         case "floordiv" | "mod":
-            if all(map(_is_natural, x.args)):
+            if all(sizes[a][0] >= 0 for a in x.args):
                 return f"{args[0]} {'//' if x.op == 'floordiv' else '%'} {args[1]}"
             return f"{'floor_divide' if x.op == 'floordiv' else 'floor_remainder'}({args[0]}, {args[1]})"
         case "min" | "max":
@@ -252,21 +290,16 @@ def _text(x: Expr, args: list[str], tensors: int, fast: bool) -> str:
     return f"tl.{x.op}({', '.join(args)})"
 
 
-def _load(x: Expr, args: list[str]) -> str:
+def _load(x: Expr, args: list[str], sizes: dict[Expr, Bounds]) -> str:
     tensor = f"aux[{x.value}]"
     pointer = f"{tensor}.ptr"
     for n, (index, text) in enumerate(zip(x.args, args, strict=True)):
-        text = text if _is_natural(index) else f"tl.maximum({text}, 0)"
+        text = text if sizes[index][0] >= 0 else f"tl.maximum({text}, 0)"
         inside = f"tl.minimum({text}, {tensor}.sizes[{n}] - 1)"
         pointer += f" + tl.cast({inside}, tl.int64) * {tensor}.strides[{n}]"
-    return f"tl.load({pointer})" + (".to(tl.float32)" if x.kind == "float" else "")
-
-
-def _is_natural(x: Expr) -> bool:
-    """Whether an int cannot be negative: a position, a number >= 0, or made of such."""
-    if x.op == "const":
-        return bool(x.value >= 0)
-    if x.op in ("add", "mul", "floordiv", "mod", "min", "max", "where"):
-        parts = x.args[1:] if x.op == "where" else x.args
-        return all(map(_is_natural, parts)) or (x.op == "max" and any(map(_is_natural, parts)))
-    return x.op in ("index", "abs")
+    match x.kind:
+        case "float":
+            return f"tl.load({pointer}).to(tl.float32)"
+        case "int":
+            return f"integer(tl.load({pointer}))"
+    return f"tl.load({pointer})"

@@ -3,7 +3,9 @@
 `score_mod` and `mask_mod` decorate a function; the rest are built-ins, each an ordinary mod.
 """
 
-from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen
+import torch
+
+from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen, restored_block_mask
 from tilewise.mods.builtin import (
     alibi,
     block_diagonal,
@@ -16,7 +18,10 @@ from tilewise.mods.builtin import (
     t5_relative,
     window_with_globals,
 )
-from tilewise.mods.program import PROGRAMS, Mod, Program, mask_mod, score_mod
+from tilewise.mods.modifier import mask_mod, score_mod
+from tilewise.mods.program import PROGRAMS, Mod, Program, restored_mod
+
+torch.serialization.add_safe_globals([restored_mod, restored_block_mask])  # for torch.load(..., weights_only=True)
 
 __all__ = [
     "PROGRAMS",

@@ -6,16 +6,16 @@ partial tiles and leave the full ones alone. The backward has the lists of the t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.mods.expr import Place, evaluate
+from tilewise.mods.expr import Expr, Place, const, evaluate, load, substitute
 from tilewise.mods.program import Mod
 from tilewise.spec import AttentionError, band
 
-PAIRS = 1 << 25  # pairs looked at together while a mask is made
+PAIRS = 1 << 24  # pairs looked at together while a mask is made
 
 
 class BlockMask(NamedTuple):
@@ -43,7 +43,7 @@ class BlockMask(NamedTuple):
         if packed == (self.tokens is None):
             raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
         for name, own, size in zip(("B", "H", "Sq", "Sk"), self.shape, sizes, strict=True):
-            if own != size and size is not None and not (own == 1 and name in "BH"):
+            if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
                 raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
         if self.tokens is not None and self.tokens[0] != q.shape[0]:
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
@@ -59,8 +59,7 @@ class BlockMask(NamedTuple):
     @property
     def tiles(self) -> Tensor:
         """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""
-        batch, heads, n_q, n_k = self.shape
-        t_q, t_k = -(-n_q // self.block[0]), -(-n_k // self.block[1])
+        batch, heads, t_q, t_k = self._grid()
         offsets, entries = self.lists[:2]
         kinds = torch.zeros(batch * heads * t_q, t_k, dtype=torch.int8, device=offsets.device)
         rows = torch.repeat_interleave(torch.arange(len(kinds), device=offsets.device), offsets.diff())
@@ -69,7 +68,52 @@ class BlockMask(NamedTuple):
 
     def density(self) -> float:
         """The part of all tiles that is visited."""
-        return float((self.tiles > 0).float().mean())
+        batch, heads, t_q, t_k = self._grid()
+        return len(self.lists[1]) / (batch * heads * t_q * t_k)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on the device, with the tensors that its mod reads."""
+        a, b, c, d = (x.to(device) for x in self.lists)
+        return self._replace(mod=self.mod.to(device), lists=(a, b, c, d))
+
+    def __repr__(self) -> str:
+        batch, heads, n_q, n_k = self.shape
+        packed = "" if self.tokens is None else f", packed in {self.tokens[0]} and {self.tokens[1]} tokens"
+        edges = "" if self.band == (None, None) else f", window {self.band}"
+        return (
+            f"block mask of {self.mod!r}: B {batch}, H {heads}, {n_q} queries x {n_k} keys{packed}{edges}, tiles of"
+            f" {self.block[0]} x {self.block[1]}, {100 * self.density():.1f} % visited, on {self.lists[0].device}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored_block_mask, tuple(self)
+
+    def _grid(self) -> tuple[int, int, int, int]:
+        """Batch rows, heads, rows and columns of tiles."""
+        batch, heads, n_q, n_k = self.shape
+        return batch, heads, -(-n_q // self.block[0]), -(-n_k // self.block[1])
+
+
+def restored_block_mask(
+    mod: Mod, lists: tuple[Tensor, Tensor, Tensor, Tensor], block: tuple[int, int], shape: tuple[int, int, int, int],
+    band: tuple[int | None, int | None], tokens: tuple[int, int] | None,
+) -> BlockMask:  # fmt: skip
+    """A block mask from its pickled fields. The kernels go where its lists say: they are checked to stay inside."""
+    _check(mod, block, {})
+    mask = BlockMask(mod, lists, block, shape, band, tokens)
+    batch, heads, t_q, t_k = mask._grid()
+    for (offsets, entries), rows, columns in ((lists[:2], t_q, t_k), (lists[2:], t_k, t_q)):
+        fits = (
+            offsets.dtype == entries.dtype == torch.int32
+            and offsets.shape == (batch * heads * rows + 1,)
+            and offsets[0] == 0
+            and offsets[-1] == len(entries)
+            and bool((offsets.diff() >= 0).all())
+            and bool(((entries >= 0) & (entries < 4 * columns) & (entries % 4 > 0)).all())
+        )
+        if not fits:
+            raise AttentionError("a saved block mask", "lists that do not fit its shape", "one as it was saved")
+    return mask
 
 
 def block_mask(
@@ -93,14 +137,15 @@ def block_mask(
             [0, 0, 2, 0],
             [0, 0, 0, 2]], dtype=torch.int8)
 
-    batch and heads are 1 where the mask does not depend on them. `causal` and `window`, if the call has them,
+    batch and heads are 1 where the mask does not depend on them, that is, where the mod reads `b` (or `h`) at most to
+    index axes of size 1. `causal` and `window`, if the call has them,
     leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
     """
     if min(n_q, n_k, batch, heads) < 1:
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
     _check(mod, block, {"b": batch, "h": heads})
-    if device is None:
-        device = mod.tensors[0].device if mod.tensors else "cpu"
+    device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
+    _check_devices(mod, device)
     kinds = torch.stack([
         torch.stack([_kinds(mod, b, h, n_q, n_k, band(causal, window), block, device) for h in range(heads)])
         for b in range(batch)
@@ -138,7 +183,8 @@ def block_mask_varlen(
     batch = len(lengths[0])
     if batch < 1 or len(lengths[1]) != batch:
         raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
-    _check(mod, block, {"b": batch, "h": heads})
+    _check(mod, block, {"h": heads})
+    _check_devices(mod, cu_seqlens_q.device)
     n_q, n_k = (max(1, *x) for x in lengths)
     shape = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
     kinds = torch.zeros(shape, dtype=torch.int8, device=cu_seqlens_q.device)
@@ -156,29 +202,44 @@ def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
     if min(block) < 16 or any(x % 16 for x in block):
         raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
     for axis, size in sizes.items():
-        if size == 1 and axis in mod.program.root.deps and not _trivial(mod, axis):
+        if size == 1 and _depends(mod, axis):
             hint = {"b": "batch", "h": "heads"}[axis]
-            raise AttentionError(f"{hint} of a block mask", 1, f"the call's {hint}: the mask reads {axis}")
+            raise AttentionError(
+                f"{hint} of a block mask", 1, f"{hint}= as in the calls it is for: the mask reads {axis}"
+            )
 
 
-def _trivial(mod: Mod, axis: str) -> bool:
-    """Whether the mod reads the axis only to index tensors of that size 1."""
-    return all(t.shape[0] == 1 for t in mod.tensors) if axis == "b" and mod.tensors else False
+def _depends(mod: Mod, axis: str) -> bool:
+    """Whether the mod reads the axis, other than to index axes of size 1."""
+
+    def settle(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if x.op != "load":
+            return None
+        sizes = mod.tensors[x.value].shape
+        return load(x.value, *(const(0) if n == 1 else a for a, n in zip(args, sizes, strict=True)), kind=x.kind)
+
+    return axis in substitute(mod.program.root, settle).deps
+
+
+def _check_devices(mod: Mod, device: torch.device) -> None:
+    for x in mod.tensors:
+        if x.device.type != device.type or (device.index is not None and x.device != device):
+            raise AttentionError("device of a tensor of the block mask's mod", x.device, f"{device}, as of the mask")
 
 
 def _kinds(
     mod: Mod, b: int, h: int, n_q: int, n_k: int, edges: tuple[int | None, int | None], block: tuple[int, int],
-    device: torch.device | str,
+    device: torch.device,
 ) -> Tensor:  # fmt: skip
     """(Tq, Tk) int8 of one head: 0 nobody sees anything, 1 the mod hides some pairs, 2 only the band does, 3 full."""
     block_q, block_k = block
     before, after = edges
     t_k = -(-n_k // block_k)
-    j = torch.arange(n_k, device=device, dtype=torch.int32)
+    j = torch.arange(n_k, device=device)
     strip = max(1, PAIRS // (n_k * block_q)) * block_q
     kinds = []
     for start in range(0, n_q, strip):
-        i = torch.arange(start, min(start + strip, n_q), device=device, dtype=torch.int32)[:, None]
+        i = torch.arange(start, min(start + strip, n_q), device=device)[:, None]
         place = Place(b, h, i, j, n_q, n_k)
         (pleases,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
         pleases = torch.as_tensor(pleases, device=device).expand(len(i), n_k)

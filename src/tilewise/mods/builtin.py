@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from tilewise.mods.program import Mod, mask_mod, score_mod
+from tilewise.mods.modifier import mask_mod, score_mod
+from tilewise.mods.program import Mod
 from tilewise.spec import AttentionError
 
 

@@ -7,6 +7,7 @@
     const                   a number written in the function
 
 Expressions are shared: two that look the same are the same object, so a graph costs what it has of distinct nodes.
+Their integers have 64 bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "co
 class Expr:
     """A node: an operation on other nodes. `kind` is float, int or bool; `deps` the names of the leaves below it."""
 
-    __slots__ = ("args", "deps", "kind", "op", "value")
+    __slots__ = ("__weakref__", "args", "deps", "kind", "op", "value")
     op: str
     args: tuple[Expr, ...]
     value: Any
@@ -34,21 +36,22 @@ class Expr:
     deps: frozenset[str]
 
     def __repr__(self) -> str:
-        inside = ", ".join(map(repr, self.args)) if self.args else repr(self.value)
+        inside = ", ".join(f"<{a.op}>" for a in self.args) if self.args else repr(self.value)
         return f"{self.op}({inside})"
 
 
-_nodes: dict[tuple[Any, ...], Expr] = {}
+_nodes: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 
 def node(op: str, *args: Expr, value: Any = None, kind: str) -> Expr:
-    key = (op, *map(id, args), type(value), value, kind)
+    key = (op, *map(id, args), repr(value), kind)
     found = _nodes.get(key)
     if found is None:
-        found = _nodes[key] = Expr()
+        found = Expr()
         found.op, found.args, found.value, found.kind = op, args, value, kind
         own = {value} if op == "index" else {"score"} if op == "score" else set()
         found.deps = frozenset(own).union(*(a.deps for a in args))
+        _nodes[key] = found
     return found
 
 
@@ -58,6 +61,8 @@ B, H, I, J, N_Q, N_K = (node("index", value=name, kind="int") for name in INDICE
 
 def const(value: bool | int | float) -> Expr:
     kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+    if kind == "int" and not -(2**63) <= value < 2**63:
+        raise OverflowError(f"the integer {value}")
     return node("const", value=value, kind=kind)
 
 
@@ -76,13 +81,18 @@ def as_float(x: Expr) -> Expr:
         return x
     if x.op == "const":
         return const(float(x.value))
-    if x.kind == "int" and x.op in ("add", "sub", "neg", "abs") and _is_affine(x):
-        return node(x.op, *(as_float(a) for a in x.args), kind="float")
+    if x.kind == "int" and all(y.op in AFFINE for y in nodes(x)):
+        return substitute(x, _float_leaf)
     return node("float", x, kind="float")
 
 
-def _is_affine(x: Expr) -> bool:
-    return x.op in ("index", "const") or (x.op in ("add", "sub", "neg", "abs") and all(map(_is_affine, x.args)))
+AFFINE = ("index", "const", "add", "sub", "neg", "abs")
+
+
+def _float_leaf(x: Expr, args: tuple[Expr, ...]) -> Expr:
+    if x.op == "const":
+        return const(float(x.value))
+    return node(x.op, *args, kind="float") if args else node("float", x, kind="float")
 
 
 def as_bool(x: Expr) -> Expr:
@@ -94,8 +104,10 @@ def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
     if op == "div" or "float" in (a.kind, b.kind):
         a, b = as_float(a), as_float(b)
     x, y = a.value if a.op == "const" else None, b.value if b.op == "const" else None
+    if op in ("floordiv", "mod") and y == 0 and a.kind == "int":
+        raise ZeroDivisionError("a division by 0")
     if x is not None and y is not None and (op not in ("div", "floordiv", "mod") or y != 0):
-        return const(_PYTHON[op](x, y))
+        return const(_folded(op, x, y))
     if (op == "add" and y == 0) or (op == "sub" and y == 0) or (op in ("mul", "div") and y == 1):
         return a
     if (op == "add" and x == 0) or (op == "mul" and x == 1):
@@ -103,6 +115,18 @@ def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
     if op == "pow":
         return _power(a, b)
     return node(op, a, b, kind=a.kind)
+
+
+def _folded(op: str, x: Any, y: Any) -> Any:
+    if op == "pow" and isinstance(x, int) and abs(x) > 1 and y > 63:
+        raise OverflowError(f"the integer {x}**{y}")
+    try:
+        result = _PYTHON[op](x, y)
+    except ArithmeticError as error:
+        raise ArithmeticError(f"{op} of {x} and {y}, which no number is") from error
+    if isinstance(result, complex):
+        raise ArithmeticError(f"the complex number {x}**{y}")
+    return result
 
 
 def _counted(x: Expr) -> Expr:
@@ -150,7 +174,8 @@ def negative(x: Expr) -> Expr:
 
 
 def absolute(x: Expr) -> Expr:
-    return node("abs", x, kind=x.kind)
+    x = _counted(x)
+    return const(abs(x.value)) if x.op == "const" else node("abs", x, kind=x.kind)
 
 
 def function(name: str, x: Expr) -> Expr:
@@ -173,28 +198,22 @@ _PYTHON: dict[str, Callable[[Any, Any], Any]] = {
 def substitute(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
     """root with every node n, its arguments already replaced, exchanged for leaf(n, args) where that is not None."""
     done: dict[Expr, Expr] = {}
-
-    def visit(x: Expr) -> Expr:
-        if x not in done:
-            args = tuple(map(visit, x.args))
-            done[x] = leaf(x, args) or (x if args == x.args else node(x.op, *args, value=x.value, kind=x.kind))
-        return done[x]
-
-    return visit(root)
+    for x in nodes(root):
+        args = tuple(done[a] for a in x.args)
+        done[x] = leaf(x, args) or (x if args == x.args else node(x.op, *args, value=x.value, kind=x.kind))
+    return done[root]
 
 
 def nodes(*roots: Expr) -> list[Expr]:
     """Every node once, arguments first."""
     order: dict[Expr, None] = {}
-
-    def visit(x: Expr) -> None:
-        if x not in order:
-            for a in x.args:
-                visit(a)
-            order[x] = None
-
-    for root in roots:
-        visit(root)
+    stack = list(reversed(roots))
+    while stack:
+        missing = [a for a in stack[-1].args if a not in order]
+        if missing:
+            stack += reversed(missing)
+        else:
+            order[stack.pop()] = None
     return list(order)
 
 
@@ -292,11 +311,11 @@ def evaluate(
         elif x.op == "number":
             values[x] = numbers[x.value]
         elif x.op == "index":
-            values[x] = getattr(place, x.value)
+            values[x] = _long(getattr(place, x.value))
         elif x.op == "float":
             values[x] = args[0].to(dtype) if isinstance(args[0], Tensor) else float(args[0])
         elif x.op == "int":
-            values[x] = args[0].to(torch.int64) if isinstance(args[0], Tensor) else int(args[0])
+            values[x] = truncated(*_tensors(args, dtype))
         elif x.op == "load":
             values[x] = gather(tensors[x.value], args, dtype)
         else:
@@ -306,7 +325,21 @@ def evaluate(
 
 def gather(tensor: Tensor, indices: Sequence[Any], dtype: torch.dtype) -> Tensor:
     found = tensor[clamped(tensor, indices)] if indices else tensor
-    return found.to(dtype) if found.is_floating_point() else found
+    if found.dtype == torch.bool:
+        return found
+    return found.to(dtype if found.is_floating_point() else torch.int64)
+
+
+def truncated(x: Tensor) -> Tensor:
+    """int(x): the fraction cut off; beyond 32 bits the nearest that has them, and 0 of nan."""
+    return x.nan_to_num(nan=0.0).clamp(*INT_RANGE).to(torch.int64)
+
+
+INT_RANGE = (-2147483648.0, 2147483520.0)  # as float32 has them
+
+
+def _long(x: Any) -> Any:
+    return x.long() if isinstance(x, Tensor) else x
 
 
 def clamped(tensor: Tensor, indices: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
+from tilewise.mods.functions import KNOWN, LENGTHS, Captured, elementary
+from tilewise.mods.source import DEPTH, Definition, definition, outside, plain
+from tilewise.mods.trace import follow
 from tilewise.spec import AttentionError
 
 BINARY = {
@@ -17,53 +20,47 @@ BINARY = {
     ast.Pow: "pow",
 }  # fmt: skip
 COMPARE = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
-LOGIC = {ast.BitAnd: "and", ast.BitOr: "or", ast.And: "and", ast.Or: "or"}
-NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "and", "logical_or": "or",
-         "logical_not": "not", "fabs": "abs", "remainder": "mod", "floor_divide": "floordiv"}  # fmt: skip
-DEPTH = 8  # functions inlined into one another
+LOGIC = {ast.And: "and", ast.Or: "or"}
+BITWISE: dict[type[ast.AST], str] = {
+    ast.BitAnd: "bitwise_and", ast.BitOr: "bitwise_or", ast.Invert: "bitwise_not"
+}  # fmt: skip
 
 
-class Captured:
-    """A tensor the mod was called with: worth something only at an index, or alone if it has no axes."""
-
-    def __init__(self, position: int, name: str, rank: int, kind: str) -> None:
-        self.position, self.name, self.rank, self.kind = position, name, rank, kind
-
-
-def read(function: Callable[..., Any], values: Sequence[Expr | Captured], lengths: bool = True) -> Expr:
-    """The function's value when its positional parameters are `values`."""
-    return _Reader(function, 0).call(values, lengths)
+def read(
+    function: Callable[..., Any], values: Sequence[Expr | Captured], tensors: Mapping[int, Captured] | None = None
+) -> Expr:
+    """The function's value when its positional parameters are `values`; `tensors`: those that it reads from outside, by
+    their id."""
+    found = definition(function)
+    if found is None:
+        return follow(function, values, tensors or {})
+    return _Reader(function, found, tensors or {}, 0).call(values)
 
 
 class _Reader:
-    def __init__(self, function: Callable[..., Any], depth: int) -> None:
-        self.function, self.depth = function, depth
-        try:
-            lines, self.first = inspect.getsourcelines(function)
-        except (OSError, TypeError) as error:
-            raise AttentionError(
-                f"the source of {getattr(function, '__name__', function)!r}", error, "a `def` in a file"
-            ) from error
-        self.lines = lines
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        definition = tree.body[0]
-        if not isinstance(definition, ast.FunctionDef):
-            raise AttentionError(f"mod {function.__name__!r}", f"{lines[0].strip()!r}", "a plain `def`")
-        self.definition = definition
-        outside = inspect.getclosurevars(function)
-        self.outside = {**outside.builtins, **outside.globals, **outside.nonlocals}
+    def __init__(
+        self, function: Callable[..., Any], found: Definition, tensors: Mapping[int, Captured], depth: int
+    ) -> None:
+        self.function, self.tensors, self.depth = function, tensors, depth
+        self.definition, self.lines = found
+        self.outside = outside(function)
 
-    def call(self, values: Sequence[Expr | Captured], lengths: bool) -> Expr:
+    def call(self, values: Sequence[Expr | Captured]) -> Expr:
         arguments = self.definition.args
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        missing = len(names) - len(values)
+        defaults = self.function.__defaults__ or ()
+        if 0 < missing <= len(defaults) and all(isinstance(x, (bool, int, float)) for x in defaults[-missing:]):
+            values = [*values, *(expr.const(x) for x in defaults[-missing:])]
         if arguments.vararg or arguments.kwarg or len(names) != len(values):
             self.fail(self.definition, f"{len(names)} parameters", f"{len(values)} positional ones: {', '.join(names)}")
         self.env: dict[str, Expr | Captured] = dict(zip(names, values, strict=True))
         for a in arguments.kwonlyargs:
-            known = {"q_len": expr.N_Q, "kv_len": expr.N_K} if lengths else {}
-            if a.arg not in known:
+            if a.arg not in LENGTHS:
                 self.fail(self.definition, f"the keyword-only parameter {a.arg!r}", "q_len or kv_len, the two lengths")
-            self.env[a.arg] = known[a.arg]
+            self.env[a.arg] = LENGTHS[a.arg]
+        if isinstance(self.definition, ast.Lambda):
+            return self.value(self.definition.body)
         for statement in self.definition.body:
             result = self.statement(statement)
             if result is not None:
@@ -94,11 +91,17 @@ class _Reader:
         found = self.expression(x)
         if isinstance(found, Captured):
             if found.rank:
-                self.fail(x, f"the tensor {found.name!r} whole", f"{found.name} at {found.rank} indices")
+                self.fail(x, f"the tensor {ast.unparse(x)!r} whole", f"{ast.unparse(x)} at {found.rank} indices")
             return expr.load(found.position, kind=found.kind)
         return found
 
     def expression(self, x: ast.expr) -> Expr | Captured:
+        try:
+            return self.match(x)
+        except ArithmeticError as error:
+            self.fail(x, str(error), "integers of 64 bits, real numbers, and no division by 0")
+
+    def match(self, x: ast.expr) -> Expr | Captured:
         match x:
             case ast.Name(id=name):
                 return self.name(x, name)
@@ -106,8 +109,8 @@ class _Reader:
                 return expr.const(value)
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.value(left), self.value(right)
-                if type(op) in LOGIC:
-                    return expr.logic(LOGIC[type(op)], a, b)
+                if type(op) in BITWISE:
+                    return self.bitwise(x, BITWISE[type(op)], a, b)
                 if type(op) in BINARY:
                     return expr.arithmetic(BINARY[type(op)], a, b)
             case ast.BoolOp(op=op, values=values):
@@ -119,7 +122,9 @@ class _Reader:
                 return expr.negative(self.value(a))
             case ast.UnaryOp(op=ast.UAdd(), operand=a):
                 return self.value(a)
-            case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=a):
+            case ast.UnaryOp(op=ast.Invert() as op, operand=a):
+                return self.bitwise(x, BITWISE[type(op)], self.value(a))
+            case ast.UnaryOp(op=ast.Not(), operand=a):
                 return expr.logic("not", self.value(a))
             case ast.Compare(left=left, ops=ops, comparators=others):
                 return self.comparison(x, left, ops, others)
@@ -130,19 +135,25 @@ class _Reader:
             case ast.Call(func=function, args=args, keywords=keywords):
                 return self.called(x, function, args, keywords)
             case ast.Attribute():
-                outside = self.resolve(x)
-                if isinstance(outside, (bool, int, float)):
-                    return expr.const(outside)
+                found = self.from_outside(self.resolve(x))
+                if found is not None:
+                    return found
         self.fail(x, f"{ast.unparse(x)!r}", "arithmetic, comparisons, torch.where, indexing and elementary functions")
 
     def name(self, x: ast.expr, name: str) -> Expr | Captured:
         if name in self.env:
             return self.env[name]
-        outside = self.outside.get(name)
-        if isinstance(outside, (bool, int, float)):
-            return expr.const(outside)
-        found = f"{name!r}, a {type(outside).__name__}" if name in self.outside else f"the unknown name {name!r}"
-        self.fail(x, found, "a parameter (pass tensors when you call the mod), a name assigned above, or a number")
+        value = self.outside.get(name)
+        known = self.from_outside(value)
+        if known is not None:
+            return known
+        found = f"{name!r}, a {type(value).__name__}" if name in self.outside else f"the unknown name {name!r}"
+        self.fail(x, found, "a parameter, a name assigned above, a number or a tensor")
+
+    def from_outside(self, value: Any) -> Expr | Captured | None:
+        if isinstance(value, (bool, int, float)):
+            return expr.const(value)
+        return self.tensors.get(id(value)) if isinstance(value, Tensor) else None
 
     def comparison(self, x: ast.expr, left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr]) -> Expr:
         values = [self.value(v) for v in (left, *others)]
@@ -155,13 +166,19 @@ class _Reader:
         assert result is not None
         return result
 
+    def bitwise(self, x: ast.expr, name: str, *args: Expr) -> Expr:
+        found = elementary(name, args, {})
+        if found is None:
+            self.fail(x, f"{ast.unparse(x)!r}, of {', '.join(a.kind for a in args)}", "& | ~ of what is true or false")
+        return found
+
     def subscript(self, x: ast.expr, tensor: ast.expr, index: ast.expr) -> Expr:
         captured = self.expression(tensor)
         if not isinstance(captured, Captured):
             self.fail(x, f"an index into {ast.unparse(tensor)!r}", "an index into a tensor the mod was called with")
         indices = [self.value(i) for i in (index.elts if isinstance(index, ast.Tuple) else [index])]
         if len(indices) != captured.rank:
-            self.fail(x, f"{len(indices)} indices", f"{captured.rank}, as many as {captured.name!r} has axes")
+            self.fail(x, f"{len(indices)} indices", f"{captured.rank}, as many as {ast.unparse(tensor)!r} has axes")
         for i in indices:
             if i.kind != "int":
                 self.fail(x, f"a {i.kind} as an index", "an int: write int(...) around it")
@@ -174,47 +191,30 @@ class _Reader:
             values = [self.value(function.value), *map(self.value, args)]
             return self.builtin(x, function.attr, values, named)
         name = getattr(outside, "__name__", None) or ast.unparse(function)
-        inner = getattr(outside, "function", outside)
-        if inspect.isfunction(inner) and not named and not inner.__module__.startswith("torch"):
-            if self.depth == DEPTH:
-                self.fail(x, f"calls nested {DEPTH} deep", "no recursion: a mod is one expression")
-            return _Reader(inner, self.depth + 1).call([self.expression(a) for a in args], True)
+        inner = plain(outside)
+        if inner is not None and not named:
+            return self.inlined(x, inner, [self.expression(a) for a in args])
+        match name, args:
+            case "float", [ast.Constant(value=str() as digits)]:  # float("-inf")
+                try:
+                    return expr.const(float(digits))
+                except ValueError:
+                    self.fail(x, f"float({digits!r})", "a number in it")
         return self.builtin(x, name, [self.value(a) for a in args], named)
 
+    def inlined(self, x: ast.expr, function: Callable[..., Any], values: list[Expr | Captured]) -> Expr:
+        if self.depth == DEPTH:
+            self.fail(x, f"calls nested {DEPTH} deep", "no recursion: a mod is one expression")
+        found = definition(function)
+        if found is None:
+            self.fail(x, f"{function.__name__!r}, which has no source", "a function in a file or a notebook")
+        return _Reader(function, found, self.tensors, self.depth + 1).call(values)
+
     def builtin(self, x: ast.expr, name: str, args: list[Expr], named: dict[str, Expr]) -> Expr:
-        name = NAMES.get(name, name)
-        match name, args:
-            case (("min" | "max"), [_, _, *_]):
-                result = args[0]
-                for a in args[1:]:
-                    result = expr.arithmetic(name, result, a)
-                return result
-            case "where", [c, a, b]:
-                return expr.where(c, a, b)
-            case "abs", [a]:
-                return expr.absolute(a)
-            case (("and" | "or" | "not"), [_, *_]):
-                return expr.logic(name, *args)
-            case (("pow" | "mod" | "floordiv"), [a, b]):
-                return expr.arithmetic(name, a, b)
-            case "float", [a]:
-                return expr.as_float(a)
-            case (("int" | "long"), [a]):
-                return a if a.kind == "int" else expr.node("int", expr.as_float(a), kind="int")
-            case (("clamp" | "clip"), [a, *limits]) if len(limits) <= 2:
-                bounds = dict(zip(("min", "max"), limits, strict=False)) | named
-                for side, other in (("min", "max"), ("max", "min")):
-                    if side in bounds:
-                        a = expr.arithmetic(other, a, bounds[side])
-                return a
-            case "relu", [a]:
-                return expr.arithmetic("max", a, expr.const(0))
-            case _, [a] if name in expr.FUNCTIONS:
-                return expr.function(name, a)
-            case "rsqrt", [a]:
-                return expr.arithmetic("div", expr.const(1.0), expr.function("sqrt", a))
-        known = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float", *expr.FUNCTIONS))
-        self.fail(x, f"a call of {name} with {len(args)} arguments", f"one of {known}, or a function made of them")
+        found = elementary(name, args, named)
+        if found is not None:
+            return found
+        self.fail(x, f"a call of {name} with {len(args)} arguments", f"one of {KNOWN}, or a function made of them")
 
     def resolve(self, x: ast.expr) -> Any:
         """What a dotted name outside the function stands for, or None."""
@@ -228,6 +228,6 @@ class _Reader:
 
     def fail(self, x: ast.AST, found: str, expected: str) -> NoReturn:
         line = getattr(x, "lineno", 1)
-        place = f"{self.function.__code__.co_filename}:{self.first + line - 1}"
+        place = f"{self.function.__code__.co_filename}:{line}"
         shown = self.lines[line - 1].strip() if line <= len(self.lines) else ""
         raise AttentionError(f"mod {self.function.__name__!r}, {place}, in `{shown}`", found, expected)

@@ -1,41 +1,32 @@
-"""Mods: plain Python functions of one score (or one pair) that every backend understands.
+"""Programs: what mods compute, known by what they say; and `Mod`, a program with its tensors and floats.
 
-    @score_mod
-    def relative(score, b, h, q_idx, kv_idx, slopes):
-        return score + slopes[h] * (kv_idx - q_idx)
-
-    attention(q, k, v, score_mod=relative(slopes))
-
-Calling the decorated function binds it: tensors are read (and get gradients) where the mod indexes them, floats are
-passed to the kernel when it runs, ints and bools are compiled in. What comes back is a `Mod`: the key of a program,
-and its tensors and floats. A program is known by what it says, never by its name.
+The key of a program is its text (see `text`), so whoever holds a key has the program: a saved graph, a pickled model
+and a worker process need nothing else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.mods import expr, parse
+from tilewise.mods import expr, text
 from tilewise.mods.expr import Expr, Place
-from tilewise.spec import AttentionError
+from tilewise.spec import LIMIT, AttentionError
 
-PAIR = (expr.B, expr.H, expr.I, expr.J)
+KINDS = {"score": "float", "mask": "bool"}
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """What a mod computes: an expression, the number of its tensors and floats, and d expression / d score if given."""
 
-    name: str
     root: Expr
     ranks: tuple[int, ...]  # of its tensors
     numbers: int
@@ -43,8 +34,7 @@ class Program:
 
     @cached_property
     def key(self) -> str:
-        slope = "" if self.given_slope is None else f" slope {text(self.given_slope)}"
-        return hashlib.sha256(f"{text(self.root)}{slope} {self.ranks} {self.numbers}".encode()).hexdigest()[:16]
+        return text.write(text.Parts(self.root, self.ranks, self.numbers, self.given_slope))
 
     @cached_property
     def slope(self) -> Expr:
@@ -72,36 +62,33 @@ class Program:
         if self.given_slope is not None or first.given_slope is not None:
             slope = expr.arithmetic("mul", expr.substitute(self.slope, move), first.slope)
         root = expr.substitute(self.root, move)
-        name = f"{first.name}, {self.name}"
-        return Program(name, root, first.ranks + self.ranks, first.numbers + self.numbers, slope)
+        return Program(root, first.ranks + self.ranks, first.numbers + self.numbers, slope)
 
 
-def text(root: Expr) -> str:
-    """A canonical spelling, one line for every distinct node."""
-    names: dict[Expr, int] = {}
-    lines = []
-    for n, x in enumerate(expr.nodes(root)):
-        names[x] = n
-        lines.append(f"{x.op} {' '.join(str(names[a]) for a in x.args)} {x.value!r} {x.kind}")
-    return "\n".join(lines)
+class Programs(dict[str, Program]):
+    """Programs by their keys. One that this process has not seen is read from its key."""
+
+    def __missing__(self, key: str) -> Program:
+        return self[register(Program(*text.read(key)))]
 
 
-PROGRAMS: dict[str, Program] = {}
-_functions: dict[str, Modifier] = {}
+PROGRAMS = Programs()
 
 
 def register(program: Program) -> str:
-    PROGRAMS.setdefault(program.key, program)
-    return program.key
+    if len(PROGRAMS) >= LIMIT:
+        PROGRAMS.clear()
+    return PROGRAMS.setdefault(program.key, program).key
 
 
 class Mod(NamedTuple):
-    """A mod with its arguments: `kind` is score or mask, `key` names its program."""
+    """A mod with its arguments: `kind` is score or mask, `key` its program, `name` what its author called it."""
 
     kind: str
     key: str
     tensors: tuple[Tensor, ...]
     numbers: tuple[float, ...]
+    name: str = "mod"
 
     @property
     def program(self) -> Program:
@@ -114,120 +101,60 @@ class Mod(NamedTuple):
         dtype = torch.float32 if score is None else score.dtype
         root = self.program.root
         if root.deps & {"n_q", "n_k"}:
-            raise AttentionError(f"a call of {self.program.name!r} in torch", "q_len or kv_len in it", "neither")
+            raise AttentionError(f"a call of {self.name!r} in torch", "q_len or kv_len in it", "neither")
         (value,) = expr.evaluate([root], Place(b, h, i, j, 0, 0), score, self.tensors, self.numbers, dtype)
         return value
 
+    def __repr__(self) -> str:
+        tensors = (f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in self.tensors)
+        return f"{self.kind}_mod {self.name}({', '.join((*tensors, *map(repr, self.numbers)))})"
 
-class Modifier:
-    """A decorated function; calling it with its tensors and numbers gives a `Mod`."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored_mod, tuple(self)
 
-    def __init__(self, function: Callable[..., Any], kind: str, grad: Callable[..., Any] | None = None) -> None:
-        self.function, self.kind, self.grad = function, kind, grad
-        self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
-        self.id = f"{function.__name__}-{len(_functions)}"
-        _functions[self.id] = self
-
-    def __call__(self, *args: Any) -> Mod:
-        tensors = tuple(a for a in args if isinstance(a, Tensor))
-        numbers = tuple(a for a in args if isinstance(a, float))
-        return Mod(self.kind, _bind(self.id, tuple(_signature(a) for a in args)), tensors, numbers)
+    def to(self, device: torch.device | str) -> Mod:
+        """The mod with its tensors on the device."""
+        return self._replace(tensors=tuple(x.to(device) for x in self.tensors))
 
 
-def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None) -> Any:
-    """Decorate `f(score, b, h, q_idx, kv_idx, *captured) -> score`, a function of one pair in plain Python.
-
-    >>> @score_mod
-    ... def softcapped(score, b, h, q_idx, kv_idx, cap):
-    ...     return cap * torch.tanh(score / cap)
-    >>> softcapped(2.0)(torch.tensor([0.0, 100.0]), 0, 0, 0, 0)
-    tensor([0., 2.])
-
-    Its derivative by the score is derived; `grad=` gives it instead, a function of the same parameters. Indices count
-    from 0 within the sequence; the lengths are there for the asking, as keyword-only parameters q_len and kv_len.
-    """
-    if function is None:
-        return lambda f: Modifier(f, "score", grad)
-    return Modifier(function, "score", grad)
-
-
-def mask_mod(function: Callable[..., Any]) -> Modifier:
-    """Decorate `f(b, h, q_idx, kv_idx, *captured) -> bool`: True where the query sees the key.
-
-    >>> @mask_mod
-    ... def even_keys(b, h, q_idx, kv_idx):
-    ...     return kv_idx % 2 == 0
-    >>> even_keys()(0, 0, 0, torch.arange(4))
-    tensor([ True, False,  True, False])
-    """
-    return Modifier(function, "mask")
+def restored_mod(kind: str, key: str, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], name: str) -> Mod:
+    """A mod from its pickled fields, checked to fit each other."""
+    program = PROGRAMS[key]
+    loads = [x for x in expr.nodes(program.root) if x.op == "load"]
+    fits = (
+        KINDS.get(kind) == program.root.kind
+        and tuple(x.dim() for x in tensors) == program.ranks
+        and all(x.kind == kind_of(tensors[x.value]) for x in loads)
+        and len(numbers) == program.numbers
+        and all(isinstance(x, float) for x in numbers)
+        and isinstance(name, str)
+    )
+    if not fits:
+        raise AttentionError(
+            "a saved mod", f"{kind} {name!r} whose parts do not fit its program", "one as it was saved"
+        )
+    return Mod(kind, key, tuple(tensors), tuple(numbers), name)
 
 
-def _constant(function: Callable[..., str]) -> Callable[..., str]:
+def kind_of(x: Tensor) -> str:
+    """float, int or bool: what a mod reads of a tensor."""
+    kind = "bool" if x.dtype == torch.bool else "int" if x.dtype in INTEGERS else "float" if x.dtype in FLOATS else ""
+    if not kind or x.layout != torch.strided:
+        names = ", ".join(str(x).removeprefix("torch.") for x in (torch.bool, *INTEGERS, *FLOATS))
+        raise AttentionError("a tensor of a mod", f"{x.dtype}, {x.layout}", f"a dense one of {names}")
+    if any(size == 0 for size in x.shape):
+        raise AttentionError("shape of a tensor of a mod", tuple(x.shape), "at least 1 along every axis")
+    return kind
+
+
+def constant(function: Callable[..., str]) -> Callable[..., str]:
     """Let torch.compile call the function while it traces. torch.compiler.assume_constant_result does no more than
     this, and imports all of the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-def _signature(argument: Any) -> str:
-    """How an argument is compiled in: a tensor's kind and rank, the value of an int, nothing of a float."""
-    if isinstance(argument, Tensor):
-        kind = "float" if argument.is_floating_point() else "bool" if argument.dtype == torch.bool else "int"
-        return f"{kind} {argument.dim()}"
-    if isinstance(argument, (bool, int)):
-        return f"value {int(argument)}"
-    if isinstance(argument, float):
-        return "number"
-    raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
-
-
-_bindings: dict[tuple[str, tuple[str, ...]], str] = {}
-
-
-@_constant
-def _bind(function: str, signature: tuple[str, ...]) -> str:
-    """The key of the program; read again by every call where the function's meaning may have changed since."""
-    key = _bindings.get((function, signature))
-    if key is None:
-        key = _read(_functions[function], signature)
-        if _is_closed(_functions[function]):
-            _bindings[function, signature] = key
-    return key
-
-
-def _is_closed(modifier: Modifier) -> bool:
-    """Whether the function reads nothing from outside but modules and builtins."""
-    outside = [inspect.getclosurevars(f) for f in (modifier.function, modifier.grad) if f is not None]
-    return all(isinstance(x, ModuleType) for o in outside for x in (*o.globals.values(), *o.nonlocals.values()))
-
-
-def _read(modifier: Modifier, signature: tuple[str, ...]) -> str:
-    names = list(modifier.function.__code__.co_varnames[: modifier.function.__code__.co_argcount])
-    leading = len(PAIR) + (modifier.kind == "score")
-    if len(names) != leading + len(signature):
-        expected = f"{max(0, len(names) - leading)}: {', '.join(names[leading:])}"
-        raise AttentionError(f"arguments of the mod {modifier.__name__!r}", len(signature), expected)
-    values: list[Expr | parse.Captured] = [*([expr.SCORE] if modifier.kind == "score" else []), *PAIR]
-    ranks: list[int] = []
-    numbers = 0
-    for name, kind in zip(names[leading:], signature, strict=True):
-        match kind.split():
-            case ["value", value]:
-                values.append(expr.const(int(value)))
-            case ["number"]:
-                values.append(expr.number(numbers))
-                numbers += 1
-            case [kind, rank]:
-                values.append(parse.Captured(len(ranks), name, int(rank), kind))
-                ranks.append(int(rank))
-    root = parse.read(modifier.function, values)
-    root = expr.as_float(root) if modifier.kind == "score" else expr.as_bool(root)
-    slope = None if modifier.grad is None else expr.as_float(parse.read(modifier.grad, values))
-    return register(Program(modifier.__name__, root, tuple(ranks), numbers, slope))
-
-
-@_constant
+@constant
 def chain(keys: tuple[str, ...]) -> str:
     """The key of one program that applies the given ones in order."""
     first, *rest = (PROGRAMS[key] for key in keys)
@@ -244,4 +171,5 @@ def bound(mods: Sequence[Mod]) -> Mod | None:
         return mods[0]
     tensors = tuple(t for m in mods for t in m.tensors)
     numbers = tuple(x for m in mods for x in m.numbers)
-    return Mod(mods[0].kind, chain(tuple(m.key for m in mods)), tensors, numbers)
+    name = ", ".join([m.name for m in mods])
+    return Mod(mods[0].kind, chain(tuple(m.key for m in mods)), tensors, numbers, name)

@@ -1,0 +1,61 @@
+"""How large the integers of an expression can be, so that kernels count with 32 bits wherever these are enough."""
+
+from __future__ import annotations
+
+from tilewise.mods.expr import Expr, nodes
+
+TOKENS = 1 << 30  # the longest sequence for which the bounds hold
+INT32 = (-(1 << 31), (1 << 31) - 1)
+
+Bounds = tuple[int, int]  # the least and the greatest
+
+
+def bounds(*roots: Expr) -> dict[Expr, Bounds]:
+    """Of every int below the roots. Tensors are taken for 32-bit ones: what is made of a wider one is wide anyway.
+
+    >>> from tilewise.mods.expr import I, J, arithmetic
+    >>> distance, product = arithmetic("sub", I, J), arithmetic("mul", I, J)
+    >>> is_narrow(bounds(distance)[distance]), is_narrow(bounds(product)[product])
+    (True, False)
+    """
+    found: dict[Expr, Bounds] = {}
+    for x in nodes(*roots):
+        if x.kind == "int":
+            found[x] = _bounds(x, [found[a] for a in x.args if a in found])
+    return found
+
+
+def is_narrow(own: Bounds) -> bool:
+    return INT32[0] <= own[0] and own[1] <= INT32[1]
+
+
+def _bounds(x: Expr, args: list[Bounds]) -> Bounds:
+    match x.op, args:
+        case "index", _:
+            return 0, TOKENS - (x.value not in ("n_q", "n_k"))
+        case "const", _:
+            return x.value, x.value
+        case "add", [(a, b), (c, d)]:
+            return a + c, b + d
+        case "sub", [(a, b), (c, d)]:
+            return a - d, b - c
+        case "mul", [(a, b), (c, d)]:
+            products = (a * c, a * d, b * c, b * d)
+            return min(products), max(products)
+        case "neg", [(a, b)]:
+            return -b, -a
+        case "abs", [(a, b)]:
+            return max(0, a, -b), max(-a, b)
+        case "min", [(a, b), (c, d)]:
+            return min(a, c), min(b, d)
+        case "max", [(a, b), (c, d)]:
+            return max(a, c), max(b, d)
+        case "where", [(a, b), (c, d)]:
+            return min(a, c), max(b, d)
+        case "floordiv", [(a, b), (c, _)]:
+            most = max(abs(a), abs(b))
+            return (0, b) if min(a, c) >= 0 else (-most, most)
+        case "mod", [(a, _), (c, d)]:
+            most = max(abs(c), abs(d))
+            return 0 if min(a, c) >= 0 else -most, most
+    return INT32  # of a tensor, or cut from a float

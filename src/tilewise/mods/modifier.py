@@ -1,0 +1,193 @@
+"""Mods: plain Python functions of one score (or one pair) that every backend understands.
+
+    @score_mod
+    def relative(score, b, h, q_idx, kv_idx, slopes):
+        return score + slopes[h] * (kv_idx - q_idx)
+
+    attention(q, k, v, score_mod=relative(slopes))
+
+Calling the decorated function binds it: tensors are read (and get gradients) where the mod indexes them, floats are
+passed to the kernel when it runs, ints and bools are compiled in. What comes back is a `Mod`: a program, and its
+tensors and floats. Numbers and tensors that the function reads from outside are those of the moment of the call; the
+numbers are compiled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from tilewise.mods import expr, parse
+from tilewise.mods.expr import Expr
+from tilewise.mods.functions import Captured
+from tilewise.mods.program import Mod, Program, constant, kind_of, register
+from tilewise.mods.source import is_closed, snapshot
+from tilewise.spec import LIMIT, AttentionError
+
+PAIR = (expr.B, expr.H, expr.I, expr.J)
+
+_modifiers: WeakValueDictionary[str, Modifier] = WeakValueDictionary()
+_programs: dict[Any, str] = {}  # by all that their meaning rests on
+_numbers = count()
+
+
+class Modifier:
+    """A decorated function; calling it with its tensors and numbers gives a `Mod`."""
+
+    def __init__(self, function: Callable[..., Any], kind: str, grad: Callable[..., Any] | None = None) -> None:
+        if not hasattr(function, "__code__"):
+            raise AttentionError(f"{kind}_mod", repr(function), "a plain function")
+        self.function, self.kind, self.grad = function, kind, grad
+        self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+        leading = len(PAIR) + (kind == "score")
+        self.parameters = function.__code__.co_varnames[leading : function.__code__.co_argcount]
+        self.defaults = function.__defaults__ or ()
+        self.known: dict[tuple[str, ...], str] = {}  # programs, if nothing outside of the functions can change them
+        self.id = f"{function.__name__}-{next(_numbers)}"
+        _modifiers[self.id] = self
+
+    def __call__(self, *args: Any) -> Mod:
+        missing = len(self.parameters) - len(args)
+        if 0 < missing <= len(self.defaults):
+            args = (*args, *self.defaults[-missing:])
+        tensors = tuple(a for a in args if isinstance(a, Tensor))
+        numbers = tuple(a for a in args if isinstance(a, float))
+        signature = tuple(_signature(a) for a in args)
+        if torch.compiler.is_dynamo_compiling():
+            key = _compiled(self.id, signature)
+            if not key:
+                raise AttentionError(
+                    f"the mod {self.__name__!r} in torch.compile", "tensors from outside, or what cannot be compiled",
+                    "a mod that works outside of it, and whose tensors are its arguments",
+                )  # fmt: skip
+            return Mod(self.kind, key, tensors, numbers, self.__name__)
+        key, more = _bind(self, signature)
+        if more:
+            tensors += more
+        if len(tensors) > 1 and len({x.device for x in tensors}) > 1:
+            places = ", ".join(sorted({str(x.device) for x in tensors}))
+            raise AttentionError(f"tensors of the mod {self.__name__!r}", f"on {places}", "all on one device")
+        return Mod(self.kind, key, tensors, numbers, self.__name__)
+
+    def __repr__(self) -> str:
+        given = ", ".join(self.parameters)
+        return f"<{self.kind}_mod {self.__name__}({given}): call it, and give attention what it returns>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+    def __deepcopy__(self, memo: Any) -> Modifier:
+        return self
+
+
+def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None) -> Any:
+    """Decorate `f(score, b, h, q_idx, kv_idx, *captured) -> score`, a function of one pair in plain Python.
+
+    >>> @score_mod
+    ... def softcapped(score, b, h, q_idx, kv_idx, cap):
+    ...     return cap * torch.tanh(score / cap)
+    >>> softcapped(2.0)(torch.tensor([0.0, 100.0]), 0, 0, 0, 0)
+    tensor([0., 2.])
+
+    Its derivative by the score is derived; `grad=` gives it instead, a function of the same parameters. Indices count
+    from 0 within the sequence; the lengths are there for the asking, as keyword-only parameters q_len and kv_len.
+
+    On every backend integers have 64 bits, floats those of the scores, and an index outside a tensor reads its nearest
+    element: -1 reads the first.
+    """
+    if function is None:
+        return lambda f: Modifier(f, "score", grad)
+    return Modifier(function, "score", grad)
+
+
+def mask_mod(function: Callable[..., Any]) -> Modifier:
+    """Decorate `f(b, h, q_idx, kv_idx, *captured) -> bool`: True where the query sees the key.
+
+    >>> @mask_mod
+    ... def even_keys(b, h, q_idx, kv_idx):
+    ...     return kv_idx % 2 == 0
+    >>> even_keys()(0, 0, 0, torch.arange(4))
+    tensor([ True, False,  True, False])
+
+    Integers and indices are as in `score_mod`.
+    """
+    return Modifier(function, "mask")
+
+
+def _signature(argument: Any) -> str:
+    """How an argument is compiled in: a tensor's kind and rank, the value of an int, nothing of a float."""
+    if isinstance(argument, Tensor):
+        return f"{kind_of(argument)} {argument.dim()}"
+    if isinstance(argument, (bool, int)):
+        if not -(2**63) <= argument < 2**63:
+            raise AttentionError("an argument of a mod", argument, "an int of 64 bits")
+        return f"value {int(argument)}"
+    if isinstance(argument, float):
+        return "number"
+    raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
+
+
+def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]]:
+    """The key of the program, and the tensors that it reads from outside. The function is read once for all that it
+    depends on: its code, and what its names stand for."""
+    key = modifier.known.get(signature)
+    if key is not None:
+        return key, ()
+    found: dict[int, Tensor] = {}
+    functions = [f for f in (modifier.function, modifier.grad) if f is not None]
+    state = modifier.kind, signature, *(snapshot(f, found) for f in functions)
+    tensors = tuple(found.values())
+    key = _programs.get(state)
+    if key is None:
+        key = _read(modifier, signature, tensors)
+        if len(_programs) >= LIMIT:
+            _programs.clear()
+        _programs[state] = key
+    if all(map(is_closed, functions)) and len(modifier.known) < LIMIT:
+        modifier.known[signature] = key
+    return key, tensors
+
+
+@constant
+def _compiled(modifier: str, signature: tuple[str, ...]) -> str:
+    """The key of a program that reads no tensors from outside, or nothing."""
+    try:
+        key, tensors = _bind(_modifiers[modifier], signature)
+    except AttentionError:
+        return ""
+    return "" if tensors else key
+
+
+def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor, ...]) -> str:
+    names = modifier.parameters
+    if len(names) != len(signature):
+        raise AttentionError(
+            f"arguments of the mod {modifier.__name__!r}", len(signature), f"{len(names)}: {', '.join(names)}"
+        )
+    values: list[Expr | Captured] = [*([expr.SCORE] if modifier.kind == "score" else []), *PAIR]
+    ranks: list[int] = []
+    numbers = 0
+    for name, kind in zip(names, signature, strict=True):
+        match kind.split():
+            case ["value", value]:
+                values.append(expr.const(int(value)))
+            case ["number"]:
+                values.append(expr.number(numbers))
+                numbers += 1
+            case [kind, rank]:
+                values.append(Captured(len(ranks), name, int(rank), kind))
+                ranks.append(int(rank))
+    outside = {}
+    for x in tensors:
+        outside[id(x)] = Captured(len(ranks), f"tensor {tuple(x.shape)}", x.dim(), kind_of(x))
+        ranks.append(x.dim())
+    root = parse.read(modifier.function, values, outside)
+    root = expr.as_float(root) if modifier.kind == "score" else expr.as_bool(root)
+    slope = None if modifier.grad is None else expr.as_float(parse.read(modifier.grad, values, outside))
+    return register(Program(root, tuple(ranks), numbers, slope))

@@ -1,0 +1,133 @@
+"""Where a function's text is, and what it reads from outside: closures, globals, builtins."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tilewise.spec import AttentionError
+
+DEPTH = 8  # functions inlined into one another
+LIBRARIES = ("torch", "math")  # whose names stand for what they always did
+FIXED = (BuiltinFunctionType, type, str, bytes)
+
+
+class Definition(NamedTuple):
+    """A `def` or a lambda, with the lines of the file it stands in."""
+
+    node: ast.FunctionDef | ast.Lambda
+    lines: list[str]
+
+
+def definition(function: Callable[..., Any]) -> Definition | None:
+    """None where Python keeps no source: of `python -c`, of its standard input, of `exec`."""
+    try:
+        lines, _ = inspect.findsource(function)
+        tree = _tree("".join(lines))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    code = function.__code__
+    if code.co_name != "<lambda>":
+        for x in ast.walk(tree):
+            if isinstance(x, ast.FunctionDef) and x.name == code.co_name:
+                first = x.decorator_list[0].lineno if x.decorator_list else x.lineno
+                if first == code.co_firstlineno:
+                    return Definition(x, lines)
+        return None
+    lambdas = [x for x in ast.walk(tree) if isinstance(x, ast.Lambda) and x.lineno == code.co_firstlineno]
+    if len(lambdas) > 1:
+        places: list[Any] = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
+        lambdas = [x for x in lambdas if places and all(_holds(x.body, *p) for p in places)]
+        lambdas = [x for x in lambdas if not any(x is not y and _holds(x, *_place(y)) for y in lambdas)]
+    if not lambdas:
+        line = lines[code.co_firstlineno - 1].strip()
+        raise AttentionError(f"a mod in `{line}`", "lambdas that cannot be told apart", "one to a line, or a `def`")
+    return Definition(lambdas[0], lines)
+
+
+@lru_cache(8)
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _place(x: ast.expr) -> tuple[int, int, int, int]:
+    """As `co_positions` has it: first and last line, first and last column."""
+    return x.lineno, x.end_lineno or x.lineno, x.col_offset, x.end_col_offset or x.col_offset
+
+
+def _holds(x: ast.expr, first: int, last: int, left: int, right: int) -> bool:
+    top, bottom, start, end = _place(x)
+    return (top, start) <= (first, left) and (last, right) <= (bottom, end)
+
+
+def outside(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the names that the function does not assign stand for just now."""
+    code = function.__code__
+    space = function.__globals__
+    builtins = space["__builtins__"]
+    known = vars(builtins) if isinstance(builtins, ModuleType) else builtins
+    found = {}
+    for name in code.co_names:
+        if name in space:
+            found[name] = space[name]
+        elif name in known:
+            found[name] = known[name]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            found.pop(name, None)
+    return found
+
+
+def plain(value: Any) -> FunctionType | None:
+    """The Python function that a mod would inline for a value that it calls, if any."""
+    inner = getattr(value, "function", value) if type(value).__name__ == "Modifier" else value
+    return inner if isinstance(inner, FunctionType) and not inner.__module__.startswith("torch") else None
+
+
+def snapshot(function: Callable[..., Any], tensors: dict[int, Tensor], above: tuple[int, ...] = ()) -> tuple[Any, ...]:
+    """All that the meaning of a function rests on: equal snapshots, equal programs. Tensors that it reads from outside
+    are added to `tensors`, by their id, and stand in it by their place there and their kind. `above`: the ids of the
+    functions and objects through which this one was reached."""
+    code = function.__code__
+    above = (*above, id(function))
+    reads = [(name, _worth(value, code.co_names, tensors, above)) for name, value in outside(function).items()]
+    defaults = tuple(_worth(x, (), tensors, above) for x in function.__defaults__ or ())
+    return code, defaults, *reads
+
+
+def is_closed(function: Callable[..., Any]) -> bool:
+    """Whether all it reads from outside are builtins and libraries."""
+    return not function.__defaults__ and all(map(_is_fixed, outside(function).values()))
+
+
+def _is_fixed(value: Any) -> bool:
+    return type(value) in FIXED or (type(value) is ModuleType and value.__name__.partition(".")[0] in LIBRARIES)
+
+
+def _worth(value: Any, names: tuple[str, ...], tensors: dict[int, Tensor], above: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if kind in (bool, int, float):
+        return kind, repr(value)
+    if _is_fixed(value):
+        return value
+    if isinstance(value, Tensor):
+        tensors.setdefault(id(value), value)
+        return "tensor", list(tensors).index(id(value)), value.dim(), value.dtype
+    inner = plain(value)
+    if id(value if inner is None else inner) in above:
+        return "above"
+    if len(above) > DEPTH:
+        return object()  # unlike anything remembered
+    if inner is not None:
+        return snapshot(inner, tensors, above)
+    own = value if kind is ModuleType else (kind, getattr(value, "__name__", None))
+    below = [n for n in names if hasattr(value, n)]
+    return own, *((n, _worth(getattr(value, n), names, tensors, (*above, id(value)))) for n in below)

@@ -1,0 +1,40 @@
+"""The names of generated functions, and the integers in them."""
+
+from __future__ import annotations
+
+import pytest
+
+import tilewise
+from tests.tilewise.mods.test_integers import product
+from tilewise import mods
+
+generated = pytest.importorskip("tilewise.kernels.mods")
+
+
+@tilewise.mask_mod
+def near(b, h, q_idx, kv_idx, reach):
+    return q_idx - kv_idx < reach
+
+
+def test_names_are_short_and_those_of_every_process() -> None:
+    key = mods.softcap(2.0).key
+    assert generated.short(key) == "0fa89a980e13311bbc93ac248ce80d83"
+    assert generated.value(key, False).__name__ == f"value_{generated.short(key)}"
+
+
+def test_programs_that_differ_have_names_that_differ() -> None:
+    keys = [near(n).key for n in range(200)] + [mods.block_diagonal(n).key for n in range(1, 200)]
+    assert len({generated.short(key) for key in keys}) == len(set(keys)) == 399
+    assert near(5).key != near(5.0).key
+    assert len({generated.value(key, fast).__name__ for key in keys[:3] for fast in (True, False)}) == 6
+
+
+def test_64_bits_only_where_32_are_not_enough() -> None:
+    def source(mod: mods.Mod) -> str:
+        return generated.write("f", [mod.program.root], 0, False)
+
+    assert "int64" not in source(near(5))
+    assert "int64" in source(near(2**31))
+    assert "int64" in source(product())
+    assert "int64" not in source(mods.strided_sparse(64))
+    assert "int64" not in source(mods.dilated_window(24, 8))

@@ -1,0 +1,133 @@
+"""Integers of mods have 64 bits everywhere: in the reference, in block masks and in the kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.conftest import DEVICE
+from tilewise.mods import Mod
+from tilewise.mods.bounds import INT32, bounds, is_narrow
+from tilewise.mods.expr import H, I, J, arithmetic, const
+
+N = 40
+I_, J_ = torch.arange(N)[:, None], torch.arange(N)
+IDS = torch.arange(N) // 7
+
+
+@tilewise.mask_mod
+def product(b, h, q_idx, kv_idx):
+    return q_idx * 100_000_000 >= kv_idx * 100_000_001
+
+
+@tilewise.mask_mod
+def shifted(b, h, q_idx, kv_idx):
+    return (q_idx + 2_147_483_640) - kv_idx < 2_147_483_650
+
+
+@tilewise.mask_mod
+def same(b, h, q_idx, kv_idx, ids):
+    return ids[q_idx] == ids[kv_idx]
+
+
+@tilewise.mask_mod
+def summed(b, h, q_idx, kv_idx, ids):
+    return ids[q_idx] + ids[kv_idx] > 100
+
+
+@tilewise.mask_mod
+def is_past(b, h, q_idx, kv_idx, ids):
+    return ids[kv_idx] * kv_idx > 1_099_511_627_776
+
+
+@tilewise.mask_mod
+def indexed(b, h, q_idx, kv_idx, ids):
+    return ids[q_idx * 4_000_000_000 - kv_idx * 4_000_000_000] == 3
+
+
+@tilewise.mask_mod
+def cut(b, h, q_idx, kv_idx):
+    return int((q_idx - kv_idx) * 1e12) >= 2_147_483_000
+
+
+CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
+    "a product": (product, I_ * 100_000_000 >= J_ * 100_000_001),
+    "a sum": (shifted, I_ - J_ < 10),
+    "ids past 2^32": (lambda: same((IDS % 2 * 2**32 + IDS // 2).to(DEVICE)), IDS[:, None] == IDS),
+    "bytes": (lambda: summed((3 * J_).to(torch.int8).to(DEVICE)), 3 * I_ + 3 * J_ > 100),
+    "int32 times an index": (
+        lambda: is_past(torch.full((N,), 2**30, dtype=torch.int32, device=DEVICE) + J_.to(DEVICE).int()),
+        ((2**30 + J_) * J_ > 2**40).expand(N, N),
+    ),
+    "an index past both ends": (
+        lambda: indexed(torch.tensor([3, 0, 0, 3], device=DEVICE)), torch.ones(N, N, dtype=torch.bool)
+    ),
+    "a float cut": (cut, I_ > J_),
+}  # fmt: skip
+
+
+def seen_by(mod: Mod, backend: str, blocks: bool) -> Tensor:
+    """Values are one-hot: the weights that are not 0 are the mask."""
+    q, k = torch.zeros(1, N, 1, 16, device=DEVICE), torch.zeros(1, N, 1, 16, device=DEVICE)
+    v = torch.eye(N, device=DEVICE)[None, :, None]
+    mask = tilewise.block_mask(mod, N, N, block=(16, 16), device=DEVICE) if blocks else mod
+    return tilewise.attention(q, k, v, mask_mod=mask, backend=backend)[0, :, 0].cpu() > 0
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_one_meaning(name: str, blocks: bool, backend: str) -> None:
+    make, expected = CASES[name]
+    assert torch.equal(seen_by(make(), backend, blocks), expected)
+
+
+def test_tiles_are_those_of_the_mask() -> None:
+    for make, expected in CASES.values():
+        tiles = tilewise.block_mask(make(), N, N, block=(16, 16), device=DEVICE).tiles[0, 0].cpu()
+        assert torch.equal(tiles > 0, torch.nn.functional.pad(expected, (0, 8, 0, 8)).view(3, 16, 3, 16).any(3).any(1))
+
+
+@pytest.mark.parametrize("index", [-7, -1, 0, 2, 3, 50])
+def test_an_index_outside_reads_the_nearest(index: int, backend: str) -> None:
+    @tilewise.score_mod
+    def at(score, b, h, q_idx, kv_idx, table, n):
+        return score + table[kv_idx * 0 + n]
+
+    table = torch.tensor([1.0, 2.0, 4.0], device=DEVICE, requires_grad=True)
+    x = torch.zeros(1, 4, 1, 16, device=DEVICE)
+    _, lse = tilewise.attention(x, x, x, score_mod=at(table, index), return_lse=True, backend=backend)
+    nearest = min(max(index, 0), 2)
+    assert lse[0, 0, 0].item() == pytest.approx(table[nearest].item() + math.log(4))
+    (grad,) = torch.autograd.grad(lse.sum(), table)
+    assert grad.nonzero().flatten().tolist() == [nearest]
+
+
+def test_32_bits_where_they_are_enough() -> None:
+    """Distances and the like are not made slower; brute force agrees with the bounds."""
+    narrow = [
+        arithmetic("sub", I, J),
+        arithmetic("floordiv", I, const(3)),
+        arithmetic("mod", arithmetic("sub", I, J), H),
+    ]
+    wide = [arithmetic("mul", I, J), arithmetic("add", const(2**31 - 1), I), arithmetic("sub", const(-(2**31)), I)]
+    assert all(is_narrow(bounds(x)[x]) for x in narrow)
+    assert not any(is_narrow(bounds(x)[x]) for x in wide)
+    assert bounds(const(INT32[1]))[const(INT32[1])] == (INT32[1], INT32[1])
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "floordiv", "mod", "min", "max"])
+def test_bounds_hold(op: str) -> None:
+    values = range(-7, 8)
+    for a in values:
+        for b in values:
+            if op not in ("floordiv", "mod") or b:
+                x = arithmetic(op, arithmetic("min", arithmetic("max", I, const(a)), const(a)), const(b))
+                least, most = bounds(x)[x]
+                truth = {"add": a + b, "sub": a - b, "mul": a * b, "min": min(a, b), "max": max(a, b)}
+                truth |= {"floordiv": a // b, "mod": a % b} if b else {}
+                assert least <= truth[op] <= most

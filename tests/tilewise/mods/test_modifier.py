@@ -1,0 +1,212 @@
+"""Decorated functions: what is read when, what is remembered, and what a call of them gives."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+
+import tilewise
+from tests import features
+from tests.tilewise.mods.test_expr import PLACE, S, everything
+from tilewise import AttentionError, mods
+from tilewise.mods import modifier, parse, program
+
+this = sys.modules[__name__]
+
+
+def test_mods_of_one_name_do_not_share() -> None:
+    def make(factor: float):
+        @tilewise.score_mod
+        def scaled(score, b, h, q_idx, kv_idx):
+            return score * factor
+
+        return scaled()
+
+    assert make(2.0).key != make(3.0).key
+    assert make(2.0).key == make(2.0).key
+    torch.testing.assert_close(make(3.0)(S, *PLACE), 3 * S)
+
+
+WIDTH = 1.0
+
+
+def widened(x):
+    return x * WIDTH
+
+
+@tilewise.score_mod
+def by_helper(score, b, h, q_idx, kv_idx):
+    return widened(score) + this.WIDTH
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A line for each time that a function is read."""
+    found: list[object] = []
+    read = parse.read
+    monkeypatch.setattr(parse, "read", lambda *args: (found.append(args), read(*args))[1])
+    return found
+
+
+def test_a_changed_global_is_seen_and_nothing_is_read_twice(
+    reads: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a helper, one in a module."""
+    for width in (11.0, 12.0, 11.0, 12.0):
+        monkeypatch.setattr(this, "WIDTH", width)
+        assert by_helper()(S, *PLACE).equal(S * width + width)
+    assert len(reads) == 2
+
+
+def test_a_changed_closure_is_seen() -> None:
+    shift = 1.0
+
+    @tilewise.score_mod
+    def shifted(score, b, h, q_idx, kv_idx):
+        return score + shift
+
+    assert shifted()(S, *PLACE).equal(S + 1)
+    shift = 2.0
+    assert shifted()(S, *PLACE).equal(S + 2)
+
+
+def test_a_helper_exchanged_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_helper()(S, *PLACE).equal(S + 1)
+    monkeypatch.setattr(this, "widened", lambda x: x - 9)
+    torch.testing.assert_close(by_helper()(S, *PLACE), S - 8)
+
+
+def test_a_mod_decorated_again_and_again_is_read_once_and_forgotten(reads: list[object]) -> None:
+    def make(factor: float):
+        def scaled(score, b, h, q_idx, kv_idx):
+            return score * factor
+
+        return tilewise.score_mod(scaled)
+
+    made = [make(7.0) for _ in range(5)]
+    assert len({m().key for m in made}) == 1
+    assert len(reads) == 1
+    gone = [weakref.ref(m) for m in made]
+    del made
+    gc.collect()
+    assert not any(r() for r in gone)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modifier, "LIMIT", 3)
+    monkeypatch.setattr(program, "LIMIT", 3)
+    found = [mods.block_diagonal(n) for n in range(100, 110)]
+    assert len(modifier._programs) <= 3
+    assert len(mods.PROGRAMS) <= 3
+    assert all(m(0, 0, 200, 0).item() is False for m in found)
+
+
+def test_a_default_is_an_argument() -> None:
+    @tilewise.score_mod
+    def capped(score, b, h, q_idx, kv_idx, cap=2.0, shift=3):
+        return cap * torch.tanh(score / cap) + shift
+
+    assert capped().key == capped(5.0).key == capped(5.0, 3).key
+    assert capped().numbers == (2.0,)
+    assert capped(5.0, 4).key != capped(5.0).key
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.zeros(0), r"found \(0,\)"),
+        (torch.zeros(2, 0), r"found \(2, 0\)"),
+        (torch.zeros(2, 2), "found 1 indices"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.zeros(2).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "on cpu, meta"),
+    ],
+)
+def test_tensors_that_no_mod_can_read(tensor: torch.Tensor, found: str) -> None:
+    @tilewise.score_mod
+    def two(score, b, h, q_idx, kv_idx, t, u):
+        return score + t[h] + u[h]
+
+    with pytest.raises(AttentionError, match=found):
+        two(tensor, torch.zeros(2))
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(mods.alibi) == "<score_mod alibi(slopes): call it, and give attention what it returns>"
+    assert repr(mods.alibi(torch.ones(3))) == "score_mod alibi(float32 (3,))"
+    assert repr(mods.softcap(2.0)) == "score_mod softcap(2.0)"
+
+
+def test_compiled_with_tensors_from_outside() -> None:
+    """Between two graphs; as one graph it is refused."""
+    table = torch.rand(2)
+
+    @tilewise.score_mod
+    def closed(score, b, h, q_idx, kv_idx):
+        return score + table[h] * kv_idx
+
+    def attend(x):
+        return tilewise.attention(x, x, x, score_mod=closed())
+
+    x = torch.randn(1, 8, 2, 4)
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(x), attend(x))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tensors from outside"):
+        torch.compile(attend, backend="eager", fullgraph=True)(x)
+
+
+def test_a_given_slope_is_used() -> None:
+    @tilewise.score_mod(grad=lambda_free_zero)
+    def straight(score, b, h, q_idx, kv_idx):
+        return score
+
+    q, k, v = (torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3))
+    out = tilewise.attention(q, k, v, score_mod=straight())
+    dq, dv = torch.autograd.grad(out.sum(), (q, v))
+    assert (dq == 0).all()
+    assert (dv != 0).any()
+
+
+def lambda_free_zero(score, b, h, q_idx, kv_idx):
+    return 0.0
+
+
+def test_compiled_whole() -> None:
+    def loss(q, k, v, table):
+        mod = features.distance_table(table)
+        mask = mods.window_with_globals(3, 1)
+        return tilewise.attention(q, k, v, softcap=5.0, score_mod=mod, mask_mod=mask).square().sum()
+
+    x = [torch.randn(1, 8, 2, 4, requires_grad=True) for _ in range(3)] + [torch.randn(2, 16, requires_grad=True)]
+    eager = torch.autograd.grad(loss(*x), x)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*x), x)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"softcap": 0.0}, "softcap"),
+        ({"bias": torch.zeros(3, 8, 8)}, "H of bias"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"alibi_slopes": torch.zeros(2, 3)}, "alibi_slopes"),
+        ({"dropout_p": 1.0}, "dropout_p"),
+        ({"seed": 3}, "seed"),
+        ({"score_mod": everything}, "score_mod"),
+        ({"score_mod": mods.block_diagonal(3)}, "score_mod"),
+        ({"mask_mod": mods.softcap(3.0)}, "mask_mod"),
+        ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 9, 8)}, "Sq of the block mask"),
+        ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 8, 8, causal=True)}, "window of the block mask"),
+        ({"mask_mod": tilewise.block_mask(mods.block_diagonal(3), 8, 8, window=(2, 2)), "window": (3, 0)}, "window of"),
+    ],
+)
+def test_refusals(options: dict[str, object], what: str) -> None:
+    x = torch.zeros(2, 8, 2, 4)
+    with pytest.raises(AttentionError, match=what):
+        tilewise.attention(x, x, x, **options)
