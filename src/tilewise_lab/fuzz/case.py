@@ -226,7 +226,7 @@ def _use(case: Case) -> list[str]:
         case "jacrev":
             return [
                 f"outs = f({x})", f"rows = torch.func.jacrev(lambda *x: f(*x)[0], {numbers})({x})",
-                "grads = tuple(torch.tensordot(dout, r, dout.dim()) for r in rows)",
+                "grads = tuple(torch.tensordot(dout.to(r.dtype), r, dout.dim()) for r in rows)",
             ]  # fmt: skip
         case "vmap of grad":
             return [

@@ -137,7 +137,7 @@ def _fault(case: Case, found: dict[str, Any]) -> Fault | None:
         error, torchs = _largest(ours[name], exact[name]), _largest(peer[name], exact[name])
         if not torchs < float("inf"):
             torchs = 0.0
-        small = _eps(case, name) * _size(exact[name])
+        small = 4 * _eps(case, name) * _size(exact[name])
         if error <= 2 * torchs + small:
             continue
         floors = _floors(case, found, exact) if floors is None else floors

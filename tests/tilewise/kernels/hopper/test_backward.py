@@ -13,7 +13,7 @@ from tests.budget import check
 from tests.cases import Case, Inputs, make
 from tests.oracle import naive_grads
 
-pytestmark = pytest.mark.usefixtures("triton_runs")
+pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 emulator = pytest.importorskip("tilewise_lab.emulator")
 hopper = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
 
