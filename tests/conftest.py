@@ -28,7 +28,7 @@ if INTERPRETED:
         ):
             if find_spec(module) is not None:
                 import_module(module)
-        interpreter = import_module("tests.tilewise.kernels.interpreter")
+        interpreter = import_module("tilewise_lab.interpreter")
         interpreter.teach_bfloat16()
         interpreter.patch_once_per_launch()
     finally:

@@ -170,8 +170,22 @@ def test_workers(run, args, expected):
 
 
 def test_plan(run, steps):
-    assert run.plan("bench", ["--quick"], "python") == [(None, ["tilewise", "bench", "--quick"])]
+    assert run.plan("bench", ["--quick"], "python") == [(None, ["tilewise_lab", "bench", "--quick"])]
     assert [line[0] for _, line in run.plan("lint", [], "python")] == ["ruff", "ruff", "mypy"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ([], ["-m", "not slow"]),
+        (["-k", "window"], ["-m", "not slow", "-k", "window"]),
+        (["--slow", "-x"], ["-x"]),
+        (["-m", "gpu"], ["-m", "gpu"]),
+        (["tests/test_run.py::test_plan"], ["tests/test_run.py::test_plan"]),
+    ],
+)
+def test_slow_tests_are_left_out_unless_wanted(run, steps, typed, given):
+    assert run.plan("test", typed, "python") == [(run.ROOT, ["pytest", *given])]
 
 
 def test_step_shows_output_only_on_failure(run, capfd):

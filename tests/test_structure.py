@@ -77,6 +77,8 @@ RULES = {
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.demo": Rule("lab.demo tilewise rich"),
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.interpreter": Rule("numpy triton"),
+    "lab.fuzz": Rule("lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
     "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
 }
 
@@ -198,7 +200,7 @@ def test_the_rules_can_tell(module, source, verdict):
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
 
 
-NO_EXAMPLES = ("kernels", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
+NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])

@@ -18,6 +18,8 @@ import pytest
 
 from tilewise.kernels.portable import tiles
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 VARIANTS = ("full", "causal", "ragged", "window", "varlen")
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # sm_86 and sm_89 use the table of sm_80 and have the least

@@ -14,7 +14,7 @@ from tests.cases import Case, Inputs, make
 from tests.oracle import naive_grads
 from tilewise.spec import Request, Upstream
 
-pytestmark = pytest.mark.usefixtures("triton_runs")
+pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 emulator = pytest.importorskip("tilewise_lab.emulator")
 hopper = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
 

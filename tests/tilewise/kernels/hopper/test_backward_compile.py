@@ -8,6 +8,8 @@ import pytest
 
 from .test_compile import TRITONS, compiled
 
+pytestmark = pytest.mark.slow
+
 CALLS = {
     "64 full": {"d": 64},
     "64 causal": {"d": 64, "after": 0},

@@ -12,7 +12,7 @@ from tests.cases import make
 
 from .test_backward import WIDE, emulator, gradients, limping
 
-pytestmark = pytest.mark.usefixtures("triton_runs")
+pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("slow", ["consume 0", "consume 1"])

@@ -15,6 +15,8 @@ import pytest
 
 from tilewise.kernels.hopper import tiles
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
 CALLS = {

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for these tests: bfloat16, and some of its time.
+"""What Triton's interpreter lacks for tests of kernels: bfloat16, and some of its time.
 
 It keeps bfloat16 as raw bits: casts truncate, and a matrix product multiplies the bits. And it makes the language its
 own again at every call of a helper, which takes half of its time.

@@ -1,0 +1,5 @@
+"""Random calls of the public functions: each must give a right answer, or one AttentionError.
+
+`draw` makes cases, `case` writes each as a few lines of Python, `judge` runs those lines and holds the results against
+`oracle` in float64, `shrink` makes a failing case small; `command` is `tilewise fuzz`.
+"""
