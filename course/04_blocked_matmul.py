@@ -18,9 +18,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from tilewise import AttentionError
-from tilewise.learn import has_triton, measured, picture, show
 from tilewise.reference import attention
 from tilewise.reference.matmul import blocked, join, split
+from tilewise_lab.learn import has_triton, measured, picture, show
 
 # %% [markdown]
 # ## One core per output, or one core per block
@@ -127,7 +127,7 @@ picture("04_traffic", draw)
 if has_triton("the two matrix products in Triton"):
     import inspect
 
-    from tilewise.learn.kernels import matmul_naive, matmul_tiled
+    from tilewise_lab.learn.kernels import matmul_naive, matmul_tiled
 
     print(inspect.getsource(matmul_tiled.fn))
     m, n, k_ = 10, 12, 40

@@ -78,7 +78,7 @@ RULES = {
     "lab.demo": Rule("lab.demo tilewise rich"),
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
     "lab.interpreter": Rule("numpy triton"),
-    "lab.fuzz": Rule("lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
+    "lab.fuzz": Rule("dispatch lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
     "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
 }
 

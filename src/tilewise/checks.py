@@ -199,9 +199,9 @@ def number(name: str, x: Any, expected: str) -> float:
     """x as a float; a tensor's gradient would be lost, so it is none."""
     if isinstance(x, Tensor):
         raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        if not hasattr(x, "__float__") or isinstance(x, bool) or getattr(x, "shape", ()) != ():
-            raise AttentionError(name, repr(x), expected)
+    real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
+    if not real or isinstance(x, bool):
+        raise AttentionError(name, repr(x), expected)
     try:
         found = float(x)
     except OverflowError:

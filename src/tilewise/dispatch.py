@@ -19,7 +19,7 @@ from torch import Tensor
 from .kernels.gpu import Gpu, gpu_of
 from .kernels.hopper import limits as hopper
 from .kernels.portable import limits as portable
-from .spec import AttentionError, Request
+from .spec import LIMIT, AttentionError, Request
 from .torch_private import is_watched
 
 
@@ -98,7 +98,6 @@ class Call:
         self.recordings = recordings
 
 
-LIMIT = 4096  # calls that are remembered: a new length may bring new strides
 _calls: dict[Any, Call] = {}
 
 

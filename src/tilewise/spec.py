@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torch import Tensor
 
 MAX_HEAD_DIM = 512
+LIMIT = 4096  # of what is remembered, so that the next one like it costs less: a new length may bring new strides
 FAR = 2**30  # a band that reaches further than this is unbounded: no sequence is longer, and 32 bits hold the sums
 
 

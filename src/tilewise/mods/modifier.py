@@ -25,9 +25,10 @@ from torch import Tensor
 from tilewise.mods import expr, parse
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import Captured
-from tilewise.mods.program import Mod, Program, constant, kind_of, register
+from tilewise.mods.program import Mod, Program, kind_of, register
 from tilewise.mods.source import is_closed, snapshot
 from tilewise.spec import LIMIT, AttentionError
+from tilewise.torch_private import constant
 
 PAIR = (expr.B, expr.H, expr.I, expr.J)
 

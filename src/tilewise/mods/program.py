@@ -6,7 +6,7 @@ and a worker process need nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.mods import expr, text
 from tilewise.mods.expr import Expr, Place
 from tilewise.spec import LIMIT, AttentionError
+from tilewise.torch_private import constant
 
 KINDS = {"score": "float", "mask": "bool"}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -145,13 +146,6 @@ def kind_of(x: Tensor) -> str:
     if any(size == 0 for size in x.shape):
         raise AttentionError("shape of a tensor of a mod", tuple(x.shape), "at least 1 along every axis")
     return kind
-
-
-def constant(function: Callable[..., str]) -> Callable[..., str]:
-    """Let torch.compile call the function while it traces. torch.compiler.assume_constant_result does no more than
-    this, and imports all of the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant

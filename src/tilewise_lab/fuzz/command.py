@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tilewise import __version__
-from tilewise.spec import BACKENDS
+from tilewise.dispatch import NAMES
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where
 from tilewise_lab.fuzz.search import Finding, Search
@@ -25,9 +25,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, help="how many cases, instead of how long")
     parser.add_argument("--seed", type=int, default=0, help="which cases (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--backend", choices=BACKENDS, default="auto", help="triton on a cpu runs in Triton's interpreter"
-    )
+    parser.add_argument("--backend", choices=NAMES, default="auto", help="triton on a cpu runs in Triton's interpreter")
     parser.add_argument("--json", type=Path, help="a file for the findings")
 
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...spec import Request, Spec, Upstream
+from ...spec import LIMIT, Request, Spec, Upstream
 from ...torch_private import current_stream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, multiprocessors, on
-from ..portable.launch import LIMIT, clear_launches, jvp, term_gradients
+from ..portable.launch import clear_launches, jvp, term_gradients
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
 from ..shapes import Problem, by_group, padded, problem, row_view, view

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...spec import AttentionError, Request, Upstream, heads_are_queries
+from ...spec import LIMIT, AttentionError, Request, Upstream, heads_are_queries
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on
@@ -20,8 +20,6 @@ from .clear import Rows, clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import jvp_kernel
 from .tiles import Tile
-
-LIMIT = 4096
 
 
 def forward_launch(request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1) -> Launch:
