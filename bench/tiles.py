@@ -97,7 +97,7 @@ def compile_row(row: Row) -> Compiled:
             launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
     options = dict(launch.options)
     if row.precision is not None:
-        options["PRECISION"] = row.precision
+        options["PLAN"] = options["PLAN"]._replace(PRECISION=row.precision)
     return compile_for(row.capability, launch.kernel, launch.args, options)
 
 

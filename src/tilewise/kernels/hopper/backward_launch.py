@@ -9,6 +9,7 @@ from torch import Tensor
 from ... import config
 from ...spec import NO_TERMS, Spec, Terms
 from .. import replay
+from ..portable.backward import Saved
 from ..portable.launch import (
     INTERPRETED,
     Launch,
@@ -25,15 +26,16 @@ from ..portable.launch import (
 )
 from ..portable.launch import backward as portable
 from ..portable.launch import problem as problem
+from ..repair import repair_backward_kernel
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
-from .backward_repair import ROWS, repair_backward_kernel
 from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
 from .compat import TensorDescriptor, gl
 from .finish import finish_kernel, start_kernel
-from .launch import descriptor, padded
+from .launch import careful, descriptor, padded
 
+ROWS = 32  # of a tile that is repaired
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -162,18 +164,20 @@ def backward_launches(
     if not masked:
         return [prepare, sums, finish]
 
-    q_total = size.programs(size.n_q, size.heads, ROWS.value)
-    k_total = size.programs(size.n_k, size.kv_heads, ROWS.value)
+    plain = careful(size, ROWS, block_d, block_dv)
+    q_total = size.programs(size.n_q, size.heads, ROWS)
+    k_total = size.programs(size.n_k, size.kv_heads, ROWS)
     repair = Launch(
         repair_backward_kernel,
         min(max(q_total, k_total), processors),
         (
-            *(view(x) for x in (q, k, v, dout)), *statistics, *(view(x) for x in (dq, dk, dv)), flag, *packing,
-            spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
-            size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
+            Saved(*(view(x) for x in (q, k, v, dout)), *statistics), *(view(x) for x in (dq, dk, dv)), flag, *packing,
+            spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
+            size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch, on_device, on_device,
         ),
-        mask | dims | overlap | {
-            "SCORE_MOD": slope_mod(spec, q), "GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8,
+        mask | {
+            "SCORE_MOD": slope_mod(spec, q), "EACH": False, "QUERY": plain, "KEY": plain, "VALUE": None,
+            "num_warps": 8, "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
     return [prepare, sums, finish, repair]

@@ -25,10 +25,11 @@ from ..portable.launch import (
     score_mod,
     view,
 )
+from ..repair import repair_forward_kernel
+from ..tile import Plan as PortablePlan
 from .compat import TensorDescriptor, gl
 from .forward import ROWS, Plan, forward_kernel
 from .pipeline import FAR
-from .repair import repair_kernel
 
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
 
@@ -72,20 +73,27 @@ def forward_launches(
     block_m = 64
     total = size.programs(size.n_q, size.heads, block_m)
     repair = Launch(
-        repair_kernel,
+        repair_forward_kernel,
         min(total, processors),
         (
             *(view(x) for x in (q, k, v, out)), row_view(lse), state.flag, cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, total, size.tiles(size.n_q, block_m), size.heads, size.batch,
-            on_device,
+            spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
+            on_device, total,
         ),
         mods | {
-            "GROUP": size.heads // size.kv_heads, "D": size.d, "DV": size.dv, "BLOCK_D": padded(size.d),
-            "BLOCK_DV": padded(size.dv), "BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4,
-            "OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED,
+            "PLAN": careful(size, block_m, padded(size.d), padded(size.dv)), "EACH": False, "num_warps": 4,
+            "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
     return [forward, repair]
+
+
+def careful(size: Problem, rows: int, block_d: int, block_dv: int) -> PortablePlan:
+    """Of a repair, by tiles of so many rows."""
+    return PortablePlan(
+        GROUP=size.heads // size.kv_heads, D=size.d, DV=size.dv, BLOCK_M=rows, BLOCK_N=rows, BLOCK_D=block_d,
+        BLOCK_DV=block_dv, FOLD=False, PRECISION="ieee", CHUNK=512, PACKED=size.packed, OVERLAP=not INTERPRETED,
+    )  # fmt: skip
 
 
 @lru_cache(LIMIT)

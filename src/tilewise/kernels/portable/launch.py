@@ -16,13 +16,15 @@ from ...mods.dropout import threshold
 from ...spec import LIMIT, MAX_HEAD_DIM, NO_TERMS, AttentionError, Spec, Terms, heads_are_queries
 from .. import mods, replay
 from .. import tile as device
-from ..tile import PAD, View
-from .backward import key_kernel, prepare_kernel, query_kernel
-from .clear import Rows, clear_kernel
+from ..repair import LINE, repair_backward_kernel, repair_forward_kernel, repair_jvp_kernel
+from ..tile import PAD, Plan, View
+from .backward import Saved, key_kernel, prepare_kernel, query_kernel
+from .clear import Tail, clear_kernel
 from .forward import forward_kernel, merge_kernel
-from .forward_mode import jvp_kernel
+from .forward_mode import Moving, jvp_kernel
 
 LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
+SMALLEST = 16  # rows of a tile
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -80,9 +82,10 @@ def by_group(
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int, terms: Terms = NO_TERMS,
-    parts: int = 1,
+    parts: int = 1, flags: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
+    flags = new_flags(q, k, v, cu_q, spec, parts) if flags is None else flags
     q, out, lse, spec = by_group(q, out, lse, cu_q, k.shape[-2], spec, terms)
     size = problem(q, k, v, cu_q)
     tile = tile_of("forward", q.element_size(), size, capability)
@@ -92,17 +95,76 @@ def forward_launch(
         forward_kernel,
         parts * size.programs(size.n_q, size.heads, tile.block_m),
         (
-            *(view(x) for x in (q, k, v, out)), row_view(lse), cu_q, cu_k, size.n_q, size.n_k,
+            *(view(x) for x in (q, k, v, out)), row_view(lse), flags, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, scale, tiles, size.heads, size.batch, parts if parts > 1 else None,
             device_terms(spec, terms, size, tile),
         ),
-        options_of(size, spec, tile, q, terms) | scoring | {
+        planned(options_of(size, spec, tile, q, terms) | scoring | {
             "MASK_MOD": mask_mod(spec),
             "BOUNDED": scoring["FOLD"] and _is_bounded(spec, q, terms, scale),
-            "OVERLAP": (size.packed or parts > 1) and can_overlap(capability),
+            "OVERLAP": (size.packed or parts > 1 or flags is not None) and can_overlap(capability),
             "EVEN": _even(size, size.n_k, tile.block_n),
-        },
+        }),
     )  # fmt: skip
+
+
+def is_hiding(spec: Spec, n_q: int, packed: bool) -> bool:
+    """Whether some query may not see some key, as far as the kernels that are compiled for it can tell."""
+    if spec.before is not None or spec.mask_mod is not None:
+        return True
+    return spec.after is not None and (packed or n_q > 1)
+
+
+def new_flags(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, spec: Spec, parts: int = 1, both: bool = False
+) -> Tensor | None:
+    """Room for a flag for each tile of queries or, of `both` sides, also for those of keys and of values."""
+    size = problem(q, k, v, cu_q)
+    if not is_hiding(spec, size.n_q, size.packed):
+        return None
+    room = parts * size.programs(size.n_q, size.heads, SMALLEST)
+    if both:
+        room += 2 * size.programs(size.n_k, size.kv_heads, SMALLEST) + 2 * LINE.value
+    return q.new_empty(room, dtype=torch.int32)
+
+
+def repairs(of: Launch) -> list[Launch]:
+    """What follows a forward or a jvp that raises flags."""
+    kernel = {forward_kernel: repair_forward_kernel, jvp_kernel: repair_jvp_kernel}[of.kernel]
+    return [] if of.args[5] is None else [_repair(kernel, of.programs, (*of.args, of.programs), of)]
+
+
+def backward_repairs(passes: list[Launch]) -> list[Launch]:
+    """What follows the launches of a backward, `backward_launches`, that raise flags."""
+    _, key, *values, query = passes
+    saved, dq, flags, *scalars, q_tiles, heads, batch, q_terms = query.args
+    _, dk, dv, *_, k_tiles, kv_heads, _, k_terms = key.args
+    if flags is None:
+        return []
+    totals = query.programs, key.programs
+    counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
+    plans = {"QUERY": query, "KEY": key, "VALUE": values[0] if values else None}
+    made = _repair(
+        repair_backward_kernel, max(totals), (saved, dq, dk, dv, flags, *scalars, *counts, q_terms, k_terms), query, key
+    )
+    options = {name: x for name, x in made.options.items() if name != "PLAN"}
+    return [made._replace(options=options | {name: x and x.options["PLAN"] for name, x in plans.items()})]
+
+
+def _repair(kernel: Any, tiles: int, args: tuple[Any, ...], *of: Launch) -> Launch:
+    options = {name: of[0].options[name] for name in ("SCORE_MOD", "MASK_MOD", "PLAN") if name in of[0].options}
+    overlap = of[0].options["PLAN"].OVERLAP
+    warps = max(x.options["num_warps"] for x in of)
+    options |= {"EACH": True, "num_warps": warps, "num_stages": 1, "launch_pdl": overlap}
+    return Launch(kernel, min(tiles, processors_of(args)), args, options)
+
+
+def processors_of(args: tuple[Any, ...]) -> int:
+    """Of the device where a launch's first tensor lies."""
+    first = args[0]
+    while not isinstance(first, Tensor):
+        first = first[0]
+    return multiprocessors(first.device) if first.is_cuda else config.INTERPRETED_PROCESSORS
 
 
 def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, capability: int) -> Launch:
@@ -139,10 +201,11 @@ def _parts_of_keys(size: Problem, itemsize: int, before: int | None, capability:
 def backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, capability: int,
-    terms: Terms = NO_TERMS, statistics: tuple[Tensor, Tensor] | None = None,
+    terms: Terms = NO_TERMS, statistics: tuple[Tensor, Tensor] | None = None, flags: Tensor | None = None,
 ) -> list[Launch]:  # fmt: skip
     size = problem(q, k, v, cu_q)
     statistics = statistics or row_statistics(q, size)
+    flags = new_flags(q, k, v, cu_q, spec, both=True) if flags is None else flags
     overlap = can_overlap(capability)
     prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics, overlap)
     scoring, scale, rate = folded(spec, q, terms, slope=True)
@@ -153,30 +216,36 @@ def backward_launches(
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
-        (*shared, view(dq), *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
-        options_of(size, spec, tile, q, terms) | program | {
+        (*shared, view(dq), flags, *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
+        planned(options_of(size, spec, tile, q, terms) | program | {
             "EVEN": _even(size, size.n_k, tile.block_n), "launch_pdl": overlap,
-        },
+        }),
     )  # fmt: skip
     tile = tile_of("key", q.element_size(), size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
+    programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
+    starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))
     keys = [
         Launch(
             key_kernel,
-            size.programs(size.n_k, size.kv_heads, tile.block_n),
+            programs,
             (
-                *shared, view(dk), view(dv), *scalars, tiles, size.kv_heads, size.batch,
-                device_terms(spec, terms, size, tile, by_key=True),
+                *shared, view(dk), view(dv), None if flags is None else flags[start:], *scalars, tiles, size.kv_heads,
+                size.batch, device_terms(spec, terms, size, tile, by_key=True),
             ),
-            options_of(size, spec, tile, q, terms) | program | {
+            planned(options_of(size, spec, tile, q, terms) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
                 "launch_pdl": overlap,
-            },
+            }),
         )
-        for sum_k, sum_v in sums
+        for (sum_k, sum_v), start in zip(sums, starts, strict=True)
     ]  # fmt: skip
     return [prepare, *keys, query]
+
+
+def _lined(flags: int) -> int:
+    return -(-flags // LINE.value) * LINE.value
 
 
 def clear_launches(
@@ -185,15 +254,15 @@ def clear_launches(
     """Of packed results, whatever lies past the last sequence: 0, in y (head, token) or (token, head, dim) y_value."""
     if cu_x is None or cu_y is None:
         return []
-    rows = (_rows(x), _rows(y), Rows(None, 0, 0, 0) if z is None else _rows(z))
+    tails = (_tail(x), _tail(y), Tail(None, 0, 0, 0) if z is None else _tail(z))
     overlap = can_overlap(compute_capability(x))
     options = {"Y": y_value, "BLOCK": 1024, "OVERLAP": overlap, "launch_pdl": overlap}
-    return [Launch(clear_kernel, 128, (*rows, cu_x, cu_y, cu_x.shape[0] - 1), options)]
+    return [Launch(clear_kernel, 128, (*tails, cu_x, cu_y, cu_x.shape[0] - 1), options)]
 
 
-def _rows(x: Tensor) -> Rows:
+def _tail(x: Tensor) -> Tail:
     lines = x.shape[0] if x.dim() == 2 else 1
-    return Rows(x, lines, x.numel() // lines, x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
+    return Tail(x, lines, x.numel() // lines, x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
 
 
 def row_statistics(q: Tensor, size: Problem) -> tuple[Tensor, Tensor]:
@@ -222,7 +291,7 @@ def prepare_launch(
             "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
-    return prepare, (*(view(x) for x in (q, k, v, dout)), lse2, delta)
+    return prepare, (Saved(*(view(x) for x in (q, k, v, dout)), lse2, delta),)
 
 
 def forward(
@@ -237,20 +306,17 @@ def forward(
     if parts > 1:
         rooms = tuple(x.new_empty((parts * x.shape[0], *x.shape[1:]), dtype=torch.float32) for x in (out, lse))
 
+    flags = new_flags(q, k, v, cu_q, spec, parts)
+
     def build() -> list[Launch]:
         capability = compute_capability(q)
+        made = forward_launch(q, k, v, *(rooms or (out, lse)), cu_q, cu_k, spec, capability, terms, parts, flags)
         if rooms:
-            return [
-                forward_launch(q, k, v, *rooms, cu_q, cu_k, spec, capability, terms, parts),
-                merge_launch(*rooms, out, lse, parts, capability),
-            ]
-        return [
-            forward_launch(q, k, v, out, lse, cu_q, cu_k, spec, capability, terms),
-            *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
-        ]
+            return [made, *repairs(made), merge_launch(*rooms, out, lse, parts, capability)]
+        return [made, *repairs(made), *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf)]
 
     with on(q):
-        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse, *rooms), build, launches)
+        replay.launch(_precision(q), (q, k, v, cu_q, cu_k, *terms.tensors(), out, lse, *rooms, flags), build, launches)
     return out, lse
 
 
@@ -261,16 +327,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     statistics = row_statistics(q, problem(q, k, v, cu_q))
+    flags = new_flags(q, k, v, cu_q, spec, both=True)
 
     def build() -> list[Launch]:
-        return [
-            *backward_launches(
-                dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics
-            ),
-            *clear_launches(dq, dk, dv, cu_q, cu_k),
-        ]
+        passes = backward_launches(
+            dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, spec, compute_capability(q), terms, statistics, flags
+        )
+        return [*passes, *backward_repairs(passes), *clear_launches(dq, dk, dv, cu_q, cu_k)]
 
-    tensors = q, k, v, cu_q, cu_k, dout, dlse, out, lse, *terms.tensors(), dq, dk, dv, *statistics
+    tensors = q, k, v, cu_q, cu_k, dout, dlse, out, lse, *terms.tensors(), dq, dk, dv, *statistics, flags
     with on(q):
         replay.launch(_precision(q), tensors, build, launches)
     return dq, dk, dv
@@ -285,9 +350,9 @@ def jvp(
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
     dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
     with on(q):
-        jvp_launch(tangents, q, k, v, out, lse, dout, dlse, cu_q, cu_k, spec, compute_capability(q))()
-        for clear in clear_launches(dout, dlse, None, cu_q, cu_q):
-            clear()
+        made = jvp_launch(tangents, q, k, v, out, lse, dout, dlse, cu_q, cu_k, spec, compute_capability(q))
+        for launch in (made, *repairs(made), *clear_launches(dout, dlse, None, cu_q, cu_q)):
+            launch()
     return dout, dlse
 
 
@@ -301,11 +366,11 @@ def jvp_launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            *(view(x) for x in (q, k, v, *tangents, out)), row_view(lse), view(dout), row_view(dlse),
-            cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+            Moving(*(view(x) for x in (q, k, v, *tangents))), view(out), row_view(lse), view(dout), row_view(dlse),
+            new_flags(q, k, v, cu_q, spec), cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
             size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
         ),
-        options_of(size, spec, tile, q, NO_TERMS),
+        planned(options_of(size, spec, tile, q, NO_TERMS) | {"OVERLAP": can_overlap(capability)}),
     )  # fmt: skip
 
 
@@ -319,7 +384,7 @@ def device_terms(
     drops = terms.seed is not None
     return device.Terms(
         bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
-        sinks=terms.sinks,
+        sinks=device.Sinks() if terms.sinks is None else device.Sinks(terms.sinks, terms.sinks.stride(0)),
         seed=terms.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
@@ -430,8 +495,15 @@ def options_of(size: Problem, spec: Spec, tile: config.Tile, q: Tensor, terms: T
         "BLOCK_DV": _padded(size.dv),
         "FOLD": _is_linear(spec, terms),
         "PRECISION": _precision(q),
+        "PACKED": size.packed,
         **tile.options(),
     }
+
+
+def planned(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launch, with the fields of a Plan in one."""
+    plan = Plan(**{name: x for name, x in options.items() if name in Plan._fields})
+    return {name: x for name, x in options.items() if name not in Plan._fields} | {"PLAN": plan}
 
 
 def _precision(q: Tensor) -> str:

@@ -24,6 +24,7 @@ from .launch import (
     mask_mod,
     on,
     options_of,
+    planned,
     prepare_launch,
     problem,
     row_statistics,
@@ -73,7 +74,7 @@ class Sums:
         prepare, self.shared = prepare_launch(
             dout, dlse, q, k, v, out, lse, cu_q, cu_k, self.size, row_statistics(q, self.size)
         )
-        lse2, self.delta = (x.ptr for x in self.shared[4:6])
+        lse2, self.delta = (x.ptr for x in self.shared[0][4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
             lse2.fill_(torch.inf)
@@ -191,4 +192,4 @@ class Sums:
 
     def _options(self, site: Any) -> dict[str, Any]:
         named = {"SCORE_MOD": slope_mod(self.spec, self.q), "MASK_MOD": mask_mod(self.spec), "SITE": site}
-        return options_of(self.size, self.spec, self.tile, self.q, self.terms) | named
+        return planned(options_of(self.size, self.spec, self.tile, self.q, self.terms) | named)
