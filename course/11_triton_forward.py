@@ -23,11 +23,11 @@ from tilewise_lab.learn import has_triton, measured, picture, show
 
 HERE = has_triton("running the kernels")
 if HERE:
-    from tilewise.kernels.portable.forward import attend
+    from tilewise.kernels.portable.forward import stream_keys
     from tilewise.kernels.tile import softmax_step
 
     print(inspect.getsource(softmax_step.fn))
-    print(inspect.getsource(attend.fn))
+    print(inspect.getsource(stream_keys.fn))
 
 # %% [markdown]
 # Line by line, beside the names that other kernels (and the notes) use:
@@ -220,7 +220,7 @@ if HERE:
     q = torch.randn(1, 16, 1, 16)
     request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16)
     made = launch.forward_launch(request, torch.empty_like(q), lse, Gpu("cuda", 90))
-    assert made.options["PRECISION"] != "tf32"
+    assert made.options["PLAN"].PRECISION != "tf32"
 
 # %% [markdown]
 # **Exercise.** Write `span(first, rows, n_q, n_k, block)`: for a causal (bottom-right) block of queries, which keys are visited (lo, hi) and

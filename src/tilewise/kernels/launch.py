@@ -37,6 +37,11 @@ def can_overlap(gpu: Gpu) -> bool:
     return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED
 
 
+def overlapped(overlap: bool) -> dict[str, bool]:
+    """The options of a launch that may; AMD's launches know nothing of it."""
+    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -10,12 +10,13 @@ from ..mods.dropout import threshold
 from ..spec import AttentionError, Request
 from . import mods
 from . import tile as device
+from .gpu import Gpu
 from .launch import INTERPRETED
 
 LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
 
 
-def device_terms(request: Request, tile: Any = None, by_key: bool = False) -> device.Terms:
+def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = False) -> device.Terms:
     """The terms; with `by_key`, the tile lists of the owner of keys."""
     if request.is_plain:
         return device.Terms()
@@ -23,13 +24,14 @@ def device_terms(request: Request, tile: Any = None, by_key: bool = False) -> de
     drops = request.seed is not None
     return device.Terms(
         bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
-        sinks=request.sinks,
+        sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
-        blocks=_blocks(request, tile, by_key) if tile and request.blocks else device.Blocks(),
+        # without the lists the mask mod is asked of every tile; with them Triton cannot translate it for AMD
+        blocks=_blocks(request, tile, by_key) if tile and request.blocks and gpu.kind != "hip" else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
     )
@@ -53,34 +55,34 @@ def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def is_fast(q: Tensor) -> bool:
-    """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
-    return q.element_size() == 2 and not INTERPRETED
+def is_fast(q: Tensor, gpu: Gpu) -> bool:
+    """Whether a hardware approximation as fine as the inputs will do; the interpreter and AMD have none."""
+    return q.element_size() == 2 and gpu.kind == "cuda" and not INTERPRETED
 
 
-def score_mod(request: Request) -> Any:
-    return request.spec.score_mod and mods.value(request.spec.score_mod, is_fast(request.q))
+def score_mod(request: Request, gpu: Gpu) -> Any:
+    return request.spec.score_mod and mods.value(request.spec.score_mod, is_fast(request.q, gpu))
 
 
-def slope_mod(request: Request) -> Any:
-    return request.spec.score_mod and mods.value_and_slope(request.spec.score_mod, is_fast(request.q))
+def slope_mod(request: Request, gpu: Gpu) -> Any:
+    return request.spec.score_mod and mods.value_and_slope(request.spec.score_mod, is_fast(request.q, gpu))
 
 
 def mask_mod(request: Request) -> Any:
     return request.spec.mask_mod and mods.value(request.spec.mask_mod, False)
 
 
-def folded(request: Request, slope: bool) -> tuple[dict[str, Any], float, float]:
+def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], float, float]:
     """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
     comes out; and the factor of the gradients of q.k."""
     q, spec = request.q, request.spec
     if spec.score_mod and request.bias is None and q.element_size() == 2:
         numbers = *spec.score_numbers, spec.scale
-        function, unit, pull = mods.folded(spec.score_mod, is_fast(q), slope)
+        function, unit, pull = mods.folded(spec.score_mod, is_fast(q, gpu), slope)
         scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
         if scale > 0 and isfinite(rate):
             return {"SCORE_MOD": function, "FOLD": True}, scale, rate
-    plain = slope_mod(request) if slope else score_mod(request)
+    plain = slope_mod(request, gpu) if slope else score_mod(request, gpu)
     return {"SCORE_MOD": plain, "FOLD": is_linear(request)}, spec.scale, spec.scale
 
 

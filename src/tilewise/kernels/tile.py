@@ -80,13 +80,20 @@ class Blocks(NamedTuple):
     other: tl.tensor = None
 
 
+class Sinks(NamedTuple):
+    """(heads,), at any stride."""
+
+    ptr: tl.tensor = None
+    stride: tl.tensor = 0
+
+
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
     whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
     `wild`: it may be infinite."""
 
     bias: tl.tuple = Bias()
-    sinks: tl.tensor = None
+    sinks: tl.tuple = Sinks()
     seed: tl.tensor = None
     threshold: tl.tensor = None
     rescale: tl.tensor = None
@@ -97,12 +104,49 @@ class Terms(NamedTuple):
     wild: tl.constexpr = None
 
 
+class Law(NamedTuple):
+    """What holds for every pair of a query and a key: the band and the mask mod say who sees whom, the scale, the score
+    mod and the other terms what a score is worth. Made where it is handed on: a kernel cannot give functions a name."""
+
+    before: tl.tensor
+    after: tl.tensor
+    scale: tl.tensor
+    terms: tl.tuple
+    SCORE_MOD: tl.constexpr
+    MASK_MOD: tl.constexpr
+
+
+class Plan(NamedTuple):
+    """What a kernel is compiled for: query heads per KV head; head dims, and the powers of two that hold them; queries
+    and keys of a tile; how `scores` and `inner` work; whether the tiles of the other side all lie inside the sequence
+    (EVEN), sequences are packed, scores so small that nobody needs a maximum (BOUNDED), kernels overlap; and of the
+    owner of keys, which sums it takes."""
+
+    GROUP: int
+    D: int
+    DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    FOLD: bool
+    PRECISION: str
+    CHUNK: int
+    EVEN: bool = False
+    PACKED: bool = False
+    BOUNDED: bool = False
+    OVERLAP: bool = False
+    SUM_K: bool = True
+    SUM_V: bool = True
+
+
 @triton.jit
 def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
     """The pid-th of tiles * heads * batch programs; the tiles of one head are neighbours, so its K and V stay in L2.
 
     `cu` is the cu_seqlens of the side being tiled. Packed sequences share one row of tiles: sequence b starts at tile
-    cu[b] // BLOCK + b, which leaves it as many tiles as it needs, and tells the grid's size without its lengths.
+    cu[b] // BLOCK + b, which leaves it as many tiles as it needs, and tells the grid's size without its lengths. Then
+    n_q and n_k are the tokens of all, which no sequence leaves, whatever cu_q and cu_k say.
     """
     tile = pid % tiles
     h = pid // tiles % heads
@@ -116,12 +160,23 @@ def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constex
             past = tl.load(cu + mid) // BLOCK + mid > tile
             b = tl.where(past, b, mid)
             above = tl.where(past, mid, above)
-        q0 = tl.load(cu_q + b)
-        k0 = tl.load(cu_k + b)
-        first = (tile - tl.load(cu + b) // BLOCK - b) * BLOCK
-        n_q = tl.load(cu_q + b + 1) - q0
-        n_k = tl.load(cu_k + b + 1) - k0
-        return Work(b, h, first, q0, n_q, k0, n_k, (q0 // PAD + b) * PAD)
+        start = tl.where(b == 0, 0, tl.load(cu + b) // BLOCK)
+        return sequence(b, h, (tile - start - b) * BLOCK, cu_q, cu_k, n_q, n_k)
+
+
+@triton.jit
+def sequence(b, h, first, cu_q, cu_k, n_q, n_k):
+    """The Work at row `first` of the packed sequence b, in buffers of n_q and n_k tokens."""
+    q0, n_q = stretch(cu_q + b, n_q)
+    k0, n_k = stretch(cu_k + b, n_k)
+    return Work(b, h, first, q0, n_q, k0, n_k, (q0 // PAD + b) * PAD)
+
+
+@triton.jit
+def stretch(cu, n):
+    """The tokens from cu[0] to cu[1], of the n that exist: the first, and how many; fewer than 0 are none."""
+    start = tl.minimum(tl.maximum(tl.load(cu), 0), n)
+    return start, tl.minimum(tl.load(cu + 1), n) - start
 
 
 @triton.jit
@@ -184,23 +239,24 @@ def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def masked(x, hidden, edge, picky, i, j, w, before, after, h, terms, MASK_MOD: tl.constexpr):
+def masked(x, hidden, edge, picky, i, j, w, h, law):
     """x, with `hidden` for the pairs that do not see each other. The branches are the same for the whole program: the
     mask mod is asked only where it hides something, and where nothing is hidden nothing is done."""
-    if MASK_MOD is None:
+    if law.MASK_MOD is None:
         if edge:
-            x = tl.where(visible(i, j, w, before, after), x, hidden)
+            x = tl.where(visible(i, j, w, law.before, law.after), x, hidden)
     else:
         if edge or picky:
             if picky:
-                x = tl.where(MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, terms.mask), x, hidden)
-            x = tl.where(visible(i, j, w, before, after), x, hidden)
+                x = tl.where(law.MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, law.terms.mask), x, hidden)
+            x = tl.where(visible(i, j, w, law.before, law.after), x, hidden)
     return x
 
 
 @triton.jit
-def visible(i, j, w, before, after, h=None, terms=None, MASK_MOD: tl.constexpr = None):
-    """Which keys j the queries i see: those that exist, lie in the band and please the mask mod."""
+def visible(i, j, w, before, after):
+    """Which keys j the band shows the queries i: those that exist and lie in it. (Queries that do not exist see what
+    the last one's neighbours would; their weights are 0 for other reasons.)"""
     at = i + (w.n_k - w.n_q)
     last = w.n_k - 1
     if after is not None:
@@ -208,27 +264,35 @@ def visible(i, j, w, before, after, h=None, terms=None, MASK_MOD: tl.constexpr =
     keep = (j <= last) & (at == at)
     if before is not None:
         keep &= j >= at - before
-    if MASK_MOD is not None:
-        keep &= MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, terms.mask)
     return keep
 
 
 @triton.jit
-def tile_pointers(x, b, h, t, first, ROWS: tl.constexpr, COLS: tl.constexpr):
+def seen(i, j, w, h, law):
+    """Which keys j the queries i see: both exist, the band shows the key, and the mask mod does."""
+    keep = visible(i, j, w, law.before, law.after) & (i < w.n_q)
+    if law.MASK_MOD is not None:
+        keep &= law.MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, law.terms.mask)
+    return keep
+
+
+@triton.jit
+def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+    x = rows.x
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
     if x.wide is not None:
         r = r.to(tl.int64)
         d = d.to(tl.int64)
-    p = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[2]
-    p += tl.cast(t + first, tl.int64) * x.strides[1]
+    p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + rows.h.to(tl.int64) * x.strides[2]
+    p += tl.cast(rows.t + rows.first, tl.int64) * x.strides[1]
     return p + r * x.strides[1] + d * x.strides[3]
 
 
 @triton.jit
-def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """Rows first .. first + ROWS of the sequence that starts at token t: zero past its n rows and past D columns."""
-    p = tile_pointers(x, b, h, t, first, ROWS, COLS)
+def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """ROWS of them: zero past the sequence's end and past D columns."""
+    p = tile_pointers(rows, ROWS, COLS)
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
     if EVEN:
@@ -237,42 +301,44 @@ def load_rows(x, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: t
         else:
             return tl.load(p, mask=d < D, other=0.0)
     else:
-        return tl.load(p, mask=(first + r < n) & (d < D), other=0.0)
+        return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)
 
 
 @triton.jit
-def inner(
-    a_tile, b_tile, a, b, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def inner(a_tile, b_tile, a, b, D: tl.constexpr, PLAN: tl.constexpr):
     """a b^T of the tiles at a and b; of more than CHUNK columns, so many at a time, read when their turn comes: wide
     operands, of float32 in two halves each, would not fit into the registers. Then nobody needs the whole tiles."""
-    if COLS <= CHUNK:
-        return tl.dot(a_tile, tl.trans(b_tile), input_precision=PRECISION)
+    A: tl.constexpr = a_tile.shape[0]
+    B: tl.constexpr = b_tile.shape[0]
+    CHUNK: tl.constexpr = PLAN.CHUNK
+    if a_tile.shape[1] <= CHUNK:
+        return tl.dot(a_tile, tl.trans(b_tile), input_precision=PLAN.PRECISION)
     else:
         acc = tl.zeros([A, B], tl.float32)
         for c in tl.range(0, D, CHUNK, num_stages=1, disable_licm=True):
             b_columns = load_columns(b, c, D, B, CHUNK)
-            acc = tl.dot(load_columns(a, c, D, A, CHUNK), tl.trans(b_columns), acc, input_precision=PRECISION)
+            acc = tl.dot(load_columns(a, c, D, A, CHUNK), tl.trans(b_columns), acc, input_precision=PLAN.PRECISION)
         return acc
 
 
 @triton.jit
 def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Columns c .. c + COLS of ROWS rows; zero past the sequence's end and past D columns."""
-    p = tile_pointers(rows.x, rows.b, rows.h, rows.t, rows.first, ROWS, COLS) + c * rows.x.strides[3]
+    p = tile_pointers(rows, ROWS, COLS) + c * rows.x.strides[3]
     r = tl.arange(0, ROWS)[:, None]
     d = c + tl.arange(0, COLS)[None, :]
     return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)
 
 
 @triton.jit
-def store_rows(x, tile, b, h, t, first, n, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    first = first * tl.num_programs(1)  # times 1: addresses are computed here, not kept since the tile was loaded
+def store_rows(rows, tile, D: tl.constexpr):
+    ROWS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = tile.shape[1]
+    first = rows.first * tl.num_programs(1)  # times 1: addresses are computed here, not kept since the tile was loaded
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
-    p = tile_pointers(x, b, h, t, first, ROWS, COLS)
-    tl.store(p, tile.to(x.ptr.dtype.element_ty), mask=(first + r < n) & (d < D))
+    p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n), ROWS, COLS)
+    tl.store(p, tile.to(rows.x.ptr.dtype.element_ty), mask=(first + r < rows.n) & (d < D))
 
 
 @triton.jit
@@ -287,9 +353,9 @@ def row_pointers(x, b, h, t, i):
 
 
 @triton.jit
-def row_statistics(x, w, h, first, cu, ROWS: tl.constexpr):
+def statistic_pointers(x, w, h, first, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Pointers to ROWS of the padded row statistics of head h, from row `first` of the sequence."""
-    b = w.b if cu is None else 0
+    b = 0 if PACKED else w.b
     return (
         x.ptr
         + tl.cast(b, tl.int64) * x.strides[0]
@@ -422,18 +488,18 @@ def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, seen, PRECISION: tl.constexpr):
-    """acc + a @ b. With `seen` (which rows of a meet which rows of b), a non-finite row of b makes the rows that see it
+def dot(a, b, acc, met, PLAN: tl.constexpr):
+    """acc + a @ b. With `met` (which rows of a meet which rows of b), a non-finite row of b makes the rows that see it
     nan and leaves the others alone. A matrix product by itself cannot keep that promise: 0 * nan is nan.
     """
-    if seen is None:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+    if met is None:
+        return tl.dot(a, b, acc, input_precision=PLAN.PRECISION)
     else:
         finite = tl.abs(b.to(tl.float32)) < float("inf")
-        acc = tl.dot(a, tl.where(finite, b, 0.0).to(b.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(a, tl.where(finite, b, 0.0).to(b.dtype), acc, input_precision=PLAN.PRECISION)
         bad = tl.max(tl.where(finite, 0, 1), 1)
-        met = tl.max(tl.where(seen, bad[None, :], 0), 1)
-        return tl.where(met[:, None] > 0, float("nan"), acc)
+        spoilt = tl.max(tl.where(met, bad[None, :], 0), 1)
+        return tl.where(spoilt[:, None] > 0, float("nan"), acc)
 
 
 @triton.jit

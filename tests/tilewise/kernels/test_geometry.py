@@ -99,7 +99,7 @@ def test_locate_packed(side: str, device: str) -> None:
         programs = size.programs(sum(lengths), heads, BLOCK)
         out = torch.empty(programs, 8, dtype=torch.int32, device=device)
         locate_probe[(programs,)](
-            out, size.tiles(sum(lengths), BLOCK), heads, len(lengths), cu_q, cu_k, 0, 0,
+            out, size.tiles(sum(lengths), BLOCK), heads, len(lengths), cu_q, cu_k, sum(n_q), sum(n_k),
             cu_q if side == "queries" else cu_k, BLOCK=BLOCK,
         )  # fmt: skip
         work = [row for row in out.tolist() if row[2] < lengths[row[0]]]

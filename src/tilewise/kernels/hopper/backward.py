@@ -25,7 +25,7 @@ from .backward_tiles import (
     Inputs,
     Keys,
     Outputs,
-    Rows,
+    RowRing,
     add_tiles,
     add_to,
     after_block,
@@ -80,8 +80,8 @@ class Hold(NamedTuple):
     """All of shared memory."""
 
     keys: Keys
-    queries: Rows
-    grads: Rows
+    queries: RowRing
+    grads: RowRing
     out: Out
 
 
@@ -119,7 +119,7 @@ def add_dq(dq, out, sums, tile, n, WG: gl.constexpr, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def attend(
+def sum_block(
     hold, sums, s, dk, dv, n, turn, tile, w, h, at_keys, left, i0, edge, more, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, FIRST: gl.constexpr,
     PLAN: gl.constexpr,
@@ -219,14 +219,14 @@ def sum_blocks(
     zero = here(gl.to_tensor(0))
     q = queries.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
     s = product_t(keys.k.index(WG + zero).reshape([64, D]), q)
-    s, dk, dv = attend(
+    s, dk, dv = sum_block(
         hold, outputs.sums, s, dk, dv, n, turn, 0, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN), n + 1 < end,
         call, SCORE_MOD, MASK_MOD, WG, True, PLAN,
     )  # fmt: skip
     for m in range(n + 1, end):
         tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
         i0, g = after_block(visit, i0, g, PLAN)
-        s, dk, dv = attend(
+        s, dk, dv = sum_block(
             hold, outputs.sums, s, dk, dv, m, turn, tile, w, h + g, at_keys, left, i0, is_edge(visit, i0, PLAN),
             m + 1 < end, call, SCORE_MOD, MASK_MOD, WG, False, PLAN,
         )  # fmt: skip

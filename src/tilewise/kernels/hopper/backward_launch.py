@@ -9,21 +9,24 @@ from torch import Tensor
 from ...spec import Request, Upstream
 from .. import replay
 from ..launch import INTERPRETED, Launch, multiprocessors, on
+from ..portable.backward import Saved
 from ..portable.launch import backward as portable_backward
 from ..portable.launch import clear_launches
+from ..repair import repair_backward_kernel
 from ..shapes import Problem, padded, problem, row_view, view
 from ..terms import device_terms, folded, mask_mod, slope_mod
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
-from .backward_repair import ROWS, repair_backward_kernel
 from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
+from .careful import careful
 from .compat import TensorDescriptor, gl
 from .descriptors import descriptor
 from .finish import finish_kernel, start_kernel
-from .limits import has_backward
+from .limits import GPU, has_backward
 from .tiles import backward_tile
 
+ROWS = 32  # of a tile that is repaired
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -89,9 +92,9 @@ def backward_launches(
     group = size.heads // size.kv_heads
     masked = request.is_masked
     flag = space.flag if masked else None
-    on_device = device_terms(request)
+    on_device = device_terms(request, GPU)
     with_terms = not request.is_plain
-    score, unit, rate = folded(request, slope=True)
+    score, unit, rate = folded(request, GPU, slope=True)
     if with_terms and not score["FOLD"]:  # then the scores have been multiplied
         unit = 1.0
     mask = {"MASK_MOD": mask_mod(request)}
@@ -153,18 +156,20 @@ def backward_launches(
     if not masked:
         return [prepare, sums, finish]
 
-    q_total = size.programs(size.n_q, size.heads, ROWS.value)
-    k_total = size.programs(size.n_k, size.kv_heads, ROWS.value)
+    plain = careful(size, ROWS, block_d, block_dv)
+    q_total = size.programs(size.n_q, size.heads, ROWS)
+    k_total = size.programs(size.n_k, size.kv_heads, ROWS)
     repair = Launch(
         repair_backward_kernel,
         min(max(q_total, k_total), processors),
         (
-            *(view(x) for x in (q, k, v, dout)), *statistics, *(view(x) for x in (dq, dk, dv)), flag, *packing,
-            spec.before, spec.after, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS.value),
-            size.tiles(size.n_k, ROWS.value), size.heads, size.kv_heads, size.batch, on_device,
+            Saved(*(view(x) for x in (q, k, v, dout)), *statistics), *(view(x) for x in (dq, dk, dv)), flag, *packing,
+            spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
+            size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch, on_device, on_device,
         ),
-        mask | dims | overlap | {
-            "SCORE_MOD": slope_mod(request), "GROUP": group, "DV": size.dv, "BLOCK_DV": block_dv, "num_warps": 8,
+        mask | {
+            "SCORE_MOD": slope_mod(request, GPU), "EACH": False, "QUERY": plain, "KEY": plain, "VALUE": None,
+            "num_warps": 8, "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
     return [prepare, sums, finish, repair]
@@ -191,7 +196,7 @@ def backward(
             space = space_in(memory, size)
             return [
                 *backward_launches(request, upstream, (dq, dk, dv), space, multiprocessors(q.device)),
-                *clear_launches(dq, dk, dv, request.cu_q, request.cu_k),
+                *clear_launches(dq, dk, dv, request.cu_q, request.cu_k, GPU),
             ]
 
         tensors = *request.tensors(), *upstream, dq, dk, dv, memory

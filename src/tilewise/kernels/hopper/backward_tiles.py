@@ -98,7 +98,7 @@ class Keys(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Rows(NamedTuple):
+class RowRing(NamedTuple):
     """A ring of two tiles of queries (or of their dO), each with a statistic per row: lse2 (or delta)."""
 
     tiles: gl.shared_memory_descriptor
@@ -134,7 +134,7 @@ def keys_ring(k, v, PARTS: gl.constexpr):
 
 @gluon.jit
 def rows_ring(x, statistics):
-    return Rows(boxes(x, 2), boxes(statistics, 2), barriers(2, 1), barriers(2, 2))
+    return RowRing(boxes(x, 2), boxes(statistics, 2), barriers(2, 1), barriers(2, 2))
 
 
 @triton.jit

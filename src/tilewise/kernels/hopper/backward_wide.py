@@ -24,7 +24,7 @@ from .backward_tiles import (
     Inputs,
     Keys,
     Outputs,
-    Rows,
+    RowRing,
     add_to,
     adders,
     after_block,
@@ -72,8 +72,8 @@ class Hold(NamedTuple):
     dV leave through the memory of K and V."""
 
     keys: Keys
-    queries: Rows
-    grads: Rows
+    queries: RowRing
+    grads: RowRing
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     dk: gl.shared_memory_descriptor

@@ -2,10 +2,10 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..overlap import gdc_launch_dependents, gdc_wait
 from ..portable.backward import prepare_kernel
-from ..tile import PAD, locate, store_rows
+from ..tile import PAD, Rows, locate, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
@@ -50,4 +50,4 @@ def finish_kernel(
         if flag is not None:
             bad = tl.sum(x - x, 1)
             tl.store(flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
-        store_rows(dq, x, w.b, w.h, w.q0, first, w.n_q, D, ROWS, BLOCK_D)
+        store_rows(Rows(dq, w.b, w.h, w.q0, first, w.n_q), x, D)

@@ -359,8 +359,9 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
     """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
     kept = 1.0
-    if terms.sinks is not None:  # a key without a value, seen after all others
-        kept, m, total = with_sink(m, total, gl.load(terms.sinks + w.h).to(gl.float32) * LOG2E)
+    if terms.sinks.ptr is not None:  # a key without a value, seen after all others
+        sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
+        kept, m, total = with_sink(m, total, sink * LOG2E)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
     if PLAN.PARTS == 2 and len(acc) == 1:

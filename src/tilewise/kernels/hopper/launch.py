@@ -14,17 +14,21 @@ from ..launch import INTERPRETED, Launch, multiprocessors, on
 from ..portable.launch import clear_launches, jvp, term_gradients
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
+from ..repair import repair_forward_kernel
 from ..shapes import Problem, by_group, padded, problem, row_view, view
 from ..terms import device_terms, mask_mod, score_mod
 from . import tiles
 from .backward_launch import backward, backward_launches, new_space
+from .careful import careful
 from .descriptors import both, descriptor
 from .forward import ROWS, Plan, forward_kernel
-from .limits import has_backward
-from .repair import repair_kernel
+from .limits import GPU, has_backward
 
 __all__ = ["backward", "forward", "jvp", "offline", "term_gradients"]
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
+
+
+PROCESSORS = 132  # of an H100 and an H200, where none is here to ask
 
 
 class State(NamedTuple):
@@ -43,8 +47,8 @@ def forward_launches(
     cu_q, cu_k = request.cu_q, request.cu_k
     size, masked = problem(request), request.is_masked
     plan = plan_of(size, spec, request.bias is not None)._replace(**overrides)
-    on_device = device_terms(request)
-    mods = {"SCORE_MOD": score_mod(request), "MASK_MOD": mask_mod(request)}
+    on_device = device_terms(request, GPU)
+    mods = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request)}
     tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
     lines = size.heads * (1 if size.packed else size.batch)
     in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
@@ -66,17 +70,16 @@ def forward_launches(
     block_m = 64
     total = size.programs(size.n_q, size.heads, block_m)
     repair = Launch(
-        repair_kernel,
+        repair_forward_kernel,
         min(total, processors),
         (
             *(view(x) for x in (q, k, v, out)), row_view(lse), state.flag, cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, total, size.tiles(size.n_q, block_m), size.heads, size.batch,
-            on_device,
+            spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
+            on_device, total,
         ),
         mods | {
-            "GROUP": size.heads // size.kv_heads, "D": size.d, "DV": size.dv, "BLOCK_D": padded(size.d, 64),
-            "BLOCK_DV": padded(size.dv, 64), "BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4,
-            "OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED,
+            "PLAN": careful(size, block_m, padded(size.d, 64), padded(size.dv, 64)), "EACH": False, "num_warps": 4,
+            "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
     return [forward, repair]
@@ -115,7 +118,7 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
             def build() -> list[Launch]:
                 return [
                     *forward_launches(request, out, lse, zeros, multiprocessors(q.device)),
-                    *clear_launches(out, lse, None, cu_q, cu_q, -torch.inf),
+                    *clear_launches(out, lse, None, cu_q, cu_q, GPU, -torch.inf),
                 ]
 
             replay.launch("forward", (*request.tensors(), out, lse, *zeros), build, recordings)
@@ -127,12 +130,11 @@ def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     q, k, v, *_ = request
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-    processors = 132
-    launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), processors)[0]}
+    launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), PROCESSORS)[0]}
     if backward and has_backward(q.shape[-1], v.shape[-1]):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         space = new_space(q, problem(request))
-        passes = backward_launches(request, Upstream(out, lse, out, None), grads, space, processors)
+        passes = backward_launches(request, Upstream(out, lse, out, None), grads, space, PROCESSORS)
         launches["hopper backward"] = passes[1]
     elif backward:
         launches |= {name: one for name, one in portable_offline(request, gpu, True).items() if name != "forward"}

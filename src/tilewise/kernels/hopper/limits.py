@@ -10,6 +10,7 @@ from ...torch_private import has_address
 from ..gpu import Gpu, triton_version
 from ..portable.tiles import FEW_QUERIES, MANY_KEYS
 
+GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
 
 

@@ -7,12 +7,15 @@ Each sum has one owner and one order, so two runs agree bit for bit. The owner o
 (s^T = k q^T), whose p^T and ds^T are already the left operands of its two sums.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import (
     LOG2E,
+    Law,
     Rows,
     Work,
     band,
@@ -25,14 +28,25 @@ from ..tile import (
     locate,
     masked,
     row_pointers,
-    row_statistics,
+    seen,
+    statistic_pointers,
     steepened,
     store_rows,
     unit_of,
-    visible,
     walk,
     worth_and_slope,
 )
+
+
+class Saved(NamedTuple):
+    """Views of what the gradients are made of: inputs, the gradient of the output, and the row statistics."""
+
+    q: tl.tuple
+    k: tl.tuple
+    v: tl.tuple
+    do: tl.tuple
+    lse2: tl.tuple
+    delta: tl.tuple
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "tiles", "batch"])
@@ -47,27 +61,26 @@ def prepare_kernel(
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
     if w.first < w.n_q:
         i = w.first + tl.arange(0, BLOCK_M)
-        o_tile = load_rows(o, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
-        do_tile = load_rows(do, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+        o_tile = load_rows(Rows(o, w.b, w.h, w.q0, w.first, w.n_q), DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
+        do_tile = load_rows(Rows(do, w.b, w.h, w.q0, w.first, w.n_q), DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         delta_i = tl.sum(o_tile * do_tile, 1)
         if dlse.ptr is not None:
             delta_i -= tl.load(row_pointers(dlse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=0.0)
         lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
         empty = lse_i == float("-inf")
-        tl.store(row_statistics(lse2, w, w.h, w.first, cu_q, BLOCK_M), tl.where(empty, float("inf"), lse_i * LOG2E))
-        tl.store(row_statistics(delta, w, w.h, w.first, cu_q, BLOCK_M), tl.where(empty, 0.0, delta_i))
+        PACKED: tl.constexpr = cu_q is not None
+        lse2_i = tl.where(empty, float("inf"), lse_i * LOG2E)
+        tl.store(statistic_pointers(lse2, w, w.h, w.first, BLOCK_M, PACKED), lse2_i)
+        tl.store(statistic_pointers(delta, w, w.h, w.first, BLOCK_M, PACKED), tl.where(empty, 0.0, delta_i))
 
 
 @triton.jit
-def weights(
-    product, w, h, i, j, lse2, before, after, scale, edge, picky, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-):  # fmt: skip
+def weights(product, w, h, i, j, lse2, edge, picky, law, FOLD: tl.constexpr):
     """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the
     score mod."""
-    s, slope = worth_and_slope(product, w, h, i, j, scale, terms, FOLD, SCORE_MOD)
-    p = tl.exp2(s * unit_of(scale, FOLD) - lse2)
-    return masked(p, 0.0, edge, picky, i, j, w, before, after, h, terms, MASK_MOD), slope
+    s, slope = worth_and_slope(product, w, h, i, j, law.scale, law.terms, FOLD, law.SCORE_MOD)
+    p = tl.exp2(s * unit_of(law.scale, FOLD) - lse2)
+    return masked(p, 0.0, edge, picky, i, j, w, h, law), slope
 
 
 @triton.jit
@@ -77,90 +90,87 @@ def score_gradient(p, slope, dp, delta, w, h, i, j, terms):
 
 
 @triton.jit
-def query_gradient(
-    q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, CAREFUL: tl.constexpr, q=None, do=None, CHUNK: tl.constexpr = 512,
-):  # fmt: skip
-    LEAN: tl.constexpr = CAREFUL or PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    lo, hi = walk(span, w, w.h, terms.blocks, BLOCK_N)
-    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
-        first, edge, picky = column(at, span, terms.blocks, BLOCK_N, CAREFUL)
-        j = first + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
-        product = inner(
-            q_tile, k_tile, Rows(q, w.b, w.h, w.q0, w.first, w.n_q), Rows(k, w.b, h_kv, w.k0, first, w.n_k),
-            D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-        dp = inner(
-            do_tile, v_tile, Rows(do, w.b, w.h, w.q0, w.first, w.n_q), Rows(v, w.b, h_kv, w.k0, first, w.n_k),
-            DV, BLOCK_M, BLOCK_N, BLOCK_DV, CHUNK, PRECISION,
-        )  # fmt: skip
+def query_gradient(saved, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
+    """dQ / scale of the tile of queries at w."""
+    STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_N
+    LEAN: tl.constexpr = CAREFUL or PLAN.PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
+    terms = law.terms
+    h_kv = w.h // PLAN.GROUP
+    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    q_rows = Rows(saved.q, w.b, w.h, w.q0, w.first, w.n_q)
+    do_rows = Rows(saved.do, w.b, w.h, w.q0, w.first, w.n_q)
+    q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
+    do_tile = load_rows(do_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False)
+    lse2_i = tl.load(statistic_pointers(saved.lse2, w, w.h, w.first, PLAN.BLOCK_M, PLAN.PACKED))
+    delta_i = tl.load(statistic_pointers(saved.delta, w, w.h, w.first, PLAN.BLOCK_M, PLAN.PACKED))
+    at = w.first + w.n_k - w.n_q
+    span = band(at, at + PLAN.BLOCK_M - 1, w.n_k, law.before, law.after, PLAN.BLOCK_N)
+    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_D], 0.0, tl.float32)
+    lo, hi = walk(span, w, w.h, terms.blocks, STEP)
+    for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
+        first, edge, picky = column(at, span, terms.blocks, STEP, CAREFUL)
+        j = first + tl.arange(0, STEP)
+        k_rows = Rows(saved.k, w.b, h_kv, w.k0, first, w.n_k)
+        v_rows = Rows(saved.v, w.b, h_kv, w.k0, first, w.n_k)
+        k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
+        v_tile = load_rows(v_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+        product = inner(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
+        dp = inner(do_tile, v_tile, do_rows, v_rows, PLAN.DV, PLAN)
         p, slope = weights(
-            product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], before, after, scale, edge, picky, terms,
-            FOLD, SCORE_MOD, MASK_MOD,
+            product, w, w.h, i[:, None], j[None, :], lse2_i[:, None], edge, picky, law, PLAN.FOLD
         )  # fmt: skip
         ds = score_gradient(p, slope, dp, delta_i[:, None], w, w.h, i[:, None], j[None, :], terms)
-        seen = None
+        met = None
         if CAREFUL:
-            seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD)
-            ds = tl.where(seen, ds, 0.0)
-        if BLOCK_D > CHUNK:  # the first half of an iteration has no room for it
-            k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        acc = dot(ds.to(k_tile.dtype), k_tile, acc, seen, PRECISION)
+            met = seen(i[:, None], j[None, :], w, w.h, law)
+            ds = tl.where(met, ds, 0.0)
+        if PLAN.BLOCK_D > PLAN.CHUNK:  # the first half of an iteration has no room for it
+            k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
+        acc = dot(ds.to(k_tile.dtype), k_tile, acc, met, PLAN)
     return acc
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def query_kernel(
-    q, k, v, do, lse2, delta, dq, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    saved, dq, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
+    """dQ; flags[program] = 1 where it has a nan, which `repair_backward_kernel` looks into."""
+    if PLAN.OVERLAP:
         gdc_launch_dependents()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
     if w.first < w.n_q:
-        h_kv = w.h // GROUP
-        i = w.first + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
-        do_tile = load_rows(do, w.b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV, False)
-        lse2_i = tl.load(row_statistics(lse2, w, w.h, w.first, cu_q, BLOCK_M))
-        delta_i = tl.load(row_statistics(delta, w, w.h, w.first, cu_q, BLOCK_M))
-        at = w.first + w.n_k - w.n_q
-        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
-        acc = query_gradient(
-            q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
-            SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False,
-            q, do, CHUNK,
-        )  # fmt: skip
-        if has_nan(acc):
-            acc = query_gradient(
-                q_tile, do_tile, lse2_i, delta_i, k, v, w, h_kv, i, span, before, after, scale, terms,
-                SCORE_MOD, MASK_MOD, D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True,
-                q, do, CHUNK,
-            )  # fmt: skip
-        store_rows(dq, acc * rate, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D)
-    if OVERLAP:
+        acc = query_gradient(saved, w, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False)
+        if flags is not None:
+            tl.store(flags + pid, has_nan(acc).to(tl.int32))
+        store_rows(Rows(dq, w.b, w.h, w.q0, w.first, w.n_q), acc * rate, PLAN.D)
+    else:
+        if flags is not None:
+            tl.store(flags + pid, 0)
+    if PLAN.OVERLAP:
         gdc_wait()
 
 
 @triton.jit
-def key_gradients(
-    k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr, CAREFUL: tl.constexpr,
-    k=None, v=None, CHUNK: tl.constexpr = 512,
-):  # fmt: skip
-    LEAN: tl.constexpr = CAREFUL or PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+def key_gradients(saved, w, heads, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
+    """dK / scale and dV of the tile of keys at w, or one of them and zeros."""
+    STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_M
+    LEAN: tl.constexpr = CAREFUL or PLAN.PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
+    GROUP: tl.constexpr = PLAN.GROUP
+    terms = law.terms
+    j = w.first + tl.arange(0, PLAN.BLOCK_N)
+    k_rows = Rows(saved.k, w.b, w.h, w.k0, w.first, w.n_k)
+    v_rows = Rows(saved.v, w.b, w.h, w.k0, w.first, w.n_k)
+    k_tile = load_rows(k_rows, PLAN.D, PLAN.BLOCK_N, PLAN.BLOCK_D, False)
+    v_tile = k_tile
+    if PLAN.SUM_K:
+        v_tile = load_rows(v_rows, PLAN.DV, PLAN.BLOCK_N, PLAN.BLOCK_DV, False)
+    at = w.first + w.n_q - w.n_k
+    # the same band, read sideways
+    span = band(at, at + PLAN.BLOCK_N - 1, w.n_q, law.after, law.before, PLAN.BLOCK_M)
+    dk_acc = tl.full([PLAN.BLOCK_N, PLAN.BLOCK_D], 0.0, tl.float32)
+    dv_acc = tl.full([PLAN.BLOCK_N, PLAN.BLOCK_DV], 0.0, tl.float32)
     for g in tl.range(GROUP, disable_licm=True):
         h = w.h * GROUP + g
         u = w
@@ -168,90 +178,79 @@ def key_gradients(
             line = w.b * heads * GROUP + h
             h = line % (heads * GROUP)
             u = Work(line // (heads * GROUP), h, w.first, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-        lo, hi = walk(span, u, h, terms.blocks, BLOCK_M)
-        for at in tl.range(lo, hi, BLOCK_M, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
-            first, edge, picky = column(at, span, terms.blocks, BLOCK_M, CAREFUL)
-            i = first + tl.arange(0, BLOCK_M)
-            q_tile = load_rows(q, u.b, h, u.q0, first, u.n_q, D, BLOCK_M, BLOCK_D, EVEN)
-            do_tile = load_rows(do, u.b, h, u.q0, first, u.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
-            lse2_i = tl.load(row_statistics(lse2, u, h, first, cu_q, BLOCK_M))
-            product = inner(
-                k_tile, q_tile, Rows(k, w.b, w.h, w.k0, w.first, w.n_k), Rows(q, u.b, h, u.q0, first, u.n_q),
-                D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
+        lo, hi = walk(span, u, h, terms.blocks, STEP)
+        for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
+            first, edge, picky = column(at, span, terms.blocks, STEP, CAREFUL)
+            i = first + tl.arange(0, STEP)
+            q_rows = Rows(saved.q, u.b, h, u.q0, first, u.n_q)
+            do_rows = Rows(saved.do, u.b, h, u.q0, first, u.n_q)
+            q_tile = load_rows(q_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
+            do_tile = load_rows(do_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+            lse2_i = tl.load(statistic_pointers(saved.lse2, u, h, first, STEP, PLAN.PACKED))
+            product = inner(k_tile, q_tile, k_rows, q_rows, PLAN.D, PLAN)
             p, slope = weights(
-                product, u, h, i[None, :], j[:, None], lse2_i[None, :], before, after, scale, edge, picky, terms,
-                FOLD, SCORE_MOD, MASK_MOD,
+                product, u, h, i[None, :], j[:, None], lse2_i[None, :], edge, picky, law, PLAN.FOLD
             )  # fmt: skip
-            seen = visible(i[None, :], j[:, None], u, before, after, h, terms, MASK_MOD) if CAREFUL else None
-            if SUM_V:
+            met = None
+            if CAREFUL:
+                met = seen(i[None, :], j[:, None], u, h, law)
+                p = tl.where(met, p, 0.0)  # a mask mod may show a key to queries that do not exist
+            if PLAN.SUM_V:
                 stayed = dropped(p, u, h, i[None, :], j[:, None], terms)
-                if BLOCK_DV > CHUNK:
-                    do_tile = load_rows(do, u.b, h, u.q0, first, u.n_q, DV, BLOCK_M, BLOCK_DV, EVEN)
-                dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, seen, PRECISION)
-            if SUM_K:
-                delta_i = tl.load(row_statistics(delta, u, h, first, cu_q, BLOCK_M))
-                dp = inner(
-                    v_tile, do_tile, Rows(v, w.b, w.h, w.k0, w.first, w.n_k), Rows(do, u.b, h, u.q0, first, u.n_q),
-                    DV, BLOCK_N, BLOCK_M, BLOCK_DV, CHUNK, PRECISION,
-                )  # fmt: skip
+                if PLAN.BLOCK_DV > PLAN.CHUNK:
+                    do_tile = load_rows(do_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+                dv_acc = dot(stayed.to(do_tile.dtype), do_tile, dv_acc, met, PLAN)
+            if PLAN.SUM_K:
+                delta_i = tl.load(statistic_pointers(saved.delta, u, h, first, STEP, PLAN.PACKED))
+                dp = inner(v_tile, do_tile, v_rows, do_rows, PLAN.DV, PLAN)
                 ds = score_gradient(p, slope, dp, delta_i[None, :], u, h, i[None, :], j[:, None], terms)
                 if CAREFUL:
-                    ds = tl.where(seen, ds, 0.0)
-                if BLOCK_D > CHUNK:
-                    q_tile = load_rows(q, u.b, h, u.q0, first, u.n_q, D, BLOCK_M, BLOCK_D, EVEN)
-                dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, seen, PRECISION)
+                    ds = tl.where(met, ds, 0.0)
+                if PLAN.BLOCK_D > PLAN.CHUNK:
+                    q_tile = load_rows(q_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
+                dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, met, PLAN)
     return dk_acc, dv_acc
+
+
+@triton.jit
+def store_key_gradients(dk, dv, dk_acc, dv_acc, w, rate, PLAN: tl.constexpr):
+    if PLAN.SUM_K:
+        store_rows(Rows(dk, w.b, w.h, w.k0, w.first, w.n_k), dk_acc * rate, PLAN.D)
+    if PLAN.SUM_V:
+        store_rows(Rows(dv, w.b, w.h, w.k0, w.first, w.n_k), dv_acc, PLAN.DV)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def key_kernel(
-    q, k, v, do, lse2, delta, dk, dv, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, SUM_K: tl.constexpr, SUM_V: tl.constexpr,
-    CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    saved, dk, dv, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV, or both. `heads` counts KV heads; each program sums over the GROUP query heads that share its own.
+    """dK, dV, or both; flags as those of `query_kernel`. `heads` counts KV heads; each program sums over the GROUP
+    query heads that share its own.
 
     OVERLAP: the next kernel, which needs nothing of this one, starts where this one's last programs leave room, and
     ends after it; so does this one beside the kernel before, unless that is `prepare_kernel`, whose sums it waits for
     and lets nobody start before.
     """
-    if OVERLAP:
-        if SUM_K:
+    if PLAN.OVERLAP:
+        if PLAN.SUM_K:
             gdc_wait()
         gdc_launch_dependents()
-    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
+    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, PLAN.BLOCK_N)
     if w.first < w.n_k:
-        j = w.first + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(k, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D, False)
-        v_tile = k_tile
-        if SUM_K:
-            v_tile = load_rows(v, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV, False)
-        at = w.first + w.n_q - w.n_k
-        span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)  # the same band, read sideways
         dk_acc, dv_acc = key_gradients(
-            k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
-            SCORE_MOD, MASK_MOD, GROUP, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
-            SUM_K, SUM_V, False, k, v, CHUNK,
+            saved, w, heads, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
         )  # fmt: skip
-        bad = has_nan(dk_acc, dv_acc) if SUM_K and SUM_V else has_nan(dk_acc if SUM_K else dv_acc)
-        if GROUP > 1 or cu_k is not None:
-            pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
-            w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
-        if bad:
-            j = w.first + tl.arange(0, BLOCK_N)
-            at = w.first + w.n_q - w.n_k
-            span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
-            dk_acc, dv_acc = key_gradients(
-                k_tile, v_tile, q, do, lse2, delta, cu_q, w, heads, j, span, before, after, scale, terms,
-                SCORE_MOD, MASK_MOD, GROUP, D, DV, 16, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION,
-                SUM_K, SUM_V, True, k, v, CHUNK,
-            )  # fmt: skip
-        if SUM_K:
-            store_rows(dk, dk_acc * rate, w.b, w.h, w.k0, w.first, w.n_k, D, BLOCK_N, BLOCK_D)
-        if SUM_V:
-            store_rows(dv, dv_acc, w.b, w.h, w.k0, w.first, w.n_k, DV, BLOCK_N, BLOCK_DV)
-    if OVERLAP and not SUM_K:
+        pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
+        if PLAN.GROUP > 1 or PLAN.PACKED:
+            w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, PLAN.BLOCK_N)
+        if flags is not None:
+            both: tl.constexpr = PLAN.SUM_K and PLAN.SUM_V
+            bad = has_nan(dk_acc, dv_acc) if both else has_nan(dk_acc if PLAN.SUM_K else dv_acc)
+            tl.store(flags + pid, bad.to(tl.int32))
+        store_key_gradients(dk, dv, dk_acc, dv_acc, w, rate, PLAN)
+    else:
+        if flags is not None:
+            tl.store(flags + tl.program_id(0), 0)
+    if PLAN.OVERLAP and not PLAN.SUM_K:
         gdc_wait()

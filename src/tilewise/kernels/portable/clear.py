@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+
+from ..overlap import gdc_wait
 
 
-class Rows(NamedTuple):
-    """`lines` of `length` elements, `unit` of them per token: a (token, head, dim) tensor is one line, a (head, token)
-    tensor has one for each head."""
+class Tail(NamedTuple):
+    """A tensor whose last tokens are cleared: `lines` of `length` elements, `unit` of them per token.
+    (token, head, dim) is one line, (head, token) has one for each head."""
 
     ptr: tl.tensor
     lines: tl.tensor
@@ -21,7 +22,7 @@ class Rows(NamedTuple):
 def fill(x, used, value, BLOCK: tl.constexpr):
     """x from token `used` on."""
     if x.ptr is not None:
-        start = used.to(tl.int64) * x.unit + tl.program_id(0) * BLOCK
+        start = tl.maximum(used, 0).to(tl.int64) * x.unit + tl.program_id(0) * BLOCK
         length = tl.cast(x.length, tl.int64)
         if start < length:
             for line in range(x.lines):

@@ -6,10 +6,11 @@ results together: softmax over a union of keys follows from (o, lse) over its pa
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import (
     LOG2E,
+    Law,
     Rows,
     band,
     column,
@@ -22,89 +23,96 @@ from ..tile import (
     logsumexp,
     masked,
     row_pointers,
+    seen,
     share,
     softmax_step,
     store_rows,
     unit_of,
-    visible,
     walk,
     worth,
 )
 
 
 @triton.jit
-def attend(
-    q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
-    BOUNDED: tl.constexpr = False, q=None, CHUNK: tl.constexpr = 512, part=0,
-):  # fmt: skip
-    """(acc, m, l) of online softmax over the span, a part of the keys: o = acc / l, lse = m * ln 2 + log l."""
-    LEAN: tl.constexpr = CAREFUL or PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
-    unit = unit_of(scale, FOLD)
-    m = tl.full([BLOCK_M], 0.0 if BOUNDED else float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if terms.sinks is not None:  # a key without a value, seen before all others
-        sink = tl.where(part == 0, tl.load(terms.sinks + w.h).to(tl.float32), float("-inf"))
+def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
+    """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over one of so many parts of
+    them: o = acc / l, lse = m * ln 2 + log l. CAREFUL: what a row does not see cannot reach it, whatever it holds."""
+    STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_N
+    LEAN: tl.constexpr = CAREFUL or PLAN.PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
+    terms = law.terms
+    h_kv = w.h // PLAN.GROUP
+    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    q_rows = Rows(q, w.b, w.h, w.q0, w.first, w.n_q)
+    q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
+    at = w.first + w.n_k - w.n_q  # the key position of the first query
+    span = band(at, at + PLAN.BLOCK_M - 1, w.n_k, law.before, law.after, PLAN.BLOCK_N)
+    if parts is not None:
+        span = share(span, part, parts, PLAN.BLOCK_N)
+    unit = unit_of(law.scale, PLAN.FOLD)
+    m = tl.full([PLAN.BLOCK_M], 0.0 if PLAN.BOUNDED else float("-inf"), tl.float32)
+    l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
+    if terms.sinks.ptr is not None:  # a key without a value, seen before all others
+        sink = tl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(tl.float32)
+        sink = tl.where(part == 0, sink, float("-inf"))
         m = l + sink * LOG2E
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
-    lo, hi = walk(span, w, w.h, terms.blocks, BLOCK_N)
-    for at in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
-        first, edge, picky = column(at, span, terms.blocks, BLOCK_N, CAREFUL)
-        j = first + tl.arange(0, BLOCK_N)
-        k_tile = load_rows(k, w.b, h_kv, w.k0, first, w.n_k, D, BLOCK_N, BLOCK_D, EVEN)
-        product = inner(
-            q_tile, k_tile, Rows(q, w.b, w.h, w.q0, w.first, w.n_q), Rows(k, w.b, h_kv, w.k0, first, w.n_k),
-            D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-        )  # fmt: skip
-        s = worth(product, w, w.h, i[:, None], j[None, :], scale, terms, FOLD, SCORE_MOD)
-        s = masked(s, float("-inf"), edge, picky, i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD)
-        p, alpha, m, l = softmax_step(m, l, s, unit, BOUNDED)
-        v_tile = load_rows(v, w.b, h_kv, w.k0, first, w.n_k, DV, BLOCK_N, BLOCK_DV, EVEN)
-        seen = visible(i[:, None], j[None, :], w, before, after, w.h, terms, MASK_MOD) if CAREFUL else None
+    lo, hi = walk(span, w, w.h, terms.blocks, STEP)
+    for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
+        first, edge, picky = column(at, span, terms.blocks, STEP, CAREFUL)
+        j = first + tl.arange(0, STEP)
+        k_rows = Rows(k, w.b, h_kv, w.k0, first, w.n_k)
+        k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
+        product = inner(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
+        s = worth(product, w, w.h, i[:, None], j[None, :], law.scale, terms, PLAN.FOLD, law.SCORE_MOD)
+        s = masked(s, float("-inf"), edge, picky, i[:, None], j[None, :], w, w.h, law)
+        p, alpha, m, l = softmax_step(m, l, s, unit, PLAN.BOUNDED)
+        v_tile = load_rows(Rows(v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+        met = seen(i[:, None], j[None, :], w, w.h, law) if CAREFUL else None
         p = dropped(p, w, w.h, i[:, None], j[None, :], terms)
-        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], seen, PRECISION)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], met, PLAN)
     return acc, m, l
+
+
+@triton.jit
+def store_attention(acc, m, l, o, lse, w, b, PLAN: tl.constexpr):
+    """o and lse of the tile of queries at w, in batch row b."""
+    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    out = Rows(o, b, w.h, w.q0, w.first, w.n_q)
+    store_rows(out, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
+    tl.store(row_pointers(lse, b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch", "parts"])
 def forward_kernel(
-    q, k, v, o, lse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, parts, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BOUNDED: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, o, lse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, parts, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
+    """flags[program] = 1 where the results have a nan, perhaps 0 * nan from a value that its row does not see:
+    `repair_forward_kernel` looks at them."""
+    if PLAN.OVERLAP:
         gdc_launch_dependents()
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    flag = pid
     part = 0
     if parts is not None:
         part = pid % parts
         pid = pid // parts
-    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
     if w.first < w.n_q:
-        h_kv = w.h // GROUP
-        i = w.first + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q, w.b, w.h, w.q0, w.first, w.n_q, D, BLOCK_M, BLOCK_D, False)
-        at = w.first + w.n_k - w.n_q  # the key position of the first query
-        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        acc, m, l = stream_keys(
+            q, k, v, w, part, parts, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
+        )  # fmt: skip
+        if flags is not None:
+            tl.store(flags + flag, has_nan(acc).to(tl.int32))
         b = w.b
         if parts is not None:
-            span = share(span, part, parts, BLOCK_N)
             b += part * batch
-        acc, m, l = attend(
-            q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-            D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, False, BOUNDED, q, CHUNK, part,
-        )  # fmt: skip
-        if has_nan(acc):  # perhaps 0 * nan, from a value that the row does not see
-            acc, m, l = attend(
-                q_tile, k, v, w, h_kv, i, span, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-                D, DV, BLOCK_M, 16, BLOCK_D, BLOCK_DV, FOLD, EVEN, PRECISION, True, BOUNDED, q, CHUNK, part,
-            )  # fmt: skip
-        store_rows(o, acc / tl.where(l == 0.0, 1.0, l)[:, None], b, w.h, w.q0, w.first, w.n_q, DV, BLOCK_M, BLOCK_DV)
-        tl.store(row_pointers(lse, b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)
+        store_attention(acc, m, l, o, lse, w, b, PLAN)
+    else:
+        if flags is not None:
+            tl.store(flags + flag, 0)
 
 
 @triton.jit(do_not_specialize=["parts", "batch", "n_q"])

@@ -10,58 +10,58 @@ tile, and summed by whoever owns the sum, in one fixed order and without atomics
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Rows, Work, band, dropped, inner, load_rows, locate, row_pointers, row_statistics, visible
+from ..tile import (
+    Law,
+    Rows,
+    Work,
+    band,
+    dropped,
+    inner,
+    load_rows,
+    locate,
+    row_pointers,
+    seen,
+    sequence,
+    statistic_pointers,
+)
 from .backward import weights
 
 
 @triton.jit
-def product_of(
-    a, b, D: tl.constexpr, A: tl.constexpr, B: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """a b^T of the A and B rows at a and b."""
-    a_tile = load_rows(a.x, a.b, a.h, a.t, a.first, a.n, D, A, COLS, False)
-    b_tile = load_rows(b.x, b.b, b.h, b.t, b.first, b.n, D, B, COLS, False)
-    return inner(a_tile, b_tile, a, b, D, A, B, COLS, CHUNK, PRECISION)
+def product_of(a, b, D: tl.constexpr, COLS: tl.constexpr, PLAN: tl.constexpr):
+    """a b^T of BLOCK_M rows at a and BLOCK_N at b."""
+    a_tile = load_rows(a, D, PLAN.BLOCK_M, COLS, False)
+    b_tile = load_rows(b, D, PLAN.BLOCK_N, COLS, False)
+    return inner(a_tile, b_tile, a, b, D, PLAN)
 
 
 @triton.jit
-def gradient(
-    q, k, v, do, lse2, delta, cu_q, w, h, h_kv, i0, j0, before, after, scale, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
     """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
-    product = product_of(
-        Rows(q, w.b, h, w.q0, i0, w.n_q), Rows(k, w.b, h_kv, w.k0, j0, w.n_k),
-        D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-    )  # fmt: skip
-    dp = product_of(
-        Rows(do, w.b, h, w.q0, i0, w.n_q), Rows(v, w.b, h_kv, w.k0, j0, w.n_k),
-        DV, BLOCK_M, BLOCK_N, BLOCK_DV, CHUNK, PRECISION,
-    )  # fmt: skip
-    lse2_i = tl.load(row_statistics(lse2, w, h, i0, cu_q, BLOCK_M))
-    delta_i = tl.load(row_statistics(delta, w, h, i0, cu_q, BLOCK_M))
-    i = i0 + tl.arange(0, BLOCK_M)[:, None]
-    j = j0 + tl.arange(0, BLOCK_N)[None, :]
-    p, _ = weights(
-        product, w, h, i, j, lse2_i[:, None], before, after, scale, True, True, terms, FOLD, SCORE_MOD, MASK_MOD
-    )  # fmt: skip
-    g = p * (dropped(dp, w, h, i, j, terms) - delta_i[:, None])
+    h_kv = h // PLAN.GROUP
+    q_rows = Rows(saved.q, w.b, h, w.q0, i0, w.n_q)
+    do_rows = Rows(saved.do, w.b, h, w.q0, i0, w.n_q)
+    product = product_of(q_rows, Rows(saved.k, w.b, h_kv, w.k0, j0, w.n_k), PLAN.D, PLAN.BLOCK_D, PLAN)
+    dp = product_of(do_rows, Rows(saved.v, w.b, h_kv, w.k0, j0, w.n_k), PLAN.DV, PLAN.BLOCK_DV, PLAN)
+    lse2_i = tl.load(statistic_pointers(saved.lse2, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
+    delta_i = tl.load(statistic_pointers(saved.delta, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
+    i = i0 + tl.arange(0, PLAN.BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, PLAN.BLOCK_N)[None, :]
+    p, _ = weights(product, w, h, i, j, lse2_i[:, None], True, True, law, PLAN.FOLD)
+    g = p * (dropped(dp, w, h, i, j, law.terms) - delta_i[:, None])
     if SITE is not None:
-        g *= SITE(product * scale, w.b, h, i, j, w.n_q, w.n_k, terms.score)
-    return tl.where(visible(i, j, w, before, after, h, terms, MASK_MOD) & (i < w.n_q), g, 0.0)
+        g *= SITE(product * law.scale, w.b, h, i, j, w.n_q, w.n_k, law.terms.score)
+    return tl.where(seen(i, j, w, h, law), g, 0.0)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
 def line_sums_kernel(
-    q, k, v, do, lse2, delta, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, PLAN: tl.constexpr,
 ):  # fmt: skip
     """sums[b, h, query], or with KEYS sums[b, h, key]."""
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
     if KEYS:
         w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
         at = w.first + w.n_q - w.n_k
@@ -79,7 +79,6 @@ def line_sums_kernel(
         acc = tl.zeros([BLOCK_M], tl.float32)
         STEP: tl.constexpr = BLOCK_N
     if w.first < n:
-        h_kv = w.h // GROUP
         for first in range(span.lo, span.hi, STEP):
             if KEYS:
                 i0 = first
@@ -88,8 +87,7 @@ def line_sums_kernel(
                 i0 = w.first
                 j0 = first
             g = gradient(
-                q, k, v, do, lse2, delta, cu_q, w, w.h, h_kv, i0, j0, before, after, scale, terms, SCORE_MOD, MASK_MOD,
-                SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
+                saved, w, w.h, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, PLAN
             )  # fmt: skip
             acc += tl.sum(g, 0 if KEYS else 1)
         if KEYS:
@@ -100,13 +98,13 @@ def line_sums_kernel(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "row0", "rows", "columns", "batch", "heads"])
 def tile_sums_kernel(
-    q, k, v, do, lse2, delta, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads,
-    terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr, HEADS: tl.constexpr,
+    PLAN: tl.constexpr,
 ):  # fmt: skip
     """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
     pid = tl.program_id(0)
     across = tl.cdiv(columns, BLOCK_N)
     down = tl.cdiv(rows, BLOCK_M)
@@ -121,21 +119,14 @@ def tile_sums_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for x in range(1 if BATCHES else batch):
         b = b_out + x
-        if cu_q is None:
-            w = Work(b, 0, i0, 0, n_q, 0, n_k, 0)
-        else:
-            q0 = tl.load(cu_q + b)
-            k0 = tl.load(cu_k + b)
-            pad = (q0 // PAD + b) * PAD
-            w = Work(b, 0, i0, q0, tl.load(cu_q + b + 1) - q0, k0, tl.load(cu_k + b + 1) - k0, pad)
+        w = Work(b, 0, i0, 0, n_q, 0, n_k, 0) if cu_q is None else sequence(b, 0, i0, cu_q, cu_k, n_q, n_k)
         at = i0 + w.n_k - w.n_q
         span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
         if (i0 < w.n_q) & (j0 >= span.lo) & (j0 < span.hi):
             for y in range(1 if HEADS else heads):
-                h = h_out + y
                 acc += gradient(
-                    q, k, v, do, lse2, delta, cu_q, w, h, h // GROUP, i0, j0, before, after, scale, terms, SCORE_MOD,
-                    MASK_MOD, SITE, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, FOLD, PRECISION, CHUNK,
+                    saved, w, h_out + y, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE,
+                    PLAN,
                 )  # fmt: skip
     p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
     p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]

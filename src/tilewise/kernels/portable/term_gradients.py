@@ -19,7 +19,8 @@ from ..launch import Launch, gpu_for, on
 from ..shapes import problem, row_view
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
 from ..tile import LOG2E, Bias
-from .launch import options_of, prepare_launch, row_statistics, tile_of
+from .backward_launch import prepare_launch, row_statistics
+from .options import options_of, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
 
 STRIP = 1 << 26
@@ -41,7 +42,7 @@ def term_gradients(request: Request, upstream: Upstream, wanted: list[bool]) -> 
                 assert spec.score_mod is not None
                 for m, (where, _) in enumerate(PROGRAMS[spec.score_mod].sites):
                     if where.value == n:
-                        sums.add(total, where, mods.site(spec.score_mod, m, is_fast(q)))
+                        sums.add(total, where, mods.site(spec.score_mod, m, is_fast(q, sums.gpu)))
                 grads[2 + n] = total
     return [
         g.to(x.dtype) for g, x, w in zip(grads, inputs, wanted, strict=True) if w and g is not None and x is not None
@@ -55,14 +56,15 @@ class Sums:
         self.request, self.spec = request, request.spec
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
-        prepare, self.shared = prepare_launch(request, upstream, row_statistics(request.q, self.size))
-        lse2, self.delta = (x.ptr for x in self.shared[4:6])
+        self.gpu = gpu_for(request.q)
+        prepare, self.saved = prepare_launch(request, upstream, row_statistics(request))
+        lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
             lse2.fill_(torch.inf)
             self.delta.zero_()
         prepare()
-        self.tile = tile_of("sums", self.q.element_size(), self.size, gpu_for(self.q))
+        self.tile = tile_of("sums", self.q.element_size(), self.size, self.gpu)
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
@@ -97,7 +99,7 @@ class Sums:
             line_sums_kernel,
             size.programs(n, size.heads, block),
             (
-                *self.shared, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                self.saved, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
                 spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
             ),
             self._options(site) | {"KEYS": by_key},
@@ -163,15 +165,15 @@ class Sums:
             tile_sums_kernel,
             -(-rows // tile.block_m) * -(-columns // tile.block_n) * lines,
             (
-                *self.shared, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
+                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
                 row0, rows, columns, size.batch, size.heads, self._device_terms(),
             ),
             self._options(site) | {"BATCHES": per_batch, "HEADS": per_head},
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        return device_terms(self.request._replace(blocks=()), self.tile)
+        return device_terms(self.request._replace(blocks=()), self.gpu, self.tile)
 
     def _options(self, site: Any) -> dict[str, Any]:
-        named = {"SCORE_MOD": slope_mod(self.request), "MASK_MOD": mask_mod(self.request), "SITE": site}
-        return options_of(self.request, self.size, self.tile) | named
+        named = {"SCORE_MOD": slope_mod(self.request, self.gpu), "MASK_MOD": mask_mod(self.request), "SITE": site}
+        return options_of(self.request, self.tile, self.gpu) | named

@@ -1,0 +1,74 @@
+"""What is chosen before a portable kernel is compiled: its tile, its Plan, whether it raises flags."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec import Request
+from ..gpu import Gpu
+from ..launch import INTERPRETED
+from ..repair import LINE
+from ..shapes import Problem, padded, problem
+from ..terms import is_linear
+from ..tile import Plan
+from . import tiles
+from .tiles import Tile
+
+SMALLEST = 16  # rows of a tile
+
+
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu) -> Tile:
+    if INTERPRETED:
+        return tiles.INTERPRETER
+    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)))
+
+
+def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
+    """Of a launch: the fields of its Plan in one, and what is no field of it."""
+    size = problem(request)
+    options = {
+        "GROUP": size.heads // size.kv_heads,
+        "D": size.d,
+        "DV": size.dv,
+        "BLOCK_D": padded(size.d),
+        "BLOCK_DV": padded(size.dv),
+        "FOLD": is_linear(request),
+        "PRECISION": precision(request.q, gpu),
+        "PACKED": size.packed,
+        **tile.options(),
+        **more,
+    }
+    plan = Plan(**{name: x for name, x in options.items() if name in Plan._fields})
+    return {name: x for name, x in options.items() if name not in Plan._fields} | {"PLAN": plan}
+
+
+def precision(q: Tensor, gpu: Gpu) -> str:
+    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one; on
+    AMD, whose matrix units know float32, as it is."""
+    if q.dtype != torch.float32 or gpu.kind == "hip":
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def is_even(size: Problem, n: int, block: int) -> bool:
+    return not size.packed and n % block == 0
+
+
+def is_hiding(request: Request) -> bool:
+    """Whether some query may not see some key, as far as the kernels that are compiled for it can tell."""
+    spec = request.spec
+    if spec.before is not None or spec.mask_mod is not None:
+        return True
+    return spec.after is not None and (request.cu_q is not None or request.q.shape[-3] > 1)
+
+
+def new_flags(request: Request, parts: int = 1, both: bool = False) -> Tensor | None:
+    """Room for a flag for each tile of queries or, of `both` sides, also for those of keys and of values."""
+    if not is_hiding(request):
+        return None
+    size = problem(request)
+    room = parts * size.programs(size.n_q, size.heads, SMALLEST)
+    if both:
+        room += 2 * size.programs(size.n_k, size.kv_heads, SMALLEST) + 2 * LINE.value
+    return request.q.new_empty(room, dtype=torch.int32)
