@@ -47,8 +47,10 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    kernel: str  # forward, merge, query, key, jvp, or value: the half of key that sums dV where that has its own pass
-    capability: int
+    # forward, merge, prepare, query, key, jvp, clear, repair forward, repair backward, or value: the half of key that
+    # sums dV in a pass of its own
+    kernel: str
+    capability: int | str  # 90, "gfx942"
     dtype: str
     dim: int
     variant: str
@@ -61,11 +63,15 @@ class Row:
 TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "softcap": lambda n, heads: {"softcap": 30.0},
     "alibi": lambda n, heads: {"alibi_slopes": torch.rand(heads)},
-    "documents": lambda n, heads: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(n).int() // 512), n, n)},
+    "bias": lambda n, heads: {"bias": torch.empty(1, heads, n, n, dtype=torch.bfloat16)},
+    "dropout": lambda n, heads: {"seed": 1, "dropout_p": 0.1},
+    "documents": lambda n, heads: {"mask_mod": mods.document(ids=torch.arange(n).int() // 512)},
+    "blocks": lambda n, heads: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(n).int() // 512), n, n)},
 }
 
 
 def compile_row(row: Row) -> Compiled:
+    from tilewise.kernels.portable import launch as portable
     from tilewise.kernels.portable.launch import backward_launches, forward_launch, jvp_launch, merge_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
@@ -76,25 +82,32 @@ def compile_row(row: Row) -> Compiled:
     lse = torch.empty(*shape[:-1], group, n)
     cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
     given: dict[str, Any] = dict.fromkeys(("bias", "softcap", "alibi_slopes", "sinks", "score_mod", "mask_mod", "seed"))
+    given["dropout_p"] = 0.0
     given |= TERMS[row.term](n, group) if row.term else {}
-    terms, named = api.terms_of(q, (1, group, n, n), (before, after), packed, dropout_p=0.0, **given)
+    terms, named = api.terms_of(q, (1, group, n, n), (before, after), packed, **given)
     spec = Spec(scale=0.125, before=before, after=after, **named)
     chosen = (
         nullcontext() if row.tile is None else mock.patch.object(config, "tile", return_value=config.Tile(*row.tile))
     )
-    with chosen:
-        if row.kernel == "forward":
+    with chosen, mock.patch.object(portable, "HIP", isinstance(row.capability, str)):
+        if row.kernel in ("forward", "repair forward"):
             rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
             q, lse = q[..., :rows, :, :], lse[..., :rows]
             launch = forward_launch(q, k, k, q, lse, cu, cu, spec, row.capability, terms, parts)
+            launch = portable.repairs(launch)[0] if row.kernel != "forward" else launch
         elif row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
             launch = merge_launch(room, room, q, lse, 64, row.capability)
+        elif row.kernel == "clear":
+            with mock.patch.object(portable, "compute_capability", return_value=row.capability):
+                cu = torch.tensor([0, n], dtype=torch.int32)
+                (launch,) = portable.clear_launches(q[0], k[0], k[0], cu, cu)
         elif row.kernel == "jvp":
             launch = jvp_launch([q, k, k], q, k, k, q, lse, q, lse, cu, cu, spec, row.capability)
         else:
             launches = backward_launches(q, None, q, k, k, q, lse, q, k, k, cu, cu, spec, row.capability, terms)
-            launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
+            launches += portable.backward_repairs(launches) if row.kernel == "repair backward" else []
+            launch = launches[{"prepare": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
     options = dict(launch.options)
     if row.precision is not None:
         options["PLAN"] = options["PLAN"]._replace(PRECISION=row.precision)
@@ -107,7 +120,7 @@ def report(row: Row) -> dict[str, Any]:
         made = compile_row(row)
     except Exception as error:
         return asdict(row) | {"error": f"{type(error).__name__}: {error}"[:300]}
-    matrix = {name: made.instructions[name] for name in ("HGMMA", "HMMA", "FFMA") if made.instructions[name]}
+    matrix = {name: n for name, n in made.instructions.items() if name == "FFMA" or "MMA" in name or "mfma" in name}
     facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
     return asdict(row) | facts | {"warnings": made.warnings, "instructions": matrix}
 

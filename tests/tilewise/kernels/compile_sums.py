@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from tilewise import config
 from tilewise.costs.compiled import compile_for
-from tilewise.kernels.portable import terms
+from tilewise.kernels.portable import launch, terms
 from tilewise.kernels.portable.launch import Launch
 from tilewise.spec import Spec, Terms
 
 
-def main(capability: int, d: int, dtype: str) -> None:
+def main(capability: config.Arch, d: int, dtype: str) -> None:
     made = []
 
     class Compile(Launch):
@@ -34,6 +35,7 @@ def main(capability: int, d: int, dtype: str) -> None:
     }
     for name, value in stand_ins.items():
         setattr(terms, name, value)
+    launch.HIP = isinstance(capability, str)
     n = 256
     q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=getattr(torch, dtype)) for _ in range(5))
     for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
@@ -44,4 +46,5 @@ def main(capability: int, d: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    arch = sys.argv[1]
+    main(int(arch) if arch.isdigit() else arch, int(sys.argv[2]), sys.argv[3])

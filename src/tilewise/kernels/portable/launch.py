@@ -26,6 +26,7 @@ from .forward_mode import Moving, jvp_kernel
 LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
 SMALLEST = 16  # rows of a tile
 INTERPRETED = triton.knobs.runtime.interpret
+HIP = torch.version.hip is not None  # no PTX, no launch before the kernel ahead has ended, no products of TF32
 
 
 class Launch(NamedTuple):
@@ -155,7 +156,7 @@ def _repair(kernel: Any, tiles: int, args: tuple[Any, ...], *of: Launch) -> Laun
     options = {name: of[0].options[name] for name in ("SCORE_MOD", "MASK_MOD", "PLAN") if name in of[0].options}
     overlap = of[0].options["PLAN"].OVERLAP
     warps = max(x.options["num_warps"] for x in of)
-    options |= {"EACH": True, "num_warps": warps, "num_stages": 1, "launch_pdl": overlap}
+    options |= {"EACH": True, "num_warps": warps, "num_stages": 1} | ({"launch_pdl": True} if overlap else {})
     return Launch(kernel, min(tiles, processors_of(args)), args, options)
 
 
@@ -169,11 +170,10 @@ def processors_of(args: tuple[Any, ...]) -> int:
 
 def merge_launch(out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, capability: int) -> Launch:
     batch, n_q, heads, dv = out.shape
-    overlap = can_overlap(capability)
     rows, columns = triton.next_power_of_2(parts), _padded(dv)
     options = {
-        "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "OVERLAP": overlap, "launch_pdl": overlap,
-        "num_warps": 4 if rows * columns <= 8192 else 8,
+        "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "num_warps": 4 if rows * columns <= 8192 else 8,
+        **overlapped(can_overlap(capability)),
     }  # fmt: skip
     return Launch(
         merge_kernel, batch * n_q * heads, (out_parts, lse_parts, out, lse, parts, batch, n_q, heads), options
@@ -210,17 +210,15 @@ def backward_launches(
     prepare, shared = prepare_launch(dout, dlse, q, k, v, out, lse, cu_q, cu_k, size, statistics, overlap)
     scoring, scale, rate = folded(spec, q, terms, slope=True)
     scalars = cu_q, cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
-    program = scoring | {"MASK_MOD": mask_mod(spec), "OVERLAP": overlap}
+    program = scoring | {"MASK_MOD": mask_mod(spec)} | overlapped(overlap)
     tile = tile_of("query", q.element_size(), size, capability)
     tiles = size.tiles(size.n_q, tile.block_m)
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (*shared, view(dq), flags, *scalars, tiles, size.heads, size.batch, device_terms(spec, terms, size, tile)),
-        planned(options_of(size, spec, tile, q, terms) | program | {
-            "EVEN": _even(size, size.n_k, tile.block_n), "launch_pdl": overlap,
-        }),
-    )  # fmt: skip
+        planned(options_of(size, spec, tile, q, terms) | program | {"EVEN": _even(size, size.n_k, tile.block_n)}),
+    )
     tile = tile_of("key", q.element_size(), size, capability)
     tiles = size.tiles(size.n_k, tile.block_n)
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
@@ -236,7 +234,6 @@ def backward_launches(
             ),
             planned(options_of(size, spec, tile, q, terms) | program | {
                 "EVEN": _even(size, size.n_q, tile.block_m), "SUM_K": sum_k, "SUM_V": sum_v,
-                "launch_pdl": overlap,
             }),
         )
         for (sum_k, sum_v), start in zip(sums, starts, strict=True)
@@ -255,8 +252,7 @@ def clear_launches(
     if cu_x is None or cu_y is None:
         return []
     tails = (_tail(x), _tail(y), Tail(None, 0, 0, 0) if z is None else _tail(z))
-    overlap = can_overlap(compute_capability(x))
-    options = {"Y": y_value, "BLOCK": 1024, "OVERLAP": overlap, "launch_pdl": overlap}
+    options = {"Y": y_value, "BLOCK": 1024} | overlapped(can_overlap(compute_capability(x)))
     return [Launch(clear_kernel, 128, (*tails, cu_x, cu_y, cu_x.shape[0] - 1), options)]
 
 
@@ -390,7 +386,8 @@ def device_terms(
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(terms.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(terms.mask, spec.mask_numbers),
-        blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks else device.Blocks(),
+        # without the lists the mask mod is asked of every tile; with them Triton cannot translate it for AMD
+        blocks=_blocks(spec, terms, tile, by_key) if tile and terms.blocks and not HIP else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
     )
@@ -415,8 +412,8 @@ def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def is_fast(q: Tensor) -> bool:
-    """Whether a hardware approximation as fine as the inputs will do; the interpreter has none."""
-    return q.element_size() == 2 and not INTERPRETED
+    """Whether a hardware approximation as fine as the inputs will do; the interpreter and AMD have none."""
+    return q.element_size() == 2 and not INTERPRETED and not HIP
 
 
 def score_mod(spec: Spec, q: Tensor) -> Any:
@@ -507,15 +504,21 @@ def planned(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(q: Tensor) -> str:
-    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one."""
-    if q.dtype != torch.float32:
+    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one; on
+    AMD, whose matrix units know float32, as it is."""
+    if q.dtype != torch.float32 or HIP:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
-def can_overlap(capability: int) -> bool:
+def can_overlap(capability: config.Arch) -> bool:
     """Whether a kernel may start before the one ahead of it has ended."""
-    return capability >= 90 and not INTERPRETED
+    return isinstance(capability, int) and capability >= 90 and not INTERPRETED
+
+
+def overlapped(overlap: bool) -> dict[str, bool]:
+    """The options of a launch that may; AMD's launches know nothing of it."""
+    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
 
 
 def compute_capability(q: Tensor) -> int:
