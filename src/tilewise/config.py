@@ -160,8 +160,8 @@ AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
 BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
 BLACKWELL["forward", 2] = HOPPER["forward", 2] | {128: Tile(64, 64, 4, 2)}  # with 3 stages documents spill 24 bytes
 BLACKWELL["jvp", 2] = HOPPER["jvp", 2] | {256: Tile(64, 32, 8, 1)}  # 128 rows trap, 4 warps spill 64 bytes
-# AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program of
-# four warps, with 256 in one of eight.
+# AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program
+# of four warps, with 256 in one of eight.
 CDNA: Table = AMPERE | {
     ("forward", 2): AMPERE["forward", 2] | {128: Tile(64, 64, 4, 2)},  # 128x64x8 spills 548 bytes with a bias
     ("query", 2): {

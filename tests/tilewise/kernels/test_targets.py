@@ -101,11 +101,15 @@ def faults(made: dict[str, Any]) -> list[str]:
     return found
 
 
+# Triton 3.6 and 3.9 fail in TritonGPUHoistTMEMAlloc
+IMPOSSIBLE = {(100, "repair backward")}
+
+
 def check(made: list[dict[str, Any]]) -> None:
     wrong = [
         f"{x['capability']} {x['kernel']} {x['dtype']} {x['dim']} {x['variant']} {x['term']}: {'; '.join(faults(x))}"
         for x in made
-        if faults(x)
+        if bool(faults(x)) is not ((x["capability"], x["kernel"]) in IMPOSSIBLE)
     ]
     assert not wrong, "\n".join(wrong)
 
