@@ -30,7 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from tilewise import checks, mods
 from tilewise.kernels.launch import gpu_for
 from tilewise.kernels.portable import launch, tiles
-from tilewise.kernels.shapes import problem as problem_of
 from tilewise.spec import Request, Upstream
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}
@@ -74,11 +73,11 @@ def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Ru
     gpu = gpu_for(out)
     with mock.patch.object(tiles, "tile", return_value=tiles.Tile(*map(int, tile.split(",")))):
         if which == "forward":
-            return launch.forward_launch(request, out, lse, gpu), [out]
+            return launch.forward_launch(request, out, lse, gpu, flags=launch.new_flags(request)), [out]
         dq, dk, dv = (torch.empty_like(x) for x in request[:3])
-        rows = launch.row_statistics(request.q, problem_of(request))
+        rows, flags = launch.row_statistics(request), launch.new_flags(request, both=True)
         upstream = Upstream(out, lse, dout, None)
-        prepare, *keys, query = launch.backward_launches(request, upstream, (dq, dk, dv), rows, gpu)
+        prepare, *keys, query = launch.backward_launches(request, upstream, (dq, dk, dv), rows, flags, gpu)
     prepare()
     if which == "query":
         return query, [dq]

@@ -5,7 +5,7 @@
     python bench/tiles.py forward --dim 128 --precision tf32x3 --dtype float32    another way to multiply
 
 Times come only from a GPU, but a row that spills or does not fit is out before it gets there. The tests compile the
-tables of tilewise.config with the same `compile_row`.
+tables of tilewise.kernels.portable.tiles with the same `compile_row`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import torch
 from tilewise import checks, mods
 from tilewise.costs.compiled import Compiled, compile_for
 from tilewise.kernels.gpu import Gpu
-from tilewise.kernels.portable import tiles
 from tilewise.spec import Upstream
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
@@ -49,8 +48,10 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 class Row:
     """One kernel to compile; without a tile, the one that config has for it."""
 
-    kernel: str  # forward, merge, query, key, jvp, or value: the half of key that sums dV where that has its own pass
-    capability: int
+    # forward, merge, prepare, query, key, jvp, clear, repair forward, repair backward, or value: the half of key that
+    # sums dV in a pass of its own
+    kernel: str
+    capability: int | str  # 90, "gfx942"
     dtype: str
     dim: int
     variant: str
@@ -63,51 +64,56 @@ class Row:
 TERMS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "softcap": lambda n, heads: {"softcap": 30.0},
     "alibi": lambda n, heads: {"alibi_slopes": torch.rand(heads)},
-    "documents": lambda n, heads: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(n).int() // 512), n, n)},
+    "bias": lambda n, heads: {"bias": torch.empty(1, heads, n, n, dtype=torch.bfloat16)},
+    "dropout": lambda n, heads: {"seed": 1, "dropout_p": 0.1},
+    "documents": lambda n, heads: {"mask_mod": mods.document(ids=torch.arange(n).int() // 512)},
+    "blocks": lambda n, heads: {"mask_mod": mods.block_mask(mods.document(ids=torch.arange(n).int() // 512), n, n)},
 }
 
 
 def compile_row(row: Row) -> Compiled:
-    from tilewise.kernels.portable.launch import (
-        backward_launches,
-        forward_launch,
-        jvp_launch,
-        merge_launch,
-        row_statistics,
-    )
-    from tilewise.kernels.shapes import problem
+    launch = launch_of(row)
+    options = dict(launch.options)
+    if row.precision is not None:
+        options["PLAN"] = options["PLAN"]._replace(PRECISION=row.precision)
+    return compile_for(row.capability, launch.kernel, launch.args, options)
+
+
+def launch_of(row: Row) -> Any:
+    from tilewise.kernels.portable import backward_launch, tiles
+    from tilewise.kernels.portable import launch as portable
+    from tilewise.kernels.portable.options import new_flags
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)
+    gpu = Gpu("cuda" if isinstance(row.capability, int) else "hip", row.capability)
     shape = (n,) if packed else (1, n)
     q = torch.empty(*shape, group, row.dim, dtype=dtype)
     k = torch.empty(*shape, 1, row.dim, dtype=dtype)
     lse = torch.empty(*shape[:-1], group, n)
-    cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
-    options = checks.options_of(
-        {"window": (before, after), "scale": 0.125} | (TERMS[row.term](n, group) if row.term else {})
-    )
+    cu = torch.tensor([0, n], dtype=torch.int32)
+    terms: Any = TERMS[row.term](n, group) if row.term else {}
+    options = checks.options_of({"window": (before, after), "scale": 0.125} | terms)
     request = checks.packed(q, k, k, cu, cu, (n, n), options) if packed else checks.dense(q, k, k, options)
-    gpu = Gpu("cuda", row.capability)
     chosen = nullcontext() if row.tile is None else mock.patch.object(tiles, "tile", return_value=tiles.Tile(*row.tile))
     with chosen:
-        if row.kernel == "forward":
+        if row.kernel in ("forward", "repair forward"):
             rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
-            q, lse = q[..., :rows, :, :], lse[..., :rows]
-            launch = forward_launch(request._replace(q=q), q, lse, gpu, parts)
-        elif row.kernel == "merge":
+            request, lse = request._replace(q=q[..., :rows, :, :]), lse[..., :rows]
+            made = portable.forward_launch(request, request.q, lse, gpu, parts, new_flags(request, parts))
+            return portable.repairs(made)[0] if row.kernel != "forward" else made
+        if row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
-            launch = merge_launch(room, room, q, lse, 64, gpu)
-        elif row.kernel == "jvp":
-            launch = jvp_launch(request, q, lse, [q, k, k], q, lse, gpu)
-        else:
-            rows = row_statistics(q, problem(request))
-            launches = backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, gpu)
-            launch = launches[{"key": 1, "value": 2, "query": -1}[row.kernel]]
-    named = dict(launch.options)
-    if row.precision is not None:
-        named["PRECISION"] = row.precision
-    return compile_for(row.capability, launch.kernel, launch.args, named)
+            return portable.merge_launch(room, room, q, lse, 64, gpu)
+        if row.kernel == "clear":
+            return portable.clear_launches(q[0], k[0], k[0], cu, cu, gpu)[0]
+        if row.kernel == "jvp":
+            return portable.jvp_launch(request, q, lse, [q, k, k], q, lse, gpu)
+        statistics, flags = backward_launch.row_statistics(request), new_flags(request, both=True)
+        upstream = Upstream(q, lse, q, None)
+        launches = backward_launch.backward_launches(request, upstream, (q, k, k), statistics, flags, gpu)
+        launches += backward_launch.backward_repairs(launches) if row.kernel == "repair backward" else []
+    return launches[{"prepare": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
 
 
 def report(row: Row) -> dict[str, Any]:
@@ -116,7 +122,7 @@ def report(row: Row) -> dict[str, Any]:
         made = compile_row(row)
     except Exception as error:
         return asdict(row) | {"error": f"{type(error).__name__}: {error}"[:300]}
-    matrix = {name: made.instructions[name] for name in ("HGMMA", "HMMA", "FFMA") if made.instructions[name]}
+    matrix = {name: n for name, n in made.instructions.items() if name == "FFMA" or "MMA" in name or "mfma" in name}
     facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
     return asdict(row) | facts | {"warnings": made.warnings, "instructions": matrix}
 

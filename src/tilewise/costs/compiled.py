@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel, for any NVIDIA target, without a GPU: registers, spills, memory, instructions."""
+"""What the compiler made of a kernel, for any target, without a GPU: registers, spills, memory, instructions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Compiled:
     asm: Any = field(default=None, repr=False)
 
 
-def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
-    """Bind and specialise as a launch on sm_<capability> would, then compile. Tensors may live on the CPU."""
+def compile_for(arch: int | str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
+    """Bind and specialise as a launch on 90 (sm_90) or "gfx942" would, then compile. Tensors may live on the CPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    target = GPUTarget("cuda", capability, 32)
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, lanes(arch))
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, launch_options = bind(*args, **options)
@@ -41,7 +41,26 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], options: di
 
         source = GluonASTSource
     binary = triton.compile(source(kernel, *packed[1:]), target=target, options=packed[0].__dict__)
-    return inspect(binary, capability)
+    return inspect(binary, arch) if isinstance(arch, int) else inspect_hip(binary)
+
+
+def lanes(arch: str) -> int:
+    """Threads of an AMD warp: 64 up to gfx9.., 32 from gfx10.. on."""
+    return 64 if len(arch) == len("gfx942") else 32
+
+
+def inspect_hip(binary: Any) -> Compiled:
+    """From what the assembler's text says of the kernel; spilled registers are counted in bytes of one thread."""
+    text = binary.asm["amdgcn"]
+    counts = {name: int(_search(rf"\.{name}:\s+(\d+)", text)) for name in ("vgpr_count", "vgpr_spill_count")}
+    return Compiled(
+        registers=counts["vgpr_count"],
+        spills=4 * counts["vgpr_spill_count"],
+        shared=binary.metadata.shared,
+        warps=binary.metadata.num_warps,
+        instructions=Counter(re.findall(r"^\s+([a-z]\w+)", text, re.MULTILINE)),
+        asm=binary.asm,
+    )
 
 
 def inspect(binary: Any, capability: int) -> Compiled:

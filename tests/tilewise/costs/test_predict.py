@@ -13,7 +13,6 @@ from tilewise.costs.devices import device
 from tilewise.costs.predict import MODEL, Kernel, padded, plan, predict, rereads, span, work_of
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.portable.tiles import Tile
-from tilewise.kernels.shapes import problem
 from tilewise.spec import Request, Spec, Upstream
 
 H200 = device("H200")
@@ -52,14 +51,15 @@ def test_the_key_side_sees_the_band_sideways():
 
 def test_programs_are_those_the_launcher_starts(monkeypatch):
     launch = pytest.importorskip("tilewise.kernels.portable.launch")
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    options = pytest.importorskip("tilewise.kernels.portable.options")
+    monkeypatch.setattr(options, "INTERPRETED", False)
     q, k = (torch.empty(4, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((1000, 8), (1537, 2)))
     lse = torch.empty(4, 8, 1000, device="meta")
     call = Call(4, 1000, 1537, 8, 2, 128, 128, after=0)
     request, gpu = Request(q, k, k, Spec(scale=1.0, after=0)), Gpu("cuda", 90)
     forward = launch.forward_launch(request, q, lse, gpu)
-    rows = launch.row_statistics(q, problem(request))
-    _, key, query = launch.backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, gpu)
+    rows = launch.row_statistics(request)
+    _, key, query = launch.backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, None, gpu)
     assert [one.programs for one in (forward, key, query)] == [
         kernel.programs for kernel in plan(call, "triton", H200, backward=True)
     ]

@@ -18,18 +18,18 @@ from tilewise.kernels.portable import term_gradients as terms
 from tilewise.spec import Request, Spec, Upstream
 
 
-def main(capability: int, d: int, dtype: str) -> None:
+def main(arch: int | str, d: int, dtype: str) -> None:
     made = []
 
     class Compile(Launch):
         def __call__(self) -> None:
-            found = compile_for(capability, self.kernel, self.args, self.options)
+            found = compile_for(arch, self.kernel, self.args, self.options)
             made.append({"kernel": self.kernel.fn.__name__, "shared": found.shared, "spills": found.spills})
 
     prepare = terms.prepare_launch
     stand_ins: dict[str, Any] = {
         "Launch": Compile,
-        "gpu_for": lambda _: Gpu("cuda", capability),
+        "gpu_for": lambda _: Gpu("cuda" if isinstance(arch, int) else "hip", arch),
         "prepare_launch": lambda *args: (lambda: None, prepare(*args)[1]),
         "scatter_": lambda *_: None,
     }
@@ -45,4 +45,5 @@ def main(capability: int, d: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    which = sys.argv[1]
+    main(int(which) if which.isdigit() else which, int(sys.argv[2]), sys.argv[3])

@@ -1,12 +1,14 @@
 """Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
 
-There is no autotuning at run time: the same call runs the same kernel, every time. The rows compile without a spilled
-register for sm_80 and sm_90, apart from what tests/tilewise/kernels/test_compile.py names.
+There is no autotuning at run time: the same call runs the same kernel, every time. The rows fit the memory of their
+GPUs and compile without a spilled register, apart from what test_compile.py and test_targets.py in
+tests/tilewise/kernels/ name. Only rows with a measurement beside them were timed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,10 @@ class Tile:
         }
 
 
-# (pass, bytes per element) -> {largest padded head dim: tile}, for Hopper and newer
-HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
+KB = 1024
+Table = dict[tuple[str, int], dict[int, Tile]]  # (pass, bytes per element) -> {largest padded head dim: tile}
+
+HOPPER: Table = {
     ("forward", 2): {
         64: Tile(64, 64, 4, 3),  # 392 to 458 TFLOP/s; 128x64x8 within 5 %, 128x128x8 20 % slower (H200, 2026-11-15)
         128: Tile(64, 64, 4, 3),  # 407 to 480; two programs per SM hide what one 128x128x8 (360 to 468) cannot
@@ -95,8 +99,8 @@ HOPPER: dict[tuple[str, int], dict[int, Tile]] = {
         512: Tile(16, 16, 8, 1, chunk=64),
     },
 }
-# Ampere to Ada: 99 KB of shared memory on the small parts, operands in registers
-AMPERE: dict[tuple[str, int], dict[int, Tile]] = {
+# Ampere, Ada and the Blackwell of workstations: 99 KB of shared memory on the small parts, operands in registers
+AMPERE: Table = {
     ("forward", 2): {
         64: Tile(128, 64, 4, 2),  # a third stage spills 12 bytes
         128: Tile(128, 64, 8, 2),
@@ -151,13 +155,69 @@ AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
 AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
 
 
-def tile(which: str, capability: int, itemsize: int, padded_dim: int) -> Tile:
-    """The tile of a pass ("forward", "query", "key", "sums", "jvp") for sm_<capability>.
+# Blackwell of the data center; not timed. Products of 64 rows and more are summed in tensor memory, of 512 columns:
+# Triton makes a trap of a kernel that wants more, as three products of TF32 do, which take it three times.
+BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
+BLACKWELL["forward", 2] = HOPPER["forward", 2] | {128: Tile(64, 64, 4, 2)}  # with 3 stages documents spill 24 bytes
+BLACKWELL["jvp", 2] = HOPPER["jvp", 2] | {256: Tile(64, 32, 8, 1)}  # 128 rows trap, 4 warps spill 64 bytes
+# AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program
+# of four warps, with 256 in one of eight.
+CDNA: Table = AMPERE | {
+    ("forward", 2): AMPERE["forward", 2] | {128: Tile(64, 64, 4, 2)},  # 128x64x8 spills 548 bytes with a bias
+    ("query", 2): {
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),  # 64x64x8 spills 56 to 192 bytes with terms
+        256: Tile(32, 32, 4, 1),  # 8 warps spill 92
+        512: Tile(16, 16, 4, 1),  # 8 warps spill 60
+    },
+    ("key", 2): {
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 32, 4, 2),  # 64x64x4 spills 380, with 1 stage none
+        256: Tile(32, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+}
+CDNA["sums", 2] = CDNA["query", 2]
+
+
+Arch = int | str  # 90 for sm_90; "gfx942"
+
+
+class Chip(NamedTuple):
+    """What decides a tile: `shared` bytes that one program may have, and the table of rows that fit."""
+
+    shared: int
+    tiles: Table
+
+
+CHIPS: dict[Arch, Chip] = {
+    80: Chip(163 * KB, AMPERE),
+    86: Chip(99 * KB, AMPERE),
+    87: Chip(163 * KB, AMPERE),
+    89: Chip(99 * KB, AMPERE),
+    90: Chip(227 * KB, HOPPER),
+    100: Chip(227 * KB, BLACKWELL),
+    103: Chip(227 * KB, BLACKWELL),
+    120: Chip(99 * KB, AMPERE),
+    121: Chip(99 * KB, AMPERE),
+    "gfx90a": Chip(64 * KB, CDNA),
+    "gfx942": Chip(64 * KB, CDNA),
+    "gfx950": Chip(160 * KB, CDNA),
+}
+
+
+def chip(arch: Arch) -> Chip:
+    """Of a GPU that is not in the table, the least that its kind has."""
+    return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
+
+
+def tile(which: str, arch: Arch, itemsize: int, padded_dim: int) -> Tile:
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
     """
-    rows = (HOPPER if capability >= 90 else AMPERE)[which, itemsize]
+    rows = chip(arch).tiles[which, itemsize]
     return next(row for limit, row in rows.items() if padded_dim <= limit)
 
 
