@@ -168,9 +168,9 @@ def test_a_gpu_that_nobody_knew_gets_what_the_smallest_of_its_kind_has() -> None
     assert tiles.chip(125) == tiles.chip(120)
     assert tiles.chip("gfx1100") == tiles.chip("gfx942")
     assert tiles.tile("forward", 121, 2, 128) == tiles.tile("forward", 89, 2, 128)
-    assert tiles.chip(125).shared == min(tiles.chip(arch).shared for arch in config.GPUS if isinstance(arch, int))
+    assert tiles.chip(125).shared == min(tiles.chip(arch).shared for arch in tiles.CHIPS if isinstance(arch, int))
 
 
 def test_a_hip_device_is_not_taken_for_hopper() -> None:
-    assert tiles.chip("gfx90a").tiles is not config.HOPPER
-    assert tiles.chip(100).tiles is not config.HOPPER
+    assert tiles.chip("gfx90a").tiles is not tiles.HOPPER
+    assert tiles.chip(100).tiles is not tiles.HOPPER
