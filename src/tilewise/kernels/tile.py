@@ -503,9 +503,11 @@ def dot(a, b, acc, met, PLAN: tl.constexpr):
 
 
 @triton.jit
-def has_nan(x, y=None):
-    """Whether the sum of some row is nan: where an element is, and where infinities of both signs meet."""
+def raise_flag(flag, x):
+    """*flag, which this program has set to 0, = 1 where the sum of some row is nan: where an element is, and where
+    infinities of both signs meet. Nothing is reduced over the warps, which would cost time, and the compiler for
+    sm_100 (Triton 3.6) its life."""
     rows = tl.sum(x, 1)
-    if y is not None:
-        rows += tl.sum(y, 1)
-    return tl.max((rows != rows).to(tl.int32), 0) > 0
+    bad = rows != rows
+    tl.debug_barrier()  # the 0 first
+    tl.store(flag + bad.to(tl.int32) * 0, 1, mask=bad)
