@@ -503,10 +503,11 @@ def dot(a, b, acc, met, PLAN: tl.constexpr):
 
 
 @triton.jit
-def has_nan(x, y=None):
-    """Whether the sum is nan: where an element is, and where infinities of both signs meet. One sum of all: of sums of
-    rows in tensor memory, and then of those, Triton 3.6 and 3.7 make no kernel for sm_100."""
-    total = tl.sum(x)
-    if y is not None:
-        total += tl.sum(y)
-    return total != total
+def raise_flag(flag, x):
+    """*flag, which this program has set to 0, = 1 where the sum of some row is nan: where an element is, and where
+    infinities of both signs meet. Nothing is reduced over the warps, which would cost time, and the compiler for
+    sm_100 (Triton 3.6) its life."""
+    rows = tl.sum(x, 1)
+    bad = rows != rows
+    tl.debug_barrier()  # the 0 first
+    tl.store(flag + bad.to(tl.int32) * 0, 1, mask=bad)

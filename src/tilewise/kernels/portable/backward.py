@@ -22,11 +22,11 @@ from ..tile import (
     column,
     dot,
     dropped,
-    has_nan,
     inner,
     load_rows,
     locate,
     masked,
+    raise_flag,
     row_pointers,
     seen,
     statistic_pointers,
@@ -139,15 +139,14 @@ def query_kernel(
     if PLAN.OVERLAP:
         gdc_launch_dependents()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    if flags is not None:
+        tl.store(flags + pid, 0)
     w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
     if w.first < w.n_q:
         acc = query_gradient(saved, w, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False)
         if flags is not None:
-            tl.store(flags + pid, has_nan(acc).to(tl.int32))
+            raise_flag(flags + pid, acc)
         store_rows(Rows(dq, w.b, w.h, w.q0, w.first, w.n_q), acc * rate, PLAN.D)
-    else:
-        if flags is not None:
-            tl.store(flags + pid, 0)
     if PLAN.OVERLAP:
         gdc_wait()
 
@@ -236,6 +235,8 @@ def key_kernel(
         if PLAN.SUM_K:
             gdc_wait()
         gdc_launch_dependents()
+    if flags is not None:
+        tl.store(flags + tl.program_id(0), 0)
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, PLAN.BLOCK_N)
     if w.first < w.n_k:
         dk_acc, dv_acc = key_gradients(
@@ -245,12 +246,10 @@ def key_kernel(
         if PLAN.GROUP > 1 or PLAN.PACKED:
             w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, PLAN.BLOCK_N)
         if flags is not None:
-            both: tl.constexpr = PLAN.SUM_K and PLAN.SUM_V
-            bad = has_nan(dk_acc, dv_acc) if both else has_nan(dk_acc if PLAN.SUM_K else dv_acc)
-            tl.store(flags + pid, bad.to(tl.int32))
+            if PLAN.SUM_K:
+                raise_flag(flags + pid, dk_acc)
+            if PLAN.SUM_V:
+                raise_flag(flags + pid, dv_acc)
         store_key_gradients(dk, dv, dk_acc, dv_acc, w, rate, PLAN)
-    else:
-        if flags is not None:
-            tl.store(flags + tl.program_id(0), 0)
     if PLAN.OVERLAP and not PLAN.SUM_K:
         gdc_wait()

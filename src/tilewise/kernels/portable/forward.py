@@ -16,12 +16,12 @@ from ..tile import (
     column,
     dot,
     dropped,
-    has_nan,
     inner,
     load_rows,
     locate,
     logsumexp,
     masked,
+    raise_flag,
     row_pointers,
     seen,
     share,
@@ -95,6 +95,8 @@ def forward_kernel(
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     flag = pid
+    if flags is not None:
+        tl.store(flags + flag, 0)
     part = 0
     if parts is not None:
         part = pid % parts
@@ -105,14 +107,11 @@ def forward_kernel(
             q, k, v, w, part, parts, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
         )  # fmt: skip
         if flags is not None:
-            tl.store(flags + flag, has_nan(acc).to(tl.int32))
+            raise_flag(flags + flag, acc)
         b = w.b
         if parts is not None:
             b += part * batch
         store_attention(acc, m, l, o, lse, w, b, PLAN)
-    else:
-        if flags is not None:
-            tl.store(flags + flag, 0)
 
 
 @triton.jit(do_not_specialize=["parts", "batch", "n_q"])

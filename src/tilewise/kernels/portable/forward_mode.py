@@ -16,10 +16,10 @@ from ..tile import (
     Rows,
     band,
     dot,
-    has_nan,
     inner,
     load_rows,
     locate,
+    raise_flag,
     row_pointers,
     scores,
     store_rows,
@@ -96,14 +96,13 @@ def jvp_kernel(
     """do and dlse; flags[program] = 1 where the sums have a nan, which `repair_jvp_kernel` looks into."""
     if PLAN.OVERLAP:
         gdc_launch_dependents()
+    if flags is not None:
+        tl.store(flags + tl.program_id(0), 0)
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
     if w.first < w.n_q:
         moved, acc = moves(moving, lse, w, Law(before, after, scale, (), None, None), PLAN, False)
         pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
         if flags is not None:
-            tl.store(flags + pid, has_nan(acc).to(tl.int32))
+            raise_flag(flags + pid, acc)
         w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
         store_moves(moved, acc, o, do, dlse, w, PLAN)
-    else:
-        if flags is not None:
-            tl.store(flags + tl.program_id(0), 0)
