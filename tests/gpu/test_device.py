@@ -149,10 +149,10 @@ def test_compile(case: Case, grad: bool) -> None:
 def test_opcheck(case: Case) -> None:
     inputs = make(replace(case, dtype="float32"), "cuda")
     spec = Spec(0.1, 100, 0)
-    forward = (*inputs[1:4], *op_arguments(inputs, spec))
+    forward = op_arguments(inputs, spec)
     torch.library.opcheck(torch.ops.tilewise.forward.default, forward)
     out, lse = torch.ops.tilewise.forward(*forward)
-    backward = (inputs.dout, inputs.dlse, *inputs[1:4], out, lse, *op_arguments(inputs, spec))
+    backward = (out, lse, inputs.dout, inputs.dlse, *op_arguments(inputs, spec))
     torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
 
 

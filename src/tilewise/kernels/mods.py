@@ -69,7 +69,7 @@ def whole(x, score):
 @triton.jit
 def integer(x):
     """What was read of a tensor, with 32 bits at least."""
-    return x if x.dtype.primitive_bitwidth >= 32 else x.to(tl.int32)
+    return x + tl.cast(0, tl.int32)
 
 
 LEAST = tl.constexpr(INT_RANGE[0])

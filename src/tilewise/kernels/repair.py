@@ -18,7 +18,7 @@ from .overlap import gdc_launch_dependents, gdc_wait
 from .portable.backward import key_gradients, query_gradient, store_key_gradients
 from .portable.forward import store_attention, stream_keys
 from .portable.forward_mode import moves, store_moves
-from .tile import Law, Rows, locate, store_rows
+from .tile import Law, Rows, Work, locate, store_rows
 
 LOOK: tl.constexpr = tl.constexpr(128)  # flags that a program looks at at once
 LINE: tl.constexpr = tl.constexpr(16)
@@ -100,7 +100,9 @@ def repair_forward_kernel(
 
 
 class Tiles(NamedTuple):
-    """The tiles of one pass of the backward: a flag for each or one for all, and how they are counted (`locate`)."""
+    """The tiles of one pass of the backward: a flag for each or one for all, and how they are counted (`locate`). They
+    are repaired a few rows at a time, by the plan: products of 64 rows and more are for kernels with as many warps as
+    theirs, and not for this one."""
 
     flags: tl.tensor
     total: tl.tensor
@@ -110,65 +112,73 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
+def rows_from(w, first):
+    """The same share, from another row on."""
+    return Work(w.b, w.h, first, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+
+
+@triton.jit
 def repair_queries(
-    saved, dq, tiles, cu_q, cu_k, n_q, n_k, rate, law, EACH: tl.constexpr, PLAN: tl.constexpr
+    saved, dq, tiles, cu_q, cu_k, n_q, n_k, rate, law, EACH: tl.constexpr, ROWS: tl.constexpr, PLAN: tl.constexpr
 ):  # fmt: skip
     total = in_question(tiles.flags, tiles.total, EACH)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * LOOK):
         for n in range(first, end_of_look(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(
-                    n, tiles.per_head, tiles.heads, tiles.batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M
+                    n, tiles.per_head, tiles.heads, tiles.batch, cu_q, cu_k, n_q, n_k, cu_q, ROWS
                 )  # fmt: skip
-                if w.first < w.n_q:
-                    acc = query_gradient(saved, w, law, PLAN, True)
-                    store_rows(Rows(dq, w.b, w.h, w.q0, w.first, w.n_q), acc * rate, PLAN.D)
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), PLAN.BLOCK_M):
+                    u = rows_from(w, row)
+                    acc = query_gradient(saved, u, law, PLAN, True)
+                    store_rows(Rows(dq, u.b, u.h, u.q0, u.first, u.n_q), acc * rate, PLAN.D)
 
 
 @triton.jit
 def repair_keys(
-    saved, dk, dv, tiles, cu_q, cu_k, n_q, n_k, rate, law, EACH: tl.constexpr, PLAN: tl.constexpr
+    saved, dk, dv, tiles, cu_q, cu_k, n_q, n_k, rate, law, EACH: tl.constexpr, ROWS: tl.constexpr, PLAN: tl.constexpr
 ):  # fmt: skip
     total = in_question(tiles.flags, tiles.total, EACH)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * LOOK):
         for n in range(first, end_of_look(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(
-                    n, tiles.per_head, tiles.heads, tiles.batch, cu_q, cu_k, n_q, n_k, cu_k, PLAN.BLOCK_N
+                    n, tiles.per_head, tiles.heads, tiles.batch, cu_q, cu_k, n_q, n_k, cu_k, ROWS
                 )  # fmt: skip
-                if w.first < w.n_k:
-                    dk_acc, dv_acc = key_gradients(saved, w, tiles.heads, law, PLAN, True)
-                    store_key_gradients(dk, dv, dk_acc, dv_acc, w, rate, PLAN)
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), PLAN.BLOCK_N):
+                    u = rows_from(w, row)
+                    dk_acc, dv_acc = key_gradients(saved, u, tiles.heads, law, PLAN, True)
+                    store_key_gradients(dk, dv, dk_acc, dv_acc, u, rate, PLAN)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "q_total", "k_total", "q_tiles", "k_tiles", "batch"])
 def repair_backward_kernel(
     saved, dq, dk, dv, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate,
     q_total, k_total, q_tiles, k_tiles, heads, kv_heads, batch, q_terms, k_terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, EACH: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """After the backward: dQ, dK and dV, with the plan of the pass that summed each; VALUE is None where KEY's sums
-    both of the latter. `flags` has those of the queries, of the keys and, where KEY does not sum both, of the
-    values, each from a multiple of LINE on."""
+    """After the backward: dQ, dK and dV, with the plan of the pass that summed each, in tiles of so many QUERIES and
+    KEYS, but for fewer rows at a time; VALUE is None where KEY's sums both of the latter. `flags` has those of the
+    queries, of the keys and, where KEY does not sum both, of the values, each from a multiple of LINE on."""
     begin(QUERY.OVERLAP)
     of_queries = Tiles(flags, q_total, q_tiles, heads, batch)
     repair_queries(
         saved, dq, of_queries, cu_q, cu_k, n_q, n_k, rate, Law(before, after, scale, q_terms, SCORE_MOD, MASK_MOD),
-        EACH, QUERY,
+        EACH, QUERIES, QUERY,
     )  # fmt: skip
     if EACH:
         flags += tl.cdiv(q_total, LINE) * LINE
     of_keys = Tiles(flags, k_total, k_tiles, kv_heads, batch)
     repair_keys(
         saved, dk, dv, of_keys, cu_q, cu_k, n_q, n_k, rate, Law(before, after, scale, k_terms, SCORE_MOD, MASK_MOD),
-        EACH, KEY,
+        EACH, KEYS, KEY,
     )  # fmt: skip
     if VALUE is not None:
         of_values = Tiles(flags + tl.cdiv(k_total, LINE) * LINE, k_total, k_tiles, kv_heads, batch)
         repair_keys(
             saved, dk, dv, of_values, cu_q, cu_k, n_q, n_k, rate,
-            Law(before, after, scale, k_terms, SCORE_MOD, MASK_MOD), EACH, VALUE,
+            Law(before, after, scale, k_terms, SCORE_MOD, MASK_MOD), EACH, KEYS, VALUE,
         )  # fmt: skip
 
 

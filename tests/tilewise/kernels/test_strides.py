@@ -66,21 +66,24 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
         room[100:140] = torch.randn(40, 2, 8, device=DEVICE)
         return room
 
+    from tilewise.kernels.launch import gpu_for
     from tilewise.kernels.portable import launch
-    from tilewise.spec import Spec
+    from tilewise.kernels.portable.backward_launch import backward_launches, backward_repairs, row_statistics
+    from tilewise.kernels.portable.options import new_flags
+    from tilewise.spec import Request, Spec, Upstream
 
     q, k, v, dout, out, dq, dk, dv = rooms = [inside() for _ in range(8)]
     before = [x.clone() for x in rooms]
     lse = torch.full((240, 2), torch.nan, device=DEVICE)
     q, k, v, dout, out, dq, dk, dv = (x[100:140] for x in rooms)
     rows = lse[100:140].mT
-    spec = Spec(0.3, None, 0)
-    capability = launch.compute_capability(q)
-    made = [launch.forward_launch(q, k, v, out, rows, cu, cu, spec, capability)]
+    request, gpu = Request(q, k, v, Spec(0.3, None, 0), cu_q=cu, cu_k=cu), gpu_for(q)
+    made = [launch.forward_launch(request, out, rows, gpu, flags=new_flags(request))]
     made += launch.repairs(made[0])
-    made += launch.clear_launches(out, rows.contiguous(), None, cu, cu)
-    passes = launch.backward_launches(dout, None, q, k, v, out, rows, dq, dk, dv, cu, cu, spec, capability)
-    made += [*passes, *launch.backward_repairs(passes), *launch.clear_launches(dq, dk, dv, cu, cu)]
+    made += launch.clear_launches(out, rows.contiguous(), None, cu, cu, gpu)
+    upstream, flags = Upstream(out, rows, dout, None), new_flags(request, both=True)
+    passes = backward_launches(request, upstream, (dq, dk, dv), row_statistics(request), flags, gpu)
+    made += [*passes, *backward_repairs(passes), *launch.clear_launches(dq, dk, dv, cu, cu, gpu)]
     for each in made:
         each()
     for x, y in zip(rooms, before, strict=True):

@@ -68,8 +68,9 @@ def test_a_block_mask_of_the_other_kind_is_refused() -> None:
         tilewise.attention_varlen(x, x, x, cu, cu, mask_mod=dense)
     with pytest.raises(AttentionError, match="made by block_mask_varlen; expected one made by block_mask,"):
         tilewise.attention(x[None], x[None], x[None], mask_mod=packed)
+    shorter = torch.tensor([0, 5, 15], dtype=torch.int32)
     with pytest.raises(AttentionError, match="tokens of the block mask: found 16; expected q's 15"):
-        tilewise.attention_varlen(x[:15], x[:15], x[:15], cu, cu, mask_mod=packed)
+        tilewise.attention_varlen(x[:15], x[:15], x[:15], shorter, shorter, mask_mod=packed)
     with pytest.raises(AttentionError, match="sequences of a block mask"):
         tilewise.block_mask_varlen(mod, cu, cu[:2])
 

@@ -168,7 +168,8 @@ def backward_launches(
             size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch, on_device, on_device,
         ),
         mask | {
-            "SCORE_MOD": slope_mod(request, GPU), "EACH": False, "QUERY": plain, "KEY": plain, "VALUE": None,
+            "SCORE_MOD": slope_mod(request, GPU), "EACH": False, "QUERIES": ROWS, "KEYS": ROWS, "QUERY": plain,
+            "KEY": plain, "VALUE": None,
             "num_warps": 8, "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip

@@ -9,11 +9,12 @@ from ..launch import Launch, can_overlap, overlapped
 from ..repair import LINE, repair_backward_kernel
 from ..shapes import padded, problem, row_view, view
 from ..terms import device_terms, folded, mask_mod
-from ..tile import PAD, View
+from ..tile import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
 from .options import is_even, options_of, tile_of
 from .repairs import repair
 
+FEW_ROWS = 32  # that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -104,8 +105,15 @@ def backward_repairs(passes: list[Launch]) -> list[Launch]:
         return []
     totals = query.programs, key.programs
     counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
-    plans = {"QUERY": query, "KEY": key, "VALUE": values[0] if values else None}
     args = saved, dq, dk, dv, flags, *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, query, key)
-    options = {name: x for name, x in made.options.items() if name != "PLAN"}
-    return [made._replace(options=options | {name: x and x.options["PLAN"] for name, x in plans.items()})]
+    plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
+    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"VALUE": None}
+    options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
+    return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
+
+
+def _few_rows(name: str, plan: Plan) -> Plan:
+    """For so few rows of its own side that the product is no warpgroup's."""
+    side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
+    return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})
