@@ -27,7 +27,8 @@ def _forward_of(request: Request, call: Call | None = None) -> tuple[Tensor, Ten
 
 
 def _backward_of(request: Request, upstream: Upstream, call: Call | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    call = call or call_of(request)
+    if call is None or not call.fits(request):
+        call = call_of(request)
     grads: tuple[Tensor, Tensor, Tensor] = call.backend.backward(request, upstream, call.recordings)
     return grads
 

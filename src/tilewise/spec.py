@@ -151,7 +151,7 @@ ARGUMENTS = 4 + len(Spec._fields)
 def arguments(request: Request) -> tuple[Any, ...]:
     """A request as the ops take it, by `SCHEMA`."""
     q, k, v, *others = request.tensors()
-    return q, k, v, others, *(list(x) if type(x) is tuple else x for x in request.spec)
+    return q, k, v, others, *(list(x) if isinstance(x, tuple) else x for x in request.spec)
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:

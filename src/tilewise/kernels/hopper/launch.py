@@ -1,6 +1,7 @@
 """From tensors to launches of the Hopper forward: descriptors, the schedule's numbers, the compile-time plan."""
 
 from functools import lru_cache
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -149,8 +150,24 @@ def state(device: int) -> State:
         return new_state(torch.device("cuda", device))
     key = device, current_stream(device)
     if key not in _states:
-        _states[key] = new_state(torch.device("cuda", device))
+        _states[key] = _kept(torch.device("cuda", device))
     return _states[key]
+
+
+def _kept(device: torch.device) -> State:
+    """Zeros that outlive the call. They are made by another thread, on its own stream: this one's memory may come from
+    a pool that somebody counts (torch.compile's, before it captures a graph) or gives back."""
+    made: list[State] = []
+
+    def make() -> None:
+        with torch.cuda.device(device):
+            made.append(new_state(device))
+            torch.cuda.current_stream().synchronize()
+
+    thread = Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
 
 
 def new_state(device: torch.device) -> State:
