@@ -114,13 +114,13 @@ ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
     """(out, lse) of a call, which is checked if none like it was before."""
-    options = checks.options_of(given)
     q, k, v = checks.autocast(q, k, v)
-    key = dispatch.key_of(options.values(), q, k, v, *cu)
+    key = dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
     if call is not None:
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1]) if cu else Request(q, k, v, call.spec)
     else:
+        options = checks.options_of(given)
         request = checks.packed(q, k, v, cu[0], cu[1], longest, options) if cu else checks.dense(q, k, v, options)
         if key is not None:
             call = dispatch.call_of(request, key)

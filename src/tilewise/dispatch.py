@@ -8,7 +8,7 @@ folder, knows its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -113,30 +113,27 @@ def _layout(request: Request) -> Any:
 _calls: dict[Any, Call] = {}
 
 
-def key_of(options: Any, *tensors: Tensor) -> Any:
+SIMPLE = frozenset((bool, float, str, tuple, type(None)))  # kinds of options that say all there is to know of them
+
+
+def key_of(options: Mapping[str, Any], *tensors: Tensor) -> Any:
     """What the checks, the choice of a backend and its launches depend on, or None where a call is not remembered: off
-    the GPU, traced or transformed, with score terms (whose checks look at more), or with words of unusual types.
+    the GPU, traced or transformed, with tensors or mods among its options (whose checks look at more), with dropout, or
+    with words of unusual types.
 
     A key holds the options as they were said, with torch's mode of determinism, and of each tensor whether it is one of
     those before it (q and k, say, whose places a recorded launch could not tell apart), its shape, strides, dtype,
     device, and its address modulo 16. Values, addresses, streams and threads are none of it: what is remembered is the
     same for all of them, and holds no memory of the caller's. Reads and writes of the dict are single operations.
     """
-    if not isinstance(tensors[0], Tensor) or not tensors[0].is_cuda or is_watched(*tensors):
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not first.is_cuda or is_watched(*tensors):
         return None
-    causal, window, scale, softcap, bias, slopes, sinks, score, mask, dropout, seed, _, deterministic, backend = options
-    if (
-        not (softcap is bias is slopes is sinks is score is mask is seed is None)
-        or dropout
-        or type(causal) is not bool
-        or not (window is None or type(window) is tuple)
-        or not (scale is None or type(scale) is float)
-        or not (deterministic is None or type(deterministic) is bool)
-    ):
+    if not SIMPLE.issuperset(map(type, options.values())) or options.get("dropout_p"):
         return None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return causal, window, *map(type, window or ()), scale, deterministic, backend, *signature(*tensors)
+    window = options.get("window") or ()
+    mode = torch.are_deterministic_algorithms_enabled()
+    return mode, *options.items(), *map(type, window), *signature(*tensors)
 
 
 def recall(key: Any) -> Call | None:

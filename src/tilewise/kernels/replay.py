@@ -40,12 +40,14 @@ class Step(NamedTuple):
 
 
 class Direct(NamedTuple):
-    """A step for the C launcher: its arguments in a row, and how those that depend on addresses are made."""
+    """A step for the C launcher: its arguments in a row, the stream fourth, and where addresses go among them: by
+    themselves, at the head of a view, or into what is made of them all."""
 
     call: Callable[..., None]
-    grid: tuple[int, int, int]
     args: tuple[Any, ...]
-    holes: tuple[tuple[int, Callable[[Addresses], Any]], ...]
+    pointers: tuple[tuple[int, int, int], ...]
+    views: tuple[tuple[int, int, int, tuple[Any, ...]], ...]
+    others: tuple[tuple[int, Callable[[Addresses], Any]], ...]
 
 
 class Recording(NamedTuple):
@@ -58,11 +60,17 @@ class Recording(NamedTuple):
 def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """What a launch depends on in tensors beside those of the request: the results of a forward and their gradients.
     One that is two of a call's tensors at once is told apart from two."""
-    every = *others, *tensors
-    return tuple(
-        None if x is None else (next(n for n, y in enumerate(every) if y is x), x.stride(), x.dtype, x.data_ptr() % 16)
-        for x in tensors
-    )
+    found: list[Any] = []
+    seen = set(map(id, others))
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        else:
+            found += x.stride(), x.data_ptr() % 16, x.dtype
+            if id(x) in seen:
+                found.append([y is x for y in (*others, *tensors)].index(True))
+            seen.add(id(x))
+    return tuple(found)
 
 
 def launch(
@@ -85,11 +93,16 @@ def launch(
         return
     first: Any = tensors[0]
     stream = current_stream(first.get_device())
-    for call, grid, template, holes in recording.direct:
+    for call, template, pointers, views, others in recording.direct:
         args = list(template)
-        for at, make in holes:
+        args[3] = stream
+        for at, n, offset in pointers:
+            args[at] = addresses[n] + offset
+        for at, n, offset, rest in views:
+            args[at] = (addresses[n] + offset, *rest)
+        for at, make in others:
             args[at] = make(addresses)
-        call(*grid, stream, *args)
+        call(*args)
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
@@ -158,19 +171,25 @@ def _direct(steps: list[Step]) -> list[Direct] | None:
 
 
 def _for_launcher(step: Step, launcher: Launcher) -> Direct:
-    args: list[Any] = list(launcher.fixed)
-    holes: list[tuple[int, Callable[[Addresses], Any]]] = []
+    args: list[Any] = [*step.grid, None, *launcher.fixed]
+    pointers, views, others = [], [], []
     descriptors = iter(launcher.descriptors)
     for x in step.args:
+        at = len(args)
         if hasattr(x, "block_shape"):
-            holes.append((len(args), Maps(x, next(descriptors))))
+            others.append((at, Maps(x, next(descriptors))))
             args += None, *x.shape, *x.strides
+            continue
+        args.append(None if _has_slots(x) else x)
+        if isinstance(x, Slot):
+            pointers.append((at, *x))
         elif _has_slots(x):
-            holes.append((len(args), _maker(x)))
-            args.append(None)
-        else:
-            args.append(x)
-    return Direct(launcher.call, step.grid, tuple(args), tuple(holes))
+            first, *rest = x
+            if isinstance(first, Slot) and not any(map(_has_slots, rest)):  # a view: a pointer, its strides
+                views.append((at, *first, tuple(rest)))
+            else:
+                others.append((at, _maker(x)))
+    return Direct(launcher.call, tuple(args), tuple(pointers), tuple(views), tuple(others))
 
 
 def _has_slots(x: Any) -> bool:
@@ -178,15 +197,15 @@ def _has_slots(x: Any) -> bool:
 
 
 def _maker(x: Any) -> Callable[[Addresses], Any]:
-    """What makes the argument of the addresses."""
+    """What makes an argument with slots of the addresses."""
     if isinstance(x, Slot):
-        n, offset = x
-        return (lambda addresses: addresses[n] + offset) if offset else (lambda addresses: addresses[n])
+        return lambda addresses: _address(x, addresses)
     first, *rest = x
-    if isinstance(first, Slot) and not any(map(_has_slots, rest)):  # a view: a pointer, its strides
+    if isinstance(first, Slot) and not any(map(_has_slots, rest)):
         n, offset = first
         return lambda addresses: (addresses[n] + offset, *rest)
-    return lambda addresses: tuple(_filled(item, addresses) for item in x)
+    parts = [(_maker(y), None) if _has_slots(y) else (None, y) for y in x]
+    return lambda addresses: tuple([y if make is None else make(addresses) for make, y in parts])
 
 
 class Maps(dict[int, Any]):
