@@ -253,7 +253,7 @@ def attend(request: Request, call: Call | None = None) -> Any:
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
     if not transformed and not (torch.is_grad_enabled() and _need_grad(request)):
-        return _outputs(request, call)
+        return _outputs(request, call) if call is None else call.backend.forward(request, call.recordings)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
         k, v, cu_k = request.k, request.v, request.cu_k
         request = request._replace(

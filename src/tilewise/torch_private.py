@@ -6,6 +6,7 @@ Tested with torch 2.9 to 2.13. What a version lacks is found out when this is im
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ _transform: Callable[[], Any] = getattr(_functorch, "maybe_current_level", None)
 _is_wrapped: Callable[[Tensor], bool] = getattr(_functorch, "is_functorch_wrapped_tensor", None) or (lambda x: False)
 
 
+_forward_ad: Any = torch.autograd.forward_ad
+if not hasattr(_forward_ad, "_current_level"):
+    _forward_ad = SimpleNamespace(
+        _current_level=0
+    )  # then every call is taken for one of forward mode: slower, and right
+
+
 def is_transformed() -> bool:
     """Whether torch.func (grad, vmap, jvp, ...) is at work."""
     return _transform() is not None
@@ -40,7 +48,7 @@ def is_transformed() -> bool:
 
 def is_forward_mode() -> bool:
     """Whether a forward-mode derivative is being taken."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return bool(_forward_ad._current_level >= 0)
 
 
 def is_watched(*tensors: Tensor) -> bool:

@@ -64,4 +64,6 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise AttentionError("seed", f"{seed.dtype} {tuple(seed.shape)}", "an int, or one torch.int64")
         return seed.reshape(()).to(device)
+    if isinstance(seed, (bool, float, str)) or not hasattr(seed, "__index__") or not -(2**63) <= seed < 2**63:
+        raise AttentionError("seed", repr(seed), "an int of 64 bits, or one torch.int64")
     return torch.full((), seed, dtype=torch.int64, device=device)

@@ -30,10 +30,11 @@ def modules() -> Iterator[ModuleType]:
         found = import_module(package)
         yield found
         if package == "tilewise":
-            yield from (import_module(f"tilewise.{name}") for name in ("spec", "kernels.portable.tiles", "kernels.hopper.tiles"))
+            names = "spec", "checks", "kernels.portable.tiles", "kernels.hopper.tiles"
+            yield from (import_module(f"tilewise.{name}") for name in names)
             continue
-        names = (name for _, name, _ in pkgutil.iter_modules(found.__path__) if name not in SKIPPED)
-        yield from (import_module(f"{package}.{name}") for name in names)
+        others = (name for _, name, _ in pkgutil.iter_modules(found.__path__) if name not in SKIPPED)
+        yield from (import_module(f"{package}.{name}") for name in others)
 
 
 def members(module: ModuleType) -> dict[str, Any]:
