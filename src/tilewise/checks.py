@@ -22,7 +22,7 @@ from .mods.builtin import softcap as softcap_mod
 from .mods.dropout import as_seed
 from .mods.program import Mod, bound
 from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
-from .torch_private import any_autocast, is_watched
+from .torch_private import any_autocast, has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
@@ -191,7 +191,8 @@ def _score(
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+        if slopes.numel():  # else there is no pair to be moved
+            mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 
@@ -215,7 +216,7 @@ def _tensor(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
-    if x.layout is not torch.strided:
+    if x.is_nested or x.layout is not torch.strided:
         words = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
         raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {words}")
     return x
@@ -260,7 +261,7 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if cu.device.type == "cpu" and not is_watched(cu):
+        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu):
             check_offsets(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")

@@ -45,7 +45,7 @@ class BlockMask(NamedTuple):
         for name, own, size in zip(("B", "H", "Sq", "Sk"), self.shape, sizes, strict=True):
             if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
                 raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
-        if self.tokens is not None and self.tokens[0] != q.shape[0]:
+        if self.tokens is not None and self.tokens[0] > q.shape[0]:
             raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
         if self.lists[0].device != q.device and not q.is_meta:
             raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")

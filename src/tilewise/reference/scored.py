@@ -117,6 +117,8 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     dq = q.new_zeros(q.shape)
     group = q.shape[-2] // max(1, k.shape[-2])
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+    if q.numel() == 0:
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for x, (dq_all,) in _passes(request, upstream, [dq]):
             ds = x.ds
@@ -249,10 +251,10 @@ def differentiable(request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _nothing(request: Request) -> tuple[Tensor, Tensor]:
+    """Of an empty batch."""
     q, v = request.q, request.v
-    statistic = torch.promote_types(q.dtype, torch.float32)
-    none = q.sum() * 0 + v.sum() * 0
-    return none + q.new_zeros(*q.shape[:-1], v.shape[-1]), none.to(statistic) + q.new_zeros(0, q.shape[-2], q.shape[-3])
+    out = q[..., :1].expand(*q.shape[:-1], v.shape[-1])
+    return out, q[..., 0].transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
 
 
 def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> tuple[Tensor | None, ...]:

@@ -25,6 +25,8 @@ REFUSALS = (
     (("triton", "hopper", "auto"), "forward mode"),
     (("triton",), "float64, which only the reference computes"),
     (("hopper",), "backend='hopper'"),
+    # a mask made for one head of many, or for one row, must not read which: it is not asked again when it is used
+    (("reference", "triton", "hopper", "auto"), "of a block mask: found 1"),
 )
 
 
