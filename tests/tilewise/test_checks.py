@@ -1,0 +1,130 @@
+"""Every wrong word gets one kind of error, before anything runs; and all entrances take the same words."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise
+from tilewise import AttentionError, dispatch
+from tilewise.costs.explain import explain
+
+Q = torch.zeros(1, 4, 2, 8)
+T = torch.zeros(4, 2, 8)
+CU = torch.tensor([0, 4], dtype=torch.int32)
+
+WRONG: dict[str, dict[str, Any]] = {
+    **{
+        f"{name} {type(x).__name__} {x}": {name: x}
+        for name in ("causal", "return_lse", "deterministic")
+        for x in ("no", 0.5, 1, np.bool_(True))
+    },
+    **{
+        f"{name} {x}": {name: x}
+        for name in ("scale", "softcap", "dropout_p")
+        for x in ("half", 1j, 1e300, True, torch.tensor(0.5), [1.0], float("nan"), 10**400)
+    },
+    **{f"seed {x}": {"dropout_p": 0.1, "seed": x} for x in ("one", 1.5, True, 2**64, -(2**63) - 1, torch.tensor(1.0))},
+    **{
+        f"window {x}": {"window": x}
+        for x in (3, (1,), (1.0, 0), (-1, 0), ("1", 0), torch.tensor([1, 0]), (torch.tensor(1), 0), (True, 0))
+    },
+    **{
+        f"{name} {type(x).__name__}": {name: x}
+        for name in ("bias", "alibi_slopes", "sinks")
+        for x in ([0.0, 0.0], np.zeros(2), 1.0, torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse())
+    },
+    "a bool bias": {"bias": torch.ones(4, 4, dtype=torch.bool)},
+    "no such backend": {"backend": "cuda"},
+    "no such layout": {"layout": "sbhd"},
+    **{
+        f"{name} {type(x).__name__}": {name: x}
+        for name in ("q", "k", "v")
+        for x in (None, [[1.0]], np.zeros((1, 4, 2, 8)), 3.0, Q.to_sparse(), Q.to(torch.complex64), Q[0])
+    },
+    "nested": {"v": torch.nested.nested_tensor([Q[0]])},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "named", lambda _: pytest.fail("a backend was asked to run"))
+    with pytest.raises(AttentionError, match=r"found .*; expected "):
+        tilewise.attention(**{"q": Q, "k": Q, "v": Q} | WRONG[name])
+
+
+@pytest.mark.parametrize(
+    ("cu", "words"),
+    [
+        ([0, 5], "at most the 4 tokens"),
+        ([0, 3, 2, 4], r"cu_seqlens_q\[2\]: found 2"),
+        ([-1, 4], "start of cu_seqlens_q: found -1"),
+        ([1, 4], "start of cu_seqlens_q"),
+    ],
+)
+def test_offsets_are_read_where_it_is_free(cu: list[int], words: str) -> None:
+    offsets = torch.tensor(cu, dtype=torch.int32)
+    fine = torch.linspace(0, 4, len(cu)).int()
+    for call in (tilewise.attention_varlen, tilewise.check):
+        with pytest.raises(AttentionError, match=words):
+            call(T, T, T, offsets, fine)
+    with pytest.raises(AttentionError, match=words):
+        torch.func.grad(lambda q: tilewise.attention_varlen(q, T, T, offsets, fine).sum())(T)
+
+
+@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], torch.zeros(0, dtype=torch.int32)])
+def test_what_is_no_offsets(x: Any) -> None:
+    with pytest.raises(AttentionError):
+        tilewise.attention_varlen(T, T, T, x, CU)
+    with pytest.raises(AttentionError, match="max_seqlen_q"):
+        tilewise.attention_varlen(T, T, T, CU, CU, max_seqlen_q=1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("is_causal", "causal"), ("attn_mask", "mask_mod"), ("softmax_scale", "scale"), ("window_size", "window"),
+     ("dropout", "dropout_p"), ("casual", "causal"), ("zzz", "one of")],
+)  # fmt: skip
+def test_other_libraries_words(name: str, ours: str) -> None:
+    with pytest.raises(AttentionError, match=f"found {name}=; expected .*{ours}"):
+        tilewise.attention(Q, Q, Q, **{name: None})
+
+
+def test_all_entrances_have_the_same_options() -> None:
+    found = [
+        {name: (p.default, p.annotation) for name, p in inspect.signature(f).parameters.items()}
+        for f in (tilewise.attention, tilewise.attention_varlen, tilewise.check, explain)
+    ]
+    common = set.intersection(*map(set, found)) - {"q", "k", "v"}
+    assert {"causal", "window", "sinks", "backend", "seed"} <= common
+    for name in common:
+        assert len({str(signature[name]) for signature in found}) == 1
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40, 2**63])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_window_beyond_every_sequence_is_none(far: int, side: int, backend: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    window, unbounded = (far, 0) if side == 0 else (0, far), (None, 0) if side == 0 else (0, None)
+    ours = tilewise.attention(q, k, v, window=window, sinks=torch.zeros(2), backend=backend)
+    assert torch.equal(ours, tilewise.attention(q, k, v, window=unbounded, sinks=torch.zeros(2), backend=backend))
+    numpys = tilewise.attention(q, k, v, window=(np.int64(1), np.int32(0)), backend=backend)
+    assert torch.equal(numpys, tilewise.attention(q, k, v, window=(1, 0), backend=backend))
+
+
+def test_the_other_layout(backend: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 7, 8, requires_grad=True) for _ in range(3))
+    out, lse = tilewise.attention(q, k, v, causal=True, layout="bhsd", return_lse=True, backend=backend)
+    swapped = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = tilewise.attention(*swapped, causal=True, return_lse=True, backend=backend)
+    assert torch.equal(out, expected.transpose(1, 2))
+    assert torch.equal(lse, expected_lse)
+    out.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(q.grad, swapped[0].grad.transpose(1, 2))

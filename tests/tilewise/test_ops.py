@@ -1,0 +1,134 @@
+"""The boundary to torch: every transform and every kind of derivative gives what the plain call would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close
+
+import tilewise
+
+CU = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Any:
+    return tilewise.attention(q, k, v, causal=True, return_lse=True)
+
+
+def with_terms(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, bias: Tensor) -> Any:
+    terms: dict[str, Any] = {"alibi_slopes": slopes, "sinks": sinks, "bias": bias, "softcap": 2.0}
+    return tilewise.attention(q, k, v, window=(2, 1), return_lse=True, **terms)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, *_: Tensor) -> Any:
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    return tilewise.attention_varlen(*rows, CU, CU, causal=True, alibi_slopes=slopes, sinks=sinks)
+
+
+CALLS: dict[str, Callable[..., Any]] = {"plain": plain, "terms": with_terms, "packed": packed}
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = (1, 6, 2, 3), (1, 6, 1, 3), (1, 6, 1, 2), (2,), (2,), (1, 1, 6, 6)
+    return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def used(name: str) -> list[Tensor]:
+    return inputs()[: {"plain": 3, "packed": 5, "terms": 6}[name]]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradcheck_with_batched_gradients_and_forward_mode(name: str) -> None:
+    modes = {"check_batched_grad": True, "check_forward_ad": True, "check_batched_forward_grad": name == "plain"}
+    assert gradcheck(CALLS[name], used(name), fast_mode=True, **modes)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_second_derivatives_with_batched_gradients(name: str) -> None:
+    assert gradgradcheck(CALLS[name], used(name), fast_mode=True, check_batched_grad=True)
+
+
+def loss(name: str) -> Callable[..., Tensor]:
+    def total(*tensors: Tensor) -> Tensor:
+        found = CALLS[name](*tensors)
+        return sum(x.sin().sum() for x in (found if isinstance(found, tuple) else (found,)))
+
+    return total
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_func_agrees_with_backward(name: str) -> None:
+    tensors = used(name)
+    places = tuple(range(len(tensors)))
+    expected = torch.autograd.grad(loss(name)(*tensors), tensors)
+    bare = [x.detach() for x in tensors]
+    assert_close(torch.func.grad(loss(name), places)(*bare), expected)
+    value, pull = torch.func.vjp(loss(name), *bare)
+    assert_close(pull(torch.ones_like(value)), expected)
+    assert_close(torch.func.jacrev(loss(name), places)(*bare), expected)
+    assert_close(torch.func.jacfwd(loss(name), places)(*bare), expected)
+    assert max(float(x.abs().max()) for x in expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_vmap_of_calls_and_of_gradients(name: str, backend: str) -> None:
+    many = [torch.stack([x.detach().float(), x.detach().float() + 0.3, x.detach().float() * 2]) for x in used(name)]
+
+    def call(*tensors: Tensor) -> Any:
+        with_backend = {"backend": backend} if name == "plain" else {}
+        if name == "plain":
+            return tilewise.attention(*tensors[:3], causal=True, return_lse=True, **with_backend)
+        return CALLS[name](*tensors)
+
+    ours = torch.vmap(call)(*many)
+    each = [call(*(x[n] for x in many)) for n in range(3)]
+    stacked = tuple(map(torch.stack, zip(*each, strict=True))) if isinstance(each[0], tuple) else torch.stack(each)
+    assert_close(ours, stacked)
+
+    def total(*tensors: Tensor) -> Tensor:
+        found = call(*tensors)
+        return (found[0] if isinstance(found, tuple) else found).sin().sum()
+
+    grads = torch.vmap(torch.func.grad(total))(*many)
+    assert_close(grads, torch.stack([torch.func.grad(total)(*(x[n] for x in many)) for n in range(3)]))
+
+
+def test_a_stack_of_gradients_through_the_kernels(triton_runs: None) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
+    out = tilewise.attention(*tensors, causal=True, backend="triton")
+    many = torch.randn(3, *out.shape)
+    ours = torch.autograd.grad(out, tensors, many, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(out, tensors, one, retain_graph=True) for one in many]
+    assert_close(ours, tuple(map(torch.stack, zip(*each, strict=True))))
+    jacobian = torch.autograd.functional.jacobian
+    f = lambda q: tilewise.attention(q, *tensors[1:], backend="triton")[0, :2, 0, :3]  # noqa: E731
+    assert_close(jacobian(f, tensors[0], vectorize=True), jacobian(f, tensors[0]))
+
+
+@pytest.mark.parametrize("terms", [{}, {"softcap": 2.0}, {"sinks": torch.zeros(0)}, {"alibi_slopes": torch.zeros(0)}])
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_no_heads(terms: dict[str, Any], kv_heads: int, backend: str) -> None:
+    if kv_heads == 0 and backend == "triton":
+        backend = "auto"
+    q = torch.zeros(2, 5, 0, 8, requires_grad=True)
+    k, v = (torch.zeros(2, 5, kv_heads, 8, requires_grad=True) for _ in range(2))
+    out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True, backend=backend, **terms)
+    assert (out.shape, lse.shape) == ((2, 5, 0, 8), (2, 0, 5))
+    (out.sum() + lse.sum()).backward()
+    assert all(not x.grad.any() for x in (q, k, v))
+
+
+def test_a_nan_that_nobody_sees_stays_where_it_is_under_torch_func() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 4) for n in (2, 5, 5))
+    total = lambda q, k, v: tilewise.attention(q, k, v, window=(1, None)).sin().sum()  # noqa: E731
+    clean = torch.func.grad(total, (0, 1, 2))(q, k, v)
+    k[:, 0] = v[:, 1] = torch.nan
+    assert_close(torch.func.grad(total, (0, 1, 2))(q, k, v), clean)
