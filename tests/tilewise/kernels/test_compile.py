@@ -29,7 +29,7 @@ TABLES = {80: tiles.AMPERE, 90: tiles.HOPPER}
 SPILLS = {
     (90, "jvp", "float32", 512): 16, (90, "jvp", "bfloat16", 512): 8, (90, "jvp", "float16", 512): 8,
     (90, "key", "float32", 128): 8, (90, "key", "bfloat16", 512): 48, (90, "key", "float16", 512): 72,
-    (80, "key", "bfloat16", 512): 20, (80, "key", "float16", 512): 24,
+    (80, "jvp", "bfloat16", 64): 8, (80, "key", "bfloat16", 512): 20, (80, "key", "float16", 512): 24,
 }  # fmt: skip
 
 
