@@ -10,7 +10,7 @@ from .mods.dropout import dropout_mask
 from .spec import AttentionError
 
 if TYPE_CHECKING:
-    from .costs.explain import Explanation
+    from .costs.explanation import Explanation
 
 __all__ = [
     "AttentionError",

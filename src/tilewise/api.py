@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks, dispatch, ops
 from .checks import Options, takes_options
-from .spec import AttentionError, Request
+from .spec import Request
 
 
 @takes_options
@@ -43,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
         nothing is copied.
     """
     if layout != "bshd":
-        q, k, v = _swapped(layout, q, k, v)
+        q, k, v = checks.swapped(layout, q, k, v)
     out, lse = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
@@ -127,13 +127,3 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
     if ALWAYS:
         _check_contents(request)
     return ops.attend(request, call)
-
-
-def _swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    if layout != "bhsd":
-        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
-    for name, x in zip("qkv", tensors, strict=True):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise AttentionError(f"shape of {name}", found, "4 axes (batch, heads, tokens, dim)")
-    return tuple(x.transpose(1, 2) for x in tensors)

@@ -329,3 +329,14 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
+
+
+def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of (batch, heads, tokens, dim) tensors as the rest of the library has them."""
+    if layout != "bhsd":
+        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
+    for name, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(f"shape of {name}", found, "4 axes (batch, heads, tokens, dim)")
+    return tuple(x.transpose(1, 2) for x in tensors)

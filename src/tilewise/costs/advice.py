@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from tilewise.costs.cost import Call
+from tilewise.costs.explanation import Advice, Explanation
 from tilewise.costs.predict import padded
 
-if TYPE_CHECKING:
-    from tilewise.costs.explain import Explanation
-
-Estimate = Callable[[Call], "Explanation"]
+Estimate = Callable[[Call], Explanation]
 WORTH = 1.02  # a gain below this is not worth a word
-
-
-class Advice(NamedTuple):
-    """gain: predicted time now / then; None where the model has no number."""
-
-    text: str
-    gain: float | None = None
 
 
 def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Iterator[Advice]:

@@ -26,8 +26,8 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -35,11 +35,12 @@ from torch import Tensor
 from tilewise import checks, dispatch
 from tilewise.checks import Options, takes_options
 from tilewise.costs import cost, predict, roofline
-from tilewise.costs.advice import Advice, advise
+from tilewise.costs.advice import advise
 from tilewise.costs.compiled import Compiled, compile_for
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
+from tilewise.costs.explanation import Explanation, Resources
 from tilewise.costs.terms import count
 from tilewise.dispatch import Backend
 from tilewise.kernels.gpu import has_triton
@@ -50,82 +51,12 @@ TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dr
 Shape = Sequence[int]
 
 
-class Resources(NamedTuple):
-    """What the compiler gave a kernel."""
-
-    registers: int
-    shared: int
-    spills: int
-
-
-@dataclass(frozen=True)
-class Explanation:
-    call: Call
-    backward: bool
-    device: Device
-    backend: str
-    reason: str
-    traffic: cost.Traffic
-    kernels: list[predict.Kernel]
-    prediction: predict.Prediction
-    roofs: list[roofline.Roof]
-    resources: dict[str, Resources]
-    not_compiled: str
-    advice: list[Advice]
-
-    @property
-    def flops(self) -> int:
-        return self.call.flops() + (self.call.flops(backward=True) if self.backward else 0)
-
-    @property
-    def executed(self) -> int:
-        return sum(kernel.flops for kernel in self.kernels) or self.flops
-
-    @property
-    def binding(self) -> str:
-        return self.roofs[0].name
-
-    def to_dict(self) -> dict[str, Any]:
-        none = Resources(None, None, None)  # type: ignore[arg-type]
-        return {
-            "call": self.call.to_dict()
-            | {"backward": self.backward, "terms": self.call.terms and self.call.terms._asdict()},
-            "device": self.device.to_dict(),
-            "backend": {"name": self.backend, "reason": self.reason},
-            "flops": {
-                "forward": self.call.flops(),
-                "backward": self.call.flops(backward=True) if self.backward else 0,
-                "executed": self.executed,
-            },
-            "bytes": self.traffic._asdict(),
-            "intensity": {
-                "naive": self.flops / self.traffic.naive,
-                "tiled": self.flops / self.traffic.tiled,
-                "ridge": self.device.ridge(self.call.dtype),
-            },
-            "roofs": [roof._asdict() for roof in self.roofs],
-            "binding": self.binding,
-            "kernels": [
-                predict.to_dict(kernel, self.prediction.kernels[kernel.name])
-                | self.resources.get(kernel.name, none)._asdict()
-                for kernel in self.kernels
-            ],
-            "seconds": {"device": self.prediction.device, "call": self.prediction.call},
-            "advice": [advice._asdict() for advice in self.advice],
-        }
-
-    def __str__(self) -> str:
-        from tilewise.costs.report import text
-
-        return text(self)
-
-
 @takes_options
 def explain(
     q: Tensor | Shape, k: Tensor | Shape, v: Tensor | Shape, cu_seqlens_q: Tensor | Shape | None = None,
     cu_seqlens_k: Tensor | Shape | None = None, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    backward: bool | None = None, device: str | None = None, dtype: str = "bfloat16", compiled: bool = False,
-    **options: Unpack[Options],
+    layout: str = "bshd", backward: bool | None = None, device: str | None = None, dtype: str = "bfloat16",
+    compiled: bool = False, **options: Unpack[Options],
 ) -> Explanation:  # fmt: skip
     """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
 
@@ -137,7 +68,8 @@ def explain(
     compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
     """
     asked = checks.options_of(options)
-    tensors = q, k, v = [_tensor(x, dtype) for x in (q, k, v)]
+    tensors = [_tensor(x, dtype) for x in (q, k, v)]
+    tensors = q, k, v = tensors if layout == "bshd" else list(checks.swapped(layout, *tensors))
     if cu_seqlens_q is None:
         request, lengths = checks.dense(q, k, v, asked), None
     else:

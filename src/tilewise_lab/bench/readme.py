@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tilewise.costs import report
+from tilewise.costs import explanation as report
 from tilewise.costs.cost import Call
 from tilewise.costs.explain import explain as told
 from tilewise.spec import AttentionError

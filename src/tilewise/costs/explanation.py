@@ -1,12 +1,90 @@
-"""An explanation for people: one page of plain text, with colours where `rich` is there and a terminal is watching."""
+"""What is told of a call, and how it is said to people: one page of plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from tilewise.costs import cost, predict, roofline
 from tilewise.costs.cost import Call, ScoreTerms
-from tilewise.costs.explain import Explanation
+from tilewise.costs.devices import Device
 from tilewise.costs.predict import Kernel
+
+
+class Advice(NamedTuple):
+    """gain: predicted time now / then; None where the model has no number."""
+
+    text: str
+    gain: float | None = None
+
+
+class Resources(NamedTuple):
+    """What the compiler gave a kernel."""
+
+    registers: int
+    shared: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    call: Call
+    backward: bool
+    device: Device
+    backend: str
+    reason: str
+    traffic: cost.Traffic
+    kernels: list[predict.Kernel]
+    prediction: predict.Prediction
+    roofs: list[roofline.Roof]
+    resources: dict[str, Resources]
+    not_compiled: str
+    advice: list[Advice]
+
+    @property
+    def flops(self) -> int:
+        return self.call.flops() + (self.call.flops(backward=True) if self.backward else 0)
+
+    @property
+    def executed(self) -> int:
+        return sum(kernel.flops for kernel in self.kernels) or self.flops
+
+    @property
+    def binding(self) -> str:
+        return self.roofs[0].name
+
+    def to_dict(self) -> dict[str, Any]:
+        none = Resources(None, None, None)  # type: ignore[arg-type]
+        return {
+            "call": self.call.to_dict()
+            | {"backward": self.backward, "terms": self.call.terms and self.call.terms._asdict()},
+            "device": self.device.to_dict(),
+            "backend": {"name": self.backend, "reason": self.reason},
+            "flops": {
+                "forward": self.call.flops(),
+                "backward": self.call.flops(backward=True) if self.backward else 0,
+                "executed": self.executed,
+            },
+            "bytes": self.traffic._asdict(),
+            "intensity": {
+                "naive": self.flops / self.traffic.naive,
+                "tiled": self.flops / self.traffic.tiled,
+                "ridge": self.device.ridge(self.call.dtype),
+            },
+            "roofs": [roof._asdict() for roof in self.roofs],
+            "binding": self.binding,
+            "kernels": [
+                predict.to_dict(kernel, self.prediction.kernels[kernel.name])
+                | self.resources.get(kernel.name, none)._asdict()
+                for kernel in self.kernels
+            ],
+            "seconds": {"device": self.prediction.device, "call": self.prediction.call},
+            "advice": [advice._asdict() for advice in self.advice],
+        }
+
+    def __str__(self) -> str:
+        return text(self)
 
 
 def text(told: Explanation) -> str:
