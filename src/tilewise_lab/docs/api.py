@@ -23,18 +23,6 @@ PACKAGES = (
 )
 SKIPPED = {"command", "show", "plain", "check", "compiled", "explanation", "expr", "parse", "program"}
 SKIPPED |= {"builtin", "blocks"}
-    "command",
-    "show",
-    "plain",
-    "check",
-    "compiled",
-    "explanation",
-    "expr",
-    "parse",
-    "program",
-    "builtin",
-    "blocks",
-}
 
 
 def modules() -> Iterator[ModuleType]:
