@@ -1,0 +1,131 @@
+"""Which backend runs a call; what is remembered of calls, and what is not."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import AttentionError, dispatch
+from tilewise.kernels.gpu import Gpu
+from tilewise.spec import Request, Spec
+
+Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "backend"),
+    [
+        (Gpu("cuda", 75), "reference"), (Gpu("cuda", 80), "triton"), (Gpu("cuda", 90), "hopper"),
+        (Gpu("cuda", 100), "triton"), (Gpu("cuda", 120), "triton"), (Gpu("hip", "gfx942"), "triton"),
+        (Gpu("hip", "gfx90a"), "reference"), (None, "reference"),
+    ],
+)  # fmt: skip
+def test_auto(gpu: Gpu | None, backend: str) -> None:
+    chosen = dispatch.choose(Request(Q, Q, Q, Spec(1.0)), gpu)
+    assert chosen.backend.name == backend
+    if backend != "hopper":
+        assert "hopper: " in chosen.reason or "triton: " in chosen.reason
+
+
+def test_a_named_backend_runs_or_raises() -> None:
+    for name in dispatch.NAMES[2:]:
+        with pytest.raises(AttentionError, match=f"backend='{name}'"):
+            dispatch.choose(Request(Q, Q, Q, Spec(1.0, backend=name)), Gpu("cuda", 75))
+    with pytest.raises(AttentionError, match="'auto' or 'reference' or 'triton' or 'hopper'"):
+        tilewise.attention(Q, Q, Q, backend="cudnn")
+
+
+def test_a_third_backend_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module with the functions, a row in the table: `auto`, errors and calls know it."""
+    ran = []
+
+    def forward(request: Request, recordings: Any) -> Any:
+        ran.append(request)
+        return request.q.clone(), request.q.new_zeros(1, 4, 128, dtype=torch.float32)
+
+    row = dispatch.Backend("third", "no.module", lambda r, g: None, lambda r, g: None, "it is new")
+    monkeypatch.setattr(dispatch, "BACKENDS", (row, *dispatch.BACKENDS))
+    monkeypatch.setattr(dispatch, "named", lambda name: SimpleNamespace(forward=forward))
+    out = tilewise.attention(Q, Q, Q, causal=True)
+    assert torch.equal(out, Q)
+    assert [request.spec.after for request in ran] == [0]
+    assert dispatch.choose(Request(Q, Q, Q, Spec(1.0))) == (row, "it is new")
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """CPU tensors are taken for a GPU's, and a stub computes."""
+    calls: dict[Any, Any] = {}
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(dispatch, "_calls", calls)
+    monkeypatch.setattr(dispatch, "choose", lambda request: SimpleNamespace(backend=SimpleNamespace(name="stub")))
+    stub = SimpleNamespace(forward=lambda r, recordings: (r.q.clone(), r.q.new_zeros(1, 4, r.q.shape[1])))
+    monkeypatch.setattr(dispatch, "named", lambda name: stub)
+    return calls
+
+
+def test_calls_that_look_alike_are_one(remembered: dict[Any, Any]) -> None:
+    def known(*tensors: torch.Tensor, **options: Any) -> int:
+        tilewise.attention(*tensors, **options)
+        return len({id(call) for call in remembered.values()})
+
+    others = [Q.clone() for _ in range(3)]
+    assert known(*others, causal=True) == 1
+    assert known(*(x.clone() for x in others), causal=True) == 1
+    assert known(*others, window=(None, 0)) == 1  # the same band in other words
+    assert known(others[0], others[1], others[1], causal=True) == 2  # k is v
+    assert known(*(x[:, :64] for x in others), causal=True) == 3
+    assert known(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in others), causal=True) == 4
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert known(*others, causal=True) == 5
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_hit_is_no_way_around_a_check(remembered: dict[Any, Any]) -> None:
+    """1 equals True and 2.0 equals 2, but only in Python."""
+    tilewise.attention(Q, Q, Q, causal=True, window=(2, 0))
+    for wrong in (
+        {"causal": 1, "window": (2, 0)},
+        {"causal": True, "window": (2.0, 0)},
+        {"causal": True, "window": [2.0, 0]},
+    ):
+        with pytest.raises(AttentionError):
+            tilewise.attention(Q, Q, Q, causal=causal, window=window)
+
+
+def test_no_memory_of_what_changes(remembered: dict[Any, Any]) -> None:
+    for options in ({"dropout_p": 0.5}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(1)}):
+        assert dispatch.key_of(options, Q, Q, Q) is None
+    assert dispatch.key_of({"softcap": 2.0}, Q, Q, Q) is not None
+    with torch.device("meta"):
+        assert dispatch.key_of({}, torch.zeros(1, 8, 2, 16)) is None
+
+
+def test_the_memory_is_bounded_and_threads_share_it(
+    remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "LIMIT", 8)
+    failures = []
+
+    def work(first: int) -> None:
+        try:
+            for n in range(first, first + 40):
+                x = torch.zeros(1, n, 4, 64, dtype=torch.bfloat16)
+                assert tilewise.attention(x, x, x).shape == x.shape
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(1 + 7 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(remembered) <= 8 + 2 * len(threads)
