@@ -54,11 +54,11 @@ def test_old_pythons_reach_the_refusal():
 
 def test_requirements_of_groups(run):
     pyproject = {
-        "project": {"dependencies": ["torch>=2.9"], "optional-dependencies": {"cli": ["rich"]}},
+        "project": {"dependencies": ["torch>=2.10"], "optional-dependencies": {"cli": ["rich"]}},
         "dependency-groups": {"test": ["pytest>=8", "hypothesis"]},
     }
     assert run.requirements(pyproject, "cli", "test") == ["rich", "pytest>=8", "hypothesis"]
-    assert run.requirements(pyproject, "dependencies") == ["torch>=2.9"]
+    assert run.requirements(pyproject, "dependencies") == ["torch>=2.10"]
     with pytest.raises(KeyError):
         run.requirements(pyproject, "docs")
 
@@ -95,7 +95,7 @@ def test_torch_of_the_current_python(run, monkeypatch, installed, fits):
         return installed
 
     monkeypatch.setattr(run.metadata, "version", version)
-    assert run.fitting_torch({"project": {"dependencies": ["torch>=2.9"]}}) is fits
+    assert run.fitting_torch({"project": {"dependencies": ["torch>=2.10"]}}) is fits
 
 
 def test_current_python_with_torch_is_used(run, steps, monkeypatch):
@@ -130,7 +130,7 @@ def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
     assert Path(python).parent.parent == run.VENV
     making, torch, tools = (command for _, command in steps)
     assert making[1:] == ["-m", "venv", str(run.VENV)]
-    assert ("torch>=2.9" if gpu else "torch==2.13.0") in torch
+    assert ("torch>=2.10" if gpu else "torch==2.13.0") in torch
     assert (run.CPU_WHEELS in torch) is (not gpu)
     assert any(word.startswith("triton") for word in tools) is (not gpu)
     assert not any(word.startswith("torch") for word in tools)
