@@ -86,7 +86,7 @@ def test_missing(run):
 
 
 @pytest.mark.parametrize(
-    ("installed", "fits"), [("2.13.0+cpu", True), ("2.9", True), ("2.8.1", False), ("3.0.0a0", True), (None, False)]
+    ("installed", "fits"), [("2.13.0+cpu", True), ("2.10", True), ("2.9.1", False), ("3.0.0a0", True), (None, False)]
 )
 def test_torch_of_the_current_python(run, monkeypatch, installed, fits):
     def version(name):
