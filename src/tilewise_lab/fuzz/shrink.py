@@ -63,7 +63,7 @@ def candidates(case: Case) -> Iterator[Case]:
     for name in SIZES:
         size = getattr(case, name)
         for smaller in sorted({1, size // 2, size - 1} - {0}):
-            if smaller < size:
+            if 0 < smaller < size:
                 yield _kept(replace(case, **{name: smaller}))
     for n, (q, k) in enumerate(case.lengths):
         for pair in ((q // 2, k), (q, k // 2), (max(q - 1, 0), k), (q, max(k - 1, 0))):
