@@ -20,8 +20,8 @@ _library.define(f"term_gradients({_upstream}, bool[] wanted, {SCHEMA}) -> Tensor
 _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
 
 
-def _forward_of(request: Request, call: Call | None = None) -> tuple[Tensor, Tensor]:
-    call = call or call_of(request)
+def _forward_of(request: Request) -> tuple[Tensor, Tensor]:
+    call = call_of(request)
     result: tuple[Tensor, Tensor] = call.backend.forward(request, call.recordings)
     return result
 
@@ -216,9 +216,11 @@ def _need_reference(what: str) -> NoReturn:
 
 def _outputs(request: Request, call: Call | None) -> Any:
     """(out, lse); a call is remembered only where nobody watches."""
-    if call is None and is_watched(*request[:3]):
+    if call is not None:
+        return call.backend.forward(request, call.recordings)
+    if is_watched(*request[:3]):
         return torch.ops.tilewise.forward(*arguments(request))
-    return _forward_of(request, call)
+    return _forward_of(request)
 
 
 def _gradients(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
@@ -253,7 +255,7 @@ def attend(request: Request, call: Call | None = None) -> Any:
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
     if not transformed and not (torch.is_grad_enabled() and _need_grad(request)):
-        return _outputs(request, call) if call is None else call.backend.forward(request, call.recordings)
+        return _outputs(request, call)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
         k, v, cu_k = request.k, request.v, request.cu_k
         request = request._replace(

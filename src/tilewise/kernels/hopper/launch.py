@@ -12,7 +12,7 @@ from ...torch_private import current_stream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, multiprocessors, on
-from ..portable.launch import clear_launches, jvp, term_gradients
+from ..portable.launch import clear_launches, jvp, new_results, term_gradients
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
 from ..repair import repair_forward_kernel
@@ -129,8 +129,7 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
 def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     """The launches of a call by name, for a compiler: nothing runs, and the tensors may be meta."""
     q, k, v, *_ = request
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    out, lse = new_results(request)
     launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), PROCESSORS)[0]}
     if backward and has_backward(q.shape[-1], v.shape[-1]):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

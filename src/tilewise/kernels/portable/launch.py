@@ -30,7 +30,7 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
     """(out, lse). `recordings` remembers the launches of calls that look alike."""
     q, cu_q = request.q, request.cu_q
     out, lse = new_results(request)
-    gpu, parts, flags = gpu_for(q), parts_of_keys(request), None
+    gpu, parts = gpu_for(q), parts_of_keys(request)
     rooms: tuple[Tensor, ...] = ()
     if parts > 1:
         rooms = tuple(x.new_empty((parts * x.shape[0], *x.shape[1:]), dtype=torch.float32) for x in (out, lse))
