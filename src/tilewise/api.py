@@ -89,8 +89,8 @@ def check(
     tilewise.spec.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
 
     A call by itself looks at shapes alone, since to read numbers is to wait for the GPU: offsets that run past the end
-    and indices of a mod that do are clamped there. This reads them, and raises. With TILEWISE_CHECK=1 in the
-    environment, every call begins with it.
+    are clamped there. This reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
+    (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
     if cu_seqlens_q is None:
         request = checks.dense(q, k, v, checks.options_of(options))
