@@ -1,7 +1,8 @@
 """The derivation, in torch only, rung by rung: `softmax`, `matmul`, `attention`, `gradient`, `tiled`.
 
 Every rung equals the one before it (or says that it is wrong). `tiled` is the last: the CPU backend, and in float64
-the oracle of every kernel. `scored` is the same with every term: biases, mods, sinks, dropout.
+the oracle of every kernel. `scored` is the same with every term: biases, mods, sinks, dropout; `whole` the same in one
+expression.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.reference import attention, gradient, matmul, scored, softmax, tiled
-from tilewise.reference.scored import differentiable, differentiable_backward, term_gradients
+from tilewise.reference import attention, gradient, matmul, scored, softmax, tiled, whole
+from tilewise.reference.scored import term_gradients
+from tilewise.reference.whole import differentiable, differentiable_backward
 from tilewise.spec import Request, Upstream
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "softmax",
     "term_gradients",
     "tiled",
+    "whole",
 ]
 
 
