@@ -121,6 +121,9 @@ class Request(NamedTuple):
         >>> all(a is b for a, b in zip(Request.of(call.spec, call.tensors()).tensors(), call.tensors(), strict=True))
         True
         """
+        if len(tensors) == 3:  # none but the first
+            q, k, v = tensors
+            return Request(q, k, v, spec)
         q, k, v, bias, sinks, *rest = tensors
         n, m = spec.score_tensors, spec.mask_tensors
         cu_q, cu_k, seed, *others = rest[n:]
