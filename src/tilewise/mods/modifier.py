@@ -97,7 +97,8 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
     tensor([0., 2.])
 
     Its derivative by the score is derived; `grad=` gives it instead, a function of the same parameters. Indices count
-    from 0 within the sequence; the lengths are there for the asking, as keyword-only parameters q_len and kv_len.
+    from 0 within the sequence. For the asking, as keyword-only parameters: the lengths q_len and kv_len, and q_pos, the
+    key position at which the query sits, q_idx + kv_len - q_len (as in `causal`; what decoding with a cache needs).
 
     On every backend integers have 64 bits, floats those of the scores, and an index outside a tensor reads its nearest
     element: -1 reads the first.

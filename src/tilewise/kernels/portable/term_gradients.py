@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...mods import PROGRAMS
-from ...mods.expr import B, Expr, H, I, J, Place, const, load, only_distance, scatter_
+from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_
 from ...spec import Request, Upstream
 from .. import mods
 from ..launch import Launch, gpu_for, on
@@ -129,10 +129,13 @@ class Sums:
             n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
         if 0 in (n_q, n_k, size.batch):
             return
-        per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}))
+        aligned = self._is_aligned() and only_difference(
+            where.args, N_Q, N_K
+        )  # then the lengths are none of its business
+        per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}) and not aligned)
         lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
         rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
-        diagonal = only_distance(where.args)
+        diagonal = only_difference(where.args, I, J)
         count = [torch.arange(n, device=total.device) for n in (*lines, n_k)]
         b, h, j = count[0][:, None, None, None], count[1][:, None, None], count[2]
         lengths = (n_q, n_k)
@@ -155,6 +158,10 @@ class Sums:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
                 place = Place(b, h, i, j, *lengths)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
+
+    def _is_aligned(self) -> bool:
+        """Whether every packed sequence has as many queries as keys, by one table of offsets for both."""
+        return self.cu_q is not None and self.cu_k is not None and self.cu_q.data_ptr() == self.cu_k.data_ptr()
 
     def _tiles(
         self, sums: Bias, row0: int, rows: int, columns: int, per_batch: bool, per_head: bool, site: Any
