@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,84 @@ def test_a_default_is_an_argument() -> None:
     assert capped().key == capped(5.0).key == capped(5.0, 3).key
     assert capped().numbers == (2.0,)
     assert capped(5.0, 4).key != capped(5.0).key
+
+
+class Settings:
+    width = 2
+    gain = 0.5
+
+
+SETTINGS, REACH = Settings(), 3
+
+
+def near(distance):
+    return abs(distance) < REACH
+
+
+def far(distance):
+    return abs(distance) >= REACH
+
+
+choice = near
+
+
+@tilewise.mask_mod
+def chosen(b, h, q_idx, kv_idx):
+    return choice(q_idx - kv_idx) | (kv_idx < SETTINGS.width)
+
+
+@tilewise.score_mod
+def gained(score, b, h, q_idx, kv_idx):
+    return score * SETTINGS.gain
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("REACH", (3, 5, 2)), ("choice", (near, far)), ("SETTINGS.width", (2, 4, 1)), ("SETTINGS.gain", (0.5, 0.25, 2.0))],
+)
+def test_compiled_anew_when_what_it_reads_has_changed(
+    name: str, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(x, x, x, score_mod=gained(), mask_mod=chosen(), backend="reference")
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(attend, backend="eager", fullgraph=True), torch.randn(1, 9, 2, 8)
+    found = []
+    for value in (*values, values[0]):
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+        found.append(compiled(x))
+        torch.testing.assert_close(found[-1], attend(x))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_compiled_anew_when_a_closure_has_changed() -> None:
+    width = 2
+
+    @tilewise.mask_mod
+    def narrow(b, h, q_idx, kv_idx):
+        return abs(q_idx - kv_idx) < width
+
+    torch.compiler.reset()
+    x = torch.randn(1, 9, 2, 8)
+    compiled = torch.compile(lambda x: tilewise.attention(x, x, x, mask_mod=narrow()), backend="eager", fullgraph=True)
+    first, width = compiled(x), 4
+    assert not torch.equal(compiled(x), first)
+    torch.testing.assert_close(compiled(x), tilewise.attention(x, x, x, mask_mod=narrow()))
+
+
+def test_compiled_with_arguments_that_change() -> None:
+    @tilewise.score_mod
+    def shifted(score, b, h, q_idx, kv_idx, gain, shift):
+        return score * gain + (kv_idx - q_idx) * shift
+
+    def attend(x: torch.Tensor, gain: float, shift: int) -> torch.Tensor:
+        return tilewise.attention(x, x, x, score_mod=shifted(gain, shift))
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(attend, backend="eager", fullgraph=True), torch.randn(1, 9, 2, 8)
+    for gain, shift in ((0.5, 1), (0.5, 2), (0.7, 3)):
+        torch.testing.assert_close(compiled(x, gain, shift), attend(x, gain, shift))
 
 
 @pytest.mark.parametrize(
