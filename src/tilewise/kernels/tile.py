@@ -60,17 +60,20 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, one may be
+    longer than the bias has rows or columns (None where it broadcasts): past them nothing is added."""
 
     ptr: tl.tensor = None
     strides: tl.tuple = ()
+    rows: tl.tensor = None
+    columns: tl.tensor = None
 
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
     each 4 * position + its kind, which has a 2 where the mask mod hides nothing that the band shows. Tiles are 2^own
-    rows by 2^other columns. The rows of a batch row and of a head are counted in sixteenths: Triton 3.6 loses a 1 in a
-    tuple that a loop within a loop reads."""
+    rows by 2^other columns. The rows of a head, and by how many a batch row and a head move, are counted in sixteenths:
+    Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -78,6 +81,7 @@ class Blocks(NamedTuple):
     head_rows: tl.tensor = None
     own: tl.tensor = None
     other: tl.tensor = None
+    rows: tl.tensor = None
 
 
 class Sinks(NamedTuple):
@@ -212,7 +216,10 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + (w.first >> blocks.own)
+        row = tl.minimum(
+            w.first >> blocks.own, blocks.rows // 16 - 1
+        )  # of sequences that it was not made for, some row
+        row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
@@ -388,10 +395,16 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence."""
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias."""
+    n_q = w.n_q
+    n_k = w.n_k
+    if bias.rows is not None:
+        n_q = tl.minimum(n_q, bias.rows)
+    if bias.columns is not None:
+        n_k = tl.minimum(n_k, bias.columns)
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
+    return tl.load(p, mask=(i < n_q) & (j < n_k), other=0.0).to(tl.float32)
 
 
 @triton.jit

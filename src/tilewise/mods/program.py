@@ -152,6 +152,19 @@ def kind_of(x: Tensor) -> str:
 
 
 @constant
+def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
+    """Where a program indexes its tensors by a place alone: (tensor, axis, which of b, h, i, j; j where a query sits).
+
+    >>> from tilewise.mods import alibi
+    >>> indexed(alibi(torch.ones(4)).key)
+    ((0, 0, 'h'),)
+    """
+    names = {expr.B: "b", expr.H: "h", expr.I: "i", expr.J: "j", expr.Q_POS: "j"}
+    loads = [x for x in expr.nodes(PROGRAMS[key].root) if x.op == "load"]
+    return tuple({(x.value, n, names[place]): None for x in loads for n, place in enumerate(x.args) if place in names})
+
+
+@constant
 def chain(keys: tuple[str, ...]) -> str:
     """The key of one program that applies the given ones in order."""
     first, *rest = (PROGRAMS[key] for key in keys)

@@ -289,3 +289,37 @@ def test_refusals(options: dict[str, object], what: str) -> None:
     x = torch.zeros(2, 8, 2, 4)
     with pytest.raises(AttentionError, match=what):
         tilewise.attention(x, x, x, **options)
+
+
+@tilewise.score_mod
+def by_query(score, b, h, q_idx, kv_idx, t):
+    return score + t[q_idx]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (
+            {"mask_mod": mods.document(ids=torch.arange(8))},
+            "axis 0 of tensor 0 .*_same_document'.* found 8; .* key, 9,",
+        ),
+        (
+            {"mask_mod": mods.document(ids=torch.zeros(2, 9).int())},
+            "axis 0 .* found 2; expected one for each batch row",
+        ),
+        ({"mask_mod": mods.document(ids=torch.zeros(1, 9).int())}, None),  # the same for all
+        ({"mask_mod": mods.document(ids=torch.zeros(3, 20).int())}, None),  # of a cache that has room for more
+        ({"mask_mod": mods.prefix_lm(torch.ones(2).int())}, "prefix_lm"),
+        ({"score_mod": mods.t5_relative(torch.ones(32, 3))}, "axis 1 of tensor 0 .*_t5.* found 3; .* head, 4, or 1"),
+        ({"score_mod": mods.alibi(torch.ones(2))}, "alibi"),
+        ({"score_mod": by_query(torch.ones(4))}, "query, 5,"),
+        ({"score_mod": everything(torch.ones(2, 4), 1.0)}, None),  # computed indices are clamped
+    ],
+)
+def test_tensors_with_too_few_elements(options: dict[str, Any], found: str | None) -> None:
+    q, k = torch.randn(3, 5, 4, 8), torch.randn(3, 9, 4, 8)
+    if found is None:
+        assert tilewise.attention(q, k, k, **options).shape == q.shape
+    else:
+        with pytest.raises(AttentionError, match=found):
+            tilewise.attention(q, k, k, **options)

@@ -73,14 +73,17 @@ class Sums:
 
     def of_bias(self, bias: Tensor) -> Tensor:
         batch, heads, n_q, n_k = bias.shape
+        if not bias.numel():
+            return torch.zeros_like(bias)
         if n_q > 1 and n_k > 1:
             total = bias.new_empty(bias.shape)
             self._tiles(Bias(total, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
             return total
         axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
-        total = bias.new_zeros(bias.shape, dtype=torch.float32)
+        room = [n + (self.size.packed and n > 1) for n in (n_q, n_k)]  # the last is for tokens past the end of the bias
+        total = bias.new_zeros((batch, heads, *room), dtype=torch.float32)
         self.add(total, load(0, *axes, kind="float"), None)
-        return total
+        return total[:, :, :n_q, :n_k]
 
     def add(self, total: Tensor, where: Expr, site: Any) -> None:
         """total[the indices of `where`] += the gradient of what the program reads there."""
