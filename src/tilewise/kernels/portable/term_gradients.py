@@ -68,7 +68,9 @@ class Sums:
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
-        p = torch.exp2(sinks.float()[:, None] * LOG2E.value - self.lse2)
+        natural = self.request.bias is not None  # and so are the lse then: see `measured`
+        x = sinks.float()[:, None] * (1.0 if natural else LOG2E.value) - self.lse2
+        p = torch.exp(x) if natural else torch.exp2(x)
         return -(p * self.delta).sum((0, 2))
 
     def of_bias(self, bias: Tensor) -> Tensor:
