@@ -66,6 +66,7 @@ def attention_varlen(
 
     q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens are int32 of length B + 1, from 0 to T. The maximal lengths
     are needed with a bias, whose axes they are; otherwise they are accepted for the sake of other libraries' callers.
+    No sequence may be longer: on a CPU that is an error, on a GPU such tokens have a bias of 0, and `check` raises.
     Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number. Where a
     buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
@@ -89,24 +90,18 @@ def check(
     tilewise.spec.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
 
     A call by itself looks at shapes alone, since to read numbers is to wait for the GPU: offsets that run past the end
-    are clamped there. This reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
+    are clamped there, a bias adds nothing past its end, and a block mask is taken for one of these sequences. This
+    reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
     (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
+    longest, given = (max_seqlen_q, max_seqlen_k), checks.options_of(options)
     if cu_seqlens_q is None:
-        request = checks.dense(q, k, v, checks.options_of(options))
+        request = checks.dense(q, k, v, given)
     else:
-        longest = max_seqlen_q, max_seqlen_k
-        given: Any = cu_seqlens_k
-        request = checks.packed(q, k, v, cu_seqlens_q, given, longest, checks.options_of(options))
-    _check_contents(request)
+        cu_k: Any = cu_seqlens_k
+        request = checks.packed(q, k, v, cu_seqlens_q, cu_k, longest, given)
+    checks.contents(request, longest, given)
     dispatch.choose(request)
-
-
-def _check_contents(request: Request) -> None:
-    q, k, cu_q, cu_k = request.q, request.k, request.cu_q, request.cu_k
-    if cu_q is not None and cu_k is not None:
-        checks.check_offsets("cu_seqlens_q", cu_q, q.shape[0])
-        checks.check_offsets("cu_seqlens_k", cu_k, k.shape[0])
 
 
 ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
@@ -125,5 +120,5 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
         if key is not None:
             call = dispatch.call_of(request, key)
     if ALWAYS:
-        _check_contents(request)
+        checks.contents(request, longest, checks.options_of(given))
     return ops.attend(request, call)

@@ -20,7 +20,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.dropout import as_seed
-from .mods.program import Mod, bound
+from .mods.program import Mod, bound, indexed
 from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
 from .torch_private import any_autocast, has_address
 
@@ -123,7 +123,44 @@ def packed(
             raise AttentionError(name, repr(n), "an int >= 0, or None")
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    return _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    request = _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    if _is_free(cu_q) and _is_free(cu_k):
+        _check_lengths(request, longest, options)
+    return request
+
+
+def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What only the numbers in a checked call say; reads them, which on a GPU waits for it."""
+    cu_q, cu_k = request.cu_q, request.cu_k
+    if cu_q is None or cu_k is None:
+        return
+    _check_ends("cu_seqlens_q", cu_q, request.q.shape[0])
+    _check_ends("cu_seqlens_k", cu_k, request.k.shape[0])
+    _check_lengths(request, longest, options)
+
+
+def _is_free(cu: Tensor) -> bool:
+    """Whether its numbers can be read without waiting."""
+    return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
+
+
+def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What the lengths of packed sequences say of the longest, of the tensors of mods and of a block mask."""
+    cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
+    assert cu_q is not None
+    assert cu_k is not None
+    if longest == (None, None) and mask is score is None:
+        return
+    found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
+    for side, said, most in zip("qk", longest, found, strict=True):
+        if said is not None and said < most:
+            raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
+    if isinstance(mask, BlockMask):
+        mask.check_offsets(cu_q, cu_k)
+        mask = mask.mod
+    for mod in (mask, score):
+        if mod is not None:
+            _check_tables(mod, (None, None, *found))
 
 
 def _request(
@@ -150,7 +187,8 @@ def _request(
         bias = _checked_bias(q, sizes, bias)
     if sinks is not None:
         _check_term("sinks", sinks, q, [(sizes[1],)])
-    score = _score(q, sizes, softcap, options["score_mod"], options["alibi_slopes"])
+    known = sizes if cu_q is None else (*sizes[:2], None, None)  # the longest may be longer than any
+    score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -162,7 +200,7 @@ def _request(
         made.check(sizes, q, cu_q is not None, band(options["causal"], options["window"]))
         mask, blocks, named["mask_block"] = made.mod, made.lists, (*made.block, *made.shape[:2])
     if mask is not None:
-        mask = _checked_mod("mask", mask, q)
+        mask = _checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
@@ -187,7 +225,7 @@ def _score(
             raise AttentionError("softcap", softcap, "a finite number above 0, or None")
         mods.append(softcap_mod(softcap))
     if score_mod is not None:
-        mods.append(_checked_mod("score", score_mod, q))
+        mods.append(_checked_mod("score", score_mod, q, sizes))
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
@@ -261,14 +299,13 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu):
-            check_offsets(name, cu, x.shape[0])
+        if _is_free(cu):
+            _check_ends(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
-def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
-    """What the numbers themselves say; reads them, which on a GPU waits for it."""
+def _check_ends(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
         raise AttentionError(f"start of {name}", ends[0], "0")
@@ -305,7 +342,7 @@ def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...
         raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
 
 
-def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
+def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
     if not isinstance(mod, Mod):
         hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
         raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
@@ -314,7 +351,21 @@ def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
     for x in mod.tensors:
         if x.device != q.device and not q.is_meta:
             raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    _check_tables(mod, sizes)
     return mod
+
+
+def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
+    """Whether the tensors that a mod indexes by a place itself have as many elements as there are places."""
+    for n, axis, index in indexed(mod.key):
+        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
+        if size is not None and 1 < found < size:
+            name = ("batch row", "head", "query", "key")["bhij".index(index)]
+            raise AttentionError(
+                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
+                found,
+                f"one for each {name}, {size}, or 1",
+            )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

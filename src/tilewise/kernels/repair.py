@@ -96,7 +96,7 @@ def repair_forward_kernel(
                     b = w.b
                     if parts is not None:
                         b += part * batch
-                    store_attention(acc, m, l, o, lse, n_q, heads, w, b, PLAN)
+                    store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN)
 
 
 class Tiles(NamedTuple):

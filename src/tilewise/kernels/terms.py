@@ -23,7 +23,7 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
     spec, bias = request.spec, request.bias
     drops = request.seed is not None
     return device.Terms(
-        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
@@ -48,11 +48,12 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
     own, other = (log_k, log_q) if by_key else (log_q, log_k)
     rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
     head_rows = rows if heads > 1 else 0
-    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
+    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other, rows)
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+def _bias(x: Tensor, packed: bool) -> device.Bias:
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return device.Bias(x, strides, *(n if packed and n > 1 else None for n in x.shape[2:]))
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

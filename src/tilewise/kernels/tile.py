@@ -69,17 +69,20 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, one may be
+    longer than the bias has rows or columns (None where it broadcasts): past them nothing is added."""
 
     ptr: tl.tensor = None
     strides: tl.tuple = ()
+    rows: tl.tensor = None
+    columns: tl.tensor = None
 
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
     each 4 * position + its kind, which has a 2 where the mask mod hides nothing that the band shows. Tiles are 2^own
-    rows by 2^other columns. The rows of a batch row and of a head are counted in sixteenths: Triton 3.6 loses a 1 in a
-    tuple that a loop within a loop reads."""
+    rows by 2^other columns. The rows of a head, and by how many a batch row and a head move, are counted in sixteenths:
+    Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -87,6 +90,7 @@ class Blocks(NamedTuple):
     head_rows: tl.tensor = None
     own: tl.tensor = None
     other: tl.tensor = None
+    rows: tl.tensor = None
 
 
 class Sinks(NamedTuple):
@@ -221,7 +225,10 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + (w.first >> blocks.own)
+        row = tl.minimum(
+            w.first >> blocks.own, blocks.rows // 16 - 1
+        )  # of sequences that it was not made for, some row
+        row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
@@ -383,6 +390,35 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 
 @triton.jit
+def measured(x, unit, bias):
+    """What scores are measured from, x being one of them: in log2 units, so that `exponent` is one multiply-add. With a
+    bias (a pointer, or None), which may be -3e38 for a whole row, it stays as it is: the product would be infinite, or
+    rounded by more than scores differ."""
+    if bias is None:
+        return x * unit
+    else:
+        return x
+
+
+@triton.jit
+def exponent(s, origin, unit, bias):
+    """By how many log2 units a score lies above what is `measured`."""
+    if bias is None:
+        return s * unit - origin
+    else:
+        return (s - origin) * unit
+
+
+@triton.jit
+def gap(a, b, unit, bias):
+    """By how many log2 units one that is `measured` lies above another."""
+    if bias is None:
+        return a - b
+    else:
+        return (a - b) * unit
+
+
+@triton.jit
 def logsumexp(m, l):
     """What the running (maximum, sum) amount to, in natural units.
 
@@ -396,10 +432,16 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence."""
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias."""
+    n_q = w.n_q
+    n_k = w.n_k
+    if bias.rows is not None:
+        n_q = tl.minimum(n_q, bias.rows)
+    if bias.columns is not None:
+        n_k = tl.minimum(n_k, bias.columns)
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
+    return tl.load(p, mask=(i < n_q) & (j < n_k), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -477,10 +519,10 @@ def steepened(p, slope, terms):
 
 
 @triton.jit
-def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
+def softmax_step(m, l, s, unit, bias, BOUNDED: tl.constexpr):
     """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
 
-    m is in log2 units, as it was subtracted: a product of s and unit once more would be fused with the difference, not
+    m is `measured`, as it was subtracted: a product of s and unit once more would be fused with the difference, not
     rounded, and alpha would not be 1 where the maximum stays, an error that grows with every tile.
 
     BOUNDED: the weights of such scores fit into a float as they are; m stays 0 and nothing is ever rescaled.
@@ -488,10 +530,10 @@ def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
     if BOUNDED:
         p = tl.exp2(s * unit)
         return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
-    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    m_new = tl.maximum(m, measured(tl.max(s, 1), unit, bias))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * unit - pivot[:, None])
-    alpha = tl.exp2(m - pivot)
+    p = tl.exp2(exponent(s, pivot[:, None], unit, bias))
+    alpha = tl.exp2(gap(m, pivot, unit, bias))
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 

@@ -12,12 +12,25 @@ from torch import Tensor
 
 from tilewise.mods import PROGRAMS
 from tilewise.mods.expr import scattered
-from tilewise.reference.scored import Block, bias_rows, hidden, kept, sequences, slope, softmax, values, worth
+from tilewise.reference.scored import (
+    Block,
+    bias_rows,
+    covered,
+    covering,
+    hidden,
+    kept,
+    sequences,
+    slope,
+    softmax,
+    values,
+    worth,
+)
 from tilewise.spec import Request, Upstream
 
 
 def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
+    request = covering(request)
     q, cu_q = request.q, request.cu_q
     outs = [q.new_zeros(0, q.shape[-2], request.v.shape[-1])]
     logs = [q.new_zeros(q.shape[-2], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
@@ -44,6 +57,7 @@ def _nothing(request: Request) -> tuple[Tensor, Tensor]:
 def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and the score mod's tensors where wanted, as torch sees them: the formulas
     of `backward` and `term_gradients` over whole matrices, out of place, so that they can be differentiated again."""
+    given, request = request.bias, covering(request)
     q, k, v, spec = request[:4]
     inputs = q, k, v, request.bias, request.sinks, *request.score
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -90,6 +104,8 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
                         (d,) = values([derivative], whole.raw, place, request, dtype)
                         at_site = (ds * d).masked_fill(hide, 0.0)
                         grads[n] = scattered(grads[n], load, at_site, place, request.score, spec.score_numbers)
+    if grads[3] is not None and given is not None:
+        grads[3] = covered(grads[3], given)
     for n, x in enumerate((q, k, v)):
         if wanted[n]:
             grads[n] = _joined(rows[n], x, request.cu_q is not None)

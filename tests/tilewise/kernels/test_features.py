@@ -90,3 +90,27 @@ def test_forward_mode_of_a_term_is_refused(triton_runs: None, device: str) -> No
     x = torch.randn(1, 8, 2, 16, device=device)
     with pytest.raises(tilewise.AttentionError, match="forward mode"):
         torch.func.jvp(lambda q: tilewise.attention(q, x, x, softcap=2.0, backend="triton"), (x,), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_finite_bias_hides_nothing(dtype: torch.dtype, backend: str) -> None:
+    """A row of the least number there is has the mean of its values, as in torch; a row of -inf sees nothing. Where
+    other keys have a better score, neither counts."""
+    torch.manual_seed(0)
+    least, rows = torch.finfo(dtype).min, 4
+    q, k, v = (torch.randn(1, n, 2, 16).to(dtype).requires_grad_() for n in (rows, 40, 40))
+    bias = torch.zeros(rows, k.shape[1], dtype=dtype)
+    bias[0], bias[1], bias[2, ::2], bias[2, 1::4] = least, -torch.inf, least, -torch.inf
+    bias.requires_grad_()
+    sinks = torch.tensor([-torch.inf, least], dtype=dtype)
+    out, lse = tilewise.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, backend=backend)
+    s = (q.double() / 4).transpose(1, 2) @ k.double().permute(0, 2, 3, 1) + bias.double()
+    s[:, :, 0] = least  # in float32 there is no room for more
+    with_sink = torch.cat([s, sinks.double()[None, :, None, None].expand(1, 2, rows, 1)], -1)
+    p = torch.softmax(with_sink, -1)[..., :-1].nan_to_num(0.0)
+    expected = (p @ v.double().transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(with_sink, -1), rtol=1e-5, atol=1e-5)
+    (out.float().sum() + lse[:, :, 2:].sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, bias))
+    assert (q.grad[:, 1] == 0).all()

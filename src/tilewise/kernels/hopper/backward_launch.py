@@ -112,8 +112,8 @@ def backward_launches(
             *statistics, space.sums, space.counts, *packing, pads, size.heads, size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "OVERLAP": not INTERPRETED,
-            "num_warps": 8 if size.dv > 128 else 4,
+            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+            "NATURAL": request.bias is not None, "OVERLAP": not INTERPRETED, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import ANY_SIZE, LN2, LOG2E, Work, locate, row_pointers, unit_of, worth
+from ..tile import ANY_SIZE, LN2, LOG2E, Work, exponent, gap, locate, measured, row_pointers, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -150,8 +150,8 @@ def origin(m):
 
 
 @gluon.jit
-def weights(s, pivot, unit):
-    return gl.exp2(s * unit - by_row(pivot, s))
+def weights(s, pivot, unit, terms):
+    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.bias.ptr))
 
 
 @gluon.jit
@@ -307,10 +307,10 @@ def consume(
         release(pipes.k, start, STAGES)
         key = (start - n + lo) * BLOCK_N
         s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-        m = row_max(s) * unit
+        m = measured(row_max(s), unit, terms.bias.ptr)
         left, right = halves(s)
-        p_left = weights(left, origin(m), unit)
-        p_right = weights(right, origin(m), unit)
+        p_left = weights(left, origin(m), unit, terms)
+        p_right = weights(right, origin(m), unit, terms)
         l = lane_sums(p_left) + lane_sums(p_right)
         p_tile = operands(p_left, p_right, DTYPE, PLAN)
         acc = nothing(PLAN)
@@ -326,16 +326,16 @@ def consume(
             key = (use - n + lo) * BLOCK_N
             s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
             m_before = m
-            m = gl.maximum(m, row_max(s) * unit)
+            m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
             pivot = origin(m)
-            factor = gl.exp2(m_before - pivot)
+            factor = gl.exp2(gap(m_before, pivot, unit, terms.bias.ptr))
             left, right = halves(s)
-            p_left = weights(left, pivot, unit)
+            p_left = weights(left, pivot, unit, terms)
             l = l * by_row(factor, l) + lane_sums(p_left)
             await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
             acc = settled(acc_coming, p_tile)
             release(pipes.v, use - 1, STAGES)
-            p_right = weights(right, pivot, unit)  # what else is left to do is done beside these exponentials
+            p_right = weights(right, pivot, unit, terms)  # what else is left to do is done beside these exponentials
             l += lane_sums(p_right)
             acc = rescale(acc, factor, PLAN.LAZY)
             p_tile = operands(p_left, p_right, DTYPE, PLAN)
@@ -358,12 +358,12 @@ def consume(
 def finish(
     acc, m, l, w, first, o_tile, o, lse, n_q, heads, flag, terms, PACKED: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
+    """out = acc / l and lse = m (`measured`) + log l, to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
     kept = 1.0
     if terms.sinks.ptr is not None:  # a key without a value, seen after all others
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
-        kept, m, total = with_sink(m, total, sink * LOG2E)
+        kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.bias.ptr), terms)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
     if PLAN.PARTS == 2 and len(acc) == 1:
@@ -389,8 +389,9 @@ def finish(
     log = gl.log2(some)
     log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
     seen = gl.convert_layout(total, m.type.layout) != 0.0
+    log = (m + log) * LN2 if terms.bias.ptr is None else m + log * LN2
     rows = row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
-    gl.store(rows, gl.where(seen, (m + log) * LN2, float("-inf")), mask=i < w.n_q)
+    gl.store(rows, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
 
 
 @gluon.jit
@@ -411,13 +412,13 @@ def store_part(acc, share, o_tile, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def with_sink(m, total, sink):
+def with_sink(m, total, sink, terms):
     """The factor of what was summed so far, the new maximum and the new total."""
     m_new = gl.maximum(m, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     lanes: gl.constexpr = total.type.layout
-    factor = gl.convert_layout(gl.exp2(m - pivot), lanes)
-    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(sink - pivot), lanes)
+    factor = gl.convert_layout(gl.exp2(gap(m, pivot, LOG2E, terms.bias.ptr)), lanes)
+    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(gap(sink, pivot, LOG2E, terms.bias.ptr)), lanes)
 
 
 @gluon.jit

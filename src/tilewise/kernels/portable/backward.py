@@ -23,6 +23,7 @@ from ..tile import (
     column,
     dot,
     dropped,
+    exponent,
     inner,
     load_rows,
     locate,
@@ -53,10 +54,11 @@ class Saved(NamedTuple):
 @triton.jit(**ANY_SIZE)
 def prepare_kernel(
     o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr = False,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """The row statistics: delta, and lse in log2 units. Rows that saw nothing, and the padding, get lse2 = +inf: their
-    every p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
+    """The row statistics: delta, and lse in log2 units (NATURAL: as it is; see `measured`). Rows that saw nothing, and
+    the padding, get lse2 = +inf: their every p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
     if OVERLAP:
         gdc_launch_dependents()
     PACKED: tl.constexpr = cu_q is not None
@@ -70,7 +72,7 @@ def prepare_kernel(
             delta_i -= tl.load(row_pointers(dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < w.n_q, other=0.0)
         lse_i = tl.load(row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < w.n_q, other=float("-inf"))
         empty = lse_i == float("-inf")
-        lse2_i = tl.where(empty, float("inf"), lse_i * LOG2E)
+        lse2_i = tl.where(empty, float("inf"), lse_i if NATURAL else lse_i * LOG2E)
         tl.store(statistic_pointers(lse2, w, w.h, w.first, BLOCK_M, PACKED), lse2_i)
         tl.store(statistic_pointers(delta, w, w.h, w.first, BLOCK_M, PACKED), tl.where(empty, 0.0, delta_i))
 
@@ -80,7 +82,7 @@ def weights(product, w, h, i, j, lse2, edge, picky, law, FOLD: tl.constexpr):
     """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the
     score mod."""
     s, slope = worth_and_slope(product, w, h, i, j, law.scale, law.terms, FOLD, law.SCORE_MOD)
-    p = tl.exp2(s * unit_of(law.scale, FOLD) - lse2)
+    p = tl.exp2(exponent(s, lse2, unit_of(law.scale, FOLD), law.terms.bias.ptr))
     return masked(p, 0.0, edge, picky, i, j, w, h, law), slope
 
 

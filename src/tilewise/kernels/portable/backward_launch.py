@@ -42,8 +42,8 @@ def prepare_launch(
             size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "OVERLAP": overlap,
-            "num_warps": 8 if size.dv > 128 else 4,
+            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "NATURAL": request.bias is not None,
+            "OVERLAP": overlap, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
     return prepare, Saved(*(view(x) for x in (q, k, v, dout)), lse2, delta)
