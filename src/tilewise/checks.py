@@ -191,8 +191,9 @@ def _score(
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        if slopes.numel():  # else there is no pair to be moved
-            mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 

@@ -125,6 +125,53 @@ def test_no_heads(terms: dict[str, Any], kv_heads: int, backend: str) -> None:
     assert all(not x.grad.any() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("leading", [False, True])
+def test_slopes_of_no_pair_have_a_gradient(shape: tuple[int, int], leading: bool, backend: str) -> None:
+    slopes = torch.randn(shape if leading else shape[1:], requires_grad=True)
+    q, k, v = (torch.randn(shape[0], 3, heads, 4) for heads in (shape[1], 1, 1))
+    tilewise.attention(q, k, v, alibi_slopes=slopes, backend=backend).sum().backward()
+    assert slopes.grad.shape == slopes.shape
+    assert not slopes.grad.any()
+
+
+def test_second_derivatives_of_an_empty_batch() -> None:
+    """As those of torch's own attention they are of size 0; what a term gets is zero."""
+    q, k, v = (torch.randn(0, 3, 1, 4, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(1, requires_grad=True)
+    leaves = (q, k, v, sinks)
+    first = torch.autograd.grad(tilewise.attention(q, k, v, sinks=sinks).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), leaves, allow_unused=True, materialize_grads=True)
+    assert [x.shape for x in second] == [x.shape for x in leaves]
+    assert not second[3].any()
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_second_derivatives_without_heads(kv_heads: int) -> None:
+    q, k, v = (torch.randn(1, 3, heads, 4, requires_grad=True) for heads in (0, kv_heads, kv_heads))
+    first = torch.autograd.grad(tilewise.attention(q, k, v).sum(), (q, k, v), create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), (q, k, v), allow_unused=True, materialize_grads=True)
+    assert not any(x.any() for x in second)
+
+
+def test_a_term_of_fewer_bits_is_summed_over_sequences_in_the_bits_of_q() -> None:
+    """Sequences whose parts cancel: rounded one by one, these would leave nothing but their rounding."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 1, 4, dtype=torch.float64) for _ in range(3))
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    sinks = torch.zeros(1)
+
+    def total(sinks: Tensor, sign: Tensor) -> Tensor:
+        out = tilewise.attention_varlen(q, k, v, cu, cu, sinks=sinks)
+        return (out.sum((1, 2)) * sign).sum()
+
+    ones = torch.ones(6, dtype=torch.float64)
+    first, second = (torch.func.grad(total)(sinks.double(), ones * (torch.arange(6) // 3 == n)) for n in (0, 1))
+    sign = torch.cat([ones[:3], -first / second * ones[3:] * (1 + 1e-7)])
+    expected = torch.func.grad(total)(sinks.double(), sign)
+    assert_close(torch.func.grad(total)(sinks, sign), expected.float(), rtol=1e-5, atol=0)
+
+
 def test_a_nan_that_nobody_sees_stays_where_it_is_under_torch_func() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 4) for n in (2, 5, 5))
