@@ -65,7 +65,9 @@ def attention_varlen(
     (torch.Size([10, 4, 32]), torch.Size([4, 10]))
 
     q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens are int32 of length B + 1, from 0 to T. The maximal lengths
-    are needed with a bias, whose axes they are; otherwise they are accepted for the sake of other libraries' callers.
+    are needed with a bias, whose axes they are, and bound the work on the gradient of a table that a score mod reads at
+    both i and j, which without them is that of one sequence of T and Tk tokens; otherwise they are accepted for the
+    sake of other libraries' callers.
     Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number. Where a
     buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
@@ -92,21 +94,21 @@ def check(
     are clamped there. This reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
     (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
+    longest = max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is None:
         request = checks.dense(q, k, v, checks.options_of(options))
     else:
-        longest = max_seqlen_q, max_seqlen_k
         given: Any = cu_seqlens_k
         request = checks.packed(q, k, v, cu_seqlens_q, given, longest, checks.options_of(options))
-    _check_contents(request)
+    _check_contents(request, longest)
     dispatch.choose(request)
 
 
-def _check_contents(request: Request) -> None:
+def _check_contents(request: Request, longest: Any) -> None:
     q, k, cu_q, cu_k = request.q, request.k, request.cu_q, request.cu_k
     if cu_q is not None and cu_k is not None:
-        checks.check_offsets("cu_seqlens_q", cu_q, q.shape[0])
-        checks.check_offsets("cu_seqlens_k", cu_k, k.shape[0])
+        checks.check_offsets("q", cu_q, q.shape[0], longest[0])
+        checks.check_offsets("k", cu_k, k.shape[0], longest[1])
 
 
 ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
@@ -117,13 +119,16 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
     q, k, v = checks.autocast(q, k, v)
     key = dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
-    if call is not None:
-        request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1]) if cu else Request(q, k, v, call.spec)
+    if call is not None and cu:
+        checks.check_longest(*longest)
+        request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
+    elif call is not None:
+        request = Request(q, k, v, call.spec)
     else:
         options = checks.options_of(given)
         request = checks.packed(q, k, v, cu[0], cu[1], longest, options) if cu else checks.dense(q, k, v, options)
         if key is not None:
             call = dispatch.call_of(request, key)
     if ALWAYS:
-        _check_contents(request)
+        _check_contents(request, longest)
     return ops.attend(request, call)

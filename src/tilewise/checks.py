@@ -118,12 +118,17 @@ def packed(
 ) -> Request:  # fmt: skip
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, n in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
-            raise AttentionError(name, repr(n), "an int >= 0, or None")
-    _check_offsets(q, k, cu_q, cu_k)
+    check_longest(*longest)
+    _check_offsets(q, k, cu_q, cu_k, longest)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     return _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+
+
+def check_longest(n_q: Any, n_k: Any) -> None:
+    """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
+    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
+        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
 def _request(
@@ -166,6 +171,8 @@ def _request(
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+        if cu_q is not None and score.tensors:
+            named |= {"max_q": sizes[2], "max_k": sizes[3]}
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
@@ -251,8 +258,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
         raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
 
 
-def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
-    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
+def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int | None, int | None]) -> None:
+    for side, cu, x, most in (("q", cu_q, q, longest[0]), ("k", cu_k, k, longest[1])):
+        name = f"cu_seqlens_{side}"
         _tensor(name, cu)
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
@@ -263,19 +271,21 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
         if cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu):
-            check_offsets(name, cu, x.shape[0])
+            check_offsets(side, cu, x.shape[0], most)
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
-def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
+def check_offsets(side: str, cu: Tensor, tokens: int, longest: int | None) -> None:
     """What the numbers themselves say; reads them, which on a GPU waits for it."""
-    ends = cu.tolist()
+    name, ends = f"cu_seqlens_{side}", cu.tolist()
     if ends[0] != 0:
         raise AttentionError(f"start of {name}", ends[0], "0")
     for n, (a, b) in enumerate(pairwise(ends)):
         if b < a:
             raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
+        if longest is not None and b - a > longest:
+            raise AttentionError(f"max_seqlen_{side}", longest, f"at least the {b - a} tokens of sequence {n}")
     if ends[-1] > tokens:
         raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.gpu import need_cuda
+from tests.tilewise.kernels.test_features import by_distance, by_pair
 from tests.tilewise.kernels.test_leaks import affected, check_untouched, poisoned
 from tests.tilewise.test_integration import check_one_compile, op_arguments
 from tilewise.spec import Spec
@@ -71,6 +73,28 @@ def test_no_host_sync(case: Case) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(inputs, "auto")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mod", [by_distance, by_pair])
+@pytest.mark.parametrize("longest", [{}, {"max_seqlen_q": 300, "max_seqlen_k": 300}], ids=["untold", "told"])
+def test_no_host_sync_for_the_gradients_of_terms(mod: Any, longest: dict[str, int]) -> None:
+    inputs = make(PACKED, "cuda")
+    heads = PACKED.heads
+    terms = [torch.randn(8, 17, device="cuda"), torch.randn(heads, device="cuda"), torch.randn(heads, device="cuda")]
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *terms)]
+
+    def grads() -> Any:
+        q, k, v, table, slopes, sinks = leaves
+        options: Any = {"score_mod": mod(table), "alibi_slopes": slopes, "sinks": sinks, "causal": True}
+        out = tilewise.attention_varlen(q, k, v, inputs.cu_q, inputs.cu_k, **longest, **options)
+        return torch.autograd.grad(out, leaves, inputs.dout)
+
+    grads()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grads()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

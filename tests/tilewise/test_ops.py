@@ -33,6 +33,11 @@ def packed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, *_: T
 CALLS: dict[str, Callable[..., Any]] = {"plain": plain, "terms": with_terms, "packed": packed}
 
 
+@tilewise.score_mod
+def steep(score, b, h, q_idx, kv_idx, slopes):  # type: ignore[no-untyped-def]
+    return score * slopes[h]
+
+
 def inputs() -> list[Tensor]:
     torch.manual_seed(0)
     shapes = (1, 6, 2, 3), (1, 6, 1, 3), (1, 6, 1, 2), (2,), (2,), (1, 1, 6, 6)
@@ -179,3 +184,16 @@ def test_a_nan_that_nobody_sees_stays_where_it_is_under_torch_func() -> None:
     clean = torch.func.grad(total, (0, 1, 2))(q, k, v)
     k[:, 0] = v[:, 1] = torch.nan
     assert_close(torch.func.grad(total, (0, 1, 2))(q, k, v), clean)
+
+
+def test_a_nan_that_nobody_sees_stays_out_of_the_gradients_of_a_mod_under_torch_func() -> None:
+    torch.manual_seed(0)
+    q, k, v, slopes = *(torch.randn(1, 5, 1, 4) for _ in range(3)), torch.ones(1)
+    blind = tilewise.mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx > 1) & (q_idx > 0))()
+
+    def total(k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return tilewise.attention(q, k, v, score_mod=steep(slopes), mask_mod=blind).sin().sum()
+
+    clean = torch.func.grad(total, (0, 1, 2))(k, v, slopes)
+    k[:, 0] = v[:, 1] = q[:, 0] = torch.nan
+    assert_close(torch.func.grad(total, (0, 1, 2))(k, v, slopes), clean)

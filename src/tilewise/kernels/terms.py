@@ -23,7 +23,7 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
     spec, bias = request.spec, request.bias
     drops = request.seed is not None
     return device.Terms(
-        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
@@ -51,8 +51,10 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+def _bias(x: Tensor, packed: bool) -> device.Bias:
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    sizes = (16 * x.shape[2], 16 * x.shape[3]) if packed else ()
+    return device.Bias(x, strides, *sizes)
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

@@ -60,10 +60,13 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, any of
+    which may be longer than the caller says, also its sizes; in sixteenths, for the reason that `Blocks` has."""
 
     ptr: tl.tensor = None
     strides: tl.tuple = ()
+    rows: tl.tensor = None
+    columns: tl.tensor = None
 
 
 class Blocks(NamedTuple):
@@ -388,9 +391,14 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence."""
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias, whose last row or column stands for
+    those past it."""
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
-    p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
+    if bias.rows is None:
+        p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
+    else:
+        p = p + tl.minimum(i, bias.rows // 16 - 1).to(tl.int64) * bias.strides[2]
+        p = p + tl.minimum(j, bias.columns // 16 - 1).to(tl.int64) * bias.strides[3]
     return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
 
 

@@ -144,10 +144,11 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     for (q_all, *rows), (k_all, v_all), (block,) in sequences([q, *more_rows], [k, v], request, whole=True):
         q_all = q_all.to(dtype)
-        bad = ~k_all.isfinite().all(-1)  # such a key makes the scores nan of the queries that see it, and no others
-        k_clean = k_all.masked_fill(bad[..., None], 0.0)
-        raw = (spec.scale * (q_all @ k_clean.mT)).masked_fill(bad[:, None, :], torch.nan)
+        # a query or a key that is not finite makes the scores nan of pairs that see each other, and of no others
+        bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (q_all, k_all))
+        raw = spec.scale * (q_all.masked_fill(bad_q, 0.0) @ k_all.masked_fill(bad_k, 0.0).mT)
         hide = hidden(block.place, request).expand(raw.shape)
+        raw = raw.masked_fill((bad_q | bad_k.mT) & ~hide, torch.nan)
         s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
         yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, kept(block.place, request, dtype))

@@ -124,9 +124,9 @@ class Sums:
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
-        n_q, n_k = size.n_q, size.n_k
-        if self.cu_q is not None and self.cu_k is not None:
-            n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
+        n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
+        if size.packed:
+            n_q, n_k = (n if m is None else min(n, m) for n, m in ((n_q, self.spec.max_q), (n_k, self.spec.max_k)))
         if 0 in (n_q, n_k, size.batch):
             return
         per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}))
