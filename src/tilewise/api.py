@@ -42,9 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as torch's own attention has them;
         nothing is copied.
     """
-    if layout != "bshd":
-        q, k, v = checks.swapped(layout, q, k, v)
-    out, lse = _run(q, k, v, options)
+    out, lse = _run(q, k, v, options, layout=layout)
     if layout != "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if options.get("return_lse") else out
@@ -94,29 +92,21 @@ def check(
     are clamped there. This reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
     (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
+    cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     longest = max_seqlen_q, max_seqlen_k
-    if cu_seqlens_q is None:
-        request = checks.dense(q, k, v, checks.options_of(options))
-    else:
-        given: Any = cu_seqlens_k
-        request = checks.packed(q, k, v, cu_seqlens_q, given, longest, checks.options_of(options))
-    _check_contents(request, longest)
+    request = checks.request_of(q, k, v, cu, longest, checks.options_of(options))
+    checks.check_contents(request, longest)
     dispatch.choose(request)
-
-
-def _check_contents(request: Request, longest: Any) -> None:
-    q, k, cu_q, cu_k = request.q, request.k, request.cu_q, request.cu_k
-    if cu_q is not None and cu_k is not None:
-        checks.check_offsets("q", cu_q, q.shape[0], longest[0])
-        checks.check_offsets("k", cu_k, k.shape[0], longest[1])
 
 
 ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = (), layout: str = "bshd"
+) -> Any:
     """(out, lse) of a call, which is checked if none like it was before."""
-    q, k, v = checks.autocast(q, k, v)
+    q, k, v = checks.arranged(q, k, v, layout)
     key = dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
     if call is not None and cu:
@@ -125,10 +115,9 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
     elif call is not None:
         request = Request(q, k, v, call.spec)
     else:
-        options = checks.options_of(given)
-        request = checks.packed(q, k, v, cu[0], cu[1], longest, options) if cu else checks.dense(q, k, v, options)
+        request = checks.request_of(q, k, v, cu, longest, checks.options_of(given))
         if key is not None:
             call = dispatch.call_of(request, key)
     if ALWAYS:
-        _check_contents(request, longest)
+        checks.check_contents(request, longest)
     return ops.attend(request, call)

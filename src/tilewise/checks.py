@@ -104,6 +104,11 @@ def options_of(given: Options) -> Options:
     return options
 
 
+def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, options: Options) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`."""
+    return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -276,6 +281,14 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tu
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
+def check_contents(request: Request, longest: Any) -> None:
+    """What `tilewise.check` looks at beside shapes."""
+    q, k, cu_q, cu_k = request.q, request.k, request.cu_q, request.cu_k
+    if cu_q is not None and cu_k is not None:
+        check_offsets("q", cu_q, q.shape[0], longest[0])
+        check_offsets("k", cu_k, k.shape[0], longest[1])
+
+
 def check_offsets(side: str, cu: Tensor, tokens: int, longest: int | None) -> None:
     """What the numbers themselves say; reads them, which on a GPU waits for it."""
     name, ends = f"cu_seqlens_{side}", cu.tolist()
@@ -328,8 +341,10 @@ def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
     return mod
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's own attention: in the dtype that autocast says, if it is on."""
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    if layout != "bshd":
+        q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
     kind = q.device.type
@@ -338,8 +353,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(kind)
     if q.dtype == k.dtype == v.dtype == dtype:
         return q, k, v
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

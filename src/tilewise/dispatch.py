@@ -26,6 +26,10 @@ from .spec import LIMIT, AttentionError, Request
 from .torch_private import is_watched
 
 
+def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
+    return []
+
+
 class Backend(NamedTuple):
     """`obstacle` says what keeps a call from it, `yields` why `auto` gives it to the next in line all the same;
     `forward` and `backward` what it launches."""
@@ -35,8 +39,8 @@ class Backend(NamedTuple):
     obstacle: Callable[[Request, Gpu | None], str | None]
     yields: Callable[[Request, Gpu | None], str | None]
     reason: str  # why `auto` takes it
-    forward: Callable[[Shapes, Gpu], list[Profile]]
-    backward: Callable[[Shapes, Gpu], list[Profile]]
+    forward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
+    backward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -44,10 +48,6 @@ class Backend(NamedTuple):
 
 def _never(request: Request, gpu: Gpu | None) -> None:
     return None
-
-
-def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
-    return []
 
 
 BACKENDS = (  # in the order in which `auto` asks them
@@ -59,7 +59,7 @@ BACKENDS = (  # in the order in which `auto` asks them
         "triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels",
         portable_profile.forward, portable_profile.backward,
     ),
-    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device", _nothing, _nothing),
+    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device"),
 )  # fmt: skip
 NAMES = ("auto", *(row.name for row in reversed(BACKENDS)))
 
