@@ -41,10 +41,16 @@ def test_parts_fill_the_processors_and_no_more(programs: int, keys: int) -> None
     assert parts == 1 or (parts * max(programs, 1) <= 132 and keys // parts >= 4 * 64)
 
 
+def test_terms_with_rows_of_their_own() -> None:
+    assert tile("forward", 89, 2, 128, "blocks") != tile("forward", 89, 2, 128) == tile("forward", 89, 2, 128, "alibi")
+    assert tile("forward", 89, 2, 64, "blocks") == tile("forward", 89, 2, 64)
+    assert tile("forward", "gfx942", 2, 128, "bias") == tile("forward", "gfx942", 2, 128)
+
+
 def test_block_masks_fit_every_tile() -> None:
     """The smallest tile of a block mask is 128 by 128; see `tilewise.block_mask`."""
     for arch in CHIPS:
         for (which, _), rows in chip(arch).tiles.items():
-            if which in ("forward", "query", "key"):
+            if which.split()[0] in ("forward", "query", "key"):
                 assert all(128 % row.block_m == 128 % row.block_n == 0 for row in rows.values()), (arch, which)
     assert tiles.INTERPRETER.block_m == tiles.INTERPRETER.block_n == 16
