@@ -58,8 +58,8 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
 
 def _bias(x: Tensor, packed: bool) -> device.Bias:
     strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    sizes = (16 * x.shape[2], 16 * x.shape[3]) if packed else ()
-    return device.Bias(x, strides, *sizes)
+    sizes = (16 * n if packed and n > 1 else device.FAR for n in x.shape[2:])
+    return device.Bias(x, *sizes, strides)
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

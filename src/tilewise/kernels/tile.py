@@ -12,6 +12,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR = 2**30  # beyond every sequence, in sixteenths too
 PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at multiples of this, in every sequence
 
 
@@ -60,13 +61,14 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, any of
-    which may be longer than the caller says, also its sizes; in sixteenths, for the reason that `Blocks` has."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows`, `columns`: its sizes,
+    for packed sequences, any of which may be longer than the caller says; FAR where that cannot be. In sixteenths, and
+    never None beside a pointer: of a tuple with a None or a 1 in it Triton 3.6 may hand on the wrong ones."""
 
     ptr: tl.tensor = None
-    strides: tl.tuple = ()
     rows: tl.tensor = None
     columns: tl.tensor = None
+    strides: tl.tuple = ()
 
 
 class Blocks(NamedTuple):
@@ -391,15 +393,12 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias, whose last row or column stands for
-    those past it."""
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias: 0 there."""
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
-    if bias.rows is None:
-        p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    else:
-        p = p + tl.minimum(i, bias.rows // 16 - 1).to(tl.int64) * bias.strides[2]
-        p = p + tl.minimum(j, bias.columns // 16 - 1).to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
+    p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
+    rows = tl.minimum(w.n_q, bias.rows // 16)
+    columns = tl.minimum(w.n_k, bias.columns // 16)
+    return tl.load(p, mask=(i < rows) & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from .. import mods
 from ..launch import Launch, gpu_for, on
 from ..shapes import problem, row_view
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
-from ..tile import LOG2E, Bias
+from ..tile import FAR, LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
 from .options import options_of, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
@@ -75,7 +75,7 @@ class Sums:
         batch, heads, n_q, n_k = bias.shape
         if n_q > 1 and n_k > 1:
             total = bias.new_empty(bias.shape)
-            self._tiles(Bias(total, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
+            self._tiles(Bias(total, FAR, FAR, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
             return total
         axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
         total = bias.new_zeros(bias.shape, dtype=torch.float32)
@@ -145,7 +145,7 @@ class Sums:
             strip = total.new_zeros((*lines, height * width), dtype=torch.float32)
             strides = (*strip.stride()[:2], *((width + 1, -1) if diagonal else (width, 1)))
             at = strip.view(-1)[n_k - 1 :] if diagonal else strip
-            self._tiles(Bias(at, strides), start, height, n_k, per_batch, "h" in deps, site)
+            self._tiles(Bias(at, FAR, FAR, strides), start, height, n_k, per_batch, "h" in deps, site)
             strip = strip.view(*lines, height, width)
             if diagonal:
                 strip = strip.sum(2, keepdim=True)
