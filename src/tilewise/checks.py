@@ -104,6 +104,11 @@ def options_of(given: Options) -> Options:
     return options
 
 
+def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, options: Options) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`."""
+    return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -118,9 +123,7 @@ def packed(
 ) -> Request:  # fmt: skip
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, n in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
-            raise AttentionError(name, repr(n), "an int >= 0, or None")
+    check_longest(*longest)
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     request = _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
@@ -161,6 +164,13 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
     for mod in (mask, score):
         if mod is not None:
             _check_tables(mod, (None, None, *found))
+
+
+def check_longest(n_q: Any, n_k: Any) -> None:
+    """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
+    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
+        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
 def _request(
@@ -204,6 +214,8 @@ def _request(
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+        if cu_q is not None and score.tensors:
+            named |= {"max_q": sizes[2], "max_k": sizes[3]}
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
@@ -229,8 +241,9 @@ def _score(
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        if slopes.numel():  # else there is no pair to be moved
-            mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 
@@ -368,8 +381,10 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
             )
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's own attention: in the dtype that autocast says, if it is on."""
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    if layout != "bshd":
+        q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
     kind = q.device.type
@@ -378,8 +393,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(kind)
     if q.dtype == k.dtype == v.dtype == dtype:
         return q, k, v
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -30,11 +30,16 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
-        # without the lists the mask mod is asked of every tile; with them Triton cannot translate it for AMD
-        blocks=_blocks(request, tile, by_key) if tile and request.blocks and gpu.kind != "hip" else device.Blocks(),
+        blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
     )
+
+
+def lists_tiles(gpu: Gpu) -> bool:
+    """Whether the lists of a block mask are used: without them the mask mod is asked of every tile; with them Triton
+    cannot translate it for AMD."""
+    return gpu.kind != "hip"
 
 
 def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
@@ -53,7 +58,8 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
 
 def _bias(x: Tensor, packed: bool) -> device.Bias:
     strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return device.Bias(x, strides, *(n if packed and n > 1 else None for n in x.shape[2:]))
+    sizes = (16 * n if packed and n > 1 else device.FAR for n in x.shape[2:])
+    return device.Bias(x, *sizes, strides)
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR = 2**30  # beyond every sequence, in sixteenths too
 # How a kernel is compiled once for calls of all sizes: Triton would make other ones for a 1, or where 16 divides.
 ANY_SIZE = {
     "do_not_specialize": [
@@ -69,13 +70,14 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, one may be
-    longer than the bias has rows or columns (None where it broadcasts): past them nothing is added."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows`, `columns`: its sizes,
+    for packed sequences, any of which may be longer than the caller says; FAR where that cannot be. In sixteenths, and
+    never None beside a pointer: of a tuple with a None or a 1 in it Triton 3.6 may hand on the wrong ones."""
 
     ptr: tl.tensor = None
-    strides: tl.tuple = ()
     rows: tl.tensor = None
     columns: tl.tensor = None
+    strides: tl.tuple = ()
 
 
 class Blocks(NamedTuple):
@@ -432,16 +434,12 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias."""
-    n_q = w.n_q
-    n_k = w.n_k
-    if bias.rows is not None:
-        n_q = tl.minimum(n_q, bias.rows)
-    if bias.columns is not None:
-        n_k = tl.minimum(n_k, bias.columns)
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias: 0 there."""
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < n_q) & (j < n_k), other=0.0).to(tl.float32)
+    rows = tl.minimum(w.n_q, bias.rows // 16)
+    columns = tl.minimum(w.n_k, bias.columns // 16)
+    return tl.load(p, mask=(i < rows) & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
