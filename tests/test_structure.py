@@ -32,8 +32,10 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api merge mods spec costs"),
+    "tilewise": Rule("api cache merge mods spec costs"),
     "api": Rule("spec checks ops dispatch"),
+    "cache": Rule("cache checks dispatch mods spec torch_private"),
+    "cache.request": Rule("spec"),
     "checks": Rule("spec mods torch_private"),
     "ops": Rule("spec dispatch torch_private"),
     "dispatch": Rule("spec torch_private kernels.gpu kernels.hopper.limits kernels.portable.limits"),
@@ -42,6 +44,7 @@ RULES = {
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
+    "reference.kv": Rule("reference mods spec cache.request"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
     "kernels.tile": Rule("triton"),

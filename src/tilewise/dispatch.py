@@ -31,6 +31,7 @@ class Backend(NamedTuple):
     obstacle: Callable[[Request, Gpu | None], str | None]
     yields: Callable[[Request, Gpu | None], str | None]
     reason: str  # why `auto` takes it
+    cache: str = ""  # the module that serves KV caches: plan(request, ..), attend(request, ..), append(request)
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -42,8 +43,15 @@ def _never(request: Request, gpu: Gpu | None) -> None:
 
 BACKENDS = (  # in the order in which `auto` asks them
     Backend("hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU"),
-    Backend("triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels"),
-    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device"),
+    Backend(
+        "triton",
+        "tilewise.kernels.portable.launch",
+        portable.obstacle,
+        portable.yields,
+        "portable kernels",
+        "tilewise.kernels.portable.kv_launch",
+    ),
+    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device", "tilewise.reference.kv"),
 )
 NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
 
@@ -53,8 +61,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(request: Request, gpu: Gpu | None = None) -> Choice:
-    """The backend of a call; with `gpu`, of the same call on a GPU of that kind.
+def choose(request: Any, gpu: Gpu | None = None) -> Choice:
+    """The backend of a Request, or of a call with a KV cache; with `gpu`, of the same call on a GPU of that kind.
 
     >>> q = torch.zeros(1, 8, 2, 64)
     >>> from tilewise.spec import Spec
@@ -65,16 +73,17 @@ def choose(request: Request, gpu: Gpu | None = None) -> Choice:
     name = request.spec.backend
     if gpu is None:
         gpu = gpu_of(request.q.device)
+    able = BACKENDS if isinstance(request, Request) else [backend for backend in BACKENDS if backend.cache]
     if name == "auto":
         last = ""
-        for backend in BACKENDS:
+        for backend in able:
             missing = backend.obstacle(request, gpu) or backend.yields(request, gpu)
             if missing is None:
                 return Choice(backend, backend.reason + last)
             last = f"; {backend.name}: {missing}"
     for backend in BACKENDS:
         if backend.name == name:
-            missing = backend.obstacle(request, gpu)
+            missing = backend.obstacle(request, gpu) if backend in able else "a KV cache, which it does not serve"
             if missing is not None:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
             return Choice(backend, "asked for by name")
@@ -85,6 +94,12 @@ def choose(request: Request, gpu: Gpu | None = None) -> Choice:
 def named(name: str) -> Any:
     """The module of a backend."""
     return next(backend for backend in BACKENDS if backend.name == name).load()
+
+
+@cache
+def serving(name: str) -> Any:
+    """The module of a backend that serves KV caches."""
+    return import_module(next(backend.cache for backend in BACKENDS if backend.name == name))
 
 
 class Call:
