@@ -102,12 +102,18 @@ def inputs(case: KvCase, dtype: torch.dtype = torch.float32, device: str = "cpu"
                 table[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
                 table[b, len(row) + 1 :] = -1
             options["page_table"] = table.to(device)
-        place: Callable[[int, int], tuple[int, int]] = lambda b, j: (entries[b][j // case.page], j % case.page)
+
+        def place(b: int, j: int) -> tuple[int, int]:
+            return entries[b][j // case.page], j % case.page
+
     else:
         k, v = pool(case, batch + 2, max([*totals, 1]) + 5, dtype, device)
         order = torch.randperm(batch + 2, generator=g)[:batch]
         options["cache_rows"] = order.int().to(device)
-        place = lambda b, j: (int(order[b]), j)  # noqa: E731
+
+        def place(b: int, j: int) -> tuple[int, int]:
+            return int(order[b]), j
+
     starts = case.starts or (0,) * batch
     for b, length in enumerate(case.lengths):
         for j in range(starts[b], length):
@@ -164,12 +170,14 @@ def expected(
             seen &= (j <= at + window[1]) if window[1] is not None else seen
         if case.starts:
             seen &= j >= case.starts[b]
-        for i in range(n_q):
-            for key in range(n_k):
-                if hides is not None and hides(b, i, key):
-                    seen[i, key] = False
-                if tree is not None and key >= n_k - n_q and not tree[b][i][key - (n_k - n_q)]:
-                    seen[i, key] = False
+        if hides is not None:
+            seen &= ~torch.tensor(
+                [[hides(b, i, key) for key in range(n_k)] for i in range(n_q)], dtype=torch.bool
+            ).view(n_q, n_k).to(seen.device)
+        if tree is not None:
+            first = max(n_k - n_q, 0)
+            drafts = torch.tensor(tree[b], dtype=torch.bool, device=q.device)
+            seen[:, first:] &= drafts[:n_q, n_q - (n_k - first) : n_q]
         s = s.masked_fill(~seen, -torch.inf)
         column = s.new_full((case.heads, n_q, 1), -torch.inf)
         if sinks is not None:

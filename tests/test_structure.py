@@ -66,6 +66,8 @@ RULES = {
     "kernels.portable.repairs": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
+    "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
+    "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),

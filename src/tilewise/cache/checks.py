@@ -106,7 +106,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
 
 
 def append_request(
-    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, places: Places, q: Tensor | None, options: KvOptions
+    k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: Places, q: Tensor | None, options: KvOptions
 ) -> AppendRequest:
     """The new tokens of a call, whose `places` count them."""
     for name, x, cache in (("k_new", k_new, k), ("v_new", v_new, v)):
@@ -300,14 +300,14 @@ def _rotary(rotary: Any, k_new: Tensor, q: Tensor | None) -> Rotary:
         )
     tokens = k_new.shape[:-2].numel()
     queries = None if q is None else q.shape[:-2].numel()
-    for name, x, n in (("positions", positions, tokens), ("q_positions", q_positions, queries)):
-        if x is not None:
-            _integers(f"rotary {name}", x, k_new)
-            if x.numel() != n:
-                raise AttentionError(f"rotary {name}", tuple(x.shape), f"{n}, one for each token")
+    for name, at, n in (("positions", positions, tokens), ("q_positions", q_positions, queries)):
+        if at is not None:
+            _integers(f"rotary {name}", at, k_new)
+            if at.numel() != n:
+                raise AttentionError(f"rotary {name}", tuple(at.shape), f"{n}, one for each token")
     if positions is not None and q_positions is None and queries not in (None, tokens):
         raise AttentionError(
             "rotary q_positions", "none, with positions of other tokens", f"{queries}, one for each query"
         )
-    positions, q_positions = (None if x is None else x.flatten().contiguous() for x in (positions, q_positions))
-    return Rotary(cos.contiguous(), sin.contiguous(), bool(interleaved), positions, q_positions)
+    flat = [None if x is None else x.flatten().contiguous() for x in (positions, q_positions)]
+    return Rotary(cos.contiguous(), sin.contiguous(), bool(interleaved), *flat)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch import choose, serving
-from ..spec import Spec
+from ..dispatch import choose, serving, signature
+from ..spec import LIMIT, Spec
 from ..torch_private import is_watched
 from .request import (
     APPEND,
@@ -43,22 +43,55 @@ def _room_of(request: KvRequest) -> tuple[Tensor, Tensor]:
 
 
 def _plan_of(ledger: Tensor, request: KvRequest) -> None:
-    serving(choose(request).backend.name).plan(request, ledger)
+    call = _call_of(request, request.spec, request.split, request.most, request.places.new)
+    call.backend.plan(request, ledger, call.recordings)
 
 
 def _attend_of(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> None:
-    serving(choose(request).backend.name).attend(request, out, lse, ledger, room)
+    call = _call_of(request, request.spec, request.split, request.most, request.places.new)
+    call.backend.attend(request, out, lse, ledger, room, call.recordings)
 
 
 def _append_of(request: AppendRequest, backend: str) -> None:
-    serving(choose(Written(request, Spec(1.0, backend=backend))).backend.name).append(request)
+    written = Written(request.k_new, request.k, request.v, Spec(1.0, backend=backend), request)
+    interleaved = request.rotary is not None and request.rotary.interleaved
+    call = _call_of(written, backend, interleaved, request.places.new)
+    call.backend.append(request, call.recordings)
 
 
-class Written:
+class Written(NamedTuple):
     """An append as `choose` looks at calls."""
 
-    def __init__(self, request: AppendRequest, spec: Spec) -> None:
-        self.q, self.k, self.v, self.spec = request.k_new, request.k, request.v, spec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
+    request: AppendRequest
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.request.tensors()
+
+
+class Call(NamedTuple):
+    """How calls that look alike run: the backend's module and the launches it made."""
+
+    backend: Any
+    recordings: dict[Any, Any] | None
+
+
+_calls: dict[Any, Call] = {}
+
+
+def _call_of(request: Any, *more: Any) -> Call:
+    if not request.q.is_cuda:
+        return Call(serving(choose(request).backend.name), None)
+    key = (*more, *signature(*request.tensors()))
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= LIMIT:
+            _calls.clear()
+        call = _calls.setdefault(key, Call(serving(choose(request).backend.name), {}))
+    return call
 
 
 @torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")

@@ -59,7 +59,7 @@ class Places(NamedTuple):
 class KvRequest(NamedTuple):
     """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; as k and v the caches (C, S, Hk, D); and every term.
 
-    `tree` (tokens of q, drafts) says which of a sequence's last n_q keys each query sees. `split`: keys are summed by so
+    `tree` (tokens of q, drafts) says which of a sequence's last n_q keys each query sees. `split`: keys are summed so
     many at a time, whatever the batch; None: as keeps all processors busy. `most`: no sequence has more queries, or 0
     where nobody said.
     """
@@ -113,6 +113,11 @@ class AppendRequest(NamedTuple):
     q: Tensor | None = None
     cu_q: Tensor | None = None
     turned: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        cos, sin, _, positions, q_positions = self.rotary or Rotary(None, None)  # type: ignore[arg-type]
+        turn = cos, sin, positions, q_positions
+        return *self[:4], *self.places[:-1], self.slots, *turn, self.q, self.cu_q, self.turned
 
 
 PLACES = "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new"

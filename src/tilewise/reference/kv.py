@@ -5,7 +5,7 @@ The functions of a backend that serves caches: `plan`, `attend` and `append`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tilewise.mods.program import Mod, bound
 from tilewise.spec import Request
 
 
-def plan(request: KvRequest, ledger: Tensor) -> None:
+def plan(request: KvRequest, ledger: Tensor, _recordings: Any = None) -> None:
     """Nothing is planned: one sequence follows another."""
 
 
@@ -26,7 +26,7 @@ def room_for(request: KvRequest) -> tuple[int, int]:
     return 0, 0
 
 
-def attend(request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor) -> None:
+def attend(request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, _recordings: Any = None) -> None:
     call, places = request.call, request.places
     q = call.q if call.q.dim() == 3 else call.q.flatten(0, 1)
     cu_q = bounds_of(call.q, call.cu_q)
@@ -70,7 +70,7 @@ def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
     return found
 
 
-def append(request: AppendRequest) -> None:
+def append(request: AppendRequest, _recordings: Any = None) -> None:
     """Write the new keys and values, the keys turned; and turn the queries."""
     k, v, places, rotary = request.k, request.v, request.places, request.rotary
     new = Tokens.of(request.k_new, places.cu_new)

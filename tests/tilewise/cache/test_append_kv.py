@@ -38,7 +38,11 @@ def test_rotary(interleaved: bool, width: int, packed: bool, backend: str) -> No
     x = inputs(KvCase((20, 3, 5), queries=n, new=n, page=8, dim=16))
     cos, sin = angles(width)
     new, q = x.options["k_new"], x.q
-    at = [length + i for length, count in zip((20, 3, 5), (3, 1, 0) if packed else (2, 2, 2)) for i in range(count)]
+    at = [
+        length + i
+        for length, count in zip((20, 3, 5), (3, 1, 0) if packed else (2, 2, 2), strict=True)
+        for i in range(count)
+    ]
     positions = torch.tensor(at)
     k, v = x.k.clone(), x.v.clone()
     found = tilewise.append_kv(
@@ -51,7 +55,7 @@ def test_rotary(interleaved: bool, width: int, packed: bool, backend: str) -> No
     assert torch.allclose(found.double(), exact, atol=1e-6)
     keys = turned(new.flatten(0, -3), positions, cos, sin, interleaved)
     token = 0
-    for b, (length, count) in enumerate(zip((20, 3, 5), (3, 1, 0) if packed else (2, 2, 2))):
+    for b, (length, count) in enumerate(zip((20, 3, 5), (3, 1, 0) if packed else (2, 2, 2), strict=True)):
         for j in range(length, length + count):
             page = x.options["page_table"][b, j // 8].item()
             assert torch.allclose(k[page, j % 8].double(), keys[token], atol=1e-6)
