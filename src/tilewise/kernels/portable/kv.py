@@ -12,7 +12,7 @@ import triton.language as tl
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import Law, Work, dot, logsumexp, masked, softmax_step, unit_of, worth
 from .kv_combine import row_pointers, union, with_sink
-from .kv_plan import clamp, items_of, load_item, load_stretch
+from .kv_plan import clamp, items_of, load_item, load_stretch, work_of
 
 
 class Cache(NamedTuple):
@@ -156,17 +156,15 @@ def attend_kernel(
         gdc_launch_dependents()
         gdc_wait()
     me = tl.program_id(0)
-    table = items_of(ledger, programs, items)
-    here = load_stretch(ledger, me)
-    end = load_stretch(ledger, me + 1)
+    here = load_stretch(work_of(ledger, me))
+    it = load_item(work_of(ledger, me) + 4)
+    end = load_stretch(work_of(ledger, me + 1))
     item = here.item
     head = here.head
     block = here.unit
     entered = block
-    logs = room + tl.cast(programs, tl.int64) * slots * rows * PLAN.DV
     going = (item < end.item) | ((item == end.item) & ((head < end.head) | ((head == end.head) & (block < end.unit))))
     while going:
-        it = load_item(table, item)
         last = (item == end.item) & (head == end.head)
         stop = tl.where(last, end.unit, tl.maximum(it.units, 0))
         if SPLIT:
@@ -207,6 +205,7 @@ def attend_kernel(
             slot = tl.cast(me, tl.int64) * slots * rows
             if entered > 0:
                 slot += (1 + block - entered) * rows
+            logs = room + tl.cast(programs, tl.int64) * slots * rows * PLAN.DV
             o_part = room + slot * PLAN.DV + (r[:, None] * PLAN.DV + d)
             fits = (r < rows)[:, None] & (d < PLAN.DV)
             if SPLIT:
@@ -232,5 +231,7 @@ def attend_kernel(
             if (head == KV_HEADS) | (it.units < 0):
                 head = 0
                 item += 1
+                table = items_of(ledger, programs, items)
+                it = load_item(table + tl.minimum(item, items - 1).to(tl.int64) * 8)
             going = (item < end.item) | (head < end.head) | (end.unit > 0)
             going = going & (item < items)

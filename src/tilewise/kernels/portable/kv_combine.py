@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..overlap import gdc_wait
 from ..tile import LOG2E, Work, logsumexp
-from .kv_plan import items_of, load_item, load_stretch, tasks_of
+from .kv_plan import load_item, load_stretch, task_of, work_of
 
 
 @triton.jit
@@ -44,37 +44,24 @@ def with_sink(o, log, sinks, h, exists):
 
 
 @triton.jit
-def joined(room, logs, ledger, at, first, programs, slots, rows, r, d, DV: tl.constexpr, BLOCK_C: tl.constexpr):
+def joined(room, logs, first, last, slots, rows, r, d, DV: tl.constexpr, BLOCK_C: tl.constexpr):
     """(o, lse) of rows r over all parts of a row set: the prefix of the program before `first`, and what each program
-    from there on has in its second slot, as long as it goes on with the same. BLOCK_C parts at a time."""
+    from there to `last` has in its second slot. BLOCK_C parts at a time."""
     c = tl.arange(0, BLOCK_C)
-    parts = tl.full([], 0, tl.int32)
-    more = True
+    parts = last - first + 2
     top = tl.full([r.shape[0]], float("-inf"), tl.float32)
-    while more:
-        program = first - 1 + parts + c
-        mine = program < programs
-        p = ledger + 4 * program
-        same = (tl.load(p, mask=mine, other=-1) == at.item) & (tl.load(p + 1, mask=mine, other=-1) == at.head)
-        mine = (program < first) | (mine & same & (tl.load(p + 2, mask=mine, other=0) > 0))
-        slot = tl.cast(program, tl.int64) * slots + (program >= first).to(tl.int64)
-        x = logs + (slot * rows)[:, None] + r[None, :]
-        x = tl.load(x, mask=mine[:, None] & (r < rows)[None, :], other=float("-inf"))
+    for c0 in tl.range(0, parts, BLOCK_C):
+        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
+        x = tl.load(logs + parts_at(first - 1 + c0 + c, first, slots, rows, r), mask=held, other=float("-inf"))
         top = tl.maximum(top, tl.max(x, 0))
-        found = tl.sum(mine.to(tl.int32), 0)
-        parts += found
-        more = found == BLOCK_C
     pivot = tl.where(top == float("-inf"), 0.0, top)
     l = tl.full([r.shape[0]], 0.0, tl.float32)
     total = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
     for c0 in tl.range(0, parts, BLOCK_C):
-        program = first - 1 + c0 + c
-        mine = c0 + c < parts
-        slot = tl.cast(program, tl.int64) * slots + (program >= first).to(tl.int64)
-        at_row = (slot * rows)[:, None] + r[None, :]
-        held = mine[:, None] & (r < rows)[None, :]
-        weight = tl.exp2((tl.load(logs + at_row, mask=held, other=float("-inf")) - pivot[None, :]) * LOG2E)
-        part = room + (at_row * DV)[:, :, None] + d[None, None, :]
+        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
+        at = parts_at(first - 1 + c0 + c, first, slots, rows, r)
+        weight = tl.exp2((tl.load(logs + at, mask=held, other=float("-inf")) - pivot[None, :]) * LOG2E)
+        part = room + (at * DV)[:, :, None] + d[None, None, :]
         part = tl.load(part, mask=held[:, :, None] & (d < DV)[None, None, :], other=0.0)
         total += tl.sum(part * weight[:, :, None], 0)
         l += tl.sum(weight, 0)
@@ -82,25 +69,30 @@ def joined(room, logs, ledger, at, first, programs, slots, rows, r, d, DV: tl.co
     return total / tl.where(l == 0.0, 1.0, l)[:, None], log
 
 
-@triton.jit(do_not_specialize=["items", "programs", "slots", "rows", "batch"])
+@triton.jit
+def parts_at(program, first, slots, rows, r):
+    """Where the rows r of these programs' parts lie: a prefix in the first slot, what goes on with it in the second."""
+    slot = tl.cast(program, tl.int64) * slots + (program >= first).to(tl.int64)
+    return (slot * rows)[:, None] + r[None, :]
+
+
+@triton.jit(do_not_specialize=["programs", "slots", "rows", "batch"])
 def combine_kernel(
-    o, lse, room, ledger, sinks, items, programs, slots, rows, batch,
+    o, lse, room, ledger, sinks, programs, slots, rows, batch,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
     SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out and lse of the row sets that several programs share, BLOCK_R rows at a time."""
     if OVERLAP:
         gdc_wait()
-    tasks = tasks_of(ledger, programs)
-    table = items_of(ledger, programs, items)
-    count = tl.load(tasks).to(tl.int32)
+    count = tl.load(ledger).to(tl.int32)
     blocks = tl.cdiv(rows, BLOCK_R)
     logs = room + tl.cast(programs, tl.int64) * slots * rows * DV
     d = tl.arange(0, BLOCK_DV)
     for n in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
-        first = tl.load(tasks + 1 + n // blocks).to(tl.int32)  # the program that goes on with the row set
-        at = load_stretch(ledger, first)
-        it = load_item(table, at.item)
+        task = task_of(ledger, programs, n // blocks)
+        first, last, head = load_stretch(task)
+        it = load_item(task + 4)
         r = n % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
         if SPLIT:
             slot = tl.cast(first - 1, tl.int64) * slots
@@ -108,22 +100,23 @@ def combine_kernel(
             total = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
             log = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
             program = first
-            entered = at.unit
-            for unit in range(at.unit, it.units):
-                ahead = load_stretch(ledger, program + 1)
-                if (ahead.item == at.item) & (ahead.head == at.head) & (ahead.unit == unit):
-                    program += 1
-                    entered = unit
+            entered = tl.load(work_of(ledger, first) + 2).to(tl.int32)
+            begin = entered
+            for unit in range(begin, it.units):
+                if program < last:
+                    if tl.load(work_of(ledger, program + 1) + 2) == unit:
+                        program += 1
+                        entered = unit
                 slot = tl.cast(program, tl.int64) * slots + 1 + unit - entered
                 part = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
                 log_part = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
                 total, log = union(total, log, part, log_part)
         else:
-            total, log = joined(room, logs, ledger, at, first, programs, slots, rows, r, d, DV, BLOCK_C)
+            total, log = joined(room, logs, first, last, slots, rows, r, d, DV, BLOCK_C)
         i = (it.first + r) // GROUP
-        h = at.head * GROUP + (it.first + r) % GROUP
+        h = head * GROUP + (it.first + r) % GROUP
         exists = (i < it.n_q) & (r < rows)
-        w = Work(it.b, at.head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
+        w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
         total, log = with_sink(total, log, sinks, h, exists & (it.b < batch))
         o_rows = row_pointers(o, w, i, h)[:, None] + d[None, :] * o.strides[3]
         tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])

@@ -38,7 +38,7 @@ class Deal(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        return 4 * (self.programs + 1) + 1 + self.programs + self.items + 1 + 8 * self.items
+        return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
 
     def floats(self, dim_v: int) -> int:
         return self.programs * self.slots * self.rows * (dim_v + 1)
@@ -75,7 +75,7 @@ def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None =
     gpu = gpu_for(request.q)
     tensors = (ledger, *request.tensors())
     with on(ledger):
-        replay.launch("plan", tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
+        replay.launch(("plan", kv_tiles.asked()), tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
 
 
 def attend(
@@ -86,7 +86,12 @@ def attend(
         return
     gpu = gpu_for(request.q)
     tensors = (*request.tensors(), out, lse, ledger, room)
-    key = "attend", precision(request.q, gpu), *replay.layout_of((out, lse, ledger, room), request.tensors())
+    key = (
+        "attend",
+        kv_tiles.asked(),
+        precision(request.q, gpu),
+        *replay.layout_of((out, lse, ledger, room), request.tensors()),
+    )
     with on(out):
         replay.launch(key, tensors, lambda: attend_launches(request, out, lse, ledger, room, gpu), recordings)
 
@@ -165,8 +170,7 @@ def combine_launch(
     return Launch(
         combine_kernel,
         programs,
-        (view(out), row_view(lse), room, ledger, sinks, dealt.items, dealt.programs, dealt.slots, dealt.rows,
-         request.places.batch),
+        (view(out), row_view(lse), room, ledger, sinks, dealt.programs, dealt.slots, dealt.rows, request.places.batch),
         {
             "GROUP": q.shape[-2] // k.shape[-2], "DV": dv, "BLOCK_R": block_r, "BLOCK_C": parts, "BLOCK_DV": columns,
             "SPLIT": request.split is not None, "num_warps": 4, **overlapped(can_overlap(gpu)),

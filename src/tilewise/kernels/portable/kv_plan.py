@@ -5,10 +5,13 @@ keys that its rows see. Items, heads and units lie on one axis, and each program
 program has at most one row set that began before its stretch and one that ends after it: the workspace is constant.
 
 The ledger, of 64-bit numbers, for `programs` and `items`:
-    work    (programs + 1, 4)   where each stretch begins: item, head, unit
-    tasks   1 + programs        how many row sets are divided, and the first program that goes on with each
+    count   1                   row sets that are divided
+    work    (programs + 1, 12)  where each stretch begins: item, head, unit; and the `Item`
+    tasks   (programs, 12)      of each divided row set: the first program that goes on with it, the last; head; `Item`
     cum     items + 1           where each item begins on the axis
     items   (items, 8)          `Item`
+
+What a kernel needs first, it finds in one place: looks at memory one after another are what small batches wait for.
 """
 
 from typing import NamedTuple
@@ -34,21 +37,29 @@ class Item(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A place on the axis."""
+    """A place on the axis; of a task, the first program, the last, and the head."""
 
     item: tl.tensor
     head: tl.tensor
     unit: tl.tensor
 
 
+RECORD: tl.constexpr = tl.constexpr(12)
+
+
 @triton.jit
-def tasks_of(ledger, programs):
-    return ledger + 4 * (programs + 1)
+def work_of(ledger, program):
+    return ledger + 1 + RECORD * program
+
+
+@triton.jit
+def task_of(ledger, programs, n):
+    return work_of(ledger, programs + 1) + RECORD * n
 
 
 @triton.jit
 def cum_of(ledger, programs):
-    return tasks_of(ledger, programs) + 1 + programs
+    return task_of(ledger, programs, programs)
 
 
 @triton.jit
@@ -57,8 +68,7 @@ def items_of(ledger, programs, items):
 
 
 @triton.jit
-def load_item(table, n):
-    p = table + n.to(tl.int64) * 8
+def load_item(p):
     return Item(
         tl.load(p).to(tl.int32),
         tl.load(p + 1).to(tl.int32),
@@ -72,9 +82,8 @@ def load_item(table, n):
 
 
 @triton.jit
-def load_stretch(ledger, p):
-    at = ledger + 4 * p
-    return Stretch(tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32), tl.load(at + 2).to(tl.int32))
+def load_stretch(p):
+    return Stretch(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32), tl.load(p + 2).to(tl.int32))
 
 
 @triton.jit
@@ -189,15 +198,29 @@ def plan_kernel(
     head = tl.where(some, offset // per, 0)
     block = tl.where(some, tl.maximum(offset % per - COST, 0), 0)
     used = program <= programs
-    tl.store(ledger + 4 * program, item.to(tl.int64), mask=used)
-    tl.store(ledger + 4 * program + 1, head, mask=used)
-    tl.store(ledger + 4 * program + 2, block, mask=used)
+    work = work_of(ledger, program)
+    place = (item.to(tl.int64), head, block)
+    for n in tl.static_range(3):
+        tl.store(work + n, place[n], mask=used)
+    own = table + item.to(tl.int64) * 8
+    for n in tl.static_range(8):
+        tl.store(work + 4 + n, tl.load(own + n, mask=some, other=-1), mask=used)
     tl.debug_barrier()
 
     goes_on = (block > 0) & (program > 0) & (program < programs)
-    earlier = ledger + 4 * tl.maximum(program - 1, 0)
-    same = (tl.load(earlier, mask=goes_on, other=-1) == item) & (tl.load(earlier + 1, mask=goes_on, other=-1) == head)
-    begins = goes_on & ~(same & (tl.load(earlier + 2, mask=goes_on, other=0) > 0))
-    tasks = tasks_of(ledger, programs)
-    tl.store(tasks, tl.sum(begins.to(tl.int64), 0))
-    tl.store(tasks + tl.cumsum(begins.to(tl.int32), 0), program.to(tl.int64), mask=begins)
+    begins = goes_on & ~continues(work_of(ledger, program - 1), item, head, goes_on)
+    ends = goes_on & ~continues(work_of(ledger, program + 1), item, head, goes_on & (program + 1 < programs))
+    tl.store(ledger, tl.sum(begins.to(tl.int64), 0))
+    task = task_of(ledger, programs, tl.cumsum(begins.to(tl.int32), 0) - 1)
+    tl.store(task, program.to(tl.int64), mask=begins)
+    tl.store(task + 1, program.to(tl.int64), mask=ends)
+    tl.store(task + 2, head, mask=begins)
+    for n in tl.static_range(8):
+        tl.store(task + 4 + n, tl.load(own + n, mask=begins, other=0), mask=begins)
+
+
+@triton.jit
+def continues(work, item, head, mask):
+    """Whether the stretch that begins there goes on with this row set."""
+    same = (tl.load(work, mask=mask, other=-1) == item) & (tl.load(work + 1, mask=mask, other=-1) == head)
+    return same & (tl.load(work + 2, mask=mask, other=0) > 0)

@@ -24,13 +24,18 @@ class KvTile(NamedTuple):
     registers: int = 0
 
 
+def asked() -> str | None:
+    """The tile that the environment names."""
+    return os.environ.get("TILEWISE_KV_TILE")
+
+
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int) -> KvTile:
     """Of at most so many rows (0: nobody knows).
 
     >>> tile(90, 2, 128, 4)
     KvTile(block_m=64, block_n=64, warps=4, stages=3, per=2, carry=1, registers=0)
     """
-    given = os.environ.get("TILEWISE_KV_TILE")
+    given = asked()
     if given:
         return KvTile(*map(int, given.split("x")))
     few = 0 < rows <= 16
