@@ -258,23 +258,23 @@ def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
-    """(tokens of q, drafts) of bools, made of whatever was given."""
+    """(tokens of q, words) of 64 bits each, made of whatever was given."""
     tokens = q.shape[:-2].numel()
-    if tensor("tree", tree).dtype == torch.int64:
+    if tensor("tree", tree).device != q.device and not q.is_meta:
+        raise AttentionError("device of tree", tree.device, f"q's {q.device}")
+    if tree.dtype == torch.int64:
         if tree.numel() != tokens:
             raise AttentionError("tree of bits", tuple(tree.shape), f"{tokens} int64, one for each query")
-        drafts = 64 if cu_q is not None else min(q.shape[1], 64)
         if cu_q is None and q.shape[1] > 64:
             raise AttentionError("tree of bits", f"{q.shape[1]} drafts", "at most 64, or bools (B, Sq, Sq)")
-        return (tree.reshape(-1, 1) >> torch.arange(drafts, device=tree.device)) & 1 != 0
+        return tree.reshape(tokens, 1).contiguous()
     if tree.dtype != torch.bool:
         raise AttentionError("dtype of tree", tree.dtype, "torch.bool, or torch.int64 for bits")
     wanted = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
     if tree.dim() != len(wanted) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, wanted, strict=True)):
         raise AttentionError("shape of tree", tuple(tree.shape), str(wanted))
-    if tree.device != q.device and not q.is_meta:
-        raise AttentionError("device of tree", tree.device, f"q's {q.device}")
-    return tree.reshape(tokens, tree.shape[-1]).contiguous()
+    bits = torch.nn.functional.pad(tree.reshape(tokens, tree.shape[-1]).long(), (0, -tree.shape[-1] % 64))
+    return (bits.view(tokens, -1, 64) << torch.arange(64, device=tree.device)).sum(-1)
 
 
 def _split(split: Any) -> int | None:

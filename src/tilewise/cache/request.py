@@ -59,9 +59,9 @@ class Places(NamedTuple):
 class KvRequest(NamedTuple):
     """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; as k and v the caches (C, S, Hk, D); and every term.
 
-    `tree` (tokens of q, drafts) says which of a sequence's last n_q keys each query sees. `split`: keys are summed so
-    many at a time, whatever the batch; None: as keeps all processors busy. `most`: no sequence has more queries, or 0
-    where nobody said.
+    `tree` (tokens of q, words), of int64, has a bit for each of a sequence's last n_q keys that a query sees. `split`:
+    keys are summed so many at a time, whatever the batch; None: as keeps all processors busy. `most`: no sequence has
+    more queries, or 0 where nobody said.
     """
 
     call: Request

@@ -66,7 +66,8 @@ def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
     if starts is not None and starts.numel():
         found.append(since_start(starts))
     if tree is not None and tree.numel() and cu_q.shape[0] > 1:
-        found.append(on_branch(tree, cu_q[:-1]))
+        bits = (tree[..., None] >> torch.arange(64, device=tree.device)) & 1
+        found.append(on_branch(bits.flatten(1) != 0, cu_q[:-1]))
     return found
 
 

@@ -15,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def _peers(folder: Path, device: torch.device) -> dict[str, Any]:
         print(f"no peers: {folder / 'serving.py'} is not there (--serving)", file=sys.stderr)
         return {}
     sys.path.insert(0, str(folder.resolve()))
-    import serving  # type: ignore[import-not-found]
+    serving = import_module("serving")
 
     def fa3(case: KvCase, x: KvInputs, shared: dict[str, Any]) -> Work:
         timing = {name: shared[name] for name in ("cu_q", "max_q", "max_k", "window")}

@@ -122,6 +122,14 @@ def test_a_tree_of_drafts(form: str, backend: str) -> None:
     compare(call(x, backend, tree=tree, window=(4, 0)), x, tree=TREE, window=(4, 0))
 
 
+def test_a_tree_of_many_drafts(backend: str) -> None:
+    """More than fit into one word."""
+    torch.manual_seed(0)
+    tree = torch.tril(torch.rand(1, 70, 70) < 0.5) | torch.eye(70, dtype=torch.bool)
+    x = inputs(KvCase((7,), queries=70, new=70, dim=16, heads=1, kv_heads=1))
+    compare(call(x, backend, tree=tree), x, tree=tree.tolist())
+
+
 def test_pages_may_be_shared(backend: str) -> None:
     x = inputs(KvCase((30, 30), page=8, dim=16))
     table = x.options["page_table"]

@@ -76,11 +76,26 @@ def load_keys(x, page, h, at, lo, hi, D: tl.constexpr, BLOCK_D: tl.constexpr, PA
 
 
 @triton.jit
+def on_branch(tree, words, w, i, draft, first, N: tl.constexpr):
+    """Which of the N keys from draft number `first` on the queries i see: those before all drafts, and those whose bits
+    are set in their 64-bit words."""
+    seen = draft < 0
+    word = tl.maximum(first, 0) // 64
+    for n in tl.static_range((N + 63) // 64 + 1):
+        at = tree + tl.cast(w.r0, tl.int64) * words + (i * words + word + n)
+        bits = tl.load(at, mask=(i < w.n_q) & (word + n < words), other=0)
+        place = draft - (word + n) * 64
+        inside = (place >= 0) & (place < 64)
+        seen |= inside & (((bits >> tl.where(inside, place, 0).to(tl.int64)) & 1) != 0)
+    return seen
+
+
+@triton.jit
 def stream(
-    q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, drafts, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
+    q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
     CARRY: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h). `tree` has so many `drafts` for each
+    """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h). `tree` has so many `words` for each
     query, those of this sequence from its row w.r0 on."""
     N: tl.constexpr = PLAN.BLOCK_N
     offset = w.n_k - w.n_q
@@ -116,10 +131,7 @@ def stream(
             s = tl.where(j >= start, s, float("-inf"))
         if tree is not None:
             if at + N > offset:
-                draft = j - offset
-                known = (draft >= 0) & (draft < drafts) & (i2 < w.n_q)
-                on_branch = tl.load(tree + (w.r0 + i2).to(tl.int64) * drafts + draft, mask=known, other=0) != 0
-                s = tl.where((draft < 0) | on_branch, s, float("-inf"))
+                s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
         p, alpha, m, l = softmax_step(m, l, s, unit, PLAN.BOUNDED)
         v_tile = load_keys(cache.v, page, w.h, at, least, hi, PLAN.DV, PLAN.BLOCK_DV, PAGE, N)
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], None, PLAN)
@@ -146,7 +158,7 @@ def stream(
 )
 def attend_kernel(
     q, cache, o, lse, room, ledger, tree, before, after, scale, items, programs, unit, slots, rows, stride, count,
-    batch, n_q, drafts, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr, PAGE: tl.constexpr,
+    batch, n_q, words, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr, PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: every unit of keys is summed by itself, and a row set's units are joined in their order, whoever has them:
@@ -188,10 +200,10 @@ def attend_kernel(
             lo = tl.maximum((it.unit + block) * unit, least // PLAN.BLOCK_N * PLAN.BLOCK_N)
             hi = tl.minimum(hi, (it.unit + stop) * unit)
             pages = pages_of(cache, tl.minimum(it.b, batch - 1), stride, count)
-            law = Law(before, after, scale, terms, SCORE_MOD, MASK_MOD)
             acc, m, l = stream(
-                q_tile, cache, pages, w, i, h, it.start, lo, hi, law, tree, drafts, count, PLAN, PAGE, CARRY
-            )
+                q_tile, cache, pages, w, i, h, it.start, lo, hi,
+                Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
+            )  # fmt: skip
             o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
             log = logsumexp(m, l)
             late = tl.multiple_of(
