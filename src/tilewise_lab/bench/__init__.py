@@ -39,7 +39,10 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--fa3", type=Path, metavar="DIR", help="FlashAttention-3 with its fa3.py (or TILEWISE_FA3)")
     parser.add_argument("--groups", nargs="+", help="kv: groups of cases (large, medium, small, ragged, ...)")
     parser.add_argument(
-        "--tiles", nargs="+", metavar="MxNxWARPSxSTAGESxPER", help="kv: tiles to measure beside each other"
+        "--tiles",
+        nargs="+",
+        metavar="MxNxWARPSxSTAGESxPER",
+        help="kv: tiles to measure beside each other; `table` for our own",
     )
     parser.add_argument(
         "--serving", type=Path, metavar="DIR", help="kv: peers with their serving.py (TILEWISE_SERVING)"

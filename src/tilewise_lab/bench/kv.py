@@ -40,7 +40,7 @@ def run(options: Namespace) -> int:
     for name in groups:
         if name not in GROUPS and name not in OTHERS:
             raise AttentionError("group", name, f"of: {', '.join((*GROUPS, *OTHERS))}")
-    tiles = options.tiles or [os.environ.get(TILE, "")]
+    tiles = ["" if tile == "table" else tile for tile in options.tiles or [os.environ.get(TILE, "table")]]
     found: dict[str, Any] = {"machine": machine.facts(device), "cells": []}
     print(f"{'case':30}{'who':>20}{'us':>9}{'GB/s':>7}{'TF/s':>6}{'x':>6}", flush=True)
     for cell in _cells(groups, tiles, peers, device, options):
