@@ -32,8 +32,10 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api merge mods spec costs"),
+    "tilewise": Rule("api cache merge mods spec costs"),
     "api": Rule("spec checks ops dispatch"),
+    "cache": Rule("cache checks dispatch mods spec torch_private"),
+    "cache.request": Rule("spec"),
     "checks": Rule("spec mods torch_private"),
     "ops": Rule("spec dispatch torch_private"),
     "dispatch": Rule(
@@ -45,6 +47,7 @@ RULES = {
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
+    "reference.kv": Rule("reference mods spec cache.request"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
     "kernels.profile": Rule(),
@@ -68,6 +71,8 @@ RULES = {
     "kernels.portable.repairs": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
+    "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
+    "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
