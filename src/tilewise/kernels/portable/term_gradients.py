@@ -16,7 +16,7 @@ from ...mods.expr import B, Expr, H, I, J, Place, const, load, only_distance, sc
 from ...spec import Request, Upstream
 from .. import mods
 from ..launch import Launch, gpu_for, on
-from ..shapes import problem, row_view
+from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
 from ..tile import FAR, LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
@@ -57,7 +57,7 @@ class Sums:
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
         self.gpu = gpu_for(request.q)
-        prepare, self.saved = prepare_launch(request, upstream, row_statistics(request))
+        prepare, self.saved = prepare_launch(request, lined(upstream), row_statistics(request))
         lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
@@ -99,7 +99,7 @@ class Sums:
             line_sums_kernel,
             size.programs(n, size.heads, block),
             (
-                self.saved, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
                 spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
             ),
             self._options(site) | {"KEYS": by_key},
@@ -125,8 +125,8 @@ class Sums:
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
         n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
-        if size.packed:
-            n_q, n_k = (n if m is None else min(n, m) for n, m in ((n_q, self.spec.max_q), (n_k, self.spec.max_k)))
+        if self.spec.longest is not None:
+            n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}))
