@@ -224,8 +224,8 @@ def sized(
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
-        if cu_q is not None and score.tensors:
-            named |= {"max_q": sizes[2], "max_k": sizes[3]}
+        if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
+            named["longest"] = max(sizes[2], sizes[3])
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
