@@ -102,7 +102,10 @@ def test_rotary(interleaved: bool) -> None:
         new, v_new = given.pop("k_new"), given.pop("v_new")
         k, v = cpu.k.to(device), cpu.v.to(device)
         rotary = tilewise.Rotary(cos.to(device), sin.to(device), interleaved)
-        q = tilewise.append_kv(new, v_new, k, v, cpu.lengths.to(device), q=cpu.q.to(device), rotary=rotary, **given)
+        q = tilewise.append_kv(
+            new, v_new, k, v, cpu.lengths.to(device), q=cpu.q.to(device), rotary=rotary, **given,
+            backend="triton" if device == "cuda" else "reference",
+        )  # fmt: skip
         assert q is not None
         found.append([x.cpu().nan_to_num(9.0) for x in (q, k, v)])
     for a, b in zip(*found, strict=True):
@@ -121,7 +124,7 @@ def test_the_same_bits(split: int | None) -> None:
 @pytest.mark.parametrize("window", [None, (300, 0)])
 def test_bits_that_no_batch_changes(window: Any) -> None:
     x = inputs(KvCase(LENGTHS, dim=128, heads=8, queries=(1,) * 6), torch.bfloat16, "cuda")
-    options: Any = {"split": 512, "window": window, "sinks": torch.randn(8, device="cuda")}
+    options: Any = {"split": 512, "window": window, "sinks": torch.randn(8, device="cuda"), "backend": "triton"}
     batch = call(x, **options)
     table = x.options["page_table"]
     for b, count in ((0, 1), (3, 200), (5, 1), (5, 400)):
@@ -143,7 +146,7 @@ def test_one_graph_serves_all_lengths() -> None:
     q, new_k, new_v = (torch.zeros(batch, 1, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
     lengths = torch.zeros(batch, dtype=torch.int32, device="cuda")
     table = torch.zeros(batch, width, dtype=torch.int32, device="cuda")
-    options: Any = {"page_table": table, "k_new": new_k, "v_new": new_v}
+    options: Any = {"page_table": table, "k_new": new_k, "v_new": new_v, "backend": "triton"}
 
     def step() -> tuple[Tensor, Tensor]:
         plan = tilewise.plan_kv(q, k, v, lengths, **options)
@@ -203,7 +206,8 @@ def test_offsets_beyond_32_bits() -> None:
     table = x.options["page_table"]
     known = (table >= 0) & (table < x.k.shape[0])
     moved = torch.where(known, pages - 1 - table, table)
-    found = tilewise.attention_kv(x.q, k, v, x.lengths, **(x.options | {"page_table": moved}), return_lse=True)
+    options = x.options | {"page_table": moved, "backend": "triton"}
+    found = tilewise.attention_kv(x.q, k, v, x.lengths, **options, return_lse=True)
     compare(found, x)
 
 
@@ -211,7 +215,7 @@ def test_compiled() -> None:
     x, y = (inputs(KvCase((200, 33), new=1, dim=64), torch.bfloat16, "cuda") for _ in range(2))
 
     def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor, new: Tensor) -> Tensor:
-        return tilewise.attention_kv(q, k, v, lengths, page_table=table, k_new=new, v_new=new) * 2
+        return tilewise.attention_kv(q, k, v, lengths, page_table=table, k_new=new, v_new=new, backend="triton") * 2
 
     new = x.options["k_new"]
     compiled = torch.compile(step, fullgraph=True)
@@ -232,12 +236,12 @@ def test_time_grows_with_the_keys_alone() -> None:
         table = torch.randint(0, 6500, (64, 4096), dtype=torch.int32, device="cuda")
         q = torch.randn(64, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
         n = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
-        plan = tilewise.plan_kv(q, k, v, n, page_table=table)
+        plan = tilewise.plan_kv(q, k, v, n, page_table=table, backend="triton")
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for repeat in range(12):
             if repeat == 2:
                 events[0].record()
-            tilewise.attention_kv(q, k, v, n, page_table=table, plan=plan)
+            tilewise.attention_kv(q, k, v, n, page_table=table, plan=plan, backend="triton")
         events[1].record()
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]))

@@ -156,11 +156,11 @@ def _plan(request: KvRequest, old: KvPlan | None = None) -> KvPlan:
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """What a plan depends on, beside what lives on the device."""
-    q, k, v, places = request.q, request.k, request.v, request.places
-    band = request.spec.before, request.spec.after
+    q, k, v, places, spec = request.q, request.k, request.v, request.places, request.spec
     return (
-        *q.shape, *k.shape[1:], v.shape[3], q.dtype, *band, request.split, request.most, request.call.cu_q is not None,
-        places.capacity(k), places.new, places.cu_new is not None, places.starts is not None,
+        *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device, spec.before, spec.after, spec.backend, request.split,
+        request.most, request.call.cu_q is not None, places.capacity(k), places.new, places.cu_new is not None,
+        places.starts is not None,
     )  # fmt: skip
 
 

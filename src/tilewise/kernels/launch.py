@@ -1,5 +1,6 @@
 """A launch of a kernel, and where it goes."""
 
+import os
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from ..torch_private import current_device
 from .gpu import INTERPRETER, Gpu, gpu_of
 
 INTERPRETED = triton.knobs.runtime.interpret
+NO_OVERLAP = os.environ.get("TILEWISE_NO_OVERLAP", "0") not in ("", "0")  # to tell a race from other faults
 
 
 class Launch(NamedTuple):
@@ -38,8 +40,9 @@ def runs_on_gpu(x: Tensor) -> bool:
 
 
 def can_overlap(gpu: Gpu) -> bool:
-    """Whether a kernel may start before the one ahead of it has ended."""
-    return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED
+    """Whether a kernel may start before the one ahead of it has ended; with TILEWISE_NO_OVERLAP=1 no portable one
+    does."""
+    return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED and not NO_OVERLAP
 
 
 def overlapped(overlap: bool) -> dict[str, bool]:

@@ -185,6 +185,7 @@ def _ours(case: KvCase, x: KvInputs, tile: str) -> Work:
     options: dict[str, Any] = {
         "page_table": x.table, "cu_seqlens_q": None if regular else x.cu_q, "tree": x.tree, "sinks": x.sinks,
         "window": None if case.window is None else (case.window, 0), "split": case.split, "max_seqlen_q": x.most,
+        "backend": _backend(q.device),
     }  # fmt: skip
     with torch.no_grad():
         plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, **options)
@@ -198,6 +199,11 @@ def _ours(case: KvCase, x: KvInputs, tile: str) -> Work:
         return out.flatten(0, -3)
 
     return work
+
+
+def _backend(device: torch.device) -> str:
+    """The kernels, which `auto` may not choose yet."""
+    return "triton" if device.type == "cuda" else "auto"
 
 
 def _dense(case: KvCase, x: KvInputs) -> Work:
@@ -234,15 +240,16 @@ def _host(device: torch.device, dtype: torch.dtype, options: Namespace) -> Itera
     x = inputs(case, device, dtype)
     q = x.q.unflatten(0, (8, 1))
     new = torch.randn(8, 1, case.kv_heads, case.dim, device=device).to(dtype)
-    given = {"page_table": x.table, "k_new": new, "v_new": new}
+    seen: dict[str, Any] = {"page_table": x.table, "backend": _backend(device)}
+    given = seen | {"k_new": new, "v_new": new}
     before = x.lengths - 1
     with torch.no_grad():
-        plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, page_table=x.table)
+        plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, **seen)
         planned = tilewise.plan_kv(q, x.k, x.v, before, **given)
         works: dict[str, Work] = {
-            "attend": lambda: tilewise.attention_kv(q, x.k, x.v, x.lengths, page_table=x.table, plan=plan),
+            "attend": lambda: tilewise.attention_kv(q, x.k, x.v, x.lengths, **seen, plan=plan),
             "append": lambda: tilewise.attention_kv(q, x.k, x.v, before, plan=planned, **given),
-            "plan": lambda: tilewise.plan_kv(q, x.k, x.v, x.lengths, page_table=x.table, plan=plan),
+            "plan": lambda: tilewise.plan_kv(q, x.k, x.v, x.lengths, **seen, plan=plan),
         }
         for name, clock in (("host", HostClock(device)), ("graph", clock_for(device))):
             timed = {
@@ -266,8 +273,9 @@ def _append(device: torch.device, dtype: torch.dtype, options: Namespace) -> Ite
         cos = torch.rand(each + 16, 64, device=device)
         rotary = tilewise.Rotary(cos, cos)
         room = torch.empty_like(new_k)
+        given: dict[str, Any] = {"page_table": table, "rotary": rotary, "backend": _backend(device)}
         works: dict[str, Work] = {
-            "append": lambda: tilewise.append_kv(new_k, new_v, k, v, lengths, page_table=table, rotary=rotary),  # noqa: B023
+            "append": lambda: tilewise.append_kv(new_k, new_v, k, v, lengths, **given),  # noqa: B023
             "copy": lambda: (room.copy_(new_k), room.copy_(new_v)),  # noqa: B023
         }
         moved = 4 * new_k.numel() * new_k.element_size()

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 import tilewise
+from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
+from tilewise import dispatch
+from tilewise.cache import checks
+from tilewise.kernels.gpu import Gpu
+from tilewise.kernels.portable import limits
 
 I32 = torch.int32
 
@@ -123,3 +128,43 @@ def test_one_graph_with_the_writes_declared() -> None:
     b = step(y.q, y.k, y.v, y.lengths, y.options["page_table"], new)
     assert torch.equal(a, b)
     assert torch.equal(x.k.nan_to_num(), y.k.nan_to_num())
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_a_plan_of_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers would be looked for where others lie."""
+    if not INTERPRETED:
+        pytest.skip("tiles of the interpreter")
+    from tilewise.kernels.portable import kv_tiles
+
+    x = inputs(KvCase((20, 3), dim=16))
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton")
+    monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", 7)
+    with pytest.raises(tilewise.AttentionError, match="sizes of the plan"):
+        tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton", plan=plan)
+    with pytest.raises(tilewise.AttentionError, match="sizes of the plan"):
+        tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton", plan=plan)
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_a_plan_of_another_backend() -> None:
+    x = inputs(KvCase((20, 3), dim=16))
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="reference")
+    with pytest.raises(tilewise.AttentionError, match="plan: found one of"):
+        tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton", plan=plan)
+
+
+@pytest.mark.parametrize("gpu", [Gpu("cuda", 90), Gpu("cuda", 80), Gpu("hip", "gfx942")], ids=str)
+def test_kernels_that_never_ran_clean_are_asked_for_by_name(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, lengths = torch.zeros(2, 1, 4, 16), torch.zeros(2, 32, 2, 16), torch.tensor([5, 20]).int()
+
+    def chosen(backend: str) -> dispatch.Choice:
+        return dispatch.choose(
+            checks.attend_request(q, cache, cache, lengths, checks.kv_options({"backend": backend})), gpu
+        )
+
+    assert chosen("triton").backend.name == "triton"
+    assert chosen("auto").backend.name == "reference"
+    assert "have not run clean on a GPU" in chosen("auto").reason
+    monkeypatch.setattr(limits, "CACHES_RAN", True)
+    assert chosen("auto").backend.name == "triton"

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
+from ...spec import AttentionError
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
@@ -70,6 +71,15 @@ def deal(request: KvRequest, gpu: Gpu) -> Deal:
     return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows)
 
 
+def checked(dealt: Deal, dim_v: int, ledger: Tensor, room: Tensor | None = None) -> Deal:
+    """A plan made under another TILEWISE_KV_TILE has other sizes, and the memory behind it belongs to somebody."""
+    found = [ledger.numel()] if room is None else [ledger.numel(), room.numel()]
+    wanted = [dealt.numbers, dealt.floats(dim_v)][: len(found)]
+    if found != wanted:
+        raise AttentionError("sizes of the plan", found, f"{wanted}: plan_kv under the same TILEWISE_KV_TILE")
+    return dealt
+
+
 def room_for(request: KvRequest) -> tuple[int, int]:
     """Numbers of the plan, and floats of the workspace."""
     dealt = deal(request, gpu_for(request.q))
@@ -80,8 +90,9 @@ def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None =
     """`recordings`, here and below, remembers the launches of calls that look alike."""
     gpu = gpu_for(request.q)
     tensors = (ledger, *request.tensors())
+    key = "plan", kv_tiles.asked(), ledger.numel()
     with on(ledger):
-        replay.launch(("plan", kv_tiles.asked()), tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
+        replay.launch(key, tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
 
 
 def attend(
@@ -96,6 +107,8 @@ def attend(
         "attend",
         kv_tiles.asked(),
         precision(request.q, gpu),
+        ledger.numel(),
+        room.numel(),
         *replay.layout_of((out, lse, ledger, room), request.tensors()),
     )
     with on(out):
@@ -110,7 +123,7 @@ def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> 
 
 def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
     q, k, places = request.q, request.k, request.places
-    dealt = deal(request, gpu)
+    dealt = checked(deal(request, gpu), request.v.shape[-1], ledger)
     items = max(dealt.items, 1)
     return Launch(
         plan_kernel,
@@ -133,9 +146,9 @@ def attend_launches(
 ) -> list[Launch]:
     call, places, spec = request.call, request.places, request.spec
     q, k, v = call[:3]
-    dealt = deal(request, gpu)
-    tile, table = dealt.tile, places.table
     group, dv = q.shape[-2] // k.shape[-2], v.shape[-1]
+    dealt = checked(deal(request, gpu), dv, ledger, room)
+    tile, table = dealt.tile, places.table
     scoring, scale, _ = folded(call, gpu, slope=False)
     terms = device_terms(call, gpu)
     overlap = can_overlap(gpu)
