@@ -211,6 +211,21 @@ def test_offsets_beyond_32_bits() -> None:
     compare(found, x)
 
 
+def test_dims_beyond_32_bits() -> None:
+    """Queries, results, new tokens and caches whose dims lie so far apart."""
+    step, dim = 2**25 + 8, 128  # 2^32 elements from the first dim to the last
+    pool = torch.empty(dim * step, dtype=torch.bfloat16, device="cuda")
+
+    def far(x: Tensor, at: int) -> Tensor:
+        strides = (x.shape[1] * x.shape[2], x.shape[2], 1, step)
+        return torch.as_strided(pool, x.shape, strides, at).copy_(x)
+
+    x = inputs(KvCase((300, 33), new=1, dim=dim, page=16), torch.bfloat16, "cuda")
+    options = x.options | {"k_new": far(x.options["k_new"], 0), "v_new": far(x.options["v_new"], 2**16)}
+    q, out, k, v = far(x.q, 2**17), far(x.q, 2**18), far(x.k, 2**19), far(x.v, 2**20)
+    compare(tilewise.attention_kv(q, k, v, x.lengths, **options, out=out, return_lse=True, backend="triton"), x)
+
+
 def test_compiled() -> None:
     x, y = (inputs(KvCase((200, 33), new=1, dim=64), torch.bfloat16, "cuda") for _ in range(2))
 

@@ -10,11 +10,11 @@ from tests.conftest import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches Triton's interpreter")
 
 
-def copy(x: torch.Tensor, out: torch.Tensor, n: int, far: int = 4) -> None:
+def copy(x: torch.Tensor, out: torch.Tensor, n: int, far: int = 4, races: bool = True) -> None:
     from tests.tilewise.kernels.probes import copy_probe
     from tilewise_lab import guard
 
-    with guard.watched():
+    with guard.watched(races):
         copy_probe[(2,)](x, out, n, far, N=4)
 
 
@@ -45,6 +45,7 @@ def test_a_view_ends_where_its_last_place_does() -> None:
 def test_two_programs_write_one_place() -> None:
     with pytest.raises(Exception, match="programs 0 and 1 write one place of out"):
         copy(torch.zeros(8), torch.zeros(8), 8, far=3)
+    copy(torch.zeros(8), torch.zeros(8), 8, far=3, races=False)
 
 
 def test_a_program_reads_what_another_writes() -> None:

@@ -13,20 +13,20 @@ import torch
 from tests.conftest import INTERPRETED
 
 
-def watch() -> Any:
+def watch(races: bool) -> Any:
     if not INTERPRETED:
         return nullcontext()
     from tilewise_lab import guard
 
-    return guard.watched()
+    return guard.watched(races)
 
 
 @pytest.fixture(autouse=True)
-def watched() -> Iterator[None]:
+def watched(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
-        with watch():
+        with watch(races=request.node.get_closest_marker("meets") is None):
             yield
     finally:
         torch.use_deterministic_algorithms(before)

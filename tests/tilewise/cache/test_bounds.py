@@ -59,6 +59,18 @@ def test_more_programs_than_work(lengths: tuple[int, ...], carry: int, monkeypat
     check(monkeypatch, case.but(queries=(1,) * len(lengths), csr=True), (16, 64, 4, 3, 3, carry, 0), 40)
 
 
+@pytest.mark.parametrize("page", [0, 3, 16])
+def test_offsets_of_64_bits(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for tensors whose dims or tokens lie far apart."""
+    from tilewise.kernels.portable import kv_launch
+
+    view = kv_launch.view
+    monkeypatch.setattr(kv_launch, "view", lambda x: view(x)._replace(wide=1))
+    case = KvCase((20, 3, 40), queries=2, new=2, heads=4, kv_heads=2, dim=20, page=page)
+    rotary = tilewise.Rotary(torch.ones(64, 4), torch.zeros(64, 4))  # turns nothing
+    check(monkeypatch, case.but(options={"rotary": rotary}), (16, 16, 4, 1, 1), 5)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_anything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     anything(seed, monkeypatch)

@@ -106,12 +106,38 @@ def test_contents_are_checked_when_asked(case: KvCase, change: Any, words: str) 
         tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options)
 
 
-def test_garbage_is_clamped(backend: str) -> None:
-    """Lengths beyond the cache and pages that do not exist: wrong numbers, but no crash."""
-    x = inputs(KvCase((5, 9), page=8, dim=16))
-    x.lengths.fill_(10**9)
-    x.options["page_table"].fill_(10**9)
-    tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend=backend)
+@pytest.mark.meets
+@pytest.mark.parametrize("name", ["lengths", "table", "indptr", "starts", "cu_q", "cu_new", "cache_rows", "slots"])
+@pytest.mark.parametrize("garbage", [10**9, -(10**9), 2**31 - 1, -(2**31), 4, -3, None], ids=str)
+def test_garbage_is_clamped(name: str, garbage: int | None, backend: str) -> None:
+    """Lengths beyond the cache, pages that do not exist, offsets that run backwards: wrong numbers, but no crash."""
+    x = inputs(
+        KvCase(
+            (5, 9, 17), page=0 if name == "cache_rows" else 8, dim=16, csr=name == "indptr", starts=(1, 0, 3),
+            queries=(1, 3, 2) if name in ("cu_q", "cu_new") else 2, new=(1, 3, 2) if name == "cu_new" else 2,
+        )
+    )  # fmt: skip
+    if name == "cu_q":
+        x.options["k_new"] = x.options["v_new"] = torch.zeros(3, 2, 2, 16)
+    table = x.options.get("page_table")
+    victims = {
+        "lengths": x.lengths, "table": table, "indptr": table[0] if isinstance(table, tuple) else None,
+        "starts": x.options["starts"], "cu_q": x.options.get("cu_seqlens_q"),
+        "cu_new": x.options.get("cu_seqlens_new"), "cache_rows": x.options.get("cache_rows"),
+        "slots": torch.zeros(6, dtype=torch.int64),
+    }  # fmt: skip
+    victim = victims[name]
+    assert isinstance(victim, torch.Tensor)
+    if garbage is None:
+        victim.copy_(torch.tensor([10**9, -5, 3, 2, 10**9, 1])[torch.arange(victim.numel()) % 6].view(victim.shape))
+    else:
+        victim.fill_(garbage)
+    if name == "slots":
+        x.options["slots"] = victim
+    rotary = tilewise.Rotary(torch.ones(32, 4), torch.ones(32, 4))
+    if backend == "reference" and name in ("cu_q", "cu_new", "indptr"):
+        pytest.skip("torch raises for offsets that run backwards")
+    tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, rotary=rotary, backend=backend)
 
 
 def test_one_graph_with_the_writes_declared() -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import Law, Work, dot, logsumexp, masked, softmax_step, unit_of, worth
-from .kv_combine import row_pointers, union, with_sink
+from .kv_combine import columns, row_pointers, union, with_sink
 from .kv_plan import clamp, items_of, load_item, load_stretch, work_of
 
 
@@ -153,7 +153,6 @@ def stream(
         "count",
         "batch",
         "n_q",
-        "drafts",
     ]
 )
 def attend_kernel(
@@ -188,7 +187,7 @@ def attend_kernel(
             i = (it.first + r) // PLAN.GROUP
             h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
             exists = i < it.n_q
-            q_rows = row_pointers(q, w, i, h)[:, None] + dq * q.strides[3]
+            q_rows = row_pointers(q, w, i, h)[:, None] + columns(q, dq)
             q_tile = tl.load(q_rows, mask=exists[:, None] & (dq < PLAN.D), other=0.0)
             hi = it.n_k
             if after is not None:
@@ -227,7 +226,7 @@ def attend_kernel(
                     o_tile, log = union(o_old, log_old, o_tile, log)
             if (entered == 0) & (stop == tl.maximum(it.units, 0)):
                 o_tile, log = with_sink(o_tile, log, terms.sinks, h, exists & (it.b < batch))
-                o_rows = row_pointers(o, w, i, h)[:, None] + d * o.strides[3]
+                o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d)
                 tl.store(o_rows, o_tile.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < PLAN.DV))
                 tl.store(row_pointers(lse, w, i, h), log, mask=exists)
             else:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
+from .kv_combine import columns
 from .kv_plan import clamp
 
 
@@ -26,6 +27,7 @@ class Token(NamedTuple):
 
     ptr: tl.tensor
     strides: tl.tuple
+    wide: tl.constexpr = None
 
 
 @triton.jit
@@ -47,7 +49,7 @@ def sequence_of(t, cu, each, batch, SEARCH: tl.constexpr):
 def turned(x, h, d, keep, position, turn, limit, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The heads h of the token at x: each pair of dims turned by the angle of its position."""
     p = x.ptr + h.to(tl.int64) * x.strides[2]
-    tile = tl.load(p + d * x.strides[3], mask=keep, other=0.0)
+    tile = tl.load(p + columns(x, d), mask=keep, other=0.0)
     if turn.cos is None:
         return tile
     else:
@@ -60,7 +62,7 @@ def turned(x, h, d, keep, position, turn, limit, HALF: tl.constexpr, INTERLEAVED
             pair = tl.where(first, d + HALF, d - HALF)
             angle = tl.where(first, d, d - HALF)
         turns = d < 2 * HALF
-        other = tl.load(p + pair * x.strides[3], mask=keep & turns, other=0.0).to(tl.float32)
+        other = tl.load(p + columns(x, pair), mask=keep & turns, other=0.0).to(tl.float32)
         at = clamp(position, 0, limit - 1).to(tl.int64) * HALF + angle
         cos = tl.load(turn.cos + at, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(turn.sin + at, mask=turns, other=0.0).to(tl.float32)
@@ -112,8 +114,8 @@ def append_kernel(
                 real = real & (place >= 0) & (entry < pages)
                 entries = table + b.to(tl.int64) * stride
             else:
-                start = tl.load(indptr + b, mask=real, other=0)
-                until = tl.minimum(tl.load(indptr + b + 1, mask=real, other=0), pages)
+                start = clamp(tl.load(indptr + b, mask=real, other=0), 0, pages)
+                until = clamp(tl.load(indptr + b + 1, mask=real, other=0), 0, pages)
                 real = real & (place >= 0) & (entry < until - start)
                 entries = table + start
             row = tl.load(entries + entry, mask=real, other=0).to(tl.int64)
@@ -128,16 +130,16 @@ def append_kernel(
             for first in range(0, KV_HEADS, BLOCK_H):
                 h = first + tl.arange(0, BLOCK_H)[:, None]
                 keep = (h < KV_HEADS) & (d < D)
-                x = Token(moved(k_new, own, token), k_new.strides)
+                x = Token(moved(k_new, own, token), k_new.strides, k_new.wide)
                 tile = turned(x, h, d, keep, position, turn, limit, HALF, INTERLEAVED)
                 p = k.ptr + row * k.strides[0] + place.to(tl.int64) * k.strides[1] + h.to(tl.int64) * k.strides[2]
-                tl.store(p + d * k.strides[3], tile.to(k.ptr.dtype.element_ty), mask=keep)
+                tl.store(p + columns(k, d), tile.to(k.ptr.dtype.element_ty), mask=keep)
                 dv = tl.arange(0, BLOCK_DV)[None, :]
                 keep = (h < KV_HEADS) & (dv < DV)
                 p = moved(v_new, own, token) + h.to(tl.int64) * v_new.strides[2]
-                tile = tl.load(p + dv * v_new.strides[3], mask=keep, other=0.0)
+                tile = tl.load(p + columns(v_new, dv), mask=keep, other=0.0)
                 p = v.ptr + row * v.strides[0] + place.to(tl.int64) * v.strides[1] + h.to(tl.int64) * v.strides[2]
-                tl.store(p + dv * v.strides[3], tile.to(v.ptr.dtype.element_ty), mask=keep)
+                tl.store(p + columns(v, dv), tile.to(v.ptr.dtype.element_ty), mask=keep)
     elif q.ptr is not None:
         t -= tokens
         b, i, n = sequence_of(t, cu_q, n_q, batch, SEARCH)
@@ -159,7 +161,7 @@ def append_kernel(
         for first in range(0, HEADS, BLOCK_H):
             h = first + tl.arange(0, BLOCK_H)[:, None]
             keep = (h < HEADS) & (d < D)
-            x = Token(moved(q, own, token), q.strides)
+            x = Token(moved(q, own, token), q.strides, q.wide)
             tile = turned(x, h, d, keep, position, turn, limit, HALF, INTERLEAVED)
             p = moved(q_turned, own, token) + h.to(tl.int64) * q_turned.strides[2]
-            tl.store(p + d * q_turned.strides[3], tile.to(q_turned.ptr.dtype.element_ty), mask=keep)
+            tl.store(p + columns(q_turned, d), tile.to(q_turned.ptr.dtype.element_ty), mask=keep)

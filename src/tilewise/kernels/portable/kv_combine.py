@@ -17,6 +17,14 @@ def row_pointers(x, w, i, h):
 
 
 @triton.jit
+def columns(x, d):
+    """Offsets of the dims d within a row, with 64 bits where they lie that far apart."""
+    if x.wide is not None:
+        d = d.to(tl.int64)
+    return d * x.strides[3]
+
+
+@triton.jit
 def union(o_a, log_a, o_b, log_b):
     """(o, lse) over the keys of both. The products are fused as written, for the same bits wherever this is called."""
     top = tl.maximum(log_a, log_b)
@@ -118,6 +126,6 @@ def combine_kernel(
         exists = (i < it.n_q) & (r < rows)
         w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
         total, log = with_sink(total, log, sinks, h, exists & (it.b < batch))
-        o_rows = row_pointers(o, w, i, h)[:, None] + d[None, :] * o.strides[3]
+        o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d[None, :])
         tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])
         tl.store(row_pointers(lse, w, i, h), log, mask=exists)

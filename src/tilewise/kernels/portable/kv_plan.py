@@ -153,8 +153,10 @@ def plan_kernel(
             n_k += tl.maximum(gained, 0)
         room = tl.zeros_like(n) + capacity
         if indptr is not None:
-            pages = tl.load(indptr + b + 1, mask=real, other=0) - tl.load(indptr + b, mask=real, other=0)
-            room = tl.minimum(tl.maximum(pages, 0) * page, room)
+            pages = capacity // tl.maximum(page, 1)  # of all sequences: what is told of more is not there
+            begin = clamp(tl.load(indptr + b, mask=real, other=0), 0, pages)
+            until = clamp(tl.load(indptr + b + 1, mask=real, other=0), 0, pages)
+            room = tl.maximum(until - begin, 0) * page
         n_k = clamp(n_k, 0, tl.where(real, room, 0))
         start = tl.zeros_like(n)
         if starts is not None:
