@@ -13,6 +13,8 @@ from torch import Tensor
 import tilewise
 from tests.gpu import need_cuda
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
+from tilewise_lab.bench import kv as bench
+from tilewise_lab.bench import kv_cases as bench_cases
 
 need_cuda()
 
@@ -178,6 +180,20 @@ def test_one_graph_serves_all_lengths() -> None:
             y.fill_(torch.nan)
         graph.replay()
         compare(found, x)
+
+
+def test_recordings_of_the_bench_keep_what_they_read() -> None:
+    """Each recording gives back memory that nobody holds: plans of those before it must not be among it."""
+    case = bench_cases.KvCase("small", "tiny", (700, 33, 64), heads=8, kv_heads=2, dim=128)
+    x = bench_cases.inputs(case, torch.device("cuda"), torch.bfloat16)
+    callers = bench._callers(case, x, ["", "16x64x4x3x3x1x168"], {})
+    works = {name: bench._admit(make, case, x, torch.device("cuda")) for name, make in callers.items()}
+    torch.full((64, 2**20), -1, device="cuda")  # over whatever was given back
+    for name, (entry, work) in works.items():
+        assert work is not None, f"{name}: {entry}"
+        assert "wrong" not in entry, f"{name}: {entry}"
+        work()
+    torch.cuda.synchronize()
 
 
 def test_the_host_reads_nothing() -> None:
