@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..mods.dropout import threshold
-from ..spec import AttentionError, Request
+from ..spec import FAR, AttentionError, Request
 from . import mods
 from . import tile as device
 from .gpu import Gpu
@@ -23,7 +23,7 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
     spec, bias = request.spec, request.bias
     drops = request.seed is not None
     return device.Terms(
-        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
+        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
@@ -34,6 +34,7 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and gpu.kind != "hip" else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        **_bias_ends(request),
     )
 
 
@@ -51,9 +52,15 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other, rows)
 
 
-def _bias(x: Tensor, packed: bool) -> device.Bias:
-    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return device.Bias(x, strides, *(n if packed and n > 1 else None for n in x.shape[2:]))
+def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _bias_ends(request: Request) -> dict[str, int]:
+    if request.bias is None or request.cu_q is None:
+        return {}
+    rows, columns = (n if n > 1 else FAR for n in request.bias.shape[2:])
+    return {"bias_rows": rows, "bias_columns": columns}
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

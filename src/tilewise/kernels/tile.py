@@ -60,13 +60,10 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. Of packed sequences, one may be
-    longer than the bias has rows or columns (None where it broadcasts): past them nothing is added."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
 
     ptr: tl.tensor = None
     strides: tl.tuple = ()
-    rows: tl.tensor = None
-    columns: tl.tensor = None
 
 
 class Blocks(NamedTuple):
@@ -94,7 +91,8 @@ class Sinks(NamedTuple):
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
     whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
-    `wild`: it may be infinite."""
+    `wild`: it may be infinite. Packed sequences may be longer than the bias has rows and columns (FAR of them where it
+    broadcasts): past them nothing is added."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tuple = Sinks()
@@ -106,6 +104,8 @@ class Terms(NamedTuple):
     blocks: tl.tuple = Blocks()
     steep: tl.constexpr = None
     wild: tl.constexpr = None
+    bias_rows: tl.tensor = None
+    bias_columns: tl.tensor = None
 
 
 class Law(NamedTuple):
@@ -423,14 +423,14 @@ def logsumexp(m, l):
 
 
 @triton.jit
-def biases(bias, w, h, i, j):
+def biases(terms, w, h, i, j):
     """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias."""
+    bias = terms.bias
     n_q = w.n_q
     n_k = w.n_k
-    if bias.rows is not None:
-        n_q = tl.minimum(n_q, bias.rows)
-    if bias.columns is not None:
-        n_k = tl.minimum(n_k, bias.columns)
+    if terms.bias_rows is not None:
+        n_q = tl.minimum(n_q, terms.bias_rows)
+        n_k = tl.minimum(n_k, terms.bias_columns)
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
     return tl.load(p, mask=(i < n_q) & (j < n_k), other=0.0).to(tl.float32)
@@ -482,7 +482,7 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
     if SCORE_MOD is not None:
         s = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms.bias, w, h, i, j)
+        s += biases(terms, w, h, i, j)
     return s
 
 
@@ -494,7 +494,7 @@ def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE
     if SCORE_MOD is not None:
         s, slope = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms.bias, w, h, i, j)
+        s += biases(terms, w, h, i, j)
     return s, slope
 
 
