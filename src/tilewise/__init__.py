@@ -11,6 +11,7 @@ from .spec import AttentionError
 
 if TYPE_CHECKING:
     from .costs.explanation import Explanation
+    from .costs.warm import Warmed
 
 __all__ = [
     "AttentionError",
@@ -25,6 +26,7 @@ __all__ = [
     "merge",
     "mods",
     "score_mod",
+    "warmup",
 ]
 __version__ = "0.1.0"
 
@@ -44,3 +46,16 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
     if show:
         print(told)
     return told
+
+
+def warmup(*args: Any, **options: Any) -> "Warmed":
+    """Compile the kernels of a model ahead of its first call, with or without its GPU.
+
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for the GPU that is here
+        tilewise.warmup(config="config.json", gpu="sm_90")                     in a Dockerfile
+
+    See `tilewise.costs.warm.warmup`; `tilewise warm` is the same as a command.
+    """
+    from .costs.warm import warmup as compile_ahead
+
+    return compile_ahead(*args, **options)

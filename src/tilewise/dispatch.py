@@ -164,12 +164,13 @@ def _remember(key: Any, call: Call) -> Call:
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a choice of kernels and its compilation depend on in tensors: see `key_of`."""
-    seen: dict[int, int] = {}
     found: list[Any] = []
-    for n, x in enumerate(tensors):
+    for x in tensors:
         if x is None:
             found.append(None)
         else:
-            same = seen.setdefault(id(x), n)
-            found += same, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+            found += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+    names = [*map(id, tensors)]
+    if len(set(names)) < len(names):
+        found += map(names.index, names)
     return tuple(found)

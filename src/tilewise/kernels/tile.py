@@ -12,11 +12,20 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# How a kernel is compiled once for calls of all sizes: Triton would make other ones for a 1, or where 16 divides.
+ANY_SIZE = {
+    "do_not_specialize": [
+        "n_q", "n_k", "before", "after", "tiles", "q_tiles", "k_tiles", "heads", "kv_heads", "batch", "parts", "total",
+        "q_total", "k_total", "padded", "rising", "rows", "row0", "columns", "lines", "cohort", "x_size", "y_size",
+        "z_size",
+    ],
+    "do_not_specialize_on_alignment": ["cu_q", "cu_k", "cu_x", "cu_y"],
+}  # fmt: skip
 PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at multiples of this, in every sequence
 
 
 class View(NamedTuple):
-    """A (batch, token, head, dim) tensor, or (batch, token, head) where there is no dim.
+    """A (batch, token, head, dim) tensor; or the padded row statistics, (batch, head).
 
     Offsets inside a tile are 32-bit, which saves the backward its last registers, unless the view is `wide`.
     """
@@ -216,9 +225,7 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = tl.minimum(
-            w.first >> blocks.own, blocks.rows // 16 - 1
-        )  # of sequences that it was not made for, some row
+        row = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # whatever sequences the lists were made for
         row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
         lo = tl.load(row)
         hi = tl.load(row + 1)
@@ -349,14 +356,13 @@ def store_rows(rows, tile, D: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, b, h, t, i):
-    """Pointers to x[b, t + i, h] for a view without a dim axis."""
-    return (
-        x.ptr
-        + b.to(tl.int64) * x.strides[0]
-        + (tl.cast(t, tl.int64) + i) * x.strides[1]
-        + h.to(tl.int64) * x.strides[2]
-    )
+def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
+    """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor; packed sequences have one batch row. Of
+    strides among the arguments Triton would compile one kernel for those that 16 divides, and one for the others."""
+    line = tl.cast(h, tl.int64)
+    if not PACKED:
+        line += tl.cast(b, tl.int64) * heads
+    return x + line * tokens + t + i
 
 
 @triton.jit

@@ -5,12 +5,12 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..portable.backward import prepare_kernel
-from ..tile import PAD, Rows, locate, store_rows
+from ..tile import ANY_SIZE, PAD, Rows, locate, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def start_kernel(
     o, do, lse, dlse, lse2, delta, sums, counts, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr,
@@ -28,7 +28,7 @@ def start_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "padded", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def finish_kernel(
     acc, dq, flag, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch,
     D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import LN2, LOG2E, Work, exponent, gap, locate, measured, unit_of, worth
+from ..tile import ANY_SIZE, LN2, LOG2E, Work, exponent, gap, locate, measured, row_pointers, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -280,7 +280,7 @@ def skip(pipes, n, end, WG: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def consume(
-    pipes, o, lse, flag, n_q, n_k, before, after, scale, terms,
+    pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms,
     WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = o.dtype
@@ -347,7 +347,7 @@ def consume(
         skip(pipes, stop, n, WG, PLAN)
 
         w = recall(pipes.work, r, n_q, n_k, PACKED)
-        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, terms, PLAN)
+        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, n_q, heads, flag, terms, PACKED, PLAN)
         hand_back(pipes.work, r)
         r += 1
         w = take(pipes.work, r, n_q, n_k, PACKED)
@@ -355,7 +355,9 @@ def consume(
 
 
 @gluon.jit
-def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr):
+def finish(
+    acc, m, l, w, first, o_tile, o, lse, n_q, heads, flag, terms, PACKED: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
     """out = acc / l and lse = m (`measured`) + log l, to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
     kept = 1.0
@@ -386,10 +388,10 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
     some = gl.convert_layout(some, m.type.layout)
     log = gl.log2(some)
     log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
-    lse_rows = lse.ptr + tl.cast(w.b, tl.int64) * lse.strides[0] + tl.cast(w.h, tl.int64) * lse.strides[2] + w.q0
     seen = gl.convert_layout(total, m.type.layout) != 0.0
     log = (m + log) * LN2 if terms.bias.ptr is None else m + log * LN2
-    gl.store(lse_rows + i, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
+    rows = row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
+    gl.store(rows, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
 
 
 @gluon.jit
@@ -463,7 +465,7 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
     return locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
+@gluon.jit(**ANY_SIZE)
 def forward_kernel(
     q, q_rest, k, k_rest, v, v_rest, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
     total, lines, tiles, heads, batch, cohort, terms,
@@ -483,29 +485,29 @@ def forward_kernel(
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -7,7 +7,7 @@ from ...spec import Request, Upstream
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, overlapped
 from ..repair import LINE, repair_backward_kernel
-from ..shapes import padded, problem, row_view, view
+from ..shapes import padded, problem, view
 from ..terms import device_terms, folded, mask_mod
 from ..tile import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
@@ -37,7 +37,7 @@ def prepare_launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
-            view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
+            view(out), view(dout), lse, dlse,
             lse2, delta, request.cu_q, request.cu_k, size.n_q, size.n_k, size.tiles(size.n_q, pad), size.heads,
             size.batch,
         ),

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import (
+    ANY_SIZE,
     LOG2E,
     Law,
     Rows,
@@ -77,16 +78,16 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
 
 
 @triton.jit
-def store_attention(acc, m, l, o, lse, w, b, terms, PLAN: tl.constexpr):
-    """o and lse of the tile of queries at w, in batch row b."""
+def store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN: tl.constexpr):
+    """o and lse, which has n_q tokens of each head, of the tile of queries at w, in batch row b."""
     i = w.first + tl.arange(0, PLAN.BLOCK_M)
     out = Rows(o, b, w.h, w.q0, w.first, w.n_q)
     store_rows(out, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
     total = logsumexp(m, l) if terms.bias.ptr is None else m + logsumexp(0.0, l)
-    tl.store(row_pointers(lse, b, w.h, w.q0, i), total, mask=i < w.n_q)
+    tl.store(row_pointers(lse, n_q, heads, b, w.h, w.q0, i, PLAN.PACKED), total, mask=i < w.n_q)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch", "parts"])
+@triton.jit(**ANY_SIZE)
 def forward_kernel(
     q, k, v, o, lse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, parts, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
@@ -114,10 +115,10 @@ def forward_kernel(
         b = w.b
         if parts is not None:
             b += part * batch
-        store_attention(acc, m, l, o, lse, w, b, terms, PLAN)
+        store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN)
 
 
-@triton.jit(do_not_specialize=["parts", "batch", "n_q"])
+@triton.jit(**ANY_SIZE)
 def merge_kernel(
     o_parts, lse_parts, o, lse, parts, batch, n_q, heads,
     DV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,

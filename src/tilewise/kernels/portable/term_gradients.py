@@ -16,7 +16,7 @@ from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_di
 from ...spec import Request, Upstream
 from .. import mods
 from ..launch import Launch, gpu_for, on
-from ..shapes import problem, row_view
+from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
 from ..tile import LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
@@ -57,7 +57,7 @@ class Sums:
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
         self.gpu = gpu_for(request.q)
-        prepare, self.saved = prepare_launch(request, upstream, row_statistics(request))
+        prepare, self.saved = prepare_launch(request, lined(upstream), row_statistics(request))
         lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
@@ -104,7 +104,7 @@ class Sums:
             line_sums_kernel,
             size.programs(n, size.heads, block),
             (
-                self.saved, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
                 spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
             ),
             self._options(site) | {"KEYS": by_key},
