@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import mods
 from .api import attention, attention_varlen, check
+from .cache.api import KvPlan, append_kv, attention_kv, check_kv, plan_kv
+from .cache.request import Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
@@ -15,16 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionError",
+    "KvPlan",
+    "Rotary",
+    "append_kv",
     "attention",
+    "attention_kv",
     "attention_varlen",
     "block_mask",
     "block_mask_varlen",
     "check",
+    "check_kv",
     "dropout_mask",
     "explain",
     "mask_mod",
     "merge",
     "mods",
+    "plan_kv",
     "score_mod",
     "warmup",
 ]

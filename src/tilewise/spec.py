@@ -58,6 +58,7 @@ class Spec(NamedTuple):
     mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
+    longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
 
     @staticmethod
     def of(

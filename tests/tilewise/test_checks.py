@@ -77,6 +77,15 @@ def test_offsets_are_read_where_it_is_free(cu: list[int], words: str) -> None:
         torch.func.grad(lambda q: tilewise.attention_varlen(q, T, T, offsets, fine).sum())(T)
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
+    cu = torch.tensor([0, 1, 4], dtype=torch.int32)
+    for call in (tilewise.attention_varlen, tilewise.check):
+        call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 3})
+        with pytest.raises(AttentionError, match=f"max_seqlen_{side}: found 2; expected at least the 3 tokens of seq"):
+            call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
+
+
 @pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], torch.zeros(0, dtype=torch.int32)])
 def test_what_is_no_offsets(x: Any) -> None:
     with pytest.raises(AttentionError):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..mods.dropout import threshold
-from ..spec import FAR, AttentionError, Request
+from ..spec import AttentionError, Request
 from . import mods
 from . import tile as device
 from .gpu import Gpu
@@ -23,19 +23,23 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
     spec, bias = request.spec, request.bias
     drops = request.seed is not None
     return device.Terms(
-        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
-        # without the lists the mask mod is asked of every tile; with them Triton cannot translate it for AMD
-        blocks=_blocks(request, tile, by_key) if tile and request.blocks and gpu.kind != "hip" else device.Blocks(),
+        blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
-        **_bias_ends(request),
     )
+
+
+def lists_tiles(gpu: Gpu) -> bool:
+    """Whether the lists of a block mask are used: without them the mask mod is asked of every tile; with them Triton
+    cannot translate it for AMD."""
+    return gpu.kind != "hip"
 
 
 def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
@@ -52,15 +56,10 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
     return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other, rows)
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _bias_ends(request: Request) -> dict[str, int]:
-    if request.bias is None or request.cu_q is None:
-        return {}
-    rows, columns = (n if n > 1 else FAR for n in request.bias.shape[2:])
-    return {"bias_rows": rows, "bias_columns": columns}
+def _bias(x: Tensor, packed: bool) -> device.Bias:
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    sizes = (16 * n if packed and n > 1 else device.FAR for n in x.shape[2:])
+    return device.Bias(x, *sizes, strides)
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

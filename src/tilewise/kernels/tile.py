@@ -12,6 +12,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR = 2**30  # beyond every sequence, in sixteenths too
 # How a kernel is compiled once for calls of all sizes: Triton would make other ones for a 1, or where 16 divides.
 ANY_SIZE = {
     "do_not_specialize": [
@@ -69,9 +70,13 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows`, `columns`: its sizes,
+    for packed sequences, any of which may be longer than the caller says; FAR where that cannot be. In sixteenths, and
+    never None beside a pointer: of a tuple with a None or a 1 in it Triton 3.6 may hand on the wrong ones."""
 
     ptr: tl.tensor = None
+    rows: tl.tensor = None
+    columns: tl.tensor = None
     strides: tl.tuple = ()
 
 
@@ -100,8 +105,7 @@ class Sinks(NamedTuple):
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
     whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
-    `wild`: it may be infinite. Packed sequences may be longer than the bias has rows and columns (FAR of them where it
-    broadcasts): past them nothing is added."""
+    `wild`: it may be infinite."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tuple = Sinks()
@@ -113,8 +117,6 @@ class Terms(NamedTuple):
     blocks: tl.tuple = Blocks()
     steep: tl.constexpr = None
     wild: tl.constexpr = None
-    bias_rows: tl.tensor = None
-    bias_columns: tl.tensor = None
 
 
 class Law(NamedTuple):
@@ -225,7 +227,9 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # whatever sequences the lists were made for
+        row = tl.minimum(
+            w.first >> blocks.own, blocks.rows // 16 - 1
+        )  # of sequences that it was not made for, some row
         row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
         lo = tl.load(row)
         hi = tl.load(row + 1)
@@ -429,17 +433,13 @@ def logsumexp(m, l):
 
 
 @triton.jit
-def biases(terms, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias."""
-    bias = terms.bias
-    n_q = w.n_q
-    n_k = w.n_k
-    if terms.bias_rows is not None:
-        n_q = tl.minimum(n_q, terms.bias_rows)
-        n_k = tl.minimum(n_k, terms.bias_columns)
+def biases(bias, w, h, i, j):
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias: 0 there."""
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < n_q) & (j < n_k), other=0.0).to(tl.float32)
+    rows = tl.minimum(w.n_q, bias.rows // 16)
+    columns = tl.minimum(w.n_k, bias.columns // 16)
+    return tl.load(p, mask=(i < rows) & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -488,7 +488,7 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
     if SCORE_MOD is not None:
         s = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms, w, h, i, j)
+        s += biases(terms.bias, w, h, i, j)
     return s
 
 
@@ -500,7 +500,7 @@ def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE
     if SCORE_MOD is not None:
         s, slope = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms, w, h, i, j)
+        s += biases(terms.bias, w, h, i, j)
     return s, slope
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tests import features, features_budget
+from tests.conftest import INTERPRETED
+from tilewise.dispatch import named
+from tilewise.ops import attend
+from tilewise.spec import Request, Spec
 
 
 @pytest.mark.parametrize("name", features.ALONE)
@@ -114,3 +120,68 @@ def test_a_finite_bias_hides_nothing(dtype: torch.dtype, backend: str) -> None:
     (out.float().sum() + lse[:, :, 2:].sum()).backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, bias))
     assert (q.grad[:, 1] == 0).all()
+
+
+@tilewise.score_mod
+def by_distance(score, b, h, q_idx, kv_idx, table):
+    return score + table[h, q_idx - kv_idx + 8]
+
+
+@tilewise.score_mod
+def by_pair(score, b, h, q_idx, kv_idx, table):
+    return score * table[q_idx // 4, kv_idx // 4]
+
+
+class Unread(TorchDispatchMode):
+    """Refuses what waits for the numbers of a tensor, as on a GPU every read of them does."""
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func not in self.READS, f"{func} reads a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mod", "told"), [(by_distance, False), (by_pair, True)], ids=["distance", "pair"])
+def test_a_table_of_packed_sequences_reads_no_lengths(
+    mod: Any, told: bool, triton_runs: None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is a sum over pairs (i, j), as many as the caller says or as there are tokens."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 11, 11, 20], dtype=torch.int32, device=device)
+    q, k, v, dout = (torch.randn(24, 2, 16, device=device) for _ in range(4))
+    table = torch.randn(2 if mod is by_distance else 6, 17 if mod is by_distance else 6, device=device)
+    longest = {"max_seqlen_q": 12, "max_seqlen_k": 11} if told else {}
+
+    def grads(backend: str) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, table)]
+        options: Any = {"causal": True, "score_mod": mod(leaves[3]), "backend": backend}
+        out = tilewise.attention_varlen(*leaves[:3], cu, cu, **longest, **options)
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    kernels = named("triton")
+    launched = kernels.term_gradients
+
+    def watched(*call: Any) -> Any:  # within the op, into which a mode around it does not see
+        with Unread():
+            return launched(*call)
+
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "term_gradients", watched)
+    for ours, expected in zip(grads("triton"), grads("reference"), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_shorter_than_a_sequence_is_not_left(triton_runs: None, device: str) -> None:
+    """Lengths are not read on a GPU, so the kernels stay inside of the bias: it is 0 for the rest."""
+    bias = torch.randn(1, 2, 5, 6, device=device)
+    frame = torch.full((1, 2, 9, 9), torch.nan, device=device)
+    frame[:, :, :5, :6] = bias
+    q, k, v = (torch.randn(8, 2, 16, device=device) for _ in range(3))
+    cu = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    spec = Spec(0.25, backend="triton")
+    short = Request(q, k, v, spec, bias=frame[:, :, :5, :6], cu_q=cu, cu_k=cu)
+    padded = torch.nn.functional.pad(bias, (0, 2, 0, 3))
+    whole = Request(q, k, v, spec, bias=padded, cu_q=cu, cu_k=cu)
+    for ours, expected in zip(attend(short), attend(whole), strict=True):
+        assert torch.equal(ours, expected)

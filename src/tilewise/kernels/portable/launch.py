@@ -20,7 +20,7 @@ from .backward_launch import backward_launches, backward_repairs, row_statistics
 from .clear import clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import Moving, jvp_kernel
-from .options import is_even, new_flags, options_of, precision, tile_of
+from .options import costly_term, is_even, new_flags, options_of, precision, tile_of
 from .repairs import repair
 from .term_gradients import term_gradients
 
@@ -130,7 +130,7 @@ def forward_launch(
     request, out, lse = by_group(request, out, lse)
     q, k, v, spec = request[:4]
     size = problem(request)
-    tile = tile_of("forward", q.element_size(), size, gpu)
+    tile = tile_of("forward", q.element_size(), size, gpu, costly_term(request, gpu))
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
         forward_kernel,

@@ -18,7 +18,7 @@ from .. import mods
 from ..launch import Launch, gpu_for, on
 from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
-from ..tile import LOG2E, Bias
+from ..tile import FAR, LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
 from .options import options_of, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
@@ -79,7 +79,7 @@ class Sums:
             return torch.zeros_like(bias)
         if n_q > 1 and n_k > 1:
             total = bias.new_empty(bias.shape)
-            self._tiles(Bias(total, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
+            self._tiles(Bias(total, FAR, FAR, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
             return total
         axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
         room = [n + (self.size.packed and n > 1) for n in (n_q, n_k)]  # the last is for tokens past the end of the bias
@@ -129,9 +129,9 @@ class Sums:
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
-        n_q, n_k = size.n_q, size.n_k
-        if self.cu_q is not None and self.cu_k is not None:
-            n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
+        n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
+        if self.spec.longest is not None:
+            n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         aligned = self._is_aligned() and only_difference(
@@ -153,7 +153,7 @@ class Sums:
             strip = total.new_zeros((*lines, height * width), dtype=torch.float32)
             strides = (*strip.stride()[:2], *((width + 1, -1) if diagonal else (width, 1)))
             at = strip.view(-1)[n_k - 1 :] if diagonal else strip
-            self._tiles(Bias(at, strides), start, height, n_k, per_batch, "h" in deps, site)
+            self._tiles(Bias(at, FAR, FAR, strides), start, height, n_k, per_batch, "h" in deps, site)
             strip = strip.view(*lines, height, width)
             if diagonal:
                 strip = strip.sum(2, keepdim=True)
