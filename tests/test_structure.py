@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api merge mods spec costs"),
+    "tilewise": Rule("api merge mods spec costs compat integrations"),
     "api": Rule("spec checks ops dispatch"),
     "checks": Rule("spec mods torch_private"),
     "ops": Rule("spec dispatch torch_private"),
@@ -71,6 +71,9 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.hopper kernels.portable.tiles", lazy="triton"),
+    "integrations": Rule("integrations api mods spec"),
+    "integrations.flash_registry": Rule("api checks spec"),
+    "compat": Rule("compat api mods spec"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise"),
