@@ -73,6 +73,8 @@ RULES = {
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.hopper kernels.portable.tiles", lazy="triton"),
     "integrations": Rule("integrations api mods spec"),
     "integrations.flash_registry": Rule("api checks spec"),
+    "integrations.hf_masks": Rule("integrations mods spec transformers"),
+    "integrations.transformers": Rule("integrations api spec transformers"),
     "compat": Rule("compat api mods spec"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
