@@ -75,7 +75,7 @@ RULES = {
     "integrations.flash_registry": Rule("api checks spec"),
     "integrations.hf_masks": Rule("integrations mods spec transformers"),
     "integrations.transformers": Rule("integrations api spec transformers"),
-    "compat": Rule("compat api mods spec"),
+    "compat": Rule("compat api merge mods spec"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise"),

@@ -10,6 +10,7 @@ be had (attention weights, a mask of unknown kind) raises; nothing is left out s
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -60,7 +61,8 @@ def attention_forward(
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     if cache is not None:
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
+        key, value = _updated(cache, key, value, module.layer_idx, others)
+        sliding_window = sliding_window or getattr(module, "sliding_window", None)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if isinstance(cu_seq_lens_k, dict):  # of hybrid models, by the kind of layer
             cu_seq_lens_k = cu_seq_lens_k["full_attention" if sliding_window is None else "sliding_attention"]
@@ -92,6 +94,16 @@ def attention_forward(
             options["bias"] = position_bias[..., :keys]
     out: Tensor = attention(query, key, value, layout="bhsd", **options)
     return out.transpose(1, 2), None
+
+
+def _updated(cache: Any, key: Tensor, value: Tensor, layer: int, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A paged cache takes the new keys and values and gives all, (1, Hk, T, D)."""
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=others)
+        return k, v
+    places = {"read_index": others["read_index"], "write_index": others["write_index"]}
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, **places)  # before 5.22: (T, Hk, D)
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], **options: Any) -> Tensor:
