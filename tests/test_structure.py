@@ -32,10 +32,12 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
+    "nested": Rule("spec"),
+    "flops": Rule("spec"),
     "tilewise": Rule("api merge mods spec costs compat integrations"),
-    "api": Rule("spec checks ops dispatch"),
+    "api": Rule("spec checks ops dispatch nested"),
     "checks": Rule("spec mods torch_private"),
-    "ops": Rule("spec dispatch torch_private"),
+    "ops": Rule("spec dispatch flops torch_private"),
     "dispatch": Rule("spec torch_private kernels.gpu kernels.hopper.limits kernels.portable.limits"),
     "merge": Rule("spec"),
     "spec": Rule(),
@@ -75,6 +77,7 @@ RULES = {
     "integrations.flash_registry": Rule("api checks spec"),
     "integrations.hf_masks": Rule("integrations mods spec transformers"),
     "integrations.transformers": Rule("integrations api spec transformers"),
+    "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api merge mods spec"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from . import checks, dispatch, ops
+from . import checks, dispatch, nested, ops
 from .checks import Options, takes_options
 from .spec import Request
 
@@ -41,10 +41,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
     layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as torch's own attention has them;
         nothing is copied.
+
+    Nested tensors of jagged layout, (B, j, H, D), are packed sequences: out is nested as q is, and nothing is copied.
     """
     if layout != "bshd":
         q, k, v = checks.swapped(layout, q, k, v)
-    out, lse = _run(q, k, v, options)
+    if isinstance(q, Tensor) and q.is_nested:
+        values, offsets = nested.unpacked(q, k, v)
+        out, lse = _run(*values, options, offsets, (None, None))
+        out, lse = nested.packed(out, lse, q)
+    else:
+        out, lse = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if options.get("return_lse") else out

@@ -5,8 +5,9 @@
 
     out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
 
-There is nothing to compile: the function's text is read (see docs/mods.md), tensors and numbers that it has closed over
-are captured, and float tensors of a score mod get gradients. Tested with the FlexAttention of torch 2.11 and 2.13.
+There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md),
+tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
+the FlexAttention of torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
 _modifiers: dict[str, WeakKeyDictionary[Any, Modifier]] = {"score": WeakKeyDictionary(), "mask": WeakKeyDictionary()}
 
 
+@torch.compiler.disable
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Function | None = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
