@@ -12,14 +12,14 @@ from .spec import AttentionError
 
 def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Values (T, H, D) and offsets of nested (B, j, H, D) q, k and v; nothing is copied."""
-    x: Any
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
             found = "dense" if isinstance(x, Tensor) and not x.is_nested else getattr(x, "layout", type(x).__name__)
             raise AttentionError(f"layout of {name}", found, "torch.jagged of q, k and v, or of none of them")
-        if x.dim() != 4 or x._ragged_idx != 1:
+        jagged: Any = x
+        if x.dim() != 4 or jagged._ragged_idx != 1:
             raise AttentionError(f"shape of {name}", tuple(x.shape), "(batch, tokens, heads, dim), tokens jagged")
-        if x.lengths() is not None:
+        if jagged.lengths() is not None:
             raise AttentionError(f"layout of {name}", "jagged with holes", "none: call .contiguous()")
     if k.shape[1] != v.shape[1]:
         raise AttentionError("sequences of v", "other lengths", "k's")
