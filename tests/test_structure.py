@@ -38,7 +38,10 @@ RULES = {
     "api": Rule("spec checks ops dispatch nested"),
     "checks": Rule("spec mods torch_private"),
     "ops": Rule("spec dispatch flops torch_private"),
-    "dispatch": Rule("spec torch_private kernels.gpu kernels.hopper.limits kernels.portable.limits"),
+    "dispatch": Rule(
+        "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
+        " kernels.portable.limits kernels.portable.profile"
+    ),
     "merge": Rule("spec"),
     "spec": Rule(),
     "torch_private": Rule(),
@@ -46,6 +49,7 @@ RULES = {
     "reference": Rule("reference merge spec mods"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
+    "kernels.profile": Rule(),
     "kernels.tile": Rule("triton"),
     "kernels.mods": Rule("mods triton"),
     "kernels.triton_private": Rule("triton"),
@@ -61,6 +65,7 @@ RULES = {
     "kernels.portable": Rule("kernels.tile kernels.overlap kernels.portable triton"),
     "kernels.portable.limits": Rule("spec kernels.gpu"),
     "kernels.portable.tiles": Rule(),
+    "kernels.portable.profile": Rule("kernels.gpu kernels.profile kernels.portable.tiles"),
     "kernels.portable.options": Rule("kernels spec"),
     "kernels.portable.repairs": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),
@@ -70,9 +75,13 @@ RULES = {
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
+    "kernels.hopper.profile": Rule(
+        "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
+        " kernels.portable.tiles"
+    ),
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
-    "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.hopper kernels.portable.tiles", lazy="triton"),
+    "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.profile", lazy="triton"),
     "integrations": Rule("integrations api mods spec"),
     "integrations.flash_registry": Rule("api checks spec"),
     "integrations.hf_masks": Rule("integrations mods spec transformers"),
@@ -215,6 +224,36 @@ def test_imports_point_one_way(module):
 def test_the_rules_can_tell(module, source, verdict):
     rule = RULES[unit_of(module)]
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
+
+
+BACKENDS = {"hopper": "kernels.hopper", "portable": "kernels.portable"}
+KNOW_ALL = ("dispatch", "kernels.repair")  # the table; and what mends the results of the portable kernels, with them
+
+
+def strings(source: str) -> Iterator[tuple[str, int]]:
+    """Text that a program may act on: no docstrings."""
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value, node.lineno
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
+    """One folder and one row make a backend; the folder of another may use its kernels."""
+    found = []
+    for module, path in MODULES.items():
+        if module.startswith(("lab", "kernels.hopper", BACKENDS[name])) or module in KNOW_ALL:
+            continue
+        source = path.read_text()
+        found += [f"{module}:{line} {text!r}" for text, line in strings(source) if name in text]
+        found += [
+            f"{module}:{line} imports {target}"
+            for target, _, line in imports(module, source, path.name == "__init__.py")
+            if target.startswith(BACKENDS[name])
+        ]
+    assert not found, "\n".join(found)
 
 
 NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")

@@ -15,6 +15,7 @@ from .spec import AttentionError
 if TYPE_CHECKING:
     from . import compat, integrations
     from .costs.explanation import Explanation
+    from .costs.warm import Warmed
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "replaces_sdpa",
     "scaled_dot_product_attention",
     "score_mod",
+    "warmup",
 ]
 __version__ = "0.1.0"
 
@@ -82,3 +84,16 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
     if show:
         print(told)
     return told
+
+
+def warmup(*args: Any, **options: Any) -> "Warmed":
+    """Compile the kernels of a model ahead of its first call, with or without its GPU.
+
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for the GPU that is here
+        tilewise.warmup(config="config.json", gpu="sm_90")                     in a Dockerfile
+
+    See `tilewise.costs.warm.warmup`; `tilewise warm` is the same as a command.
+    """
+    from .costs.warm import warmup as compile_ahead
+
+    return compile_ahead(*args, **options)

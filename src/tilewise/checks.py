@@ -20,7 +20,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.dropout import as_seed
-from .mods.program import Mod, bound
+from .mods.program import Mod, bound, indexed
 from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
 from .torch_private import any_autocast, has_address
 
@@ -104,6 +104,11 @@ def options_of(given: Options) -> Options:
     return options
 
 
+def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, options: Options) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`."""
+    return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -118,12 +123,54 @@ def packed(
 ) -> Request:  # fmt: skip
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, n in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
-            raise AttentionError(name, repr(n), "an int >= 0, or None")
+    check_longest(*longest)
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    return _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    request = _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    if _is_free(cu_q) and _is_free(cu_k):
+        _check_lengths(request, longest, options)
+    return request
+
+
+def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What only the numbers in a checked call say; reads them, which on a GPU waits for it."""
+    cu_q, cu_k = request.cu_q, request.cu_k
+    if cu_q is None or cu_k is None:
+        return
+    _check_ends("cu_seqlens_q", cu_q, request.q.shape[0])
+    _check_ends("cu_seqlens_k", cu_k, request.k.shape[0])
+    _check_lengths(request, longest, options)
+
+
+def _is_free(cu: Tensor) -> bool:
+    """Whether its numbers can be read without waiting."""
+    return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
+
+
+def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What the lengths of packed sequences say of the longest, of the tensors of mods and of a block mask."""
+    cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
+    assert cu_q is not None
+    assert cu_k is not None
+    if longest == (None, None) and mask is score is None:
+        return
+    found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
+    for side, said, most in zip("qk", longest, found, strict=True):
+        if said is not None and said < most:
+            raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
+    if isinstance(mask, BlockMask):
+        mask.check_offsets(cu_q, cu_k)
+        mask = mask.mod
+    for mod in (mask, score):
+        if mod is not None:
+            _check_tables(mod, (None, None, *found))
+
+
+def check_longest(n_q: Any, n_k: Any) -> None:
+    """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
+    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
+        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
 def _request(
@@ -150,7 +197,8 @@ def _request(
         bias = _checked_bias(q, sizes, bias)
     if sinks is not None:
         _check_term("sinks", sinks, q, [(sizes[1],)])
-    score = _score(q, sizes, softcap, options["score_mod"], options["alibi_slopes"])
+    known = sizes if cu_q is None else (*sizes[:2], None, None)  # the longest may be longer than any
+    score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -162,10 +210,12 @@ def _request(
         made.check(sizes, q, cu_q is not None, band(options["causal"], options["window"]))
         mask, blocks, named["mask_block"] = made.mod, made.lists, (*made.block, *made.shape[:2])
     if mask is not None:
-        mask = _checked_mod("mask", mask, q)
+        mask = _checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+        if cu_q is not None and score.tensors:
+            named |= {"max_q": sizes[2], "max_k": sizes[3]}
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
@@ -187,12 +237,13 @@ def _score(
             raise AttentionError("softcap", softcap, "a finite number above 0, or None")
         mods.append(softcap_mod(softcap))
     if score_mod is not None:
-        mods.append(_checked_mod("score", score_mod, q))
+        mods.append(_checked_mod("score", score_mod, q, sizes))
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        if slopes.numel():  # else there is no pair to be moved
-            mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 
@@ -261,14 +312,13 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu):
-            check_offsets(name, cu, x.shape[0])
+        if _is_free(cu):
+            _check_ends(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
-def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
-    """What the numbers themselves say; reads them, which on a GPU waits for it."""
+def _check_ends(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
         raise AttentionError(f"start of {name}", ends[0], "0")
@@ -305,7 +355,7 @@ def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...
         raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
 
 
-def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
+def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
     if not isinstance(mod, Mod):
         hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
         raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
@@ -314,11 +364,27 @@ def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
     for x in mod.tensors:
         if x.device != q.device and not q.is_meta:
             raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    _check_tables(mod, sizes)
     return mod
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's own attention: in the dtype that autocast says, if it is on."""
+def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
+    """Whether the tensors that a mod indexes by a place itself have as many elements as there are places."""
+    for n, axis, index in indexed(mod.key):
+        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
+        if size is not None and 1 < found < size:
+            name = ("batch row", "head", "query", "key")["bhij".index(index)]
+            raise AttentionError(
+                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
+                found,
+                f"one for each {name}, {size}, or 1",
+            )
+
+
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    if layout != "bshd":
+        q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
     kind = q.device.type
@@ -327,8 +393,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(kind)
     if q.dtype == k.dtype == v.dtype == dtype:
         return q, k, v
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

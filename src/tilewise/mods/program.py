@@ -98,15 +98,18 @@ class Mod(NamedTuple):
     def program(self) -> Program:
         return PROGRAMS[self.key]
 
-    def __call__(self, *place: Any) -> Any:
-        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast."""
+    def __call__(self, *place: Any, q_len: Any = None, kv_len: Any = None) -> Any:
+        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast. A mod that
+        knows where the query sits (`q_pos`) takes both lengths for equal unless they are given."""
         score = place[0] if self.kind == "score" else None
         b, h, i, j = place[-4:]
         dtype = torch.float32 if score is None else score.dtype
         root = self.program.root
-        if root.deps & {"n_q", "n_k"}:
-            raise AttentionError(f"a call of {self.name!r} in torch", "q_len or kv_len in it", "neither")
-        (value,) = expr.evaluate([root], Place(b, h, i, j, 0, 0), score, self.tensors, self.numbers, dtype)
+        if q_len is None or kv_len is None:
+            if not expr.only_difference([root], expr.N_Q, expr.N_K):
+                raise AttentionError(f"a call of {self.name!r} in torch", "no q_len=, kv_len=", "both: it reads them")
+            q_len = kv_len = 0
+        (value,) = expr.evaluate([root], Place(b, h, i, j, q_len, kv_len), score, self.tensors, self.numbers, dtype)
         return value
 
     def __repr__(self) -> str:
@@ -149,6 +152,19 @@ def kind_of(x: Tensor) -> str:
     if any(size == 0 for size in x.shape):
         raise AttentionError("shape of a tensor of a mod", tuple(x.shape), "at least 1 along every axis")
     return kind
+
+
+@constant
+def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
+    """Where a program indexes its tensors by a place alone: (tensor, axis, which of b, h, i, j; j where a query sits).
+
+    >>> from tilewise.mods import alibi
+    >>> indexed(alibi(torch.ones(4)).key)
+    ((0, 0, 'h'),)
+    """
+    names = {expr.B: "b", expr.H: "h", expr.I: "i", expr.J: "j", expr.Q_POS: "j"}
+    loads = [x for x in expr.nodes(PROGRAMS[key].root) if x.op == "load"]
+    return tuple({(x.value, n, names[place]): None for x in loads for n, place in enumerate(x.args) if place in names})
 
 
 @constant

@@ -38,11 +38,12 @@ CALLS = {
     "128 alibi": {"d": 128, "after": 0, "terms": "alibi"},
     "128 document": {"d": 128, "terms": "document"},
     "128 bias": {"d": 128, "terms": "bias"},
+    "128 bias, packed": {"d": 128, "after": 0, "packed": True, "terms": "bias"},
     "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
     "256 document sinks": {"d": 256, "terms": "document sinks"},
 }
 ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")
-SPILLS = {"128 alibi": 36, "128 bias": 88, "256 document sinks": 136}  # bytes
+SPILLS = {"128 alibi": 36, "128 bias": 88, "128 bias, packed": 64, "256 document sinks": 136}  # bytes
 
 
 def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
