@@ -10,10 +10,12 @@ gradient. What cannot be honoured raises.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
@@ -23,6 +25,7 @@ from . import bert_padding
 Window = tuple[int, int]
 BOTH_WAYS: Window = (-1, -1)
 VERSION = "2.8.3"
+NOT_TURNED: dict[str, Any] = {"cos": None, "sin": None}
 
 
 def options_of(
@@ -89,10 +92,14 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True).shape
     torch.Size([7, 4, 16])
     """
-    if block_table is not None:
-        needs_cache("block_table")
     words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
+    if block_table is not None:
+        if dropout_p:
+            raise AttentionError("dropout_p", f"{dropout_p} beside block_table", "0: over a cache there is none")
+        pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
+        out, lse = over_cache(q, k, v, None, None, cu_seqlens_k.diff(), NOT_TURNED, words | pages)
+    else:
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
@@ -116,24 +123,43 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention over a cache. Without what tilewise.attention_kv is for (new tokens, lengths, pages, rotation), it is
-    attention over the cache as it is."""
-    asked = {
-        "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens,
-        "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "block_table": block_table,
-    }  # fmt: skip
-    for name, x in asked.items():
-        if x is not None:
-            needs_cache(name)
+    """Attention over a KV cache, after new keys and values were written into it: see `tilewise.attention_kv`, which has
+    no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. num_splits says how to
+    compute, and is not needed."""
+    if (k is None) != (v is None) or (k is None and rotary_cos is not None):
+        raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
     words = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
-    out, lse = attention(q, k_cache, v_cache, **words)
+    plain = all(x is None for x in (k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table))
+    if plain:  # with a gradient
+        out, lse = attention(q, k_cache, v_cache, **words)
+    else:
+        cache = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
+        turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+        out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words | cache)
     return (out, lse) if return_softmax_lse else out
 
 
-def needs_cache(name: str) -> None:
-    raise AttentionError(
-        f"{name} of flash-attn's functions", "one", "none: tilewise has no attention over a KV cache (attention_kv) yet"
-    )
+def over_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, lengths: Any,
+    rotary: dict[str, Any], words: dict[str, Any],
+) -> Any:  # fmt: skip
+    """(out, lse) of tilewise.attention_kv. flash-attn turns queries by their places if there is a band, and all of them
+    by the first of these if there is none."""
+    library = import_module("tilewise")
+    attention_kv = getattr(library, "attention_kv", None)
+    if attention_kv is None:
+        raise AttentionError("a KV cache", "one", "none: this tilewise has no attention over a KV cache (attention_kv)")
+    if lengths is None:
+        lengths = k_cache.shape[1] - (0 if k is None else k.shape[1])
+    words = {name: x for name, x in words.items() if name not in ("dropout_p", "deterministic") and x is not None}
+    if k is not None:
+        words |= {"k_new": k, "v_new": v}
+    if rotary["cos"] is not None:
+        if not words["causal"] and "window" not in words and q.dim() == 4:
+            start = torch.as_tensor(lengths, device=q.device).expand(q.shape[0])
+            rotary = rotary | {"q_positions": start[:, None].expand(q.shape[:2])}
+        words["rotary"] = library.Rotary(**rotary)
+    return attention_kv(q, k_cache, v_cache, lengths, **words)
 
 
 def _parts(packed: Tensor, name: str, axis: int, n: int) -> tuple[Tensor, ...]:

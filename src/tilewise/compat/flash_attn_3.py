@@ -11,7 +11,7 @@ from ..api import attention, attention_varlen
 from ..merge import merge
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
-from .flash_attn import BOTH_WAYS, Window, needs_cache, options_of
+from .flash_attn import BOTH_WAYS, Window, options_of, over_cache
 from .segments import used
 
 
@@ -114,11 +114,33 @@ def flash_attn_combine(
     return found, lse.mT
 
 
-def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **words: Any) -> Any:
-    """Attention over a cache: refused until tilewise has it."""
-    needs_cache("a KV cache")
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS,
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention over a KV cache: see `tilewise.attention_kv`."""
+    for name, x in (("qv", qv), ("rotary_seqlens", rotary_seqlens), ("attention_chunk", attention_chunk or None)):
+        if x is not None:
+            raise AttentionError(f"{name} over a KV cache", "one", "none")
+    words = _options(
+        softmax_scale, causal, window_size, 0, softcap, False, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
+    words |= {
+        "cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q,
+    }  # fmt: skip
+    turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+    out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words)
+    return (out, lse) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(*args: Any, **words: Any) -> Any:
-    """Of a KV cache's schedule: refused until tilewise has it."""
-    needs_cache("a KV cache")
+def get_scheduler_metadata(*args: Any, **words: Any) -> None:
+    """Of FlashAttention-3's own schedule: there is none here, and None is what `scheduler_metadata` is given then."""

@@ -131,12 +131,13 @@ def test_gradients_flow() -> None:
 def test_what_cannot_be_honoured_raises() -> None:
     q, k, v = made()
     cu = torch.tensor([0, 7], dtype=torch.int32)
+    if not HAS_CACHE:
+        with pytest.raises(tilewise.AttentionError, match="attention_kv"):
+            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=3)
     for call, words in (
         (lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True), "one of them"),
-        (lambda: flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 7, 7, block_table=cu), "attention_kv"),
-        (lambda: flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=3), "attention_kv"),
-        (lambda: flash_attn_3.flash_attn_with_kvcache(q, k, v), "attention_kv"),
-        (lambda: flash_attn_3.get_scheduler_metadata(), "attention_kv"),
+        (lambda: flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=cu), "both"),
+        (lambda: flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q), "over a KV cache"),
         (lambda: flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2)), "FP8"),
         (lambda: flash_attn.flash_attn_qkvpacked_func(q), "5 axes"),
         (lambda: flash_attn_3.flash_attn_qkvpacked_func(q), "num_heads_q"),
@@ -148,6 +149,68 @@ def test_what_cannot_be_honoured_raises() -> None:
 def test_a_cache_as_it_is() -> None:
     q, k, v = made(1)
     assert_close(flash_attn.flash_attn_with_kvcache(q, k, v, causal=True), naive(q, k, v)[0])
+
+
+HAS_CACHE = hasattr(tilewise, "attention_kv")
+need_cache = pytest.mark.skipif(not HAS_CACHE, reason="this tilewise has no attention over a KV cache")
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x (B, S, H, D) at places (B, S)."""
+    c, s = (t[places][:, :, None].double() for t in (cos, sin))
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    found = a * c - b * s, a * s + b * c
+    return torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)
+
+
+@need_cache
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_cache_that_grows(rotary: bool, causal: bool, interleaved: bool) -> None:
+    """New keys are written (and turned) at each sequence's length; queries are turned as flash-attn turns them."""
+    q, k, v = made(3, 12)
+    k_new, v_new = (torch.randn(2, 3, 2, 8, dtype=torch.float64) for _ in "kv")
+    lengths = torch.tensor([4, 7], dtype=torch.int32)
+    angles = torch.rand(12, 4, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    places = lengths[:, None].long() + torch.arange(3)
+    expected = []
+    for b, n in enumerate(lengths.tolist()):
+        at = places[b : b + 1]
+        new, ask = k_new[b : b + 1], q[b : b + 1]
+        if rotary:
+            new = turned(new, cos, sin, at, interleaved)
+            ask = turned(ask, cos, sin, at if causal else at[:, :1].expand(-1, 3), interleaved)
+        keys, values = torch.cat([k[b : b + 1, :n], new], 1), torch.cat([v[b : b + 1, :n], v_new[b : b + 1]], 1)
+        expected.append(naive(ask, keys, values, causal=causal))
+    words = {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
+    for module in (flash_attn, flash_attn_3):
+        caches = k.clone(), v.clone()
+        out, lse = module.flash_attn_with_kvcache(
+            q, *caches, k_new, v_new, cache_seqlens=lengths, causal=causal, rotary_interleaved=interleaved,
+            return_softmax_lse=True, **words,
+        )  # fmt: skip
+        assert_close(out, torch.cat([o for o, _ in expected]))
+        assert_close(lse, torch.cat([l for _, l in expected]), check_dtype=False)
+        assert_close(caches[1][0, 4:7], v_new[0])
+
+
+@need_cache
+def test_pages() -> None:
+    q, k, v = made(1, 12)
+    table = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)
+    pages = [torch.full((6, 4, 2, 8), torch.nan, dtype=torch.float64) for _ in "kv"]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[table.long().flatten()] = x.reshape(6, 4, 2, 8)
+    lengths = torch.tensor([5, 12], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table, causal=True)
+    cu_q, cu_k = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 5, 17], dtype=torch.int32)
+    packed = flash_attn.flash_attn_varlen_func(q[:, 0], *pages, cu_q, cu_k, 1, 12, causal=True, block_table=table)
+    for b, n in enumerate(lengths.tolist()):
+        expected, _ = naive(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        assert_close(out[b : b + 1], expected)
+        assert_close(packed[b], expected[0, 0])
 
 
 # The parameters of flash-attn 2.8.3 and of FlashAttention-3, in their order.
@@ -164,6 +227,10 @@ SIGNATURES = {
     flash_attn_3.flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k"
     " softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa"
     " deterministic sm_margin return_attn_probs",
+    flash_attn_3.flash_attn_with_kvcache: "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx"
+    " cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale"
+    " softmax_scale causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits"
+    " pack_gqa sm_margin return_softmax_lse",
     flash_attn_3.flash_attn_qkvpacked_func: "qkv softmax_scale causal q_descale k_descale v_descale window_size"
     " attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
 }
