@@ -100,6 +100,8 @@ def make_mask(
     shift = q_offset - kv_offset
     before, after, ids = _band(parts)
     segments = None
+    if q_length == 1 and others.get("allow_is_causal_skip") is False and not isinstance(shift, Tensor):
+        shift = torch.full((), shift, device=others["device"])  # a step of a static cache: one graph for all of them
     on_device = isinstance(shift, Tensor)
     if look and not tracing and (valid is not None or on_device) and not (on_device and q_length == 1):
         shift, valid, segments = _looked(shift, valid, q_length, after == 0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -188,7 +189,8 @@ def test_compiled_decoding(name: str) -> None:
     model.config._experts_implementation = "grouped_mm"  # eager's loop over experts is not for torch.compile
     given, _ = inputs(name, "left")
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, None
-    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model.forward, fullgraph=True, backend=graphs)
     cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 12)
     eager = generated(name, "eager", "left")
     ids, mask = given["input_ids"], given["attention_mask"]
@@ -202,6 +204,7 @@ def test_compiled_decoding(name: str) -> None:
         ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
     assert torch.equal(ids, eager)
+    assert graphs.frame_count <= 2  # of 11 steps
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
