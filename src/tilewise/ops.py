@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -9,8 +10,17 @@ import torch
 from torch import Tensor
 
 from .dispatch import Call, call_of, choose, named
+from .flops import COUNTER, count_them
 from .spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
-from .torch_private import apply_unchecked, each_of_batch, is_batched, is_forward_mode, is_transformed, is_watched
+from .torch_private import (
+    apply_unchecked,
+    each_of_batch,
+    is_batched,
+    is_forward_mode,
+    is_profiled,
+    is_transformed,
+    is_watched,
+)
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -223,18 +233,40 @@ def _need_reference(what: str) -> NoReturn:
 
 def _outputs(request: Request, call: Call | None) -> Any:
     """(out, lse); a call is remembered only where nobody watches."""
+    if is_profiled():
+        with torch.profiler.record_function("tilewise::forward"):
+            return _computed(request, call)
+    return _computed(request, call)
+
+
+def _computed(request: Request, call: Call | None) -> Any:
     if call is not None:
         return call.backend.forward(request, call.recordings)
     if is_watched(*request[:3]):
-        return torch.ops.tilewise.forward(*arguments(request))
+        return _watched("forward")(*arguments(request))
     return _forward_of(request)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    """The registered op, known to whoever counts FLOPs."""
+    if COUNTER in sys.modules and not torch.compiler.is_compiling():
+        count_them()
+    op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
+    return op
 
 
 def _gradients(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
     """Of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
+    if is_profiled():
+        with torch.profiler.record_function("tilewise::backward"):
+            return _differentiated(wanted, call, upstream, request)
+    return _differentiated(wanted, call, upstream, request)
+
+
+def _differentiated(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor, ...]
     if is_watched(upstream.dout, *request[:3]):
-        grads = torch.ops.tilewise.backward(*upstream, *arguments(request))
+        grads = _watched("backward")(*upstream, *arguments(request))
     else:
         grads = _backward_of(request, upstream, call)
     terms = wanted[3:]

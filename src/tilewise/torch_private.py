@@ -66,6 +66,14 @@ def is_watched(*tensors: Tensor) -> bool:
     )
 
 
+_profiled: Callable[[], bool] = getattr(getattr(_C, "_autograd", None), "_profiler_enabled", None) or (lambda: False)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is at work, which should see a name for what is computed."""
+    return not torch.compiler.is_compiling() and _profiled()
+
+
 def has_address(x: Tensor) -> bool:
     """Not so of a tensor that torch.compile only pretends to have, or that torch.func wraps."""
     return type(x) in PLAIN and not _is_wrapped(x)
