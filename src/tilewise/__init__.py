@@ -1,5 +1,6 @@
 """Exact attention for PyTorch, computed tile by tile."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import mods
@@ -27,6 +28,14 @@ __all__ = [
     "score_mod",
 ]
 __version__ = "0.1.0"
+LATER = ("distributed",)
+
+
+def __getattr__(name: str) -> Any:
+    """Parts of the library that are imported when they are first asked for."""
+    if name in LATER:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":

@@ -107,6 +107,11 @@ def constant(function: Callable[..., str]) -> Callable[..., str]:
     return function
 
 
+def flattened(mesh: Any) -> Any:
+    """The process group of all ranks of a DeviceMesh; of one with two axes, row by row."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
 def _public_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 

@@ -131,7 +131,7 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
         bad = ~k_all.isfinite().all(-1)  # such a key makes the scores nan of the queries that see it, and no others
         k_clean = k_all.masked_fill(bad[..., None], 0.0)
         raw = (spec.scale * (q_all @ k_clean.mT)).masked_fill(bad[:, None, :], torch.nan)
-        hide = hidden(block.place, request).expand(raw.shape)
+        hide = hidden(block, request).expand(raw.shape)
         s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
         yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, kept(block.place, request, dtype))

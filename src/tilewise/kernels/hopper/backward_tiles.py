@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, locate, worth_and_slope
+from ..tile import PAD, Work, band, locate, pleases, worth_and_slope
 from .compat import (
     add_out,
     await_previous,
@@ -239,7 +239,7 @@ def exponents(
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
     s = s * call.unit - lse2
     if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, call.terms.mask)
+        seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))
     if edge:
         s = masked(s, at - i0, left, call)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import LN2, LOG2E, Work, locate, unit_of, worth
+from ..tile import LN2, LOG2E, Work, locate, pleases, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -115,7 +115,7 @@ def score(
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
     if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, w.h, i, j, w.n_q, w.n_k, terms.mask)
+        seen = (i == i) & (j == j) & pleases(i, j, w, w.h, terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         last = here(row) + (first + w.n_k - w.n_q - start)

@@ -120,7 +120,7 @@ class Sums:
             b = torch.bucketize(position, cu[1:], right=True).clamp(max=self.size.batch - 1)
             position = position - cu[b]
             n_q, n_k = (x.long().diff()[b] for x in (self.cu_q, self.cu_k))
-        return Place(b, h, position, position, n_q, n_k)
+        return Place(b, h, position, position, n_q, n_k).within(self.request.origin)
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
@@ -129,10 +129,11 @@ class Sums:
             n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
         if 0 in (n_q, n_k, size.batch):
             return
-        per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}))
+        moved = self.request.origin is not None
+        per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})))
         lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
         rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
-        diagonal = only_distance(where.args)
+        diagonal = only_distance(where.args) and not moved
         count = [torch.arange(n, device=total.device) for n in (*lines, n_k)]
         b, h, j = count[0][:, None, None, None], count[1][:, None, None], count[2]
         lengths = (n_q, n_k)
@@ -153,7 +154,7 @@ class Sums:
                 place = Place(b, h, distance, torch.zeros_like(distance), *lengths)
             else:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
-                place = Place(b, h, i, j, *lengths)
+                place = Place(b, h, i, j, *lengths).within(self.request.origin)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
 
     def _tiles(
