@@ -1,4 +1,4 @@
-"""Plans as such, nothing is computed: every pair once, even work, bytes as the formulas say, no deadlock, 1024 ranks."""
+"""Plans as such, nothing is computed: every pair once, even work, bytes as formulas say, no deadlock, 1024 ranks."""
 
 from __future__ import annotations
 
