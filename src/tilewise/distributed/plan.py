@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..spec import AttentionError
 from . import layout as layouts
 from .layout import LAYOUTS, Run, Shard
 from .tiles import Band, Call, Piece, Tile, calls, count, fused, pieces, tiles
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
 
 STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
 GATHERING = ("allgather", "halo")  # the strategies that send keys to whoever sees them, all at once
@@ -246,6 +249,18 @@ class Plan:
         parts = list(x)
         order = torch.cat([self.index(r, parts[0].device) for r in range(self.ranks)])
         return torch.cat(parts, dim).index_select(dim, order.argsort())
+
+    def simulate(self, machine: str = "8xH200+400G", **shape: Any) -> Simulation:
+        """What a pass would take on a cluster: see `tilewise.distributed.simulate`."""
+        from .simulate import simulate
+
+        return simulate(self, machine, **shape)
+
+    def explain(self) -> str:
+        """The plan in words."""
+        from .simulate import explain
+
+        return explain(self)
 
 
 @lru_cache(4096)

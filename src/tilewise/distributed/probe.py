@@ -33,9 +33,10 @@ def check(
         tilewise.distributed.check(plan, model, tokens, layers=model.layers)  a model, called as model(plan, tokens)
 
     call(plan, *parts) gets this rank's parts of `inputs` (whole, the same on every rank, tokens along dim 1) and
-    returns its outputs, tokens along dim 1; attention within it finds the plan in use. It must be deterministic. Raises where
-    the outputs differ by more than `tolerance` of the largest, or where an output changes with a token that it cannot
-    see, through so many `layers`, or where none changes that sees it. All ranks must call it; use a small copy.
+    returns its outputs, tokens along dim 1; attention within it finds the plan in use. It must be deterministic.
+    Raises where the outputs differ by more than `tolerance` of the largest, or where an output changes with a token
+    that it cannot see, through so many `layers`, or where none changes that sees it. All ranks must call it; use a
+    small copy.
     """
     if call is None:
         call, inputs = _attention(plan, seed, options)
