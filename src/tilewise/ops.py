@@ -10,7 +10,15 @@ from torch import Tensor
 
 from .dispatch import Call, call_of, choose, named
 from .spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
-from .torch_private import apply_unchecked, each_of_batch, is_batched, is_forward_mode, is_transformed, is_watched
+from .torch_private import (
+    apply_unchecked,
+    each_of_batch,
+    is_batched,
+    is_dtensor,
+    is_forward_mode,
+    is_transformed,
+    is_watched,
+)
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -222,6 +230,8 @@ def _outputs(request: Request, call: Call | None) -> Any:
     if call is not None:
         return call.backend.forward(request, call.recordings)
     if is_watched(*request[:3]):
+        if is_dtensor(*request[:3]):
+            from . import dtensor  # noqa: F401 - its rules
         return torch.ops.tilewise.forward(*arguments(request))
     return _forward_of(request)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Unpack
 
 import torch
@@ -17,26 +16,29 @@ from ..spec import AttentionError, Request, band
 from . import ops
 from .plan import Plan
 
-_current: ContextVar[Plan | None] = ContextVar("tilewise.distributed.plan", default=None)
+_in_use: list[Plan] = []  # of the process, not of a thread: autograd has threads of its own
 
 
 @contextmanager
 def use(plan: Plan) -> Iterator[Plan]:
     """Attention within is over this plan, wherever a model's adapter asks (`current`), or `attention` is given none.
 
-    with tilewise.distributed.use(plan):
-        loss = model(plan.shard(tokens), position_ids=plan.positions()[None], labels=plan.labels(tokens)).loss
+        with tilewise.distributed.use(plan):
+            logits = model(plan.shard(tokens), position_ids=plan.positions()[None])
+            loss(logits, plan.labels(tokens)).backward()
+
+    The backward belongs inside where layers are checkpointed, which compute attention once more.
     """
-    token = _current.set(plan)
+    _in_use.append(plan)
     try:
         yield plan
     finally:
-        _current.reset(token)
+        _in_use.pop()
 
 
 def current() -> Plan | None:
     """The plan in use, or None."""
-    return _current.get()
+    return _in_use[-1] if _in_use else None
 
 
 @takes_options

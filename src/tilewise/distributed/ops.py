@@ -86,7 +86,8 @@ class Distributed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        tensors, saved = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+        kept = ctx.saved_tensors  # once: checkpoints compute them when asked
+        tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
         q, v, n = request.q, request.v, request.differentiable
         if dout is None:

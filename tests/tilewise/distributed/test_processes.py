@@ -6,21 +6,26 @@ import pytest
 
 from tests.tilewise.distributed.workers import JOBS, spawn
 
-SLOW = ("all_ways",)
+SLOW = ("all_ways", "odd_sizes", "compiled")
 QUICK = [name for name in JOBS if name not in SLOW]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def quick(request, tmp_path_factory):
-    return spawn(request.param, QUICK, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return spawn(2, QUICK, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_quick(quick, name):
-    assert not quick[name]
+def test_two_processes(two, name):
+    assert not two[name]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def all_jobs(request, tmp_path_factory):
+    return spawn(request.param, list(JOBS), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_strategy_layout_and_feature(ranks, tmp_path):
-    assert spawn(ranks, ["all_ways"], tmp_path) == {"all_ways": []}
+@pytest.mark.parametrize("name", JOBS)
+def test_everything_in_two_and_four_processes(all_jobs, name):
+    assert not all_jobs[name]

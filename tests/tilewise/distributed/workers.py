@@ -14,9 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import tilewise
 from tests.tilewise.distributed.cases import CASES, Case, Inputs, along_queries, faults, make, planned, run
-from tilewise.distributed import Plan, attention
+from tilewise import AttentionError
+from tilewise.distributed import Plan, attention, check, plan, use
 from tilewise.distributed.layout import LAYOUTS
 
 Job = Callable[[int, int], list[str]]
@@ -124,4 +132,147 @@ def odd_sizes(rank: int, ranks: int) -> list[str]:
         for tokens in (0, 1, 3, 5):
             found += compare(rank, "causal", None, tokens, strategy=strategy, node=2)
         found += compare(rank, "causal", None, 120, torch.bfloat16, strategy=strategy, node=2)
+    return found
+
+
+@job
+def two_axes(rank: int, ranks: int) -> list[str]:
+    """A mesh of nodes and their GPUs; the default layout and strategy of everything."""
+    mesh = dist.init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("node", "gpu"))
+    found = compare(rank, "groups across", mesh, strategy="two-level")
+    found += compare(rank, "documents", mesh)
+    line = dist.init_device_mesh("cpu", (ranks,))
+    return found + compare(rank, "causal", line) + compare(rank, "window", line)
+
+
+@job
+def probe(rank: int, ranks: int) -> list[str]:
+    """Clean plans pass; a model that looks at its neighbours does not."""
+    cu = [0, 9, 30, 41]
+    for words in ({"seqlen": 41, "causal": True}, {"seqlen": 41, "window": (5, 0)}, {"cu_seqlens": cu, "causal": True}):
+        report = check(plan(**words), softcap=20.0)
+        if report.error > 1e-5 or len(report.perturbed) != 3:
+            return [f"{words}: {report}"]
+
+    def leaks(made: Plan, x: torch.Tensor) -> torch.Tensor:
+        q = x[..., None, :]
+        return attention(q, q, q).squeeze(2) + made.unshard(x).sum(1, keepdim=True)
+
+    try:
+        check(plan(seqlen=41, causal=True), leaks, torch.randn(1, 41, 8, generator=torch.Generator().manual_seed(0)))
+    except AttentionError as error:
+        return [] if "outputs that change with token" in str(error) else [str(error)]
+    return ["a leak was not found"]
+
+
+class Tiny(torch.nn.Module):
+    """Two layers of a transformer whose attention finds the plan in use."""
+
+    def __init__(self, remember: bool = True) -> None:
+        super().__init__()
+        self.remember = remember
+        self.embed = torch.nn.Embedding(17, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 48) for _ in range(2))
+        self.head = torch.nn.Linear(16, 17)
+
+    def layer(self, n: int, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.layers[n](x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return x + attention(q, k, v).flatten(2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for n in range(2):
+            x = self.layer(n, x) if self.remember else checkpoint(self.layer, n, x, use_reentrant=False)
+        return self.head(x)
+
+
+def losses(model: torch.nn.Module, made: Plan, steps: int = 3, average: bool = True) -> list[float]:
+    """Training on next tokens: the mean over all tokens, whoever holds them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = torch.randint(17, (2, made.tokens), generator=torch.Generator().manual_seed(1))
+    total = 2 * (made.tokens - 1)
+    ranks = made.ranks
+    found = []
+    for _ in range(steps):
+        with use(made):
+            logits = model(made.shard(tokens))
+            loss = cross_entropy(logits.flatten(0, 1), made.labels(tokens).flatten(), reduction="sum") / total
+            # FSDP and DDP average gradients over ranks; the loss is a sum over them
+            (loss * ranks if average else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(value)
+        found.append(float(value))
+    return found
+
+
+def model(remember: bool = True) -> Tiny:
+    torch.manual_seed(5)
+    return Tiny(remember)
+
+
+@job
+def training(rank: int, ranks: int) -> list[str]:
+    """FSDP2, DDP, and layers that are computed again in the backward: the losses of one process."""
+    expected = losses(model(), plan(1, seqlen=33, causal=True), average=False)
+    found = []
+    made = plan(seqlen=33, causal=True)
+    sharded_model = model()
+    for layer in sharded_model.layers:
+        fully_shard(layer)
+    ways = {
+        "fsdp2": fully_shard(sharded_model),
+        "ddp": DistributedDataParallel(model()),
+        "checkpoint": DistributedDataParallel(model(remember=False)),
+    }
+    for name, one in ways.items():
+        ours = losses(one, made)
+        if max(abs(a - b) for a, b in zip(ours, expected, strict=True)) > 1e-5:
+            found.append(f"{name}: {ours}, of one process {expected}")
+    return found
+
+
+@job
+def compiled(rank: int, ranks: int) -> list[str]:
+    """No graph break; a second plan is another number, not another graph."""
+    found = []
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda q, made: attention(q, q, q, plan=made, causal=True), backend=counter, fullgraph=True)
+    for length in (16, 24, 32):
+        made = plan(seqlen=length * ranks, causal=True)
+        whole = torch.randn(1, length * ranks, 2, 8, generator=torch.Generator().manual_seed(2))
+        q = made.shard(whole).requires_grad_()
+        out = call(q, made)
+        out.sum().backward()
+        again = q.detach().clone().requires_grad_()
+        attention(again, again, again, plan=made).sum().backward()
+        if not torch.allclose(q.grad, again.grad):
+            found.append(f"{length}: gradients differ")
+    if counter.frame_count > 2:  # once as it is, once for any length and any plan
+        found.append(f"compiled {counter.frame_count} times for 3 plans")
+    return found
+
+
+@job
+def dtensors(rank: int, ranks: int) -> list[str]:
+    """tilewise.attention on DTensors: batch rows and heads stay where they are."""
+    mesh = dist.init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    q, k, v = torch.randn(ranks, 9, 2 * ranks, 8), torch.randn(ranks, 9, ranks, 8), torch.randn(ranks, 9, ranks, 8)
+    found = []
+    for placement, terms in (
+        (Shard(2), {"causal": True}), (Shard(0), {"softcap": 2.0}), (Replicate(), {}), (Shard(2), {"softcap": 3.0}),
+    ):  # fmt: skip
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        parts = [distribute_tensor(x.detach(), mesh, [placement]).requires_grad_() for x in whole]
+        expected, out = (tilewise.attention(*x, **terms) for x in (whole, parts))
+        expected.square().sum().backward()
+        out.square().sum().backward()
+        if out.placements != (placement,):
+            found.append(f"{placement} became {out.placements}")
+        pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(parts, whole, strict=True))]
+        if not all(torch.allclose(x.full_tensor(), y, atol=1e-5) for x, y in pairs):
+            found.append(f"{placement}, {terms}: wrong")
     return found
