@@ -80,12 +80,15 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """dQ in float32, as a pointer and, for the copy engine, as rows of 256; dK; dV; a flag for what is not finite."""
+    """dQ in float32, as a pointer and, for the copy engine, as rows of 256; dK and dV, and where they go in float32, if
+    they do; a flag for what is not finite."""
 
     sums: tl.tensor
     sum_rows: tl.tensor
     dk: tl.tensor
     dv: tl.tensor
+    dk_full: tl.tuple
+    dv_full: tl.tuple
     flag: tl.tensor
 
 

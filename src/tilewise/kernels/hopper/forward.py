@@ -56,6 +56,7 @@ from .pipeline import (
     ring,
     room,
     send,
+    store_full,
     take,
 )  # fmt: skip
 
@@ -78,6 +79,13 @@ class Plan(NamedTuple):
     PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
     TURNS: bool  # the warpgroups ask for their products one after the other
     LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
+
+
+class Target(NamedTuple):
+    """Where O goes: by TMA, rounded; or, if there is a `full`, as it is."""
+
+    desc: tl.tensor
+    full: tl.tuple
 
 
 class Pipes(NamedTuple):
@@ -283,7 +291,7 @@ def consume(
     pipes, o, lse, flag, n_q, n_k, before, after, scale, terms,
     WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = o.dtype
+    DTYPE: gl.constexpr = o.desc.dtype
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     unit = unit_of(scale, PLAN.FOLD)
@@ -364,20 +372,26 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
         kept, m, total = with_sink(m, total, sink * LOG2E)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
-    if PLAN.PARTS == 2 and len(acc) == 1:
-        acc = halves(acc[0])
-    tma.store_wait(0)  # the last tile has left this memory
-    sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, WIDTH]), 0)
-    if PLAN.PARTS == 2:
+    if o.full.ptr is not None:
+        sums = store_whole(acc[0], kept / some, o.full, w, first, 0)
+        if len(acc) == 2:
+            more = store_whole(acc[1], kept / some, o.full, w, first, PLAN.WIDTHS[0])
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
+    else:
+        if PLAN.PARTS == 2 and len(acc) == 1:
+            acc = halves(acc[0])
+        tma.store_wait(0)  # the last tile has left this memory
+        sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, WIDTH]), 0)
+        if PLAN.PARTS == 2:
+            fence_async_shared()
+            copy_out(o.desc, at(o.desc, w.b, w.h, w.q0, w.n_q, first), o_tile)
+            tma.store_wait(0)
+        if len(acc) == 2:
+            COLUMN: gl.constexpr = 0 if PLAN.PARTS == 2 else PLAN.WIDTHS[0]
+            more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, WIDTH]), COLUMN)
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
-        copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
-        tma.store_wait(0)
-    if len(acc) == 2:
-        COLUMN: gl.constexpr = 0 if PLAN.PARTS == 2 else PLAN.WIDTHS[0]
-        more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, WIDTH]), COLUMN)
-        sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
-    fence_async_shared()
-    copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first, WIDTH * (PLAN.PARTS - 1)), o_tile)
+        copy_out(o.desc, at(o.desc, w.b, w.h, w.q0, w.n_q, first, WIDTH * (PLAN.PARTS - 1)), o_tile)
     if flag is not None:
         sound = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         odd = (sums != sums) & (sound == sound)
@@ -405,6 +419,14 @@ def store_part(acc, share, o_tile, COLUMN: gl.constexpr):
     """out = share * acc to its columns of the tile in shared memory; the lanes' sums of it."""
     out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
     o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
+    return lane_sums(out)
+
+
+@gluon.jit
+def store_whole(acc, share, full, w, first, COLUMN: gl.constexpr):
+    """The same to memory, in float32."""
+    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
+    store_full(full, out, w.b, w.h, w.q0, w.n_q, first, COLUMN)
     return lane_sums(out)
 
 
@@ -464,7 +486,7 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
 
 @gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
 def forward_kernel(
-    q, q_rest, k, k_rest, v, v_rest, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
+    q, q_rest, k, k_rest, v, v_rest, o, o_full, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
     total, lines, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
@@ -479,6 +501,7 @@ def forward_kernel(
     k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
     v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
     pipes = Pipes(q_ring, k_ring, v_ring, room(o, WARPGROUPS), board(WARPGROUPS))
+    o = Target(o, o_full)
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([

@@ -29,8 +29,6 @@ def obstacle(request: Request, gpu: Gpu | None) -> str | None:
         return "no triton >= 3.6 installed"
     if k.shape[-2] == 0:
         return "no heads"
-    if request.spec.partial:
-        return "results in float32, to be merged"
     if request.seed is not None or request.blocks:
         return "a block mask" if request.blocks else "dropout"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
