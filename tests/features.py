@@ -68,11 +68,12 @@ MODS: dict[str, tuple[dict[str, tuple[Any, ...]], Callable[..., Any], Callable[.
     "t5": (
         {"table": (8, "H")},
         lambda table: tilewise.mods.t5_relative(table, max_distance=12),
-        lambda s, b, h, i, j, table: s + table[_t5_bucket((j - i).clamp(-12, 12)), h],
+        lambda s, b, h, at, j, table: s + table[_t5_bucket((j - at).clamp(-12, 12)), h],
     ),
 }
 
 
+ALIGNED = ("t5",)  # mods that are built in, and count queries as the masks below do
 # mods whose derivative jumps: where, as a score at which the heads of odd number bend
 KINKS = {"per_key": 1.5}
 
@@ -84,35 +85,35 @@ def _t5_bucket(distance: Tensor) -> Tensor:
     return torch.where(n < 2, n, large.clamp(max=3)) + 4 * (distance > 0)
 
 
-# name -> (tilewise's, torch's), both of (lengths, batch, device)
+# name -> (tilewise's, torch's); all are built in, and count queries by the key position `at` which they sit
 MASKS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "document": (
         lambda ids, prefix: tilewise.mods.document(ids=ids),
-        lambda b, h, i, j, ids, prefix: ids[b, i] == ids[b, j],
+        lambda b, h, at, j, ids, prefix: ids[b, at.clamp(min=0)] == ids[b, j],
     ),
     "prefix_lm": (
         lambda ids, prefix: tilewise.mods.prefix_lm(prefix),
-        lambda b, h, i, j, ids, prefix: (j < prefix[b]) | (j <= i),
+        lambda b, h, at, j, ids, prefix: (j < prefix[b]) | (j <= at),
     ),
     "window_with_globals": (
         lambda ids, prefix: tilewise.mods.window_with_globals(9, 3),
-        lambda b, h, i, j, ids, prefix: ((i - j).abs() <= 9) | (j < 3) | (i < 3),
+        lambda b, h, at, j, ids, prefix: ((at - j).abs() <= 9) | (j < 3) | (at < 3),
     ),
     "dilated_window": (
         lambda ids, prefix: tilewise.mods.dilated_window(5, 3),
-        lambda b, h, i, j, ids, prefix: ((i - j).abs() <= 15) & ((i - j) % 3 == 0),
+        lambda b, h, at, j, ids, prefix: ((at - j).abs() <= 15) & ((at - j) % 3 == 0),
     ),
     "neighbourhood_2d": (
         lambda ids, prefix: tilewise.mods.neighbourhood_2d(6, 1),
-        lambda b, h, i, j, ids, prefix: ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 1),
+        lambda b, h, at, j, ids, prefix: ((at // 6 - j // 6).abs() <= 1) & ((at % 6 - j % 6).abs() <= 1),
     ),
     "block_diagonal": (
         lambda ids, prefix: tilewise.mods.block_diagonal(11),
-        lambda b, h, i, j, ids, prefix: i // 11 == j // 11,
+        lambda b, h, at, j, ids, prefix: at // 11 == j // 11,
     ),
     "strided_sparse": (
         lambda ids, prefix: tilewise.mods.strided_sparse(5),
-        lambda b, h, i, j, ids, prefix: (j <= i) & ((i - j < 5) | (j % 5 == 4)),
+        lambda b, h, at, j, ids, prefix: (j <= at) & ((at - j < 5) | (j % 5 == 4)),
     ),
 }
 

@@ -13,7 +13,21 @@ from torch import Tensor
 
 import tilewise
 from tests.budget import Yardstick
-from tests.features import CAP, MASKS, MODS, SEED, Call, Leaves, P, capped, fast_tanh, run, score_error, sequences
+from tests.features import (
+    ALIGNED,
+    CAP,
+    MASKS,
+    MODS,
+    SEED,
+    Call,
+    Leaves,
+    P,
+    capped,
+    fast_tanh,
+    run,
+    score_error,
+    sequences,
+)
 
 DRAWS, DEVIATIONS = 8, 3.0
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -140,7 +154,8 @@ def _parts(call: Call, x: Leaves, b: int, s: Tensor) -> list[Tensor]:
     h, i = h[:, None, None], i[:, None]
     parts = [s]
     if f.mod:
-        parts = [MODS[f.mod][2](s, b, h, i, j, *(x[name] for name in MODS[f.mod][0]))]
+        at = i + n_k - n_q if f.mod in ALIGNED else i
+        parts = [MODS[f.mod][2](s, b, h, at, j, *(x[name] for name in MODS[f.mod][0]))]
     if f.alibi:
         slopes = x["alibi"][b] if f.alibi == "bh" else x["alibi"]
         parts.append(-slopes[:, None, None] * (i + n_k - n_q - j).abs())
@@ -161,7 +176,7 @@ def _masked(call: Call, b: int, s: Tensor) -> Tensor:
     if after is not None:
         seen = seen & (j <= at + after)
     if call.features.mask:
-        seen = seen & MASKS[call.features.mask][1](b, h[:, None, None], i[:, None], j, **call.fixed)
+        seen = seen & MASKS[call.features.mask][1](b, h[:, None, None], at, j, **call.fixed)
     return s.masked_fill(~seen, -torch.inf)
 
 

@@ -32,24 +32,34 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api merge mods spec costs"),
+    "tilewise": Rule("api cache merge mods spec costs"),
     "api": Rule("spec checks ops dispatch"),
+    "cache": Rule("cache checks dispatch mods spec torch_private"),
+    "cache.request": Rule("spec"),
     "checks": Rule("spec mods torch_private"),
     "ops": Rule("spec dispatch torch_private", lazy="dtensor"),
     "dtensor": Rule("mods spec torch_private"),
-    "dispatch": Rule("spec torch_private kernels.gpu kernels.hopper.limits kernels.portable.limits"),
+    "dispatch": Rule(
+        "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
+        " kernels.portable.limits kernels.portable.profile"
+    ),
     "merge": Rule("spec"),
-    "spec": Rule(),
+    "spec": Rule("torch_private"),
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
+    "reference.kv": Rule("reference mods spec cache.request"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
+    "kernels.profile": Rule(),
     "kernels.tile": Rule("triton"),
     "kernels.mods": Rule("mods triton"),
     "kernels.triton_private": Rule("triton"),
     "kernels.launch": Rule("kernels.gpu torch_private triton"),
-    "kernels.replay": Rule("kernels.triton_private torch_private"),
+    "kernels.compiling": Rule("kernels.triton_private"),
+    "kernels.cuda": Rule(),
+    "kernels.offline": Rule("kernels.gpu", lazy="spec triton"),
+    "kernels.replay": Rule("kernels.compiling kernels.cuda kernels.launch kernels.triton_private torch_private"),
     "kernels.shapes": Rule("kernels.tile spec triton"),
     "kernels.terms": Rule("kernels.gpu kernels.launch kernels.mods kernels.tile mods spec"),
     "kernels.overlap": Rule("triton"),
@@ -60,18 +70,29 @@ RULES = {
     "kernels.portable": Rule("kernels.tile kernels.overlap kernels.portable triton"),
     "kernels.portable.limits": Rule("spec kernels.gpu"),
     "kernels.portable.tiles": Rule(),
+    "kernels.portable.profile": Rule("kernels.gpu kernels.profile kernels.portable.tiles"),
     "kernels.portable.options": Rule("kernels spec"),
     "kernels.portable.repairs": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
+    "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
+    "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
+    "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
+    "kernels.hopper.profile": Rule(
+        "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
+        " kernels.portable.tiles"
+    ),
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
-    "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.hopper kernels.portable.tiles", lazy="triton"),
+    "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
+    "costs.warm": Rule(
+        "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
+    ),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
@@ -89,6 +110,7 @@ RULES = {
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.demo tilewise rich"),
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.warm": Rule("costs.warm spec rich"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.fuzz": Rule("dispatch lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
     "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
@@ -210,6 +232,36 @@ def test_imports_point_one_way(module):
 def test_the_rules_can_tell(module, source, verdict):
     rule = RULES[unit_of(module)]
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
+
+
+BACKENDS = {"hopper": "kernels.hopper", "portable": "kernels.portable"}
+KNOW_ALL = ("dispatch", "kernels.repair")  # the table; and what mends the results of the portable kernels, with them
+
+
+def strings(source: str) -> Iterator[tuple[str, int]]:
+    """Text that a program may act on: no docstrings."""
+    tree = ast.parse(source)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value, node.lineno
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
+    """One folder and one row make a backend; the folder of another may use its kernels."""
+    found = []
+    for module, path in MODULES.items():
+        if module.startswith(("lab", "kernels.hopper", BACKENDS[name])) or module in KNOW_ALL:
+            continue
+        source = path.read_text()
+        found += [f"{module}:{line} {text!r}" for text, line in strings(source) if name in text]
+        found += [
+            f"{module}:{line} imports {target}"
+            for target, _, line in imports(module, source, path.name == "__init__.py")
+            if target.startswith(BACKENDS[name])
+        ]
+    assert not found, "\n".join(found)
 
 
 NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import mods
 from .api import attention, attention_varlen, check
+from .cache.api import KvPlan, append_kv, attention_kv, check_kv, plan_kv
+from .cache.request import Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
@@ -12,20 +14,28 @@ from .spec import AttentionError
 
 if TYPE_CHECKING:
     from .costs.explanation import Explanation
+    from .costs.warm import Warmed
 
 __all__ = [
     "AttentionError",
+    "KvPlan",
+    "Rotary",
+    "append_kv",
     "attention",
+    "attention_kv",
     "attention_varlen",
     "block_mask",
     "block_mask_varlen",
     "check",
+    "check_kv",
     "dropout_mask",
     "explain",
     "mask_mod",
     "merge",
     "mods",
+    "plan_kv",
     "score_mod",
+    "warmup",
 ]
 __version__ = "0.1.0"
 LATER = ("distributed",)
@@ -53,3 +63,16 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
     if show:
         print(told)
     return told
+
+
+def warmup(*args: Any, **options: Any) -> "Warmed":
+    """Compile the kernels of a model ahead of its first call, with or without its GPU.
+
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for the GPU that is here
+        tilewise.warmup(config="config.json", gpu="sm_90")                     in a Dockerfile
+
+    See `tilewise.costs.warm.warmup`; `tilewise warm` is the same as a command.
+    """
+    from .costs.warm import warmup as compile_ahead
+
+    return compile_ahead(*args, **options)

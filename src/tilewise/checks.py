@@ -20,7 +20,7 @@ from .mods.blocks import BlockMask
 from .mods.builtin import alibi, alibi_per_batch
 from .mods.builtin import softcap as softcap_mod
 from .mods.dropout import as_seed
-from .mods.program import Mod, bound
+from .mods.program import Mod, bound, indexed
 from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
 from .torch_private import any_autocast, has_address
 
@@ -63,14 +63,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def takes_options(function: F) -> F:
     """Show `**options` by name, type and default, in help() and wherever signatures are read."""
+    return shown(function, Options, DEFAULTS)
+
+
+def shown(function: F, options: Any, defaults: Any) -> F:
+    """The same of any options."""
     own = inspect.signature(function)
     *first, _ = own.parameters.values()
-    kinds = get_type_hints(Options)
-    options = [
+    kinds = get_type_hints(options)
+    named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in DEFAULTS.items()
+        for name, default in defaults.items()
     ]
-    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    function.__signature__ = own.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
     return function
 
 
@@ -96,12 +101,22 @@ def options_of(given: Options) -> Options:
     """The options, with defaults where nothing is said."""
     options = _with_defaults(given)
     if len(options) != len(DEFAULTS):
-        for name in given:
-            if name not in DEFAULTS:
-                near = get_close_matches(name, DEFAULTS, n=1)
-                hint = FOREIGN.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(DEFAULTS)}")
-                raise AttentionError("argument", f"{name}=", hint)
+        check_names(given, DEFAULTS, FOREIGN)
     return options
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, options: Options) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`."""
+    return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+
+
+def check_names(given: Any, known: Any, foreign: dict[str, str]) -> None:
+    """Every name is known; `foreign` says what other libraries' names are called here."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(known)}")
+            raise AttentionError("argument", f"{name}=", hint)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
@@ -109,7 +124,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     if q.shape[0] != k.shape[0]:
         raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
-    return _request(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
+    return sized(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
 
 
 def packed(
@@ -118,12 +133,13 @@ def packed(
 ) -> Request:  # fmt: skip
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    for name, n in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
-            raise AttentionError(name, repr(n), "an int >= 0, or None")
+    check_longest(*longest)
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    return _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    if _is_free(cu_q) and _is_free(cu_k):
+        _check_lengths(request, longest, options)
+    return request
 
 
 def sharded(
@@ -140,10 +156,51 @@ def sharded(
         found = (q.shape[0], k.shape[0])
         raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
     batch = q.shape[0] if documents is None else documents
-    return _request(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
+    return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
-def _request(
+def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What only the numbers in a checked call say; reads them, which on a GPU waits for it."""
+    cu_q, cu_k = request.cu_q, request.cu_k
+    if cu_q is None or cu_k is None:
+        return
+    check_offsets("cu_seqlens_q", cu_q, request.q.shape[0])
+    check_offsets("cu_seqlens_k", cu_k, request.k.shape[0])
+    _check_lengths(request, longest, options)
+
+
+def _is_free(cu: Tensor) -> bool:
+    """Whether its numbers can be read without waiting."""
+    return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
+
+
+def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What the lengths of packed sequences say of the longest, of the tensors of mods and of a block mask."""
+    cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
+    assert cu_q is not None
+    assert cu_k is not None
+    if longest == (None, None) and mask is score is None:
+        return
+    found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
+    for side, said, most in zip("qk", longest, found, strict=True):
+        if said is not None and said < most:
+            raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
+    if isinstance(mask, BlockMask):
+        mask.check_offsets(cu_q, cu_k)
+        mask = mask.mod
+    for mod in (mask, score):
+        if mod is not None:
+            _check_tables(mod, (None, None, *found))
+
+
+def check_longest(n_q: Any, n_k: Any) -> None:
+    """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
+    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
+        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
+
+
+def sized(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Request:  # fmt: skip
@@ -167,7 +224,8 @@ def _request(
         bias = _checked_bias(q, sizes, bias)
     if sinks is not None:
         _check_term("sinks", sinks, q, [(sizes[1],)])
-    score = _score(q, sizes, softcap, options["score_mod"], options["alibi_slopes"])
+    known = sizes if cu_q is None else (*sizes[:2], None, None)  # the longest may be longer than any
+    score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -179,10 +237,12 @@ def _request(
         made.check(sizes, q, cu_q is not None, band(options["causal"], options["window"]))
         mask, blocks, named["mask_block"] = made.mod, made.lists, (*made.block, *made.shape[:2])
     if mask is not None:
-        mask = _checked_mod("mask", mask, q)
+        mask = _checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+        if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
+            named["longest"] = max(sizes[2], sizes[3])
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
@@ -204,12 +264,13 @@ def _score(
             raise AttentionError("softcap", softcap, "a finite number above 0, or None")
         mods.append(softcap_mod(softcap))
     if score_mod is not None:
-        mods.append(_checked_mod("score", score_mod, q))
+        mods.append(_checked_mod("score", score_mod, q, sizes))
     if slopes is not None:
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        if slopes.numel():  # else there is no pair to be moved
-            mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 
@@ -229,7 +290,7 @@ def number(name: str, x: Any, expected: str) -> float:
     return found
 
 
-def _tensor(name: str, x: Any) -> Tensor:
+def tensor(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
@@ -241,7 +302,7 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if _tensor(name, x).dim() != rank:
+        if tensor(name, x).dim() != rank:
             hint = {3: "; packed sequences are for attention_varlen"}.get(x.dim(), "") if rank == 4 else ""
             raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}{hint}")
     dims, k_dims, v_dims = q.shape, k.shape, v.shape
@@ -269,7 +330,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
 
 def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
-        _tensor(name, cu)
+        tensor(name, cu)
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
         if cu.dtype != torch.int32:
@@ -278,14 +339,13 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu):
+        if _is_free(cu):
             check_offsets(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
 def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
-    """What the numbers themselves say; reads them, which on a GPU waits for it."""
     ends = cu.tolist()
     if ends[0] != 0:
         raise AttentionError(f"start of {name}", ends[0], "0")
@@ -299,7 +359,7 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
 def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
     """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
     names = ("B", "H", "Sq", "Sk")
-    if _tensor("bias", bias).dtype == torch.bool:
+    if tensor("bias", bias).dtype == torch.bool:
         raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
     if bias.dim() > 4:
         raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
@@ -314,7 +374,7 @@ def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tenso
 
 
 def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    if tuple(_tensor(name, x).shape) not in shapes:
+    if tuple(tensor(name, x).shape) not in shapes:
         raise AttentionError(f"shape of {name}", tuple(x.shape), " or ".join(map(str, shapes)))
     if x.dtype not in DTYPES:
         raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
@@ -322,7 +382,7 @@ def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...
         raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
 
 
-def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
+def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
     if not isinstance(mod, Mod):
         hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
         raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
@@ -331,11 +391,27 @@ def _checked_mod(kind: str, mod: Any, q: Tensor) -> Mod:
     for x in mod.tensors:
         if x.device != q.device and not q.is_meta:
             raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    _check_tables(mod, sizes)
     return mod
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch's own attention: in the dtype that autocast says, if it is on."""
+def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
+    """Whether the tensors that a mod indexes by a place itself have as many elements as there are places."""
+    for n, axis, index in indexed(mod.key):
+        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
+        if size is not None and 1 < found < size:
+            name = ("batch row", "head", "query", "key")["bhij".index(index)]
+            raise AttentionError(
+                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
+                found,
+                f"one for each {name}, {size}, or 1",
+            )
+
+
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    if layout != "bshd":
+        q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
     kind = q.device.type
@@ -344,8 +420,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(kind)
     if q.dtype == k.dtype == v.dtype == dtype:
         return q, k, v
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:

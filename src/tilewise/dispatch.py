@@ -1,9 +1,9 @@
 """Which backend runs a call, and why; and the one memory of calls: what was found out for a call that looks like this.
 
-A backend is a folder with a module `limits` (what keeps a call from it; imports torch alone) and a module that has its
-functions, imported when first needed: forward(request, recordings), backward(request, upstream, recordings),
-term_gradients(request, upstream, wanted) and jvp(request, out, lse, tangents). Nothing but the table below, and the
-folder, knows its name.
+A backend is a folder with a module `limits` (what keeps a call from it; imports torch alone), a module `profile` (its
+kernels, as the model of times sees them) and a module that has its functions, imported when first needed:
+forward(request, recordings), backward(request, upstream, recordings), term_gradients(request, upstream, wanted) and
+jvp(request, out, lse, tangents). Nothing but the table below, and the folder, knows its name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,30 @@ from torch import Tensor
 
 from .kernels.gpu import Gpu, gpu_of
 from .kernels.hopper import limits as hopper
+from .kernels.hopper import profile as hopper_profile
 from .kernels.portable import limits as portable
+from .kernels.portable import profile as portable_profile
+from .kernels.profile import Profile, Shapes
 from .spec import LIMIT, AttentionError, Request
 from .torch_private import is_watched
 
 
+def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
+    return []
+
+
 class Backend(NamedTuple):
-    """`obstacle` says what keeps a call from it, `yields` why `auto` gives it to the next in line all the same."""
+    """`obstacle` says what keeps a call from it, `yields` why `auto` gives it to the next in line all the same;
+    `forward` and `backward` what it launches."""
 
     name: str
     module: str
     obstacle: Callable[[Request, Gpu | None], str | None]
     yields: Callable[[Request, Gpu | None], str | None]
     reason: str  # why `auto` takes it
+    forward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
+    backward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
+    cache: str = ""  # the module that serves KV caches: plan(request, ..), attend(request, ..), append(request)
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -41,11 +52,19 @@ def _never(request: Request, gpu: Gpu | None) -> None:
 
 
 BACKENDS = (  # in the order in which `auto` asks them
-    Backend("hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU"),
-    Backend("triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels"),
-    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device"),
-)
-NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
+    Backend(
+        "hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU",
+        hopper_profile.forward, hopper_profile.backward,
+    ),
+    Backend(
+        "triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels",
+        portable_profile.forward, portable_profile.backward, "tilewise.kernels.portable.kv_launch",
+    ),
+    Backend(
+        "reference", "tilewise.reference", _never, _never, "torch, on any device", cache="tilewise.reference.kv"
+    ),
+)  # fmt: skip
+NAMES = ("auto", *(row.name for row in reversed(BACKENDS)))
 
 
 class Choice(NamedTuple):
@@ -53,8 +72,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(request: Request, gpu: Gpu | None = None) -> Choice:
-    """The backend of a call; with `gpu`, of the same call on a GPU of that kind.
+def choose(request: Any, gpu: Gpu | None = None) -> Choice:
+    """The backend of a Request, or of a call with a KV cache; with `gpu`, of the same call on a GPU of that kind.
 
     >>> q = torch.zeros(1, 8, 2, 64)
     >>> from tilewise.spec import Spec
@@ -65,26 +84,37 @@ def choose(request: Request, gpu: Gpu | None = None) -> Choice:
     name = request.spec.backend
     if gpu is None:
         gpu = gpu_of(request.q.device)
+    able = BACKENDS if isinstance(request, Request) else [row for row in BACKENDS if row.cache]
     if name == "auto":
         last = ""
-        for backend in BACKENDS:
-            missing = backend.obstacle(request, gpu) or backend.yields(request, gpu)
+        for row in able:
+            missing = row.obstacle(request, gpu) or row.yields(request, gpu)
             if missing is None:
-                return Choice(backend, backend.reason + last)
-            last = f"; {backend.name}: {missing}"
-    for backend in BACKENDS:
-        if backend.name == name:
-            missing = backend.obstacle(request, gpu)
+                return Choice(row, row.reason + last)
+            last = f"; {row.name}: {missing}"
+    for row in BACKENDS:
+        if row.name == name:
+            missing = row.obstacle(request, gpu) if row in able else "a KV cache, which it does not serve"
             if missing is not None:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
-            return Choice(backend, "asked for by name")
+            return Choice(row, "asked for by name")
     raise AttentionError("backend", repr(name), " or ".join(map(repr, NAMES)))
+
+
+def backend(name: str) -> Backend:
+    return next(row for row in BACKENDS if row.name == name)
 
 
 @cache
 def named(name: str) -> Any:
     """The module of a backend."""
-    return next(backend for backend in BACKENDS if backend.name == name).load()
+    return backend(name).load()
+
+
+@cache
+def serving(name: str) -> Any:
+    """The module of a backend that serves KV caches."""
+    return import_module(backend(name).cache)
 
 
 class Call:
@@ -164,12 +194,13 @@ def _remember(key: Any, call: Call) -> Call:
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a choice of kernels and its compilation depend on in tensors: see `key_of`."""
-    seen: dict[int, int] = {}
     found: list[Any] = []
-    for n, x in enumerate(tensors):
+    for x in tensors:
         if x is None:
             found.append(None)
         else:
-            same = seen.setdefault(id(x), n)
-            found += same, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+            found += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+    names = [*map(id, tensors)]
+    if len(set(names)) < len(names):
+        found += map(names.index, names)
     return tuple(found)

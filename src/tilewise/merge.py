@@ -49,16 +49,22 @@ def union(a: State, b: State) -> State:
     True
 
     lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse)·o_a + exp(lse_b - lse)·o_b
+
+    An lse of +inf outweighs all others; of two of them nobody can say how they compare: o is nan, and lse +inf.
     """
     (o_a, lse_a), (o_b, lse_b) = a, b
-    pivot = torch.maximum(lse_a, lse_b).detach()
-    pivot = pivot.masked_fill(pivot == -torch.inf, 0.0)
-    w_a, w_b = torch.exp(lse_a - pivot), torch.exp(lse_b - pivot)
+    most = torch.maximum(lse_a, lse_b).detach()
+    beyond = most == torch.inf
+    pivot = most.masked_fill(most.isinf(), 0.0)
+    w_a, w_b = (
+        torch.where(beyond, (x == torch.inf).to(x.dtype), torch.exp(x.masked_fill(beyond, 0.0) - pivot))
+        for x in (lse_a, lse_b)
+    )
     l = w_a + w_b
     nothing = l == 0
-    l = l.masked_fill(nothing, 1.0)
+    l = l.masked_fill(nothing, 1.0).masked_fill((lse_a == torch.inf) & (lse_b == torch.inf), torch.nan)
     o = o_a * (w_a / l)[..., None] + o_b * (w_b / l)[..., None]
-    lse = (pivot + l.log()).masked_fill(nothing, -torch.inf)
+    lse = (pivot + l.log()).masked_fill(nothing, -torch.inf).masked_fill(beyond, torch.inf)
     return o.to(torch.promote_types(o_a.dtype, o_b.dtype)), lse
 
 

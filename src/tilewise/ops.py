@@ -140,24 +140,20 @@ for _name in ("forward", "backward", "term_gradients", "jvp"):
 class Attention(torch.autograd.Function):
     """out and lse are both differentiable; the backward recomputes the weights from lse.
 
-    Arguments: the spec, what is remembered of such calls, and `Request.tensors`.
+    Arguments: the spec, what is remembered of such calls, and `Request.tensors`; or q, k and v, if there are no others.
     """
 
     @staticmethod
-    def forward(spec: Any, call: Any, *tensors: Any) -> Any:
-        return _outputs(Request.of(spec, tensors), call)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.spec, ctx.call, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, spec: Any, call: Any, *tensors: Any) -> Any:
+        output = _outputs(Request.of(spec, tensors), call)
+        _save(ctx, spec, call, tensors, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         request = Request.of(ctx.spec, tensors)
-        n = request.differentiable
+        n = min(request.differentiable, len(tensors))
         wanted = ctx.needs_input_grad[2 : 2 + n]
 
         def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -181,9 +177,14 @@ class Transformed(Attention):
     generate_vmap_rule = True
 
     @staticmethod
+    def forward(spec: Any, call: Any, *tensors: Any) -> Any:  # type: ignore[override]
+        return _outputs(Request.of(spec, tensors), call)
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        Attention.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[2:], *output)
+        spec, call, *tensors = inputs
+        _save(ctx, spec, call, tensors, output)
+        ctx.save_for_forward(*tensors, *output)
 
     @staticmethod
     def jvp(ctx: Any, _spec: Any, _call: Any, *tangents: Any) -> Any:
@@ -193,6 +194,12 @@ class Transformed(Attention):
             raise AttentionError("forward mode on these kernels", "a tangent of a term", "tangents of q, k and v only")
         along = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         return torch.ops.tilewise.jvp(out, lse, along, *arguments(request))
+
+
+def _save(ctx: Any, spec: Any, call: Any, tensors: Any, output: Any) -> None:
+    ctx.spec, ctx.call = spec, call
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
 
 
 class OneDerivative(torch.autograd.Function):
@@ -276,7 +283,8 @@ def attend(request: Request, call: Call | None = None) -> Any:
         )  # fmt: skip
     if transformed:
         return Transformed.apply(request.spec, None, *request.tensors())  # type: ignore[no-untyped-call]
-    flat = request.spec, call, *request.tensors()
+    plain = call is not None and request.cu_q is None  # what is remembered has no terms
+    flat = request.spec, call, *(request[:3] if plain else request.tensors())
     if call is not None or not is_watched(*request[:3]):
         return apply_unchecked(Attention, *flat)
     return Attention.apply(*flat)  # type: ignore[no-untyped-call]

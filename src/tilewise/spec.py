@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from ast import literal_eval
+from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+
+from .torch_private import constant
 
 MAX_HEAD_DIM = 512
 LIMIT = 4096  # of what is remembered, so that the next one like it costs less: a new length may bring new strides
@@ -30,7 +34,7 @@ class AttentionError(ValueError):
 
 
 class Spec(NamedTuple):
-    """The scalars of a call. The registered ops take them one by one, in this order (`SCHEMA`).
+    """The scalars of a call, as the registered ops take them too (`SCHEMA`).
 
     `before` and `after` are the band: query i, which sits at key position p = i + Sk - Sq, sees the keys
     p - before .. p + after; None means unbounded. Causal is `after=0`: nothing past this point knows the word.
@@ -55,6 +59,7 @@ class Spec(NamedTuple):
     mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
+    longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
 
     @staticmethod
@@ -130,6 +135,9 @@ class Request(NamedTuple):
         >>> all(a is b for a, b in zip(Request.of(call.spec, call.tensors()).tensors(), call.tensors(), strict=True))
         True
         """
+        if len(tensors) == 3:  # none but the first
+            q, k, v = tensors
+            return Request(q, k, v, spec)
         q, k, v, bias, sinks, *rest = tensors
         n, m = spec.score_tensors, spec.mask_tensors
         cu_q, cu_k, seed, origin, *others = rest[n:]
@@ -151,26 +159,54 @@ class Upstream(NamedTuple):
 # key j is j_0 + step * j; and the lengths of the whole.
 ORIGIN = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
 Window = tuple[int | None, int | None]
-_KINDS: dict[Any, str] = {
-    float: "float", int: "int", int | None: "SymInt?", bool: "bool", str: "str", str | None: "str?",
-    tuple[float, ...]: "float[]", tuple[int, ...]: "int[]",
-}  # fmt: skip
-SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor?[] others, " + ", ".join(
-    f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Spec).items()
+_KINDS: dict[Any, str] = {float: "float", int | None: "SymInt?", tuple[float, ...]: "float[]"}
+# Numbers that torch.compile may know by a symbol only are arguments of the ops. The rest of a Spec is one word to them:
+# every argument costs a call a microsecond.
+_hints = get_type_hints(Spec)
+_NUMBERS = tuple(name for name in Spec._fields if _hints[name] in _KINDS)
+_WORDS = tuple(name for name in Spec._fields if name not in _NUMBERS)
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor?[] others, "
+    + "".join(f"{_KINDS[_hints[name]]} {name}, " for name in _NUMBERS)
+    + "str words"
 )
-ARGUMENTS = 4 + len(Spec._fields)
+ARGUMENTS = 4 + len(_NUMBERS) + 1
 
 
 def arguments(request: Request) -> tuple[Any, ...]:
     """A request as the ops take it, by `SCHEMA`."""
     q, k, v, *others = request.tensors()
-    return q, k, v, others, *(list(x) if isinstance(x, tuple) else x for x in request.spec)
+    while others and others[-1] is None:
+        others.pop()
+    spec = request.spec
+    numbers = (getattr(spec, name) for name in _NUMBERS)
+    words = _said(*(getattr(spec, name) for name in _WORDS))
+    return q, k, v, others, *(list(x) if isinstance(x, tuple) else x for x in numbers), words
+
+
+@constant
+def _said(*words: Any) -> str:
+    return repr(words)
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
     """The reverse of `arguments`."""
-    spec = Spec._make(tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars)
-    return Request.of(spec, (q, k, v, *others))
+    scalars = tuple([tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars])
+    try:
+        spec = _spec(*scalars)
+    except TypeError:  # a symbol, which has no hash
+        spec = _spec.__wrapped__(*scalars)
+    if not others:
+        return Request(q, k, v, spec)
+    room = Request(q, k, v, spec, score=(q,) * spec.score_tensors, mask=(q,) * spec.mask_tensors).tensors()
+    missing = len(room) - 3 - len(others)  # below 0: the lists of a block mask are there
+    return Request.of(spec, (q, k, v, *others, *(None,) * missing))
+
+
+@lru_cache(LIMIT)
+def _spec(*scalars: Any) -> Spec:
+    *numbers, words = scalars
+    return Spec(**dict(zip(_NUMBERS, numbers, strict=True)), **dict(zip(_WORDS, literal_eval(words), strict=True)))
 
 
 def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 _C: Any = torch._C
 _functorch: Any = getattr(_C, "_functorch", None)
+F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -100,7 +101,7 @@ def apply_unchecked(function: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)
 
 
-def constant(function: Callable[..., str]) -> Callable[..., str]:
+def constant(function: F) -> F:
     """Let torch.compile call the function while it traces. torch.compiler.assume_constant_result does no more than
     this, and imports all of the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

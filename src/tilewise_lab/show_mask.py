@@ -29,8 +29,8 @@ EXAMPLES: dict[str, tuple[float, ...]] = {
 
 
 @mods.mask_mod
-def causal(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    return kv_idx <= q_idx + (kv_len - q_len)
+def causal(b, h, q_idx, kv_idx, *, q_pos):  # type: ignore[no-untyped-def]
+    return kv_idx <= q_pos
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.gpu import need_cuda
+from tests.tilewise.kernels.test_features import by_distance, by_pair
 from tests.tilewise.kernels.test_leaks import affected, check_untouched, poisoned
 from tests.tilewise.test_integration import check_one_compile, op_arguments
 from tilewise.spec import Spec
@@ -71,6 +73,28 @@ def test_no_host_sync(case: Case) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(inputs, "auto")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mod", [by_distance, by_pair])
+@pytest.mark.parametrize("longest", [{}, {"max_seqlen_q": 300, "max_seqlen_k": 300}], ids=["untold", "told"])
+def test_no_host_sync_for_the_gradients_of_terms(mod: Any, longest: dict[str, int]) -> None:
+    inputs = make(PACKED, "cuda")
+    heads = PACKED.heads
+    terms = [torch.randn(8, 17, device="cuda"), torch.randn(heads, device="cuda"), torch.randn(heads, device="cuda")]
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, *terms)]
+
+    def grads() -> Any:
+        q, k, v, table, slopes, sinks = leaves
+        options: Any = {"score_mod": mod(table), "alibi_slopes": slopes, "sinks": sinks, "causal": True}
+        out = tilewise.attention_varlen(q, k, v, inputs.cu_q, inputs.cu_k, **longest, **options)
+        return torch.autograd.grad(out, leaves, inputs.dout)
+
+    grads()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grads()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -169,6 +193,43 @@ def test_hidden_token(name: str, at: int, value: float, dtype: str) -> None:
     # what is repaired is computed by another kernel, with other roundings
     tolerance = {"rtol": 1.6e-2, "atol": 4e-3} if dtype == "bfloat16" else {}
     check_untouched(run(inputs, "auto"), found, affected(name, at, case), **tolerance)
+
+
+@tilewise.mask_mod
+def blind_to(b, h, q_idx, kv_idx, hidden):  # type: ignore[no-untyped-def]
+    return kv_idx != hidden[0]
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_key_that_no_query_sees_through_a_mask_mod(backend: str, value: float, d: int) -> None:
+    """Nothing it holds reaches a result, and its own gradients are 0."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 300, h, d, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    bad = [x.clone() for x in (k, v)]
+    for x in bad:
+        x[0, 150] = value
+    mask = blind_to(torch.tensor([150], dtype=torch.int32, device="cuda"))
+    results = []
+    for keys, values in ((k, v), bad):
+        leaves = [x.clone().requires_grad_() for x in (q, keys, values)]
+        out, lse = tilewise.attention(*leaves, causal=True, mask_mod=mask, return_lse=True, backend=backend)
+        results.append((out, lse, *torch.autograd.grad(out, leaves, dout)))
+    for name, clean, dirty in zip(NAMES, *results, strict=True):
+        torch.testing.assert_close(dirty, clean, rtol=1.6e-2, atol=4e-3, msg=lambda m, name=name: f"{name}: {m}")
+    for grad in results[1][3:]:
+        assert not grad[0, 150].any()
+
+
+def test_lengths_are_checked_though_the_call_is_remembered() -> None:
+    inputs = make(PACKED, "cuda")
+    call = [inputs.q, inputs.k, inputs.v, inputs.cu_q, inputs.cu_k]
+    for _ in range(2):
+        tilewise.attention_varlen(*call, max_seqlen_q=300, max_seqlen_k=300)
+    for wrong in (1.5, -1, "300", torch.tensor(300)):
+        with pytest.raises(tilewise.AttentionError, match="max_seqlen_q"):
+            tilewise.attention_varlen(*call, max_seqlen_q=wrong, max_seqlen_k=300)
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])

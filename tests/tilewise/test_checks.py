@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import tilewise
-from tilewise import AttentionError, dispatch
+from tilewise import AttentionError, checks, dispatch, mods
 from tilewise.costs.explain import explain
 
 Q = torch.zeros(1, 4, 2, 8)
@@ -76,6 +77,15 @@ def test_offsets_are_read_where_it_is_free(cu: list[int], words: str) -> None:
         torch.func.grad(lambda q: tilewise.attention_varlen(q, T, T, offsets, fine).sum())(T)
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
+    cu = torch.tensor([0, 1, 4], dtype=torch.int32)
+    for call in (tilewise.attention_varlen, tilewise.check):
+        call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 3})
+        with pytest.raises(AttentionError, match=f"max_seqlen_{side}: found 2; expected at least the 3 tokens of seq"):
+            call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
+
+
 @pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], torch.zeros(0, dtype=torch.int32)])
 def test_what_is_no_offsets(x: Any) -> None:
     with pytest.raises(AttentionError):
@@ -128,3 +138,75 @@ def test_the_other_layout(backend: str) -> None:
     out.sum().backward()
     expected.sum().backward()
     assert torch.equal(q.grad, swapped[0].grad.transpose(1, 2))
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets are not read, as on a GPU."""
+    monkeypatch.setattr(checks, "_is_free", lambda cu: False)
+
+
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 12], [0, 8, 19]))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 6), (1, 2, 5, 1), (1, 1, 1, 6), (1, 1, 1, 1)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_bias_past_its_end_is_zero(shape: tuple[int, ...], twice: bool, backend: str, unread: None) -> None:
+    if twice and backend != "reference":
+        pytest.skip("gradients of gradients are the reference's")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(12, 2, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
+    short = torch.randn(shape, requires_grad=True)
+    missing = [m - n if n > 1 else 0 for n, m in zip(shape[2:], (9, 11), strict=True)]
+    found = [
+        tilewise.attention_varlen(
+            q, k, v, CU_Q, CU_K, bias=bias, max_seqlen_q=n, max_seqlen_k=m, return_lse=True, backend=name
+        )
+        for bias, n, m, name in (
+            (short, 5, 6, backend),
+            (torch.nn.functional.pad(short, (0, missing[1], 0, missing[0])), 9, 11, "reference"),
+        )
+    ]
+    weights = torch.randn(12, 2, 8)
+    grads = [torch.autograd.grad((out * weights).sum() + lse.sum(), short, create_graph=twice) for out, lse in found]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [((8, 11), "max_seqlen_q: found 8; expected at least 9"), ((9, 6), "max_seqlen_k: found 6;")]
+)
+def test_longest_that_is_not_the_longest(said: tuple[int, int], found: str) -> None:
+    q, k = torch.zeros(12, 2, 8), torch.zeros(19, 2, 8)
+    options: dict[str, Any] = {"max_seqlen_q": said[0], "max_seqlen_k": said[1]}
+    for call in (tilewise.attention_varlen, tilewise.check):
+        with pytest.raises(AttentionError, match=found):
+            call(q, k, k, CU_Q, CU_K, **options)
+
+
+def test_a_block_mask_of_other_sequences(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Is refused where its offsets are read; where not, nothing outside its lists is read."""
+    cu, x = torch.tensor([0, 128, 256], dtype=torch.int32), torch.randn(256, 1, 8)
+    mask = tilewise.block_mask_varlen(mods.block_diagonal(8), cu, cu)
+    others = torch.tensor([0, 0, 256], dtype=torch.int32)
+    for call in (tilewise.attention_varlen, tilewise.check):
+        with pytest.raises(
+            AttentionError, match=r"cu_seqlens_q of the block mask: found \[0, 128, 256\]; .* \[0, 0, 256\]"
+        ):
+            call(x, x, x, others, others, mask_mod=mask)
+    with pytest.raises(AttentionError, match="cu_seqlens_k of the block mask"):
+        tilewise.attention_varlen(x, x, x, cu, others, mask_mod=mask)
+    assert torch.equal(pickle.loads(pickle.dumps(mask)).cu_seqlens[0], cu)
+    cu[1] = 5  # in place: what the mask was made of is what it was
+    with pytest.raises(AttentionError, match="block mask"):
+        tilewise.attention_varlen(x, x, x, cu, cu, mask_mod=mask)
+    monkeypatch.setattr(checks, "_is_free", lambda cu: False)
+    out = tilewise.attention_varlen(x, x, x, others, others, mask_mod=mask, backend=backend)
+    assert torch.equal(out[128:], torch.zeros(128, 1, 8))  # the mask knows one row of tiles of each sequence
+
+
+def test_tables_shorter_than_a_packed_sequence(unread: None) -> None:
+    x, mod = torch.zeros(19, 2, 8), mods.document(ids=torch.arange(10))
+    tilewise.attention_varlen(x, x, x, CU_K, CU_K, mask_mod=mod, backend="reference")
+    with pytest.raises(AttentionError, match="found 10; expected one for each key, 11,"):
+        tilewise.check(x, x, x, CU_K, CU_K, mask_mod=mod)

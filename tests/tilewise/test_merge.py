@@ -55,6 +55,18 @@ def test_far_apart_does_not_overflow() -> None:
     assert (o.item(), lse.item()) == (2, 1e4)
 
 
+def test_an_infinite_lse_outweighs_all_others() -> None:
+    logs = torch.tensor([[torch.inf, torch.inf, 0.0], [5.0, torch.inf, -torch.inf]])
+    tensors = [x.clone().requires_grad_() for x in (torch.ones(3, 1), logs[0], 2 * torch.ones(3, 1), logs[1])]
+    o, lse = union((tensors[0], tensors[1]), (tensors[2], tensors[3]))
+    assert lse.tolist() == [torch.inf, torch.inf, 0.0]
+    assert o[0] == 1 and o[1].isnan() and o[2] == 1  # noqa: PT018
+    (o[0] + o[2] + lse[2]).sum().backward()
+    assert all(x.grad is not None and x.grad[[0, 2]].isfinite().all() for x in tensors)
+    nothing = torch.zeros(3, 1), torch.full((3,), -torch.inf)
+    assert_close(union((o, lse), nothing), (o, lse), equal_nan=True)
+
+
 def test_low_precision_rounds_once() -> None:
     o_a, o_b = torch.randn(2, 64, 32, dtype=torch.bfloat16)
     lse_a, lse_b = torch.randn(2, 64)

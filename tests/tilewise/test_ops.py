@@ -33,6 +33,11 @@ def packed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, *_: T
 CALLS: dict[str, Callable[..., Any]] = {"plain": plain, "terms": with_terms, "packed": packed}
 
 
+@tilewise.score_mod
+def steep(score, b, h, q_idx, kv_idx, slopes):  # type: ignore[no-untyped-def]
+    return score * slopes[h]
+
+
 def inputs() -> list[Tensor]:
     torch.manual_seed(0)
     shapes = (1, 6, 2, 3), (1, 6, 1, 3), (1, 6, 1, 2), (2,), (2,), (1, 1, 6, 6)
@@ -125,6 +130,53 @@ def test_no_heads(terms: dict[str, Any], kv_heads: int, backend: str) -> None:
     assert all(not x.grad.any() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("leading", [False, True])
+def test_slopes_of_no_pair_have_a_gradient(shape: tuple[int, int], leading: bool, backend: str) -> None:
+    slopes = torch.randn(shape if leading else shape[1:], requires_grad=True)
+    q, k, v = (torch.randn(shape[0], 3, heads, 4) for heads in (shape[1], 1, 1))
+    tilewise.attention(q, k, v, alibi_slopes=slopes, backend=backend).sum().backward()
+    assert slopes.grad.shape == slopes.shape
+    assert not slopes.grad.any()
+
+
+def test_second_derivatives_of_an_empty_batch() -> None:
+    """As those of torch's own attention they are of size 0; what a term gets is zero."""
+    q, k, v = (torch.randn(0, 3, 1, 4, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(1, requires_grad=True)
+    leaves = (q, k, v, sinks)
+    first = torch.autograd.grad(tilewise.attention(q, k, v, sinks=sinks).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), leaves, allow_unused=True, materialize_grads=True)
+    assert [x.shape for x in second] == [x.shape for x in leaves]
+    assert not second[3].any()
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1])
+def test_second_derivatives_without_heads(kv_heads: int) -> None:
+    q, k, v = (torch.randn(1, 3, heads, 4, requires_grad=True) for heads in (0, kv_heads, kv_heads))
+    first = torch.autograd.grad(tilewise.attention(q, k, v).sum(), (q, k, v), create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), (q, k, v), allow_unused=True, materialize_grads=True)
+    assert not any(x.any() for x in second)
+
+
+def test_a_term_of_fewer_bits_is_summed_over_sequences_in_the_bits_of_q() -> None:
+    """Sequences whose parts cancel: rounded one by one, these would leave nothing but their rounding."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 1, 4, dtype=torch.float64) for _ in range(3))
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    sinks = torch.zeros(1)
+
+    def total(sinks: Tensor, sign: Tensor) -> Tensor:
+        out = tilewise.attention_varlen(q, k, v, cu, cu, sinks=sinks)
+        return (out.sum((1, 2)) * sign).sum()
+
+    ones = torch.ones(6, dtype=torch.float64)
+    first, second = (torch.func.grad(total)(sinks.double(), ones * (torch.arange(6) // 3 == n)) for n in (0, 1))
+    sign = torch.cat([ones[:3], -first / second * ones[3:] * (1 + 1e-7)])
+    expected = torch.func.grad(total)(sinks.double(), sign)
+    assert_close(torch.func.grad(total)(sinks, sign), expected.float(), rtol=1e-5, atol=0)
+
+
 def test_a_nan_that_nobody_sees_stays_where_it_is_under_torch_func() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 4) for n in (2, 5, 5))
@@ -132,3 +184,16 @@ def test_a_nan_that_nobody_sees_stays_where_it_is_under_torch_func() -> None:
     clean = torch.func.grad(total, (0, 1, 2))(q, k, v)
     k[:, 0] = v[:, 1] = torch.nan
     assert_close(torch.func.grad(total, (0, 1, 2))(q, k, v), clean)
+
+
+def test_a_nan_that_nobody_sees_stays_out_of_the_gradients_of_a_mod_under_torch_func() -> None:
+    torch.manual_seed(0)
+    q, k, v, slopes = *(torch.randn(1, 5, 1, 4) for _ in range(3)), torch.ones(1)
+    blind = tilewise.mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx > 1) & (q_idx > 0))()
+
+    def total(k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return tilewise.attention(q, k, v, score_mod=steep(slopes), mask_mod=blind).sin().sum()
+
+    clean = torch.func.grad(total, (0, 1, 2))(k, v, slopes)
+    k[:, 0] = v[:, 1] = q[:, 0] = torch.nan
+    assert_close(torch.func.grad(total, (0, 1, 2))(k, v, slopes), clean)

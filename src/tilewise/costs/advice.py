@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.costs.cost import Call
 from tilewise.costs.explanation import Advice, Explanation
-from tilewise.costs.predict import padded
+from tilewise.kernels.profile import padded
 
 Estimate = Callable[[Call], Explanation]
 WORTH = 1.02  # a gain below this is not worth a word

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tilewise.kernels.offline import binary_for
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -25,28 +27,8 @@ class Compiled:
 
 def compile_for(arch: int | str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
     """Bind and specialise as a launch on 90 (sm_90) or "gfx942" would, then compile. Tensors may live on the CPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, lanes(arch))
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, launch_options = bind(*args, **options)
-    packed = kernel._pack_args(backend, dict(options), bound, specialization, launch_options)
-    source: Any = ASTSource
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource
-    binary = triton.compile(source(kernel, *packed[1:]), target=target, options=packed[0].__dict__)
+    binary = binary_for(arch, kernel, args, options)
     return inspect(binary, arch) if isinstance(arch, int) else inspect_hip(binary)
-
-
-def lanes(arch: str) -> int:
-    """Threads of an AMD warp: 64 up to gfx9.., 32 from gfx10.. on."""
-    return 64 if len(arch) == len("gfx942") else 32
 
 
 def inspect_hip(binary: Any) -> Compiled:

@@ -98,19 +98,22 @@ def explain(
 def estimate(call: Call, backward: bool, device: Device, backend: str, reason: str = "") -> Explanation:
     """What the model says of a call, before the compiler is asked and advice is given."""
     kernels = predict.plan(call, backend, device, backward=backward)
-    rereads = {
-        kernel.name: predict.rereads(call, device, kernel.tile, queries=kernel.name in ("key", "hopper backward"))
-        for kernel in kernels
-    }
+    profiles = [kernel.profile for kernel in kernels if kernel.profile is not None]
+
+    def reads(by_key: bool) -> float:
+        """How often the owners of queries (in the forward) or of keys read the other side."""
+        found = (x.tile for x in profiles if x.by_key == by_key and x.is_forward != by_key)
+        return next((predict.rereads(call, device, tile, queries=by_key) for tile in found), 1.0)
+
     bill = cost.traffic(
         call,
         backward=backward,
         masked=call.before is not None or call.after is not None,
-        reads_of_keys=rereads.get("forward", rereads.get("hopper forward", 1.0)),
-        reads_of_queries=rereads.get("key", rereads.get("hopper backward", 1.0)),
+        reads_of_keys=reads(by_key=False),
+        reads_of_queries=reads(by_key=True),
     )
     flops = call.flops() + (call.flops(backward=True) if backward else 0)
-    again = 0 if not backward else 1 if len(kernels) == 2 else 2  # the portable dK and dQ kernels each compute P
+    again = max(1, sum(not x.is_forward for x in profiles)) if backward else 0  # each kernel computes P once more
     exps = call.pairs * (1 + again)
     terms = call.terms or cost.ScoreTerms(())
     operations = call.pairs * (terms.forward + again * terms.backward)

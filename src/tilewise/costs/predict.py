@@ -20,14 +20,14 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.costs.cost import Call, traffic
+from tilewise import dispatch
+from tilewise.costs.cost import Call, ScoreTerms, traffic
 from tilewise.costs.devices import Device
 from tilewise.costs.waves import Schedule, Waves, schedule, waves
-from tilewise.kernels.hopper.limits import has_backward as has_hopper_backward
-from tilewise.kernels.hopper.tiles import forward_tile, widths
-from tilewise.kernels.portable import tiles
-from tilewise.kernels.portable.tiles import Tile
+from tilewise.kernels.profile import Profile, Tile
 
+Programs = tuple[int, int, int]  # how many, their steps, and how many of these with a mask
+UNKNOWN = 0.5  # share of the matrix units that a kernel reaches of which nothing was measured
 Table = Mapping[tuple[str, int], Mapping[int, float]]
 FITTED = Path(__file__).with_name("model.json")
 
@@ -43,7 +43,7 @@ class Model:
     host_backward: float  # the backward's launches, and autograd around them
     bandwidth: float  # of the vendor's number
     reference: float  # of a matrix product in torch: the reference backend
-    ordered: float  # of the Hopper backward's speed, when it sums dQ in a fixed order
+    ordered: float  # of the speed of a backward that could sum dQ in any order, when it sums in a fixed one
     lanes: float  # of the ordinary units, while they work on score terms
     efficiency: Table  # (kernel, bytes per element) -> {padded head dim: share of the matrix units}
 
@@ -71,11 +71,11 @@ MODEL = Model.load()
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: `work` lists (programs, steps, steps with a mask) in the order in which the programs start."""
+    """One launch: `work` lists its programs in the order in which they start."""
 
     name: str
     tile: Tile
-    work: tuple[tuple[int, int, int], ...]
+    work: tuple[Programs, ...]
     step_flops: int  # of a step, on average
     moved: int  # bytes to and from memory
     blocks_per_sm: int
@@ -84,6 +84,7 @@ class Kernel:
     model: Model
     beside: int = 0  # bytes moved by small kernels before and after, which overlap with nothing
     term_seconds: float = 0.0  # of a step: score terms, one SM's share of the ordinary units
+    profile: Profile | None = None
 
     @cached_property
     def programs(self) -> int:
@@ -117,40 +118,28 @@ class Kernel:
         return max(self.schedule.finish, self.moved / bandwidth) + self.beside / bandwidth
 
 
-def padded(d: int) -> int:
-    """The power of two, at least 16, in which a head dim is computed."""
-    return max(16, 1 << (d - 1).bit_length())
-
-
-def shared_estimate(name: str, tile: Tile, d: int, dv: int, itemsize: int) -> int:
-    """Bytes of the tiles a program keeps (its own) and streams (one per stage); the compiler has the last word."""
-    own, streamed = (tile.block_n, tile.block_m) if name == "key" else (tile.block_m, tile.block_n)
-    kept = own * d if name == "forward" else own * (d + dv)
-    return itemsize * (kept + tile.stages * streamed * (d + dv))
-
-
 @cache
-def work_of(call: Call, name: str, tile: Tile) -> tuple[tuple[int, int, int], ...]:
-    """(programs, steps, masked steps) of the query side ("forward", "query") or the key side ("key")."""
-    if name in ("key", "hopper backward"):
+def work_of(call: Call, tile: Tile, *, by_key: bool = False, is_forward: bool = False) -> tuple[Programs, ...]:
+    """The programs of a kernel whose programs own queries, or keys."""
+    if by_key:
         own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
         before, after = call.after, call.before
     else:
         own, streamed, heads, group = tile.block_m, tile.block_n, call.heads, 1
         before, after = call.before, call.after
-        if name.endswith("forward") and call.heads_are_queries:
+        if is_forward and call.heads_are_queries:
             heads = call.kv_heads
-    work: list[tuple[int, int, int]] = []
+    work: list[Programs] = []
     for count, n_q, n_k in call.sequences:
-        mine, others = (n_k, n_q) if name in ("key", "hopper backward") else (n_q, n_k)
+        mine, others = (n_k, n_q) if by_key else (n_q, n_k)
         spans = [span(i, min(i + own, mine), mine, others, before, after, streamed) for i in range(0, mine, own)]
-        if name not in ("key", "hopper backward"):
+        if not by_key:
             spans.reverse()  # the last tiles of a causal head see the most keys, and start first
         work += _runs([(group * steps, group * edges) for steps, edges in spans], count * heads)
     return tuple(work)
 
 
-def _runs(tiles: list[tuple[int, int]], repeats: int) -> list[tuple[int, int, int]]:
+def _runs(tiles: list[tuple[int, int]], repeats: int) -> list[Programs]:
     """The tiles of one head, for every head; neighbours alike are counted instead of listed."""
     if len(set(tiles)) <= 1:
         return [(repeats * len(tiles), *tile) for tile in tiles[:1]]
@@ -180,90 +169,59 @@ def span(
 def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
-    """The kernels of a call, in order. The reference backend launches none of its own: []."""
-    if backend == "reference":
-        return []
-    forward, after = "forward", ["key", "query"]
-    if backend == "hopper":
-        forward = "hopper forward"
-        if has_hopper_backward(call.d, call.dv):
-            after = ["hopper backward"]
-    names = [forward] * (not only_backward) + after * backward
-    return [_kernel(call, name, device, model) for name in names]
+    """The kernels of a call, in order: [] of a backend that launches none of its own."""
+    described = dispatch.backend(backend)
+    forward = [] if only_backward else described.forward(call, device.gpu)
+    after = described.backward(call, device.gpu) if backward else []
+    return [
+        *(_kernel(call, profile, device, model) for profile in forward),
+        *(_kernel(call, profile, device, model, is_last=profile is after[-1]) for profile in after),
+    ]
 
 
-def _kernel(call: Call, name: str, device: Device, model: Model) -> Kernel:
-    d, dv = padded(call.d), padded(call.dv)
-    tile = tile_of(call, name, device)
-    if name.startswith("hopper"):
-        d, dv = max(d, 64), max(dv, 64)
-        fit = 1  # one program per SM, which takes tiles until none is left
-    else:
-        shared = shared_estimate(name, tile, d, dv, call.itemsize)
-        registers = 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168
-        fit = max(1, device.blocks_per_sm(shared=min(shared, device.shared), registers=registers, warps=tile.warps))
-    efficiency = model.efficiency[name, call.itemsize][max(d, dv)]
-    if name == "hopper backward" and call.deterministic:
+def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last: bool = False) -> Kernel:
+    """`is_last`: of a backward, after which the gradients of terms are written."""
+    tile, fit = profile.tile, 1
+    if profile.shared:
+        shared = min(profile.shared, device.shared)
+        fit = max(1, device.blocks_per_sm(shared=shared, registers=profile.registers, warps=tile.warps))
+    efficiency = model.efficiency.get((profile.name, call.itemsize), {}).get(profile.width, UNKNOWN)
+    if profile.is_ordered:
         efficiency *= model.ordered
-    products = {
-        "forward": d + dv,
-        "key": 2 * d + 2 * dv,
-        "query": 2 * d + dv,
-        "hopper forward": sum(widths(call.d)) + sum(widths(call.dv)),
-        "hopper backward": 3 * max(d, dv) + 2 * dv,
-    }[name]
     slots = device.sms * fit
-    work, parts = work_of(call, name, tile), 1
-    if name == "forward" and call.lengths is None and call.n_q <= tiles.FEW_QUERIES:
-        parts = tiles.parts_of_keys(sum(n for n, *_ in work), call.n_k, tile.block_n, device.sms)
+    work, parts = work_of(call, tile, by_key=profile.by_key, is_forward=profile.is_forward), 1
+    if profile.parts is not None:
+        parts = profile.parts(sum(n for n, *_ in work), device.sms)
         work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)
-    visited = 1.0 if call.terms is None else call.terms.visited
-    operations = 0 if call.terms is None else getattr(call.terms, "forward" if name.endswith("forward") else "backward")
+    terms = call.terms or ScoreTerms(())
+    operations = terms.forward if profile.is_forward else terms.backward
+    beside = profile.beside + (terms.written if is_last else 0)
+    if parts > 1:  # O of every part is stored and read in float32
+        beside += 2 * parts * 4 * call.rows("o") // call.itemsize
     return Kernel(
-        name=name,
+        name=profile.name,
         tile=tile,
         work=work,
-        step_flops=round(2 * tile.block_m * tile.block_n * products * visited),
-        moved=_moved(call, name, device, tile),
+        step_flops=round(2 * tile.block_m * tile.block_n * profile.columns * terms.visited),
+        moved=_moved(call, profile, device) + terms.read,
         blocks_per_sm=fit,
         slots=slots,
         rate=device.flops(call.dtype) * efficiency,
         model=model,
-        beside=_beside(call, name, parts),
-        term_seconds=visited * tile.block_m * tile.block_n * operations * slots / (device.lanes * model.lanes),
+        beside=beside,
+        term_seconds=terms.visited * tile.block_m * tile.block_n * operations * slots / (device.lanes * model.lanes),
+        profile=profile,
     )
 
 
-def tile_of(call: Call, name: str, device: Device) -> Tile:
-    """The tile of a kernel; for the Hopper kernels, whose warps have different jobs, that of the program."""
-    d = max(padded(call.d), padded(call.dv))
-    if name == "hopper forward":
-        row = forward_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
-        return Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
-    if name == "hopper backward":
-        return Tile(64, 128 if d <= 128 else 64, 12, 2)
-    return tiles.tile(name, device.capability, call.itemsize, d)
-
-
-def _moved(call: Call, name: str, device: Device, tile: Tile) -> int:
+def _moved(call: Call, profile: Profile, device: Device) -> int:
     q, k, v, o = map(call.rows, "qkvo")
-    terms = 0 if call.terms is None else call.terms.read
-    if name.endswith("forward"):
-        return round(q + o + call.statistic_bytes + rereads(call, device, tile) * (k + v)) + terms
-    if name in ("key", "hopper backward"):
-        return round(2 * (k + v) + rereads(call, device, tile, queries=True) * (q + o)) + terms
-    return round(2 * q + o + rereads(call, device, tile) * (k + v)) + terms
-
-
-def _beside(call: Call, name: str, parts: int) -> int:
-    """Before the portable backward O and dO are read; around Hopper's, also dQ in float32 is cleared, read, stored.
-    Where the keys of a forward are divided, O of every part is stored and read in float32."""
-    q, o = call.rows("q"), call.rows("o")
-    wide = 4 * q // call.itemsize
-    if name == "forward":
-        return 0 if parts == 1 else 2 * parts * 4 * o // call.itemsize
-    written = 0 if call.terms is None else call.terms.written
-    return {"query": 2 * o + written, "hopper backward": 2 * o + 2 * wide + q + written}.get(name, 0)
+    again = rereads(call, device, profile.tile, queries=profile.by_key)
+    if profile.is_forward:
+        return round(q + o + call.statistic_bytes + again * (k + v))
+    if profile.by_key:
+        return round(2 * (k + v) + again * (q + o))
+    return round(2 * q + o + again * (k + v))
 
 
 def rereads(call: Call, device: Device, tile: Tile, *, queries: bool = False) -> float:
@@ -308,11 +266,11 @@ def predict(
     """
     backward = backward or only_backward
     flops = call.flops() * (not only_backward) + call.flops(backward=True) * backward
-    if backend == "reference":
+    kernels = plan(call, backend, device, backward=backward, only_backward=only_backward, model=model)
+    if not kernels:
         moved = traffic(call, backward=backward).tiled
         seconds = flops / (device.flops(call.dtype) * model.reference) + moved / device.bandwidth
         return Prediction({}, seconds, seconds)
-    kernels = plan(call, backend, device, backward=backward, only_backward=only_backward, model=model)
     each = {kernel.name: kernel.seconds(device) for kernel in kernels}
     on_device = sum(each.values()) + model.gap * (len(each) + backward)
     host = model.host * (not only_backward) + model.host_backward * backward

@@ -68,9 +68,7 @@ def attention(
     plan = plan or current()
     if not isinstance(plan, Plan):
         raise AttentionError("plan", repr(plan), "one of tilewise.distributed.plan(...), or attention within use(plan)")
-    if layout != "bshd":
-        q, k, v = checks.swapped(layout, q, k, v)
-    q, k, v = checks.autocast(q, k, v)
+    q, k, v = checks.arranged(q, k, v, layout)
     flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]
@@ -94,7 +92,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     >>> torch.allclose(rehearse(q, q, q, plan=plan), tilewise.attention(q, q, q, causal=True), atol=1e-6)
     True
     """
-    q, k, v = checks.autocast(q, k, v)
+    q, k, v = checks.arranged(q, k, v, "bshd")
     flat = plan.packed and q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]

@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from ..costs.devices import ITEMSIZE, device
-from ..costs.predict import Model, padded
+from ..costs.explain import explain as explain_call
+from ..costs.predict import Model
 from ..spec import AttentionError
 from .plan import GATHERING, Plan
 
 LINKS = Path(__file__).with_name("links.json")
+LARGE = 16384  # tokens of a call in which nothing but the matrix units counts
 MERGES = 5  # times that the float32 out is read or written to merge a tile into it
 
 
@@ -127,18 +129,14 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
     gpu = device(found[2])
     inside = links["node"].get(gpu.name.split()[-1], links["node"]["other"])
     between = links["network"][found[3] or "400G"]
-    model, size = Model.load(), ITEMSIZE[dtype]
-    hopper = size == 2 and gpu.capability == 90
-
-    def share(kernel: str) -> float:
-        row = model.efficiency.get((kernel, size)) or model.efficiency["forward", size]
-        return row[min(row, key=lambda d: abs(d - padded(dim)))]
-
-    forward = share("hopper forward" if hopper else "forward")
-    backward = share("hopper backward") if hopper else (share("key") + share("query")) / 2
-    rate, cut = gpu.flops(dtype), links["cut"]
+    model, cut = Model.load(), links["cut"]
+    # one large call of full attention, as the model of one GPU predicts it
+    shape = (1, LARGE, 8, dim)
+    forward, both = (explain_call(shape, shape, shape, device=found[2], dtype=dtype, backward=b) for b in (False, True))
+    backward = both.prediction.device - forward.prediction.device
     return Machine(
-        name, int(found[1] or 1), rate * forward / cut["forward"], rate * backward / cut["backward"],
+        name, int(found[1] or 1), forward.flops / forward.prediction.device / cut["forward"],
+        (both.flops - forward.flops) / backward / cut["backward"],
         gpu.bandwidth * model.bandwidth, model.gap, (inside["bandwidth"] * 1e9, inside["latency"] * 1e-6),
         (between["bandwidth"] * 1e9, between["latency"] * 1e-6),
     )  # fmt: skip

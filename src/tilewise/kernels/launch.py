@@ -32,6 +32,11 @@ def gpu_for(q: Tensor) -> Gpu:
     return gpu_of(q.device) or INTERPRETER
 
 
+def runs_on_gpu(x: Tensor) -> bool:
+    """And is not interpreted."""
+    return x.is_cuda and not INTERPRETED
+
+
 def can_overlap(gpu: Gpu) -> bool:
     """Whether a kernel may start before the one ahead of it has ended."""
     return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED

@@ -18,7 +18,7 @@ from .overlap import gdc_launch_dependents, gdc_wait
 from .portable.backward import key_gradients, query_gradient, store_key_gradients
 from .portable.forward import store_attention, stream_keys
 from .portable.forward_mode import moves, store_moves
-from .tile import Law, Rows, Work, locate, store_rows
+from .tile import ANY_SIZE, Law, Rows, Work, locate, store_rows
 
 LOOK: tl.constexpr = tl.constexpr(128)  # flags that a program looks at at once
 LINE: tl.constexpr = tl.constexpr(16)
@@ -69,7 +69,7 @@ def is_raised(flags, n, EACH: tl.constexpr):
         return True
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch", "parts", "total"])
+@triton.jit(**ANY_SIZE)
 def repair_forward_kernel(
     q, k, v, o, lse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, parts, terms, total,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, EACH: tl.constexpr, PLAN: tl.constexpr,
@@ -96,7 +96,7 @@ def repair_forward_kernel(
                     b = w.b
                     if parts is not None:
                         b += part * batch
-                    store_attention(acc, m, l, o, lse, w, b, PLAN)
+                    store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN)
 
 
 class Tiles(NamedTuple):
@@ -151,7 +151,7 @@ def repair_keys(
                     store_key_gradients(dk, dv, dk_acc, dv_acc, u, rate, PLAN)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "q_total", "k_total", "q_tiles", "k_tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def repair_backward_kernel(
     saved, dq, dk, dv, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate,
     q_total, k_total, q_tiles, k_tiles, heads, kv_heads, batch, q_terms, k_terms,
@@ -182,7 +182,7 @@ def repair_backward_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch", "total"])
+@triton.jit(**ANY_SIZE)
 def repair_jvp_kernel(
     moving, o, lse, do, dlse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total,
     EACH: tl.constexpr, PLAN: tl.constexpr,
@@ -194,5 +194,7 @@ def repair_jvp_kernel(
             if is_raised(flags, n, EACH):
                 w = locate(n, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
                 if w.first < w.n_q:
-                    moved, acc = moves(moving, lse, w, Law(before, after, scale, (), None, None), PLAN, True)
-                    store_moves(moved, acc, o, do, dlse, w, PLAN)
+                    moved, acc = moves(
+                        moving, lse, n_q, heads, w, Law(before, after, scale, (), None, None), PLAN, True
+                    )
+                    store_moves(moved, acc, o, do, dlse, n_q, heads, w, PLAN)

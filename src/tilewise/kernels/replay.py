@@ -10,18 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..torch_private import current_stream
-from .triton_private import Launcher, is_hooked, launcher_of, tma_descriptor
-
-Addresses = Sequence[int | None]
-
-PLACES = 256  # addresses for which a TMA descriptor is kept
-
-
-class Slot(NamedTuple):
-    """Where the address of the call's n-th tensor goes, or of what begins so many bytes behind it."""
-
-    n: int
-    offset: int = 0
+from .compiling import compiled
+from .cuda import Addresses, Direct, Slot, direct
+from .launch import Launch, runs_on_gpu
+from .triton_private import is_hooked
 
 
 class Address(NamedTuple):
@@ -39,19 +31,8 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
 
 
-class Direct(NamedTuple):
-    """A step for the C launcher: its arguments in a row, the stream fourth, and where addresses go among them: by
-    themselves, at the head of a view, or into what is made of them all."""
-
-    call: Callable[..., None]
-    args: tuple[Any, ...]
-    pointers: tuple[tuple[int, int, int], ...]
-    views: tuple[tuple[int, int, int, tuple[Any, ...]], ...]
-    others: tuple[tuple[int, Callable[[Addresses], Any]], ...]
-
-
 class Recording(NamedTuple):
-    """The launches of a call; and, where all their launchers are known, the same for these."""
+    """The launches of a call; and, where the driver can be given all of them, the same for it."""
 
     steps: list[Step]
     direct: list[Direct] | None
@@ -74,35 +55,37 @@ def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None])
 
 
 def launch(
-    key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Any]],
-    recordings: dict[Hashable, Recording] | None,
+    key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Launch]],
+    recordings: dict[Hashable, Recording] | None, ahead: Callable[[], Sequence[Launch]] | None = None,
 ) -> None:  # fmt: skip
-    """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`."""
+    """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`. `ahead`
+    are launches that will follow: where there is something to compile, they are compiled too."""
     recording = None if recordings is None else recordings.get(key)
+    first: Any = tensors[0]
     if recording is None:
         launches = [made for made in build() if made.programs]
-        binaries = [made() for made in launches]
-        if recordings is not None and None not in binaries:  # as they are in the interpreter
-            steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
-            recordings[key] = Recording(steps, _direct(steps))
-        return
+        if not runs_on_gpu(first):
+            for made in launches:
+                made()
+            return
+        recording = record(launches, compiled(launches, ahead), tensors)
+        if recordings is not None:
+            recordings[key] = recording
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     if recording.direct is None or is_hooked():
         for step in recording.steps:
             step.binary[step.grid](*(_filled(x, addresses) for x in step.args))
         return
-    first: Any = tensors[0]
     stream = current_stream(first.get_device())
-    for call, template, pointers, views, others in recording.direct:
-        args = list(template)
-        args[3] = stream
-        for at, n, offset in pointers:
-            args[at] = addresses[n] + offset
-        for at, n, offset, rest in views:
-            args[at] = (addresses[n] + offset, *rest)
-        for at, make in others:
-            args[at] = make(addresses)
-        call(*args)
+    for run in recording.direct:
+        run(addresses, stream)
+
+
+def record(launches: Sequence[Launch], binaries: Sequence[Any], tensors: Sequence[Tensor | None]) -> Recording:
+    steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
+    first: Any = tensors[0]
+    found = [direct(step.binary, step.grid[0], step.args, first.get_device()) for step in steps]
+    return Recording(steps, None if None in found else found)  # type: ignore[arg-type]
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
@@ -161,66 +144,3 @@ def _based(descriptor: Any, base: Any) -> Any:
     other = object.__new__(type(descriptor))
     other.__dict__ = descriptor.__dict__ | {"base": base}
     return other
-
-
-def _direct(steps: list[Step]) -> list[Direct] | None:
-    launchers = [launcher_of(step.binary) for step in steps]
-    return [_for_launcher(step, found) for step, found in zip(steps, launchers, strict=True) if found] if all(
-        launchers
-    ) else None  # fmt: skip
-
-
-def _for_launcher(step: Step, launcher: Launcher) -> Direct:
-    args: list[Any] = [*step.grid, None, *launcher.fixed]
-    pointers, views, others = [], [], []
-    descriptors = iter(launcher.descriptors)
-    for x in step.args:
-        at = len(args)
-        if hasattr(x, "block_shape"):
-            others.append((at, Maps(x, next(descriptors))))
-            args += None, *x.shape, *x.strides
-            continue
-        args.append(None if _has_slots(x) else x)
-        if isinstance(x, Slot):
-            pointers.append((at, *x))
-        elif _has_slots(x):
-            first, *rest = x
-            if isinstance(first, Slot) and not any(map(_has_slots, rest)):  # a view: a pointer, its strides
-                views.append((at, *first, tuple(rest)))
-            else:
-                others.append((at, _maker(x)))
-    return Direct(launcher.call, tuple(args), tuple(pointers), tuple(views), tuple(others))
-
-
-def _has_slots(x: Any) -> bool:
-    return isinstance(x, Slot) or (isinstance(x, tuple) and any(map(_has_slots, x)))
-
-
-def _maker(x: Any) -> Callable[[Addresses], Any]:
-    """What makes an argument with slots of the addresses."""
-    if isinstance(x, Slot):
-        return lambda addresses: _address(x, addresses)
-    first, *rest = x
-    if isinstance(first, Slot) and not any(map(_has_slots, rest)):
-        n, offset = first
-        return lambda addresses: (addresses[n] + offset, *rest)
-    parts = [(_maker(y), None) if _has_slots(y) else (None, y) for y in x]
-    return lambda addresses: tuple([y if make is None else make(addresses) for make, y in parts])
-
-
-class Maps(dict[int, Any]):
-    """TMA descriptors by address: a step of training sees its addresses again, if not always in the same company."""
-
-    def __init__(self, descriptor: Any, metadata: Any) -> None:
-        self.descriptor, self.metadata = descriptor, metadata
-        self.n, self.offset = descriptor.base
-
-    def __call__(self, addresses: Addresses) -> Any:
-        return self[addresses[self.n] + self.offset]
-
-    def __missing__(self, address: int) -> Any:
-        if len(self) >= PLACES:
-            self.clear()
-        found = tma_descriptor(_based(self.descriptor, Address(address)), self.metadata)
-        self[address] = found
-        return found

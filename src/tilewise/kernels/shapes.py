@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
-from ..spec import MAX_HEAD_DIM, Request, heads_are_queries
+from ..spec import MAX_HEAD_DIM, Request, Upstream, heads_are_queries
 from .tile import View
 
 
@@ -51,15 +52,27 @@ def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tenso
 
 
 def view(x: Tensor) -> View:
-    """(batch, token, head, dim) strides; packed sequences have one batch row."""
-    strides = x.stride() if x.dim() == 4 else (0, *x.stride())
+    """(batch, token, head, dim) strides; packed sequences have one batch row, and an axis of one place any stride."""
+    outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
     return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
 
 
-def row_view(x: Tensor) -> View:
-    """(batch, token, head) strides of an lse (batch, head, token) or (head, token)."""
-    *batch, head, token = x.stride()
-    return View(x, (batch[0] if batch else 0, token, head))
+def on_meta(request: Request) -> Request:
+    """The same request of tensors without memory."""
+
+    def like(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    return Request.of(request.spec, [like(x) for x in request.tensors()])
+
+
+def lined(upstream: Upstream) -> Upstream:
+    """lse and its gradient as `row_pointers` finds them."""
+    lse, dlse = upstream.lse, upstream.dlse
+    if lse.is_contiguous() and (dlse is None or dlse.is_contiguous()):
+        return upstream
+    return upstream._replace(lse=lse.contiguous(), dlse=None if dlse is None else dlse.contiguous())
 
 
 def padded(d: int, least: int = 16) -> int:

@@ -23,19 +23,24 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
     spec, bias = request.spec, request.bias
     drops = request.seed is not None
     return device.Terms(
-        bias=device.Bias() if bias is None else device.Bias(bias, _broadcast_strides(bias)),
+        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
         sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
         seed=request.seed,
         threshold=threshold(spec.dropout_p) if drops else None,
         rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
-        # without the lists the mask mod is asked of every tile; with them Triton cannot translate it for AMD
-        blocks=_blocks(request, tile, by_key) if tile and request.blocks and gpu.kind != "hip" else device.Blocks(),
+        blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
         origin=request.origin,
     )
+
+
+def lists_tiles(gpu: Gpu) -> bool:
+    """Whether the lists of a block mask are used: without them the mask mod is asked of every tile; with them Triton
+    cannot translate it for AMD."""
+    return gpu.kind != "hip"
 
 
 def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
@@ -49,11 +54,13 @@ def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
     own, other = (log_k, log_q) if by_key else (log_q, log_k)
     rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
     head_rows = rows if heads > 1 else 0
-    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other)
+    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other, rows)
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    return tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+def _bias(x: Tensor, packed: bool) -> device.Bias:
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    sizes = (16 * n if packed and n > 1 else device.FAR for n in x.shape[2:])
+    return device.Bias(x, *sizes, strides)
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:

@@ -12,11 +12,21 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR = 2**30  # beyond every sequence, in sixteenths too
+# How a kernel is compiled once for calls of all sizes: Triton would make other ones for a 1, or where 16 divides.
+ANY_SIZE = {
+    "do_not_specialize": [
+        "n_q", "n_k", "before", "after", "tiles", "q_tiles", "k_tiles", "heads", "kv_heads", "batch", "parts", "total",
+        "q_total", "k_total", "padded", "rising", "rows", "row0", "columns", "lines", "cohort", "x_size", "y_size",
+        "z_size",
+    ],
+    "do_not_specialize_on_alignment": ["cu_q", "cu_k", "cu_x", "cu_y"],
+}  # fmt: skip
 PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at multiples of this, in every sequence
 
 
 class View(NamedTuple):
-    """A (batch, token, head, dim) tensor, or (batch, token, head) where there is no dim.
+    """A (batch, token, head, dim) tensor; or the padded row statistics, (batch, head).
 
     Offsets inside a tile are 32-bit, which saves the backward its last registers, unless the view is `wide`.
     """
@@ -71,17 +81,21 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows`, `columns`: its sizes,
+    for packed sequences, any of which may be longer than the caller says; FAR where that cannot be. In sixteenths, and
+    never None beside a pointer: of a tuple with a None or a 1 in it Triton 3.6 may hand on the wrong ones."""
 
     ptr: tl.tensor = None
+    rows: tl.tensor = None
+    columns: tl.tensor = None
     strides: tl.tuple = ()
 
 
 class Blocks(NamedTuple):
     """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
     each 4 * position + its kind, which has a 2 where the mask mod hides nothing that the band shows. Tiles are 2^own
-    rows by 2^other columns. The rows of a batch row and of a head are counted in sixteenths: Triton 3.6 loses a 1 in a
-    tuple that a loop within a loop reads."""
+    rows by 2^other columns. The rows of a head, and by how many a batch row and a head move, are counted in sixteenths:
+    Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -89,6 +103,7 @@ class Blocks(NamedTuple):
     head_rows: tl.tensor = None
     own: tl.tensor = None
     other: tl.tensor = None
+    rows: tl.tensor = None
 
 
 class Sinks(NamedTuple):
@@ -224,7 +239,10 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16 + (w.first >> blocks.own)
+        row = tl.minimum(
+            w.first >> blocks.own, blocks.rows // 16 - 1
+        )  # of sequences that it was not made for, some row
+        row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
@@ -374,14 +392,13 @@ def store_rows(rows, tile, D: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, b, h, t, i):
-    """Pointers to x[b, t + i, h] for a view without a dim axis."""
-    return (
-        x.ptr
-        + b.to(tl.int64) * x.strides[0]
-        + (tl.cast(t, tl.int64) + i) * x.strides[1]
-        + h.to(tl.int64) * x.strides[2]
-    )
+def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
+    """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor; packed sequences have one batch row. Of
+    strides among the arguments Triton would compile one kernel for those that 16 divides, and one for the others."""
+    line = tl.cast(h, tl.int64)
+    if not PACKED:
+        line += tl.cast(b, tl.int64) * heads
+    return x + line * tokens + t + i
 
 
 @triton.jit
@@ -407,6 +424,35 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 
 @triton.jit
+def measured(x, unit, bias):
+    """What scores are measured from, x being one of them: in log2 units, so that `exponent` is one multiply-add. With a
+    bias (a pointer, or None), which may be -3e38 for a whole row, it stays as it is: the product would be infinite, or
+    rounded by more than scores differ."""
+    if bias is None:
+        return x * unit
+    else:
+        return x
+
+
+@triton.jit
+def exponent(s, origin, unit, bias):
+    """By how many log2 units a score lies above what is `measured`."""
+    if bias is None:
+        return s * unit - origin
+    else:
+        return (s - origin) * unit
+
+
+@triton.jit
+def gap(a, b, unit, bias):
+    """By how many log2 units one that is `measured` lies above another."""
+    if bias is None:
+        return a - b
+    else:
+        return (a - b) * unit
+
+
+@triton.jit
 def logsumexp(m, l):
     """What the running (maximum, sum) amount to, in natural units.
 
@@ -420,10 +466,12 @@ def logsumexp(m, l):
 
 @triton.jit
 def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence."""
+    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias: 0 there."""
     p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
     p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    return tl.load(p, mask=(i < w.n_q) & (j < w.n_k), other=0.0).to(tl.float32)
+    rows = tl.minimum(w.n_q, bias.rows // 16)
+    columns = tl.minimum(w.n_k, bias.columns // 16)
+    return tl.load(p, mask=(i < rows) & (j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -504,10 +552,10 @@ def steepened(p, slope, terms):
 
 
 @triton.jit
-def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
+def softmax_step(m, l, s, unit, bias, BOUNDED: tl.constexpr):
     """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
 
-    m is in log2 units, as it was subtracted: a product of s and unit once more would be fused with the difference, not
+    m is `measured`, as it was subtracted: a product of s and unit once more would be fused with the difference, not
     rounded, and alpha would not be 1 where the maximum stays, an error that grows with every tile.
 
     BOUNDED: the weights of such scores fit into a float as they are; m stays 0 and nothing is ever rescaled.
@@ -515,10 +563,10 @@ def softmax_step(m, l, s, unit, BOUNDED: tl.constexpr):
     if BOUNDED:
         p = tl.exp2(s * unit)
         return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
-    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    m_new = tl.maximum(m, measured(tl.max(s, 1), unit, bias))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * unit - pivot[:, None])
-    alpha = tl.exp2(m - pivot)
+    p = tl.exp2(exponent(s, pivot[:, None], unit, bias))
+    alpha = tl.exp2(gap(m, pivot, unit, bias))
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 

@@ -1,52 +1,94 @@
 """Every name of Triton that is not public and that host code uses, in one place. Gluon's moving names, which kernels
-use, are in `hopper.compat`.
+use, are in `hopper.compat`; what a compiled kernel's parameters are, in `cuda`.
 
-Tested with Triton 3.6.0, whose C launcher is called directly; kernels of other versions go through Triton's Python, to
-the same effect for 20 us more a launch.
+Tested with Triton 3.6.0. What a version lacks is done without: kernels are then compiled one after the other.
 """
 
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from threading import Lock
+from typing import Any
 
 import triton
 
 try:
-    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime._async_compile import FutureKernel, active_mode
 except ImportError:
-    nvidia = None
+    FutureKernel = active_mode = None
 
-LAUNCHER = "iiiKKppOOOOOO"  # what Triton 3.6's C launcher takes first
-
-
-class Launcher(NamedTuple):
-    """Triton's C launcher of one compiled kernel: `call(x, y, z, stream, *fixed, *args)`, and what its TMA descriptors
-    need to know, in their order."""
-
-    call: Callable[..., None]
-    fixed: tuple[Any, ...]
-    descriptors: tuple[Any, ...]
+WORKERS = 8  # kernels that are compiled at once
 
 
-def launcher_of(binary: Any) -> Launcher | None:
-    """The launcher of a compiled kernel; None where this Triton has another, or the kernel wants scratch memory."""
-    run = getattr(binary, "run", None)
-    if getattr(nvidia, "_BASE_ARGS_FORMAT", None) != LAUNCHER or not isinstance(run, nvidia.CudaLauncher):
-        return None
-    wrapped = inspect.isfunction(run.launch)  # by what makes TMA descriptors
-    if run.global_scratch_size or run.profile_scratch_size or (wrapped and not binary.metadata.tensordesc_meta):
-        return None
-    call = inspect.getclosurevars(run.launch).nonlocals["launcher"] if wrapped else run.launch
-    hooks = scratch = (None, None)
-    fixed = (
-        binary.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, binary.packed_metadata, None, *hooks
-    )  # fmt: skip
-    return Launcher(call, fixed, tuple(binary.metadata.tensordesc_meta) if wrapped else ())
+class Compiler:
+    """Triton asks it to compile, by the key of the kernel in its cache: each once, whoever asks first."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(WORKERS, "tilewise-compile")
+        self.process = os.getpid()
+        self.lock = Lock()
+        self.kernels: dict[str, Any] = {}
+
+    def submit(self, key: str, compile_one: Callable[[], Any], finalize: Callable[[Any], None]) -> Any:
+        with self.lock:
+            found = self.kernels.get(key)
+            if found is None or (found.future.done() and found.future.exception() is not None):
+                found = self.kernels[key] = FutureKernel(finalize, self.pool.submit(compile_one))
+            return found
 
 
-def tma_descriptor(descriptor: Any, metadata: Any) -> Any:
-    """What the C launcher takes for a TensorDescriptor."""
-    return nvidia.make_tensordesc_arg(descriptor, metadata)[0]
+_compiler: Compiler | None = None
+
+
+@cache
+def remember_key() -> None:
+    """Triton names what it keeps by a hash of all its own files, which every process takes up to a second to read. We
+    keep that hash beside the kernels, for files of these sizes and times."""
+    from triton.runtime import cache as module
+
+    if not hasattr(module, "triton_key"):
+        return
+    home = Path(triton.__file__).parent
+    files = sorted(file for file in home.rglob("*") if file.suffix in (".py", ".so"))
+    facts = [str(home), *(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
+    place = Path(cache_folder()) / f"tilewise-{sha256(' '.join(facts).encode()).hexdigest()}"
+    if not place.exists():
+        found = module.triton_key()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
+            file.write(found)
+        Path(file.name).replace(place)
+    key = place.read_text()
+    module.triton_key = lambda: key
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """Within, `kernel.warmup` of what is not compiled yet returns at once, with a `future` and a `result()`."""
+    global _compiler
+    if active_mode is None or active_mode.get() is not None:
+        yield
+        return
+    if _compiler is None or _compiler.process != os.getpid():  # threads do not survive a fork
+        _compiler = Compiler()
+    with suppress(OSError):
+        remember_key()
+    before = active_mode.set(_compiler)
+    try:
+        yield
+    finally:
+        active_mode.reset(before)
+
+
+def cache_folder() -> str:
+    return str(triton.knobs.cache.dir)
 
 
 def is_hooked() -> bool:

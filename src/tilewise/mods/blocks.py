@@ -20,7 +20,7 @@ PAIRS = 1 << 24  # pairs looked at together while a mask is made
 
 class BlockMask(NamedTuple):
     """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k; of
-    packed sequences, of which n_q and n_k are the longest, also the tokens in all.
+    packed sequences, of which n_q and n_k are the longest, also the tokens in all and the cu_seqlens.
 
     lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
     written 4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing does.
@@ -32,6 +32,7 @@ class BlockMask(NamedTuple):
     shape: tuple[int, int, int, int]
     band: tuple[int | None, int | None]
     tokens: tuple[int, int] | None = None
+    cu_seqlens: tuple[Tensor, Tensor] | None = None
 
     def check(
         self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
@@ -56,6 +57,12 @@ class BlockMask(NamedTuple):
                 f"the call's {band}, or a wider one: give both the same",
             )
 
+    def check_offsets(self, cu_q: Tensor, cu_k: Tensor) -> None:
+        """Raise unless these are the sequences that the mask was made of; reads them."""
+        for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens or (), (cu_q, cu_k), strict=False):
+            if own.tolist() != cu.tolist():
+                raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
+
     @property
     def tiles(self) -> Tensor:
         """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""
@@ -74,7 +81,8 @@ class BlockMask(NamedTuple):
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on the device, with the tensors that its mod reads."""
         a, b, c, d = (x.to(device) for x in self.lists)
-        return self._replace(mod=self.mod.to(device), lists=(a, b, c, d))
+        cu = None if self.cu_seqlens is None else (self.cu_seqlens[0].to(device), self.cu_seqlens[1].to(device))
+        return self._replace(mod=self.mod.to(device), lists=(a, b, c, d), cu_seqlens=cu)
 
     def __repr__(self) -> str:
         batch, heads, n_q, n_k = self.shape
@@ -96,11 +104,11 @@ class BlockMask(NamedTuple):
 
 def restored_block_mask(
     mod: Mod, lists: tuple[Tensor, Tensor, Tensor, Tensor], block: tuple[int, int], shape: tuple[int, int, int, int],
-    band: tuple[int | None, int | None], tokens: tuple[int, int] | None,
+    band: tuple[int | None, int | None], tokens: tuple[int, int] | None, cu_seqlens: tuple[Tensor, Tensor] | None,
 ) -> BlockMask:  # fmt: skip
     """A block mask from its pickled fields. The kernels go where its lists say: they are checked to stay inside."""
     _check(mod, block, {})
-    mask = BlockMask(mod, lists, block, shape, band, tokens)
+    mask = BlockMask(mod, lists, block, shape, band, tokens, cu_seqlens)
     batch, heads, t_q, t_k = mask._grid()
     for (offsets, entries), rows, columns in ((lists[:2], t_q, t_k), (lists[2:], t_k, t_q)):
         fits = (
@@ -177,7 +185,8 @@ def block_mask_varlen(
              [0, 0, 0]]], dtype=torch.int8)
 
     Every sequence has its own tiles, counted from its first token. Making the mask reads the lengths on the host, once;
-    the calls that use it do not.
+    the calls that use it do not. It is for these sequences alone: with others a call on a CPU raises, and
+    `tilewise.check` on a GPU.
     """
     lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
     batch = len(lengths[0])
@@ -186,14 +195,16 @@ def block_mask_varlen(
     _check(mod, block, {"h": heads})
     _check_devices(mod, cu_seqlens_q.device)
     n_q, n_k = (max(1, *x) for x in lengths)
-    shape = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
-    kinds = torch.zeros(shape, dtype=torch.int8, device=cu_seqlens_q.device)
+    tiles = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
+    kinds = torch.zeros(tiles, dtype=torch.int8, device=cu_seqlens_q.device)
     for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):
         for h in range(heads if min(rows, keys) > 0 else 0):
             found = _kinds(mod, b, h, rows, keys, band(causal, window), block, kinds.device)
             kinds[b, h, : found.shape[0], : found.shape[1]] = found
     tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
-    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window), tokens)
+    shape = (batch, heads, n_q, n_k)
+    cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # as they are now
+    return BlockMask(mod, _both_lists(kinds, block), block, shape, band(causal, window), tokens, cu)
 
 
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:

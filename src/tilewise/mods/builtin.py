@@ -1,4 +1,8 @@
-"""Mods that people ask for by name. Each is an ordinary mod: the text below is all there is to it."""
+"""Mods that people ask for by name. Each is an ordinary mod: the text below is all there is to it.
+
+Where they speak of the query's place they mean `q_pos`, the key position at which it sits: i + Sk - Sq, as in `causal`
+and `window`. So a query that is decoded alone, against a cache of keys, sees what it saw in the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
 
 
 @score_mod
-def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_pos):  # type: ignore[no-untyped-def]
     """score - slopes[h] * |distance|; the last query sits at the last key.
 
     >>> from tilewise_lab.picture import heat
@@ -36,23 +40,23 @@ def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore
     tensor([[-0.5000,  0.0000, -0.5000],
             [-1.0000, -0.5000,  0.0000]])
     """
-    return score - slopes[h] * abs(q_idx + (kv_len - q_len) - kv_idx)
+    return score - slopes[h] * abs(q_pos - kv_idx)
 
 
 @score_mod
-def alibi_per_batch(score, b, h, q_idx, kv_idx, slopes, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+def alibi_per_batch(score, b, h, q_idx, kv_idx, slopes, *, q_pos):  # type: ignore[no-untyped-def]
     """score - slopes[b, h] * |distance|."""
-    return score - slopes[b, h] * abs(q_idx + (kv_len - q_len) - kv_idx)
+    return score - slopes[b, h] * abs(q_pos - kv_idx)
 
 
 @mask_mod
-def _same_document(b, h, q_idx, kv_idx, ids):  # type: ignore[no-untyped-def]
-    return ids[q_idx] == ids[kv_idx]
+def _same_document(b, h, q_idx, kv_idx, ids, *, q_pos):  # type: ignore[no-untyped-def]
+    return ids[q_pos] == ids[kv_idx]
 
 
 @mask_mod
-def _same_document_per_batch(b, h, q_idx, kv_idx, ids):  # type: ignore[no-untyped-def]
-    return ids[b, q_idx] == ids[b, kv_idx]
+def _same_document_per_batch(b, h, q_idx, kv_idx, ids, *, q_pos):  # type: ignore[no-untyped-def]
+    return ids[b, q_pos] == ids[b, kv_idx]
 
 
 def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tokens: int | None = None) -> Mod:
@@ -62,7 +66,8 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
     >>> sees(0, 0, torch.tensor([1]), torch.arange(5))
     tensor([ True,  True, False, False, False])
 
-    ids (S,) or (B, S), any integers; or cu_seqlens, the documents' ends as in `attention_varlen`, and S as `tokens`.
+    ids of the keys, (S,) or (B, S), any integers; or cu_seqlens, the documents' ends as in `attention_varlen`, and S as
+    `tokens`. S is Sk, or more.
     """
     if cu_seqlens is not None and tokens is not None and ids is None:
         position = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
@@ -74,7 +79,7 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 
 
 @mask_mod
-def prefix_lm(b, h, q_idx, kv_idx, prefix):  # type: ignore[no-untyped-def]
+def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped-def]
     """All see the first `prefix[b]` keys; past them, causal. prefix (B,).
 
     >>> prefix_lm(torch.tensor([2]))(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
@@ -82,32 +87,32 @@ def prefix_lm(b, h, q_idx, kv_idx, prefix):  # type: ignore[no-untyped-def]
             [1, 1, 0, 0],
             [1, 1, 1, 0]], dtype=torch.int32)
     """
-    return (kv_idx < prefix[b]) | (kv_idx <= q_idx)
+    return (kv_idx < prefix[b]) | (kv_idx <= q_pos)
 
 
 @mask_mod
-def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens):  # type: ignore[no-untyped-def]
+def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens, *, q_pos):  # type: ignore[no-untyped-def]
     """Keys within `width` of the query, and the first `global_tokens` tokens, which see and are seen by all.
 
     >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
     tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
     """
-    return (abs(q_idx - kv_idx) <= width) | (kv_idx < global_tokens) | (q_idx < global_tokens)
+    return (abs(q_pos - kv_idx) <= width) | (kv_idx < global_tokens) | (q_pos < global_tokens)
 
 
 @mask_mod
-def dilated_window(b, h, q_idx, kv_idx, width, dilation):  # type: ignore[no-untyped-def]
+def dilated_window(b, h, q_idx, kv_idx, width, dilation, *, q_pos):  # type: ignore[no-untyped-def]
     """Every dilation-th key, up to `width` of them to either side.
 
     >>> dilated_window(1, 2)(0, 0, torch.tensor([3]), torch.arange(7)).int()
     tensor([0, 1, 0, 1, 0, 1, 0], dtype=torch.int32)
     """
-    distance = abs(q_idx - kv_idx)
+    distance = abs(q_pos - kv_idx)
     return (distance <= width * dilation) & (distance % dilation == 0)
 
 
 @mask_mod
-def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius):  # type: ignore[no-untyped-def]
+def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius, *, q_pos):  # type: ignore[no-untyped-def]
     """Tokens are pixels, row by row of an image with so many columns; a pixel sees those within `radius` both ways.
 
     >>> neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12)).int().view(3, 4)
@@ -115,37 +120,37 @@ def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius):  # type: ignore[no-u
             [1, 1, 1, 0],
             [1, 1, 1, 0]], dtype=torch.int32)
     """
-    near_rows = abs(q_idx // columns - kv_idx // columns) <= radius
-    return near_rows & (abs(q_idx % columns - kv_idx % columns) <= radius)
+    near_rows = abs(q_pos // columns - kv_idx // columns) <= radius
+    return near_rows & (abs(q_pos % columns - kv_idx % columns) <= radius)
 
 
 @mask_mod
-def block_diagonal(b, h, q_idx, kv_idx, block):  # type: ignore[no-untyped-def]
+def block_diagonal(b, h, q_idx, kv_idx, block, *, q_pos):  # type: ignore[no-untyped-def]
     """Blocks of so many tokens, each seeing itself only.
 
     >>> block_diagonal(2)(0, 0, torch.tensor([2]), torch.arange(6)).int()
     tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32)
     """
-    return q_idx // block == kv_idx // block
+    return q_pos // block == kv_idx // block
 
 
 @mask_mod
-def strided_sparse(b, h, q_idx, kv_idx, stride):  # type: ignore[no-untyped-def]
+def strided_sparse(b, h, q_idx, kv_idx, stride, *, q_pos):  # type: ignore[no-untyped-def]
     """Causal: the last `stride` keys, and every stride-th key before them (Sparse Transformer).
 
     >>> strided_sparse(3)(0, 0, torch.tensor([7]), torch.arange(9)).int()
     tensor([0, 0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
     """
-    return (kv_idx <= q_idx) & ((q_idx - kv_idx < stride) | (kv_idx % stride == stride - 1))
+    return (kv_idx <= q_pos) & ((q_pos - kv_idx < stride) | (kv_idx % stride == stride - 1))
 
 
 @score_mod
-def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach):  # type: ignore[no-untyped-def]
-    return score + table[buckets[torch.clamp(kv_idx - q_idx, -reach, reach) + reach], h]
+def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach, *, q_pos):  # type: ignore[no-untyped-def]
+    return score + table[buckets[torch.clamp(kv_idx - q_pos, -reach, reach) + reach], h]
 
 
 def t5_relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
-    """T5's relative position bias, score + table[bucket(kv_idx - q_idx), h]: near distances have a bucket each, far
+    """T5's relative position bias, score + table[bucket(kv_idx - q_pos), h]: near distances have a bucket each, far
     ones share buckets by their logarithm. table (buckets, H) is learned: it gets a gradient if it wants one.
 
     >>> mod = t5_relative(torch.arange(8.0)[:, None], max_distance=8)

@@ -1,7 +1,8 @@
 """The language of mods: expressions over one pair (query, key), their torch value and their derivatives.
 
     score                   the score so far, scale * q.k
-    b h i j                 batch, head, query and key index; n_q n_k the two lengths
+    b h i j                 batch, head, query and key index; n_q n_k the two lengths; Q_POS, made of these, is the key
+                            position at which the query sits
     number                  a float that the mod was called with
     load                    a tensor that the mod was called with, at integer indices
     const                   a number written in the function
@@ -281,6 +282,9 @@ _rules: dict[str, Callable[..., Expr]] = {
 }
 
 
+Q_POS = arithmetic("add", I, arithmetic("sub", N_K, N_Q))
+
+
 class Place(NamedTuple):
     """Which pairs: index tensors that broadcast to the tile's shape, and the two lengths."""
 
@@ -384,14 +388,26 @@ def _summands(
     return tuple(x.expand(shape) for x in indices), ds
 
 
-def only_distance(roots: Sequence[Expr]) -> bool:
-    """Whether the expressions know i and j only by their difference."""
+def only_difference(roots: Sequence[Expr], a: Expr, b: Expr) -> bool:
+    """Whether the expressions know two indices only by their difference, each perhaps moved by what knows neither.
+
+    >>> only_difference([arithmetic("sub", Q_POS, J)], I, J), only_difference([arithmetic("add", I, J)], I, J)
+    (True, False)
+    """
+    names = {a.value, b.value}
+
+    def moved(x: Expr) -> Expr:
+        while x.op in ("float", "add", "sub"):
+            inside = [y for y in x.args if y.deps & names]
+            if len(inside) != 1 or (x.op == "sub" and inside[0] is x.args[1]):
+                break
+            (x,) = inside
+        return x
 
     def mark(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        inner = {a.args[0] if a.op == "float" else a for a in x.args}
-        return const(0) if x.op == "sub" and inner == {I, J} else None
+        return const(0) if x.op == "sub" and {moved(y) for y in x.args} == {a, b} else None
 
-    return not any(substitute(x, mark).deps & {"i", "j"} for x in roots)
+    return not any(substitute(x, mark).deps & names for x in roots)
 
 
 def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:

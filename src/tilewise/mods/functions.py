@@ -12,7 +12,7 @@ NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "
          "true_divide": "div", "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
          "negative": "neg"}  # fmt: skip
 BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not"}
-LENGTHS = {"q_len": expr.N_Q, "kv_len": expr.N_K}
+PLACES = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
 KNOWN = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float", *expr.FUNCTIONS))
 
 

@@ -14,6 +14,7 @@ numbers are compiled in.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -26,7 +27,7 @@ from tilewise.mods import expr, parse
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import Captured
 from tilewise.mods.program import Mod, Program, kind_of, register
-from tilewise.mods.source import is_closed, snapshot
+from tilewise.mods.source import Path, found_at, is_closed, paths, snapshot
 from tilewise.spec import LIMIT, AttentionError
 from tilewise.torch_private import constant
 
@@ -61,7 +62,9 @@ class Modifier:
         numbers = tuple(a for a in args if isinstance(a, float))
         signature = tuple(_signature(a) for a in args)
         if torch.compiler.is_dynamo_compiling():
-            key = _compiled(self.id, signature)
+            functions: Any = (self.function, self.grad)
+            reads = tuple([found_at(functions[n], path) for n, path in _reads(self.id)])
+            key = _compiled(self.id, signature, reads)
             if not key:
                 raise AttentionError(
                     f"the mod {self.__name__!r} in torch.compile", "tensors from outside, or what cannot be compiled",
@@ -97,7 +100,8 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
     tensor([0., 2.])
 
     Its derivative by the score is derived; `grad=` gives it instead, a function of the same parameters. Indices count
-    from 0 within the sequence; the lengths are there for the asking, as keyword-only parameters q_len and kv_len.
+    from 0 within the sequence. For the asking, as keyword-only parameters: the lengths q_len and kv_len, and q_pos, the
+    key position at which the query sits, q_idx + kv_len - q_len (as in `causal`; what decoding with a cache needs).
 
     On every backend integers have 64 bits, floats those of the scores, and an index outside a tensor reads its nearest
     element: -1 reads the first.
@@ -128,7 +132,7 @@ def _signature(argument: Any) -> str:
     if isinstance(argument, (bool, int)):
         if not -(2**63) <= argument < 2**63:
             raise AttentionError("an argument of a mod", argument, "an int of 64 bits")
-        return f"value {int(argument)}"
+        return f"value {operator.index(argument)}"  # which torch.compile, unlike int, takes for a constant
     if isinstance(argument, float):
         return "number"
     raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
@@ -156,8 +160,16 @@ def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Te
 
 
 @constant
-def _compiled(modifier: str, signature: tuple[str, ...]) -> str:
-    """The key of a program that reads no tensors from outside, or nothing."""
+def _reads(modifier: str) -> tuple[tuple[int, Path], ...]:
+    """What a mod's function, or the other that gives its slope, reads from outside."""
+    functions = _modifiers[modifier].function, _modifiers[modifier].grad
+    return tuple((n, path) for n, f in enumerate(functions) if f is not None for path in paths(f))
+
+
+@constant
+def _compiled(modifier: str, signature: tuple[str, ...], reads: tuple[Any, ...]) -> str:
+    """The key of a program that reads no tensors from outside, or nothing. With what it reads else (`reads`), another:
+    torch.compile watches what it has seen on the way to it."""
     try:
         key, tensors = _bind(_modifiers[modifier], signature)
     except AttentionError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import KNOWN, LENGTHS, Captured, elementary
+from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
 from tilewise.mods.source import DEPTH, Definition, definition, outside, plain
 from tilewise.mods.trace import follow
 from tilewise.spec import AttentionError
@@ -56,9 +56,9 @@ class _Reader:
             self.fail(self.definition, f"{len(names)} parameters", f"{len(values)} positional ones: {', '.join(names)}")
         self.env: dict[str, Expr | Captured] = dict(zip(names, values, strict=True))
         for a in arguments.kwonlyargs:
-            if a.arg not in LENGTHS:
-                self.fail(self.definition, f"the keyword-only parameter {a.arg!r}", "q_len or kv_len, the two lengths")
-            self.env[a.arg] = LENGTHS[a.arg]
+            if a.arg not in PLACES:
+                self.fail(self.definition, f"the keyword-only parameter {a.arg!r}", "q_len, kv_len or q_pos")
+            self.env[a.arg] = PLACES[a.arg]
         if isinstance(self.definition, ast.Lambda):
             return self.value(self.definition.body)
         for statement in self.definition.body:

@@ -49,7 +49,7 @@ class Program:
         return [(x, expr.derivative(self.root, x)) for x in loads]
 
     def after(self, first: Program) -> Program:
-        """This program applied to what `first` returns."""
+        """This program applied to what `first` returns; of masks, what both show."""
 
         def move(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
             if x is expr.SCORE:
@@ -59,6 +59,9 @@ class Program:
                 return expr.node(x.op, *args, value=x.value + shift, kind=x.kind)
             return None
 
+        if self.root.kind == "bool":
+            root = expr.logic("and", first.root, expr.substitute(self.root, move))
+            return Program(root, first.ranks + self.ranks, first.numbers + self.numbers)
         slope = None
         if self.given_slope is not None or first.given_slope is not None:
             slope = expr.arithmetic("mul", expr.substitute(self.slope, move), first.slope)
@@ -95,15 +98,18 @@ class Mod(NamedTuple):
     def program(self) -> Program:
         return PROGRAMS[self.key]
 
-    def __call__(self, *place: Any) -> Any:
-        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast."""
+    def __call__(self, *place: Any, q_len: Any = None, kv_len: Any = None) -> Any:
+        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast. A mod that
+        knows where the query sits (`q_pos`) takes both lengths for equal unless they are given."""
         score = place[0] if self.kind == "score" else None
         b, h, i, j = place[-4:]
         dtype = torch.float32 if score is None else score.dtype
         root = self.program.root
-        if root.deps & {"n_q", "n_k"}:
-            raise AttentionError(f"a call of {self.name!r} in torch", "q_len or kv_len in it", "neither")
-        (value,) = expr.evaluate([root], Place(b, h, i, j, 0, 0), score, self.tensors, self.numbers, dtype)
+        if q_len is None or kv_len is None:
+            if not expr.only_difference([root], expr.N_Q, expr.N_K):
+                raise AttentionError(f"a call of {self.name!r} in torch", "no q_len=, kv_len=", "both: it reads them")
+            q_len = kv_len = 0
+        (value,) = expr.evaluate([root], Place(b, h, i, j, q_len, kv_len), score, self.tensors, self.numbers, dtype)
         return value
 
     def __repr__(self) -> str:
@@ -149,8 +155,21 @@ def kind_of(x: Tensor) -> str:
 
 
 @constant
+def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
+    """Where a program indexes its tensors by a place alone: (tensor, axis, which of b, h, i, j; j where a query sits).
+
+    >>> from tilewise.mods import alibi
+    >>> indexed(alibi(torch.ones(4)).key)
+    ((0, 0, 'h'),)
+    """
+    names = {expr.B: "b", expr.H: "h", expr.I: "i", expr.J: "j", expr.Q_POS: "j"}
+    loads = [x for x in expr.nodes(PROGRAMS[key].root) if x.op == "load"]
+    return tuple({(x.value, n, names[place]): None for x in loads for n, place in enumerate(x.args) if place in names})
+
+
+@constant
 def chain(keys: tuple[str, ...]) -> str:
-    """The key of one program that applies the given ones in order."""
+    """The key of one program that applies the given ones in order; of masks, that shows what all of them do."""
     first, *rest = (PROGRAMS[key] for key in keys)
     for program in rest:
         first = program.after(first)
@@ -158,7 +177,7 @@ def chain(keys: tuple[str, ...]) -> str:
 
 
 def bound(mods: Sequence[Mod]) -> Mod | None:
-    """One mod that applies the given ones in order."""
+    """One mod that applies the given ones in order; of masks, one that shows what all of them do."""
     if not mods:
         return None
     if len(mods) == 1:

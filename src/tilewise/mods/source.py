@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from tilewise.spec import AttentionError
 DEPTH = 8  # functions inlined into one another
 LIBRARIES = ("torch", "math")  # whose names stand for what they always did
 FIXED = (BuiltinFunctionType, type, str, bytes)
+NUMBERS = (bool, int, float)
+Path = tuple[tuple[str, Any], ...]  # of globals, cells and attributes by name or number
 
 
 class Definition(NamedTuple):
@@ -103,6 +106,48 @@ def snapshot(function: Callable[..., Any], tensors: dict[int, Tensor], above: tu
     return code, defaults, *reads
 
 
+def paths(function: Callable[..., Any], above: tuple[int, ...] = ()) -> Iterator[Path]:
+    """The way from a function to each number and each function that its snapshot holds."""
+    code = function.__code__
+    cells = {name: n for n, name in enumerate(code.co_freevars)}
+    for name, value in outside(function).items():
+        step = ("cell", cells[name]) if name in cells else ("global", name)
+        for rest in _below(value, code.co_names, (*above, id(function))):
+            yield step, *rest
+
+
+def _below(value: Any, names: tuple[str, ...], above: tuple[int, ...]) -> Iterator[Path]:
+    inner = plain(value)
+    if _is_fixed(value) or isinstance(value, Tensor) or id(value if inner is None else inner) in above:
+        return
+    if type(value) in NUMBERS:
+        yield ()
+    elif inner is not None:
+        way = () if inner is value else (("attribute", "function"),)
+        yield way
+        yield from ((*way, *rest) for rest in (paths(inner, above) if len(above) <= DEPTH else ()))
+    elif len(above) <= DEPTH:
+        for name in names:
+            if hasattr(value, name):
+                for rest in _below(getattr(value, name), names, (*above, id(value))):
+                    yield ("attribute", name), *rest
+
+
+def found_at(function: Callable[..., Any], path: Path) -> Any:
+    """What lies at the end of a path now. torch.compile, which follows it, compiles again when that has changed."""
+    value: Any = function
+    for kind, name in path:
+        if kind == "global":
+            value = value.__globals__[name]
+        elif kind == "cell":
+            value = value.__closure__[name].cell_contents
+        else:
+            value = getattr(value, name)
+    if isinstance(value, float):
+        return value.hex()  # torch.compile would take the number itself for a variable
+    return operator.index(value) if isinstance(value, int) else value
+
+
 def is_closed(function: Callable[..., Any]) -> bool:
     """Whether all it reads from outside are builtins and libraries."""
     return not function.__defaults__ and all(map(_is_fixed, outside(function).values()))
@@ -114,7 +159,7 @@ def _is_fixed(value: Any) -> bool:
 
 def _worth(value: Any, names: tuple[str, ...], tensors: dict[int, Tensor], above: tuple[int, ...]) -> Any:
     kind = type(value)
-    if kind in (bool, int, float):
+    if kind in NUMBERS:
         return kind, repr(value)
     if _is_fixed(value):
         return value

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import KNOWN, LENGTHS, Captured, elementary
+from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
 from tilewise.mods.source import outside
 from tilewise.spec import AttentionError
 
@@ -21,10 +21,10 @@ from tilewise.spec import AttentionError
 def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], tensors: Mapping[int, Captured]) -> Expr:
     """The function's value when its positional parameters are `values`."""
     keywords = function.__code__.co_varnames[function.__code__.co_argcount :][: function.__code__.co_kwonlyargcount]
-    if any(name not in LENGTHS for name in keywords):
-        _refuse(f"the keyword-only parameters {', '.join(keywords)}", "q_len and kv_len, the two lengths")
+    if any(name not in PLACES for name in keywords):
+        _refuse(f"the keyword-only parameters {', '.join(keywords)}", "q_len, kv_len and q_pos")
     try:
-        result = _with(function, tensors)(*map(_Noted, values), **{name: _Noted(LENGTHS[name]) for name in keywords})
+        result = _with(function, tensors)(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords})
         return _expression(result)
     except AttentionError as error:
         what, found, expected = error.args

@@ -45,6 +45,7 @@ class Sequence(NamedTuple):
 
 
 def forward(request: Request) -> tuple[Tensor, Tensor]:
+    request = covering(request)
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
@@ -112,6 +113,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
 
 def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
+    request = covering(request)
     q, k, v, spec = request[:4]
     cu_k = request.cu_k
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -143,8 +145,10 @@ def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]
     q, spec = request.q, request.spec
     dtype = torch.promote_types(q.dtype, torch.float32)
     inputs = (request.bias, request.sinks, *request.score)
+    request = covering(request)
     grads = [
-        None if x is None or not w else x.new_zeros(x.shape, dtype=dtype) for x, w in zip(inputs, wanted, strict=True)
+        None if x is None or not w else x.new_zeros(x.shape, dtype=dtype)
+        for x, w in zip((request.bias, *inputs[1:]), wanted, strict=True)
     ]
     bias, sinks, *score = grads
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -162,7 +166,7 @@ def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]
                 if total is not None:
                     (d,) = values([derivative], x.raw, place, request, dtype)
                     scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, request.score, spec.score_numbers)
-    return [g.to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
+    return [covered(g, x).to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
 
 
 def worth(raw: Tensor, block: Block, request: Request, dtype: torch.dtype) -> Tensor:
@@ -186,6 +190,23 @@ def slope(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Te
 
 def values(roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> list[Tensor]:
     return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype)
+
+
+def covering(request: Request) -> Request:
+    """A request whose bias has as many rows and columns as the longest of packed sequences, zeros past its own."""
+    bias, ends = request.bias, (request.cu_k, request.cu_q)
+    if bias is None or ends[0] is None or 0 in bias.shape:
+        return request
+    missing: list[int] = []
+    for cu, size in zip(ends, (bias.shape[3], bias.shape[2]), strict=True):
+        longest = 0 if cu is None or cu.shape[0] < 2 else int(cu.diff().max())
+        missing += 0, max(0, longest - size) if size > 1 else 0
+    return request._replace(bias=torch.nn.functional.pad(bias, missing)) if any(missing) else request
+
+
+def covered(grad: Tensor, of: Tensor) -> Tensor:
+    """What belongs to a tensor in the gradient of one that covers more."""
+    return grad[tuple(slice(n) for n in of.shape)]
 
 
 def bias_rows(bias: Tensor, block: Block) -> tuple[Tensor, Keys]:

@@ -12,15 +12,30 @@ from torch import Tensor
 
 from tilewise.mods import PROGRAMS
 from tilewise.mods.expr import scattered
-from tilewise.reference.scored import Block, bias_rows, hidden, kept, sequences, slope, softmax, values, worth
+from tilewise.reference.scored import (
+    Block,
+    bias_rows,
+    covered,
+    covering,
+    hidden,
+    kept,
+    sequences,
+    slope,
+    softmax,
+    values,
+    worth,
+)
 from tilewise.spec import Request, Upstream
 
 
 def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
+    request = covering(request)
     q, cu_q = request.q, request.cu_q
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    request = _widened(request, dtype)
     outs = [q.new_zeros(0, q.shape[-2], request.v.shape[-1])]
-    logs = [q.new_zeros(q.shape[-2], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
+    logs = [q.new_zeros(q.shape[-2], 0, dtype=dtype)]
     with torch.autocast(q.device.type, enabled=False):
         for whole in _wholes(request, []):
             outs.append(clean_product(whole.weights, whole.v, whole.hide).transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
@@ -34,6 +49,16 @@ def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(logs, -1)
 
 
+def _widened(request: Request, dtype: torch.dtype) -> Request:
+    """The request with its terms in the dtype of the sums: every sequence adds to their gradients, which are rounded
+    once, at the end."""
+    bias, sinks, *score = (
+        x.to(dtype) if x is not None and x.is_floating_point() else x
+        for x in (request.bias, request.sinks, *request.score)
+    )
+    return request._replace(bias=bias, sinks=sinks, score=tuple(x for x in score if x is not None))
+
+
 def _nothing(request: Request) -> tuple[Tensor, Tensor]:
     """Of an empty batch."""
     q, v = request.q, request.v
@@ -44,13 +69,15 @@ def _nothing(request: Request) -> tuple[Tensor, Tensor]:
 def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and the score mod's tensors where wanted, as torch sees them: the formulas
     of `backward` and `term_gradients` over whole matrices, out of place, so that they can be differentiated again."""
+    given, request = request.bias, covering(request)
     q, k, v, spec = request[:4]
     inputs = q, k, v, request.bias, request.sinks, *request.score
     dtype = torch.promote_types(q.dtype, torch.float32)
     grads = [
         None if x is None or not w else torch.zeros_like(x, dtype=dtype) for x, w in zip(inputs, wanted, strict=True)
     ]
-    group = q.shape[-2] // max(1, k.shape[-2])
+    heads_kv = k.shape[-2]
+    group = q.shape[-2] // max(1, heads_kv)
     rows: list[list[Tensor]] = [[], [], []]
     rows_of = [upstream.dout, *([] if upstream.dlse is None else [upstream.dlse.mT.unsqueeze(-1)])]
     with torch.autocast(q.device.type, enabled=False):
@@ -70,7 +97,7 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
                 clean_product(whole.weights.mT, dout, hide.mT),
             )
             for n, x in enumerate(found):
-                rows[n].append((x if n == 0 else x.unflatten(0, (-1, group)).sum(1)).transpose(0, 1))
+                rows[n].append((x if n == 0 else x.unflatten(0, (heads_kv, group)).sum(1)).transpose(0, 1))
             if grads[3] is not None:
                 view, keys = bias_rows(request.bias, whole.block)  # type: ignore[arg-type]
                 one = ds.sum_to_size(view[..., keys].shape)
@@ -90,18 +117,23 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
                         (d,) = values([derivative], whole.raw, place, request, dtype)
                         at_site = (ds * d).masked_fill(hide, 0.0)
                         grads[n] = scattered(grads[n], load, at_site, place, request.score, spec.score_numbers)
+    if grads[3] is not None and given is not None:
+        grads[3] = covered(grads[3], given)
     for n, x in enumerate((q, k, v)):
-        if wanted[n]:
+        if wanted[n] and rows[n]:
             grads[n] = _joined(rows[n], x, request.cu_q is not None)
+    if not rows[0]:  # no sequence, so all sums are of nothing; but they can be differentiated, as any other
+        nothing = sum(x.sum().to(dtype) for x in (q, k, v, upstream.dout))
+        grads = [None if g is None else g + nothing for g in grads]
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 
 
 def _joined(rows: list[Tensor], x: Tensor, packed: bool) -> Tensor:
     """The rows of the sequences as one tensor like x, zero past the last."""
     if not packed:
-        return torch.stack(rows) if rows else torch.zeros_like(x)
+        return torch.stack(rows)
     rest = x.shape[0] - sum(len(part) for part in rows)
-    return torch.cat([*rows, x.new_zeros(rest, *x.shape[1:], dtype=rows[0].dtype if rows else x.dtype)])
+    return torch.cat([*rows, rows[0].new_zeros(rest, *x.shape[1:])])
 
 
 class Whole(NamedTuple):
@@ -128,10 +160,11 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     for (q_all, *rows), (k_all, v_all), (block,) in sequences([q, *more_rows], [k, v], request, whole=True):
         q_all = q_all.to(dtype)
-        bad = ~k_all.isfinite().all(-1)  # such a key makes the scores nan of the queries that see it, and no others
-        k_clean = k_all.masked_fill(bad[..., None], 0.0)
-        raw = (spec.scale * (q_all @ k_clean.mT)).masked_fill(bad[:, None, :], torch.nan)
+        # a query or a key that is not finite makes the scores nan of pairs that see each other, and of no others
+        bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (q_all, k_all))
+        raw = spec.scale * (q_all.masked_fill(bad_q, 0.0) @ k_all.masked_fill(bad_k, 0.0).mT)
         hide = hidden(block, request).expand(raw.shape)
+        raw = raw.masked_fill((bad_q | bad_k.mT) & ~hide, torch.nan)
         s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
         yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, kept(block.place, request, dtype))

@@ -29,7 +29,7 @@ import torch
 
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import Device, device
-from tilewise.costs.predict import FITTED, MODEL, Model, padded, plan, predict
+from tilewise.costs.predict import FITTED, MODEL, Model, plan, predict
 
 SECONDS = 0.01  # of each pass of each call
 # least and most of what is fitted beside efficiencies: noise in the times must not buy a meaningless number
@@ -305,8 +305,7 @@ def fit(measured: list[Measured], on: Device, model: Model = MODEL, rounds: int 
 def _kernels(m: Measured, on: Device) -> set[tuple[str, int, int]]:
     """The rows of the table of efficiencies that a call uses."""
     kernels = plan(m.call, m.backend, on, backward=m.which == "backward", only_backward=m.which == "backward")
-    d = padded(max(m.call.d, m.call.dv))
-    return {(k.name, m.call.itemsize, max(d, 64) if k.name.startswith("hopper") else d) for k in kernels}
+    return {(k.name, m.call.itemsize, k.profile.width) for k in kernels if k.profile is not None}
 
 
 def _with(model: Model, key: tuple[str, int], d: int, value: float) -> Model:

@@ -33,8 +33,8 @@ def waves(score, b, h, q_idx, kv_idx, weight, pitch):  # type: ignore[no-untyped
 
 
 @tilewise.mask_mod
-def odd_heads_look_back(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    return (h % 2 == 0) | (kv_idx <= q_idx + (kv_len - q_len))
+def odd_heads_look_back(b, h, q_idx, kv_idx, *, q_pos):  # type: ignore[no-untyped-def]
+    return (h % 2 == 0) | (kv_idx <= q_pos)
 
 
 @tilewise.mask_mod
@@ -51,6 +51,11 @@ class Place(NamedTuple):
     j: Tensor
     n_q: int
     n_k: int
+
+    @property
+    def at(self) -> Tensor:
+        """The key positions at which the queries sit."""
+        return self.i + (self.n_k - self.n_q)
 
 
 class Twin(NamedTuple):
@@ -90,36 +95,37 @@ SCORE = {
     ),
     "t5": Twin(
         "tilewise.mods.t5_relative(table, max_distance=12)", {"table": (8, "H")},
-        lambda s, p, table: s + table[_t5_bucket((p.j - p.i).clamp(-12, 12)), p.h],
+        lambda s, p, table: s + table[_t5_bucket((p.j - p.at).clamp(-12, 12)), p.h],
     ),
     "softcap": Twin("tilewise.mods.softcap(2.0)", {}, lambda s, p: 2.0 * torch.tanh(s / 2.0)),
 }  # fmt: skip
 
 MASK = {
     "document": Twin(
-        "tilewise.mods.document(ids=ids)", {"ids": ("B", "S")}, lambda p, ids: ids[p.b, p.i] == ids[p.b, p.j], "b"
+        "tilewise.mods.document(ids=ids)", {"ids": ("B", "S")},
+        lambda p, ids: ids[p.b, p.at.clamp(min=0)] == ids[p.b, p.j], "b",
     ),
     "prefix_lm": Twin(
         "tilewise.mods.prefix_lm(prefix)", {"prefix": ("B",)},
-        lambda p, prefix: (p.j < prefix[p.b]) | (p.j <= p.i), "b",
+        lambda p, prefix: (p.j < prefix[p.b]) | (p.j <= p.at), "b",
     ),
     "globals": Twin(
         "tilewise.mods.window_with_globals(2, 1)", {},
-        lambda p: ((p.i - p.j).abs() <= 2) | (p.j < 1) | (p.i < 1),
+        lambda p: ((p.at - p.j).abs() <= 2) | (p.j < 1) | (p.at < 1),
     ),
     "dilated": Twin(
-        "tilewise.mods.dilated_window(2, 3)", {}, lambda p: ((p.i - p.j).abs() <= 6) & ((p.i - p.j) % 3 == 0)
+        "tilewise.mods.dilated_window(2, 3)", {}, lambda p: ((p.at - p.j).abs() <= 6) & ((p.at - p.j) % 3 == 0)
     ),
     "neighbourhood": Twin(
         "tilewise.mods.neighbourhood_2d(4, 1)", {},
-        lambda p: ((p.i // 4 - p.j // 4).abs() <= 1) & ((p.i % 4 - p.j % 4).abs() <= 1),
+        lambda p: ((p.at // 4 - p.j // 4).abs() <= 1) & ((p.at % 4 - p.j % 4).abs() <= 1),
     ),
-    "diagonal": Twin("tilewise.mods.block_diagonal(3)", {}, lambda p: p.i // 3 == p.j // 3),
+    "diagonal": Twin("tilewise.mods.block_diagonal(3)", {}, lambda p: p.at // 3 == p.j // 3),
     "strided": Twin(
-        "tilewise.mods.strided_sparse(3)", {}, lambda p: (p.j <= p.i) & ((p.i - p.j < 3) | (p.j % 3 == 2))
+        "tilewise.mods.strided_sparse(3)", {}, lambda p: (p.j <= p.at) & ((p.at - p.j < 3) | (p.j % 3 == 2))
     ),
     "odd heads": Twin(
-        "twins.odd_heads_look_back()", {}, lambda p: (p.h % 2 == 0) | (p.j <= p.i + (p.n_k - p.n_q)), "h"
+        "twins.odd_heads_look_back()", {}, lambda p: (p.h % 2 == 0) | (p.j <= p.at), "h"
     ),
     "nobody": Twin("twins.nobody()", {}, lambda p: p.j < 0),
 }  # fmt: skip

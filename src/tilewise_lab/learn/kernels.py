@@ -106,7 +106,7 @@ def watch_softmax(s, m_out, l_out, alpha_out, p_out, columns, ROWS: tl.constexpr
     l = tl.zeros([ROWS], tl.float32)
     for step in range(columns // COLS):
         tile = tl.load(s + i[:, None] * columns + step * COLS + j[None, :])
-        p, alpha, m, l = softmax_step(m, l, tile, 1.4426950408889634, False)
+        p, alpha, m, l = softmax_step(m, l, tile, 1.4426950408889634, None, False)
         tl.store(m_out + step * ROWS + i, m * 0.6931471805599453)
         tl.store(l_out + step * ROWS + i, l)
         tl.store(alpha_out + step * ROWS + i, alpha)

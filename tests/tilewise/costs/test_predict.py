@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.oracle import seen
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import device
-from tilewise.costs.predict import MODEL, Kernel, padded, plan, predict, rereads, span, work_of
+from tilewise.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.portable.tiles import Tile
+from tilewise.kernels.profile import padded
 from tilewise.spec import Request, Spec, Upstream
 
 H200 = device("H200")
@@ -38,14 +39,14 @@ def test_steps_cover_what_the_mask_shows(n_q, n_k, before, after, block_m, block
 
 def test_causal_visits_a_triangle():
     call = Call(1, 1024, 1024, 1, 1, 64, 64, after=0)
-    work = work_of(call, "forward", Tile(128, 128, 4, 2))
+    work = work_of(call, Tile(128, 128, 4, 2), is_forward=True)
     assert [steps for _, steps, _ in work] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert [edges for _, _, edges in work] == [1] * 8
 
 
 def test_the_key_side_sees_the_band_sideways():
     call = Call(1, 1024, 1024, 4, 2, 64, 64, after=0)
-    work = work_of(call, "key", Tile(128, 128, 4, 2))
+    work = work_of(call, Tile(128, 128, 4, 2), by_key=True)
     assert [steps for _, steps, _ in work] == [2 * n for n in (8, 7, 6, 5, 4, 3, 2, 1)] * 2
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
 from tests import features, features_budget
+from tests.conftest import INTERPRETED
+from tilewise.dispatch import named
+from tilewise.ops import attend
+from tilewise.spec import Request, Spec
 
 
 @pytest.mark.parametrize("name", features.ALONE)
@@ -90,3 +96,92 @@ def test_forward_mode_of_a_term_is_refused(triton_runs: None, device: str) -> No
     x = torch.randn(1, 8, 2, 16, device=device)
     with pytest.raises(tilewise.AttentionError, match="forward mode"):
         torch.func.jvp(lambda q: tilewise.attention(q, x, x, softcap=2.0, backend="triton"), (x,), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_finite_bias_hides_nothing(dtype: torch.dtype, backend: str) -> None:
+    """A row of the least number there is has the mean of its values, as in torch; a row of -inf sees nothing. Where
+    other keys have a better score, neither counts."""
+    torch.manual_seed(0)
+    least, rows = torch.finfo(dtype).min, 4
+    q, k, v = (torch.randn(1, n, 2, 16).to(dtype).requires_grad_() for n in (rows, 40, 40))
+    bias = torch.zeros(rows, k.shape[1], dtype=dtype)
+    bias[0], bias[1], bias[2, ::2], bias[2, 1::4] = least, -torch.inf, least, -torch.inf
+    bias.requires_grad_()
+    sinks = torch.tensor([-torch.inf, least], dtype=dtype)
+    out, lse = tilewise.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, backend=backend)
+    s = (q.double() / 4).transpose(1, 2) @ k.double().permute(0, 2, 3, 1) + bias.double()
+    s[:, :, 0] = least  # in float32 there is no room for more
+    with_sink = torch.cat([s, sinks.double()[None, :, None, None].expand(1, 2, rows, 1)], -1)
+    p = torch.softmax(with_sink, -1)[..., :-1].nan_to_num(0.0)
+    expected = (p @ v.double().transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(with_sink, -1), rtol=1e-5, atol=1e-5)
+    (out.float().sum() + lse[:, :, 2:].sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v, bias))
+    assert (q.grad[:, 1] == 0).all()
+
+
+@tilewise.score_mod
+def by_distance(score, b, h, q_idx, kv_idx, table):
+    return score + table[h, q_idx - kv_idx + 8]
+
+
+@tilewise.score_mod
+def by_pair(score, b, h, q_idx, kv_idx, table):
+    return score * table[q_idx // 4, kv_idx // 4]
+
+
+class Unread(TorchDispatchMode):
+    """Refuses what waits for the numbers of a tensor, as on a GPU every read of them does."""
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func not in self.READS, f"{func} reads a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mod", "told"), [(by_distance, False), (by_pair, True)], ids=["distance", "pair"])
+def test_a_table_of_packed_sequences_reads_no_lengths(
+    mod: Any, told: bool, triton_runs: None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is a sum over pairs (i, j), as many as the caller says or as there are tokens."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 11, 11, 20], dtype=torch.int32, device=device)
+    q, k, v, dout = (torch.randn(24, 2, 16, device=device) for _ in range(4))
+    table = torch.randn(2 if mod is by_distance else 6, 17 if mod is by_distance else 6, device=device)
+    longest = {"max_seqlen_q": 12, "max_seqlen_k": 11} if told else {}
+
+    def grads(backend: str) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, table)]
+        options: Any = {"causal": True, "score_mod": mod(leaves[3]), "backend": backend}
+        out = tilewise.attention_varlen(*leaves[:3], cu, cu, **longest, **options)
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    kernels = named("triton")
+    launched = kernels.term_gradients
+
+    def watched(*call: Any) -> Any:  # within the op, into which a mode around it does not see
+        with Unread():
+            return launched(*call)
+
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "term_gradients", watched)
+    for ours, expected in zip(grads("triton"), grads("reference"), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_shorter_than_a_sequence_is_not_left(triton_runs: None, device: str) -> None:
+    """Lengths are not read on a GPU, so the kernels stay inside of the bias: it is 0 for the rest."""
+    bias = torch.randn(1, 2, 5, 6, device=device)
+    frame = torch.full((1, 2, 9, 9), torch.nan, device=device)
+    frame[:, :, :5, :6] = bias
+    q, k, v = (torch.randn(8, 2, 16, device=device) for _ in range(3))
+    cu = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    spec = Spec(0.25, backend="triton")
+    short = Request(q, k, v, spec, bias=frame[:, :, :5, :6], cu_q=cu, cu_k=cu)
+    padded = torch.nn.functional.pad(bias, (0, 2, 0, 3))
+    whole = Request(q, k, v, spec, bias=padded, cu_q=cu, cu_k=cu)
+    for ours, expected in zip(attend(short), attend(whole), strict=True):
+        assert torch.equal(ours, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tilewise
+from tests.budget import heads_first, largest
 from tests.cases import NAMES, Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import seen
@@ -118,12 +120,22 @@ def root(score, b, h, q_idx, kv_idx):
 
 
 def test_slopes_of_rows_that_do_not_exist() -> None:
-    """The scores of padding are 0, where this mod has no finite slope."""
+    """The scores of padding are 0, where this mod has no finite slope. Near 0 it is steep, which no arithmetic helps:
+    the budget is twice what torch's own is off by, or what one rounding of the inputs does to the truth."""
     inputs = make(replace(CASE, before=None, after=None), DEVICE)
-    found = []
-    for backend in ("reference", "triton"):
-        leaves = [x.clone().requires_grad_() for x in inputs[1:4]]
-        out = tilewise.attention(*leaves, score_mod=root(), backend=backend)
-        found.append(torch.autograd.grad(out, leaves, inputs.dout))
-    for x, y in zip(*found, strict=True):
-        assert_close(x, y)
+    eps = torch.finfo(torch.float32).eps
+
+    def plain(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        q, k, v = (heads_first(x, 1 if n == 0 else CASE.heads // CASE.kv_heads) for n, x in enumerate(leaves))
+        p = torch.softmax((CASE.spec.scale * (q @ k.mT)).abs().sqrt(), -1)
+        return torch.autograd.grad((p @ v).transpose(-2, -3), leaves, inputs.dout.to(q.dtype))
+
+    tensors = [x.detach() for x in inputs[1:4]]
+    doubles = [x.double() for x in tensors]
+    exact, peers = plain(doubles), [plain(tensors)]
+    peers += [plain([x * (1 + eps * (2 * torch.rand_like(x) - 1)) for x in doubles]) for _ in range(4)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = tilewise.attention(*leaves, scale=CASE.spec.scale, score_mod=root(), backend="triton")
+    for n, ours in enumerate(torch.autograd.grad(out, leaves, inputs.dout)):
+        assert largest(ours, exact[n]) <= 2 * max(largest(peer[n], exact[n]) for peer in peers)

@@ -73,3 +73,11 @@ def test_forward_mode_of_every_term() -> None:
     step = 1e-6
     up, down = (call(*(t + sign * step * d for t, d in zip(x, along, strict=True))) for sign in (1, -1))
     torch.testing.assert_close(moved, (up - down) / (2 * step), rtol=1e-6, atol=1e-7)
+
+
+def test_the_t5_table_is_read_by_distance_alone() -> None:
+    """What lets its gradient be summed along diagonals, a table of one head at a time and not of every pair."""
+    (load, _), *_ = mods.t5_relative(torch.ones(8, 2)).program.sites
+    assert mods.expr.only_difference(load.args, mods.expr.I, mods.expr.J)
+    assert mods.expr.only_difference(load.args, mods.expr.N_Q, mods.expr.N_K)
+    assert not mods.expr.only_difference([mods.alibi(torch.ones(2)).program.root], mods.expr.I, mods.expr.N_Q)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,84 @@ def test_a_default_is_an_argument() -> None:
     assert capped(5.0, 4).key != capped(5.0).key
 
 
+class Settings:
+    width = 2
+    gain = 0.5
+
+
+SETTINGS, REACH = Settings(), 3
+
+
+def near(distance):
+    return abs(distance) < REACH
+
+
+def far(distance):
+    return abs(distance) >= REACH
+
+
+choice = near
+
+
+@tilewise.mask_mod
+def chosen(b, h, q_idx, kv_idx):
+    return choice(q_idx - kv_idx) | (kv_idx < SETTINGS.width)
+
+
+@tilewise.score_mod
+def gained(score, b, h, q_idx, kv_idx):
+    return score * SETTINGS.gain
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("REACH", (3, 5, 2)), ("choice", (near, far)), ("SETTINGS.width", (2, 4, 1)), ("SETTINGS.gain", (0.5, 0.25, 2.0))],
+)
+def test_compiled_anew_when_what_it_reads_has_changed(
+    name: str, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(x, x, x, score_mod=gained(), mask_mod=chosen(), backend="reference")
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(attend, backend="eager", fullgraph=True), torch.randn(1, 9, 2, 8)
+    found = []
+    for value in (*values, values[0]):
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+        found.append(compiled(x))
+        torch.testing.assert_close(found[-1], attend(x))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_compiled_anew_when_a_closure_has_changed() -> None:
+    width = 2
+
+    @tilewise.mask_mod
+    def narrow(b, h, q_idx, kv_idx):
+        return abs(q_idx - kv_idx) < width
+
+    torch.compiler.reset()
+    x = torch.randn(1, 9, 2, 8)
+    compiled = torch.compile(lambda x: tilewise.attention(x, x, x, mask_mod=narrow()), backend="eager", fullgraph=True)
+    first, width = compiled(x), 4
+    assert not torch.equal(compiled(x), first)
+    torch.testing.assert_close(compiled(x), tilewise.attention(x, x, x, mask_mod=narrow()))
+
+
+def test_compiled_with_arguments_that_change() -> None:
+    @tilewise.score_mod
+    def shifted(score, b, h, q_idx, kv_idx, gain, shift):
+        return score * gain + (kv_idx - q_idx) * shift
+
+    def attend(x: torch.Tensor, gain: float, shift: int) -> torch.Tensor:
+        return tilewise.attention(x, x, x, score_mod=shifted(gain, shift))
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(attend, backend="eager", fullgraph=True), torch.randn(1, 9, 2, 8)
+    for gain, shift in ((0.5, 1), (0.5, 2), (0.7, 3)):
+        torch.testing.assert_close(compiled(x, gain, shift), attend(x, gain, shift))
+
+
 @pytest.mark.parametrize(
     ("tensor", "found"),
     [
@@ -210,3 +289,37 @@ def test_refusals(options: dict[str, object], what: str) -> None:
     x = torch.zeros(2, 8, 2, 4)
     with pytest.raises(AttentionError, match=what):
         tilewise.attention(x, x, x, **options)
+
+
+@tilewise.score_mod
+def by_query(score, b, h, q_idx, kv_idx, t):
+    return score + t[q_idx]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (
+            {"mask_mod": mods.document(ids=torch.arange(8))},
+            "axis 0 of tensor 0 .*_same_document'.* found 8; .* key, 9,",
+        ),
+        (
+            {"mask_mod": mods.document(ids=torch.zeros(2, 9).int())},
+            "axis 0 .* found 2; expected one for each batch row",
+        ),
+        ({"mask_mod": mods.document(ids=torch.zeros(1, 9).int())}, None),  # the same for all
+        ({"mask_mod": mods.document(ids=torch.zeros(3, 20).int())}, None),  # of a cache that has room for more
+        ({"mask_mod": mods.prefix_lm(torch.ones(2).int())}, "prefix_lm"),
+        ({"score_mod": mods.t5_relative(torch.ones(32, 3))}, "axis 1 of tensor 0 .*_t5.* found 3; .* head, 4, or 1"),
+        ({"score_mod": mods.alibi(torch.ones(2))}, "alibi"),
+        ({"score_mod": by_query(torch.ones(4))}, "query, 5,"),
+        ({"score_mod": everything(torch.ones(2, 4), 1.0)}, None),  # computed indices are clamped
+    ],
+)
+def test_tensors_with_too_few_elements(options: dict[str, Any], found: str | None) -> None:
+    q, k = torch.randn(3, 5, 4, 8), torch.randn(3, 9, 4, 8)
+    if found is None:
+        assert tilewise.attention(q, k, k, **options).shape == q.shape
+    else:
+        with pytest.raises(AttentionError, match=found):
+            tilewise.attention(q, k, k, **options)

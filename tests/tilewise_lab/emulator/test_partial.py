@@ -40,7 +40,7 @@ def test_results_are_not_rounded(d, dv):
 
 def test_a_call_knows_its_place():
     """Keys 40 to 100 and queries 60 to 100 of a call with ALiBi, alone."""
-    q, k, v, dout = tensors(64, 64)
+    q, k, v, _ = tensors(64, 64)
     mod = alibi(torch.tensor([0.3, 0.1]))
     words = {"score_mod": mod.key, "score_numbers": mod.numbers, "score_tensors": 1}
     origin = torch.tensor([[0, 0, 60, 40, 1, 100, 100]], dtype=torch.int32)

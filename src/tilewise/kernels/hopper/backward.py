@@ -18,7 +18,7 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
-from ..tile import steepened
+from ..tile import ANY_SIZE, steepened
 from .backward_tiles import (
     DQ_STORED,
     Call,
@@ -291,9 +291,7 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["n_q", "n_k", "before", "after", "padded", "rising", "total", "rows", "tiles", "batch", "cohort"]
-)
+@gluon.jit(**ANY_SIZE)
 def backward_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, dk_full, dv_full, flag, semaphores, cu_q, cu_k, n_q, n_k,
     before, after, unit, scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,

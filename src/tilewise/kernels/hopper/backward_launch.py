@@ -13,7 +13,7 @@ from ..portable.backward import Saved
 from ..portable.launch import backward as portable_backward
 from ..portable.launch import clear_launches, new_gradients
 from ..repair import repair_backward_kernel
-from ..shapes import Problem, padded, problem, row_view, view
+from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, mask_mod, slope_mod
 from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
@@ -108,12 +108,12 @@ def backward_launches(
         start_kernel,
         size.programs(size.n_q, size.heads, PAD.value),
         (
-            view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
+            view(out), view(dout), lse, dlse,
             *statistics, space.sums, space.counts, *packing, pads, size.heads, size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "OVERLAP": not INTERPRETED,
-            "num_warps": 8 if size.dv > 128 else 4,
+            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+            "NATURAL": request.bias is not None, "OVERLAP": not INTERPRETED, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
 
@@ -188,6 +188,7 @@ def backward(
     dq, dk, dv = new_gradients(request)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    upstream = lined(upstream)
     dout = upstream.dout
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
         upstream = upstream._replace(dout=dout.contiguous())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, locate, pleases, worth_and_slope
+from ..tile import PAD, Work, band, exponent, locate, pleases, worth_and_slope
 from .compat import (
     add_out,
     await_previous,
@@ -240,7 +240,7 @@ def exponents(
         i = columns(i0, s)[None, :]
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
-    s = s * call.unit - lse2
+    s = exponent(s, lse2, call.unit, call.terms.bias.ptr)
     if MASK_MOD is not None:
         seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))

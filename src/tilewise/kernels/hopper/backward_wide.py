@@ -17,7 +17,7 @@ tiles, for which two more warps ask and tell.
 
 from typing import NamedTuple
 
-from ..tile import steepened
+from ..tile import ANY_SIZE, steepened
 from .backward_tiles import (
     BLOCK_M,
     Call,
@@ -354,9 +354,7 @@ def keep_order(order, semaphores, work, call, queue, ASK: gl.constexpr, PLAN: gl
         w = take(work, turn, call.n_q, call.n_k, PACKED)
 
 
-@gluon.jit(
-    do_not_specialize=["n_q", "n_k", "before", "after", "padded", "rising", "total", "rows", "tiles", "batch", "cohort"]
-)
+@gluon.jit(**ANY_SIZE)
 def backward_wide_kernel(
     q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, dk_full, dv_full, flag, semaphores, cu_q, cu_k, n_q, n_k,
     before, after, unit, scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,

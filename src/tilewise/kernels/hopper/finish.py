@@ -5,15 +5,16 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..portable.backward import prepare_kernel
-from ..tile import PAD, Rows, locate, store_rows
+from ..tile import ANY_SIZE, PAD, Rows, locate, store_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def start_kernel(
     o, do, lse, dlse, lse2, delta, sums, counts, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The row statistics of BLOCK_M rows, zeros where their dQ is summed, and zero for four counts per program and the
     64 after the last."""
@@ -22,10 +23,12 @@ def start_kernel(
     pid = tl.program_id(0)
     tl.store(sums + tl.cast(pid, tl.int64) * BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
     tl.store(counts + 4 * pid + tl.arange(0, 64), 0)
-    prepare_kernel(o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch, DV, BLOCK_M, BLOCK_DV)
+    prepare_kernel(
+        o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch, DV, BLOCK_M, BLOCK_DV, NATURAL
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "padded", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def finish_kernel(
     acc, dq, flag, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch,
     D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,

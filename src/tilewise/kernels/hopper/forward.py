@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import LN2, LOG2E, Work, locate, pleases, unit_of, worth
+from ..tile import ANY_SIZE, LN2, LOG2E, Work, exponent, gap, locate, measured, pleases, row_pointers, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -158,8 +158,8 @@ def origin(m):
 
 
 @gluon.jit
-def weights(s, pivot, unit):
-    return gl.exp2(s * unit - by_row(pivot, s))
+def weights(s, pivot, unit, terms):
+    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.bias.ptr))
 
 
 @gluon.jit
@@ -288,7 +288,7 @@ def skip(pipes, n, end, WG: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def consume(
-    pipes, o, lse, flag, n_q, n_k, before, after, scale, terms,
+    pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms,
     WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = o.desc.dtype
@@ -315,10 +315,10 @@ def consume(
         release(pipes.k, start, STAGES)
         key = (start - n + lo) * BLOCK_N
         s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-        m = row_max(s) * unit
+        m = measured(row_max(s), unit, terms.bias.ptr)
         left, right = halves(s)
-        p_left = weights(left, origin(m), unit)
-        p_right = weights(right, origin(m), unit)
+        p_left = weights(left, origin(m), unit, terms)
+        p_right = weights(right, origin(m), unit, terms)
         l = lane_sums(p_left) + lane_sums(p_right)
         p_tile = operands(p_left, p_right, DTYPE, PLAN)
         acc = nothing(PLAN)
@@ -334,16 +334,16 @@ def consume(
             key = (use - n + lo) * BLOCK_N
             s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
             m_before = m
-            m = gl.maximum(m, row_max(s) * unit)
+            m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
             pivot = origin(m)
-            factor = gl.exp2(m_before - pivot)
+            factor = gl.exp2(gap(m_before, pivot, unit, terms.bias.ptr))
             left, right = halves(s)
-            p_left = weights(left, pivot, unit)
+            p_left = weights(left, pivot, unit, terms)
             l = l * by_row(factor, l) + lane_sums(p_left)
             await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
             acc = settled(acc_coming, p_tile)
             release(pipes.v, use - 1, STAGES)
-            p_right = weights(right, pivot, unit)  # what else is left to do is done beside these exponentials
+            p_right = weights(right, pivot, unit, terms)  # what else is left to do is done beside these exponentials
             l += lane_sums(p_right)
             acc = rescale(acc, factor, PLAN.LAZY)
             p_tile = operands(p_left, p_right, DTYPE, PLAN)
@@ -355,7 +355,7 @@ def consume(
         skip(pipes, stop, n, WG, PLAN)
 
         w = recall(pipes.work, r, n_q, n_k, PACKED)
-        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, flag, terms, PLAN)
+        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, n_q, heads, flag, terms, PACKED, PLAN)
         hand_back(pipes.work, r)
         r += 1
         w = take(pipes.work, r, n_q, n_k, PACKED)
@@ -363,13 +363,15 @@ def consume(
 
 
 @gluon.jit
-def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr):
-    """out = acc / l and lse = ln 2 (m + log2 l), to memory; the flag, where a nan in acc does not come from l."""
+def finish(
+    acc, m, l, w, first, o_tile, o, lse, n_q, heads, flag, terms, PACKED: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """out = acc / l and lse = m (`measured`) + log l, to memory; the flag, where a nan in acc does not come from l."""
     total = gl.sum(l, 1)
     kept = 1.0
     if terms.sinks.ptr is not None:  # a key without a value, seen after all others
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
-        kept, m, total = with_sink(m, total, sink * LOG2E)
+        kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.bias.ptr), terms)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
     if o.full.ptr is not None:
@@ -400,9 +402,10 @@ def finish(acc, m, l, w, first, o_tile, o, lse, flag, terms, PLAN: gl.constexpr)
     some = gl.convert_layout(some, m.type.layout)
     log = gl.log2(some)
     log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
-    lse_rows = lse.ptr + tl.cast(w.b, tl.int64) * lse.strides[0] + tl.cast(w.h, tl.int64) * lse.strides[2] + w.q0
     seen = gl.convert_layout(total, m.type.layout) != 0.0
-    gl.store(lse_rows + i, gl.where(seen, (m + log) * LN2, float("-inf")), mask=i < w.n_q)
+    log = (m + log) * LN2 if terms.bias.ptr is None else m + log * LN2
+    rows = row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
+    gl.store(rows, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
 
 
 @gluon.jit
@@ -431,13 +434,13 @@ def store_whole(acc, share, full, w, first, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def with_sink(m, total, sink):
+def with_sink(m, total, sink, terms):
     """The factor of what was summed so far, the new maximum and the new total."""
     m_new = gl.maximum(m, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     lanes: gl.constexpr = total.type.layout
-    factor = gl.convert_layout(gl.exp2(m - pivot), lanes)
-    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(sink - pivot), lanes)
+    factor = gl.convert_layout(gl.exp2(gap(m, pivot, LOG2E, terms.bias.ptr)), lanes)
+    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(gap(sink, pivot, LOG2E, terms.bias.ptr)), lanes)
 
 
 @gluon.jit
@@ -484,7 +487,7 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
     return locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
 
 
-@gluon.jit(do_not_specialize=["n_q", "n_k", "before", "after", "total", "lines", "tiles", "heads", "batch", "cohort"])
+@gluon.jit(**ANY_SIZE)
 def forward_kernel(
     q, q_rest, k, k_rest, v, v_rest, o, o_full, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
     total, lines, tiles, heads, batch, cohort, terms,
@@ -505,29 +508,29 @@ def forward_kernel(
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
-            (
-                consume,
-                (pipes, o, lse, flag, n_q, n_k, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD, PLAN),
-            ),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
+            (consume, (
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD,
+                PLAN,
+            )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -1,6 +1,6 @@
 """From tensors to launches of the Hopper forward: descriptors, the schedule's numbers, the compile-time plan."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ from ...torch_private import current_stream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, multiprocessors, on
-from ..portable.launch import clear_launches, jvp, new_gradients, new_results, term_gradients
+from ..portable.launch import ahead, clear_launches, jvp, new_gradients, new_results, term_gradients
+from ..portable.launch import every_launch as portable_launches
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
 from ..repair import repair_forward_kernel
-from ..shapes import Problem, by_group, padded, problem, row_view, view
+from ..shapes import Problem, by_group, padded, problem, view
 from ..terms import device_terms, mask_mod, score_mod
 from . import tiles
 from .backward_launch import backward, backward_launches, new_space
@@ -25,7 +26,7 @@ from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
 from .limits import GPU, has_backward
 
-__all__ = ["backward", "forward", "jvp", "offline", "term_gradients"]
+__all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
 
 
@@ -60,7 +61,7 @@ def forward_launches(
         (
             *both(q, rows), *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N),
             # of results in float32 the descriptor is not used, and says no more than the dtype of the weights
-            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), row_view(lse),
+            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
             state.counter, state.flag if masked else None, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads, size.batch,
             max(1, in_l2) * plan.GROUP, on_device,
@@ -75,7 +76,7 @@ def forward_launches(
         repair_forward_kernel,
         min(total, processors),
         (
-            *(view(x) for x in (q, k, v, out)), row_view(lse), state.flag, cu_q, cu_k, size.n_q, size.n_k,
+            *(view(x) for x in (q, k, v, out)), lse, state.flag, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
             on_device, total,
         ),
@@ -123,7 +124,8 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
                     *clear_launches(out, lse, None, cu_q, cu_q, GPU, -torch.inf),
                 ]
 
-            replay.launch("forward", (*request.tensors(), out, lse, *zeros), build, recordings)
+            tensors = *request.tensors(), out, lse, *zeros
+            replay.launch("forward", tensors, build, recordings, partial(ahead, request, GPU, every_launch))
     return out, lse
 
 
@@ -140,6 +142,24 @@ def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     elif backward:
         launches |= {name: one for name, one in portable_offline(request, gpu, True).items() if name != "forward"}
     return launches
+
+
+def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
+    """All launches of a call, as `offline` gives the main ones."""
+    q, _, v, *_ = request
+    out, lse = new_results(request)
+    launches = [
+        *forward_launches(request, out, lse, new_state(q.device), PROCESSORS),
+        *clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf),
+    ]
+    if not backward:
+        return launches
+    if not has_backward(q.shape[-1], v.shape[-1]):
+        return launches + portable_launches(request, gpu, True)
+    dq, dk, dv = new_gradients(request)
+    upstream, space = Upstream(out, lse, out, None), new_space(q, problem(request))
+    launches += backward_launches(request, upstream, (dq, dk, dv), space, PROCESSORS)
+    return launches + clear_launches(dq, dk, dv, request.cu_q, request.cu_k, gpu)
 
 
 def state(device: int) -> State:

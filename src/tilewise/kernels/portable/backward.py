@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import (
+    ANY_SIZE,
     LOG2E,
     Law,
     Rows,
@@ -22,6 +23,7 @@ from ..tile import (
     column,
     dot,
     dropped,
+    exponent,
     inner,
     load_rows,
     locate,
@@ -49,27 +51,28 @@ class Saved(NamedTuple):
     delta: tl.tuple
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def prepare_kernel(
     o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr = False,
+    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """The row statistics: delta, and lse in log2 units. Rows that saw nothing, and the padding, get lse2 = +inf: their
-    every p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
+    """The row statistics: delta, and lse in log2 units (NATURAL: as it is; see `measured`). Rows that saw nothing, and
+    the padding, get lse2 = +inf: their every p is exp2(-inf) = 0, and no later kernel needs to mask a query."""
     if OVERLAP:
         gdc_launch_dependents()
+    PACKED: tl.constexpr = cu_q is not None
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
     if w.first < w.n_q:
         i = w.first + tl.arange(0, BLOCK_M)
         o_tile = load_rows(Rows(o, w.b, w.h, w.q0, w.first, w.n_q), DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         do_tile = load_rows(Rows(do, w.b, w.h, w.q0, w.first, w.n_q), DV, BLOCK_M, BLOCK_DV, False).to(tl.float32)
         delta_i = tl.sum(o_tile * do_tile, 1)
-        if dlse.ptr is not None:
-            delta_i -= tl.load(row_pointers(dlse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=0.0)
-        lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
+        if dlse is not None:
+            delta_i -= tl.load(row_pointers(dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < w.n_q, other=0.0)
+        lse_i = tl.load(row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < w.n_q, other=float("-inf"))
         empty = lse_i == float("-inf")
-        PACKED: tl.constexpr = cu_q is not None
-        lse2_i = tl.where(empty, float("inf"), lse_i * LOG2E)
+        lse2_i = tl.where(empty, float("inf"), lse_i if NATURAL else lse_i * LOG2E)
         tl.store(statistic_pointers(lse2, w, w.h, w.first, BLOCK_M, PACKED), lse2_i)
         tl.store(statistic_pointers(delta, w, w.h, w.first, BLOCK_M, PACKED), tl.where(empty, 0.0, delta_i))
 
@@ -79,7 +82,7 @@ def weights(product, w, h, i, j, lse2, edge, picky, law, FOLD: tl.constexpr):
     """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the
     score mod."""
     s, slope = worth_and_slope(product, w, h, i, j, law.scale, law.terms, FOLD, law.SCORE_MOD)
-    p = tl.exp2(s * unit_of(law.scale, FOLD) - lse2)
+    p = tl.exp2(exponent(s, lse2, unit_of(law.scale, FOLD), law.terms.bias.ptr))
     return masked(p, 0.0, edge, picky, i, j, w, h, law), slope
 
 
@@ -130,7 +133,7 @@ def query_gradient(saved, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def query_kernel(
     saved, dq, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
@@ -219,7 +222,7 @@ def store_key_gradients(dk, dv, dk_acc, dv_acc, w, rate, PLAN: tl.constexpr):
         store_rows(Rows(dv, w.b, w.h, w.k0, w.first, w.n_k), dv_acc, PLAN.DV)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def key_kernel(
     saved, dk, dv, flags, cu_q, cu_k, n_q, n_k, before, after, scale, rate, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,

@@ -7,11 +7,11 @@ from ...spec import Request, Upstream
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, overlapped
 from ..repair import LINE, repair_backward_kernel
-from ..shapes import padded, problem, row_view, view
+from ..shapes import padded, problem, view
 from ..terms import device_terms, folded, mask_mod
 from ..tile import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
-from .options import is_even, options_of, tile_of
+from .options import costly_term, is_even, options_of, tile_of
 from .repairs import repair
 
 FEW_ROWS = 32  # that are repaired at a time
@@ -37,13 +37,13 @@ def prepare_launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),
         (
-            view(out), view(dout), row_view(lse), View(None, (0, 0, 0)) if dlse is None else row_view(dlse),
+            view(out), view(dout), lse, dlse,
             lse2, delta, request.cu_q, request.cu_k, size.n_q, size.n_k, size.tiles(size.n_q, pad), size.heads,
             size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "OVERLAP": overlap,
-            "num_warps": 8 if size.dv > 128 else 4,
+            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "NATURAL": request.bias is not None,
+            "OVERLAP": overlap, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
     return prepare, Saved(*(view(x) for x in (q, k, v, dout)), lse2, delta)
@@ -60,7 +60,8 @@ def backward_launches(
     scoring, scale, rate = folded(request, gpu, slope=True)
     scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
-    tile = tile_of("query", q.element_size(), size, gpu)
+    term = costly_term(request, gpu)
+    tile = tile_of("query", q.element_size(), size, gpu, term)
     query = Launch(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
@@ -70,7 +71,7 @@ def backward_launches(
         ),
         options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )  # fmt: skip
-    tile = tile_of("key", q.element_size(), size, gpu)
+    tile = tile_of("key", q.element_size(), size, gpu, term)
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
     starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile import (
+    ANY_SIZE,
     LOG2E,
     Law,
     Rows,
@@ -21,6 +22,7 @@ from ..tile import (
     locate,
     logsumexp,
     masked,
+    measured,
     raise_flag,
     row_pointers,
     seen,
@@ -36,7 +38,8 @@ from ..tile import (
 @triton.jit
 def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
     """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over one of so many parts of
-    them: o = acc / l, lse = m * ln 2 + log l. CAREFUL: what a row does not see cannot reach it, whatever it holds."""
+    them: o = acc / l, lse = m (`measured`) + log l. CAREFUL: what a row does not see cannot reach it, whatever it
+    holds."""
     STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_N
     LEAN: tl.constexpr = CAREFUL or PLAN.PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
     terms = law.terms
@@ -55,7 +58,7 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
     if terms.sinks.ptr is not None:  # a key without a value, seen before all others
         sink = tl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(tl.float32)
         sink = tl.where(part == 0, sink, float("-inf"))
-        m = l + sink * LOG2E
+        m = l + measured(sink, LOG2E, terms.bias.ptr)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
@@ -66,7 +69,7 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
         product = inner(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
         s = worth(product, w, w.h, i[:, None], j[None, :], law.scale, terms, PLAN.FOLD, law.SCORE_MOD)
         s = masked(s, float("-inf"), edge, picky, i[:, None], j[None, :], w, w.h, law)
-        p, alpha, m, l = softmax_step(m, l, s, unit, PLAN.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, unit, terms.bias.ptr, PLAN.BOUNDED)
         v_tile = load_rows(Rows(v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
         met = seen(i[:, None], j[None, :], w, w.h, law) if CAREFUL else None
         p = dropped(p, w, w.h, i[:, None], j[None, :], terms)
@@ -75,15 +78,16 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
 
 
 @triton.jit
-def store_attention(acc, m, l, o, lse, w, b, PLAN: tl.constexpr):
-    """o and lse of the tile of queries at w, in batch row b."""
+def store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN: tl.constexpr):
+    """o and lse, which has n_q tokens of each head, of the tile of queries at w, in batch row b."""
     i = w.first + tl.arange(0, PLAN.BLOCK_M)
     out = Rows(o, b, w.h, w.q0, w.first, w.n_q)
     store_rows(out, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
-    tl.store(row_pointers(lse, b, w.h, w.q0, i), logsumexp(m, l), mask=i < w.n_q)
+    total = logsumexp(m, l) if terms.bias.ptr is None else m + logsumexp(0.0, l)
+    tl.store(row_pointers(lse, n_q, heads, b, w.h, w.q0, i, PLAN.PACKED), total, mask=i < w.n_q)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch", "parts"])
+@triton.jit(**ANY_SIZE)
 def forward_kernel(
     q, k, v, o, lse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, parts, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
@@ -111,10 +115,10 @@ def forward_kernel(
         b = w.b
         if parts is not None:
             b += part * batch
-        store_attention(acc, m, l, o, lse, w, b, PLAN)
+        store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN)
 
 
-@triton.jit(do_not_specialize=["parts", "batch", "n_q"])
+@triton.jit(**ANY_SIZE)
 def merge_kernel(
     o_parts, lse_parts, o, lse, parts, batch, n_q, heads,
     DV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, OVERLAP: tl.constexpr,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents
 from ..tile import (
+    ANY_SIZE,
     LOG2E,
     Law,
     Rows,
@@ -40,7 +41,7 @@ class Moving(NamedTuple):
 
 
 @triton.jit
-def moves(moving, lse, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
+def moves(moving, lse, n_q, heads, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
     """lse. and sum (p s.) v + p v. of the tile of queries at w."""
     STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_N
     h_kv = w.h // PLAN.GROUP
@@ -49,7 +50,7 @@ def moves(moving, lse, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
     dq_rows = Rows(moving.dq, w.b, w.h, w.q0, w.first, w.n_q)
     q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
     dq_tile = load_rows(dq_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
-    lse_i = tl.load(row_pointers(lse, w.b, w.h, w.q0, i), mask=i < w.n_q, other=float("-inf"))
+    lse_i = tl.load(row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PLAN.PACKED), mask=i < w.n_q, other=float("-inf"))
     lse2_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
     at = w.first + w.n_k - w.n_q
     span = band(at, at + PLAN.BLOCK_M - 1, w.n_k, law.before, law.after, PLAN.BLOCK_N)
@@ -79,16 +80,16 @@ def moves(moving, lse, w, law, PLAN: tl.constexpr, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def store_moves(moved, acc, o, do, dlse, w, PLAN: tl.constexpr):
+def store_moves(moved, acc, o, do, dlse, n_q, heads, w, PLAN: tl.constexpr):
     i = w.first + tl.arange(0, PLAN.BLOCK_M)
     o_rows = Rows(o, w.b, w.h, w.q0, w.first, w.n_q)
     o_tile = load_rows(o_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False).to(tl.float32)
     acc = tl.fma(tl.broadcast_to(-moved[:, None], acc.shape), o_tile, acc)  # of the product, no tile is kept
     store_rows(Rows(do, w.b, w.h, w.q0, w.first, w.n_q), acc, PLAN.DV)
-    tl.store(row_pointers(dlse, w.b, w.h, w.q0, i), moved, mask=i < w.n_q)
+    tl.store(row_pointers(dlse, n_q, heads, w.b, w.h, w.q0, i, PLAN.PACKED), moved, mask=i < w.n_q)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def jvp_kernel(
     moving, o, lse, do, dlse, flags, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
     PLAN: tl.constexpr,
@@ -100,9 +101,9 @@ def jvp_kernel(
         tl.store(flags + tl.program_id(0), 0)
     w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
     if w.first < w.n_q:
-        moved, acc = moves(moving, lse, w, Law(before, after, scale, (), None, None), PLAN, False)
+        moved, acc = moves(moving, lse, n_q, heads, w, Law(before, after, scale, (), None, None), PLAN, False)
         pid = tl.program_id(0) * tl.num_programs(1)  # times 1: found again, not kept in registers since
         if flags is not None:
             raise_flag(flags + pid, acc)
         w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
-        store_moves(moved, acc, o, do, dlse, w, PLAN)
+        store_moves(moved, acc, o, do, dlse, n_q, heads, w, PLAN)

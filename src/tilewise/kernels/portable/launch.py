@@ -1,6 +1,7 @@
 """From a request to launches of the portable kernels. The functions of the backend are here."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,18 +13,18 @@ from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
 from ..repair import repair_forward_kernel, repair_jvp_kernel
-from ..shapes import Problem, by_group, padded, problem, row_view, view
+from ..shapes import Problem, by_group, lined, on_meta, padded, problem, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from . import tiles
 from .backward_launch import backward_launches, backward_repairs, row_statistics
-from .clear import Tail, clear_kernel
+from .clear import clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import Moving, jvp_kernel
-from .options import is_even, new_flags, options_of, precision, tile_of
+from .options import costly_term, is_even, new_flags, options_of, precision, tile_of
 from .repairs import repair
 from .term_gradients import term_gradients
 
-__all__ = ["backward", "forward", "jvp", "offline", "term_gradients"]
+__all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
 
 
 def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,8 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
 
     with on(q):
         key = "forward", precision(q, gpu)
-        replay.launch(key, (*request.tensors(), out, lse, *rooms, flags), build, recordings)
+        tensors = *request.tensors(), out, lse, *rooms, flags
+        replay.launch(key, tensors, build, recordings, partial(ahead, request, gpu, every_launch))
     return out, lse
 
 
@@ -52,7 +54,7 @@ def backward(
     request: Request, upstream: Upstream, recordings: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). `recordings` remembers the launches of calls that look alike."""
-    q, gpu = request.q, gpu_for(request.q)
+    q, gpu, upstream = request.q, gpu_for(request.q), lined(upstream)
     dq, dk, dv = new_gradients(request)
     statistics, flags = row_statistics(request), new_flags(request, both=True)
 
@@ -71,7 +73,7 @@ def jvp(request: Request, out: Tensor, lse: Tensor, tangents: list[Tensor]) -> t
     """The movement of out and lse; for the band and grouped heads, without score terms."""
     if not request.is_plain:
         raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
-    dout, dlse = out.new_empty(out.shape), lse.new_empty(lse.shape)
+    dout, dlse, lse = out.new_empty(out.shape), lse.new_empty(lse.shape), lse.contiguous()
     gpu = gpu_for(request.q)
     with on(request.q):
         made = jvp_launch(request, out, lse, tangents, dout, dlse, gpu)
@@ -93,6 +95,27 @@ def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     return launches
 
 
+def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
+    """All launches of a call, as `offline` gives the main ones."""
+    out, lse = new_results(request)
+    cu_q, cu_k = request.cu_q, request.cu_k
+    forward = forward_launch(request, out, lse, gpu, flags=new_flags(request))
+    launches = [forward, *repairs(forward), *clear_launches(out, lse, None, cu_q, cu_q, gpu, -torch.inf)]
+    if backward:
+        dq, dk, dv = new_gradients(request)
+        statistics, flags = row_statistics(request), new_flags(request, both=True)
+        passes = backward_launches(request, Upstream(out, lse, out, None), (dq, dk, dv), statistics, flags, gpu)
+        launches += [*passes, *backward_repairs(passes), *clear_launches(dq, dk, dv, cu_q, cu_k, gpu)]
+    return launches
+
+
+def ahead(request: Request, gpu: Gpu, every: Callable[[Request, Gpu, bool], list[Launch]]) -> list[Launch]:
+    """The launches of a call and its gradient, if that will be wanted."""
+    if not any(x.requires_grad for x in request[:3]):
+        return []
+    return every(on_meta(request), gpu, True)
+
+
 def new_results(request: Request) -> tuple[Tensor, Tensor]:
     """Room for out and lse."""
     q, v = request.q, request.v
@@ -101,10 +124,8 @@ def new_results(request: Request) -> tuple[Tensor, Tensor]:
 
 
 def new_gradients(request: Request) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for those of q, k and v."""
-    dq, dk, dv = (
-        torch.empty_like(x, memory_format=torch.contiguous_format, dtype=request.result_dtype) for x in request[:3]
-    )
+    """Room for those of q, k and v. (empty_like of a meta tensor imports half of torch.)"""
+    dq, dk, dv = (x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
     return dq, dk, dv
 
 
@@ -115,13 +136,13 @@ def forward_launch(
     request, out, lse = by_group(request, out, lse)
     q, k, v, spec = request[:4]
     size = problem(request)
-    tile = tile_of("forward", q.element_size(), size, gpu)
+    tile = tile_of("forward", q.element_size(), size, gpu, costly_term(request, gpu))
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
         forward_kernel,
         parts * size.programs(size.n_q, size.heads, tile.block_m),
         (
-            *(view(x) for x in (q, k, v, out)), row_view(lse), flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
+            *(view(x) for x in (q, k, v, out)), lse, flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
             spec.before, spec.after, scale, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
             parts if parts > 1 else None, device_terms(request, gpu, tile),
         ),
@@ -177,14 +198,10 @@ def clear_launches(
     """Of packed results, whatever lies past the last sequence: 0, in y (head, token) or (token, head, dim) y_value."""
     if cu_x is None or cu_y is None:
         return []
-    tails = (_tail(x), _tail(y), Tail(None, 0, 0, 0) if z is None else _tail(z))
-    options = {"Y": y_value, "BLOCK": 1024} | overlapped(can_overlap(gpu))
-    return [Launch(clear_kernel, 128, (*tails, cu_x, cu_y, cu_x.shape[0] - 1), options)]
-
-
-def _tail(x: Tensor) -> Tail:
-    lines = x.shape[0] if x.dim() == 2 else 1
-    return Tail(x, lines, x.numel() // max(lines, 1), x.shape[1] * x.shape[2] if x.dim() == 3 else 1)
+    lines = y.shape[0] if y.dim() == 2 else 1
+    sizes = [0 if t is None else t[0].numel() if t.dim() == 3 and len(t) else 1 for t in (x, y, z)]
+    args = x, y, z, cu_x, cu_y, cu_x.shape[0] - 1, x.shape[0], y.shape[-1 if y.dim() == 2 else 0], lines, *sizes
+    return [Launch(clear_kernel, 128, args, {"Y": y_value, "BLOCK": 1024} | overlapped(can_overlap(gpu)))]
 
 
 def jvp_launch(
@@ -197,7 +214,7 @@ def jvp_launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            Moving(*(view(x) for x in (q, k, v, *tangents))), view(out), row_view(lse), view(dout), row_view(dlse),
+            Moving(*(view(x) for x in (q, k, v, *tangents))), view(out), lse, view(dout), dlse,
             new_flags(request), request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
             size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
         ),

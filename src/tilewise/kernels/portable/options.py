@@ -10,7 +10,7 @@ from ..gpu import Gpu
 from ..launch import INTERPRETED
 from ..repair import LINE
 from ..shapes import Problem, padded, problem
-from ..terms import is_linear
+from ..terms import is_linear, lists_tiles
 from ..tile import Plan
 from . import tiles
 from .tiles import Tile
@@ -18,10 +18,17 @@ from .tiles import Tile
 SMALLEST = 16  # rows of a tile
 
 
-def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu) -> Tile:
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, term: str | None = None) -> Tile:
     if INTERPRETED:
         return tiles.INTERPRETER
-    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)))
+    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), term)
+
+
+def costly_term(request: Request, gpu: Gpu) -> str | None:
+    """What of a request may want tiles of its own."""
+    if request.blocks and lists_tiles(gpu):
+        return "blocks"
+    return None if request.bias is None else "bias"
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:

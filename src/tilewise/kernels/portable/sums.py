@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..tile import (
+    ANY_SIZE,
     Law,
     Rows,
     Work,
@@ -56,7 +57,7 @@ def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
     return tl.where(seen(i, j, w, h, law), g, 0.0)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "tiles", "batch"])
+@triton.jit(**ANY_SIZE)
 def line_sums_kernel(
     saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, PLAN: tl.constexpr,
@@ -93,12 +94,12 @@ def line_sums_kernel(
             )  # fmt: skip
             acc += tl.sum(g, 0 if KEYS else 1)
         if KEYS:
-            tl.store(row_pointers(sums, w.b, w.h, w.k0, j), acc, mask=j < w.n_k)
+            tl.store(row_pointers(sums, n_k, heads, w.b, w.h, w.k0, j, PLAN.PACKED), acc, mask=j < w.n_k)
         else:
-            tl.store(row_pointers(sums, w.b, w.h, w.q0, i), acc, mask=i < w.n_q)
+            tl.store(row_pointers(sums, n_q, heads, w.b, w.h, w.q0, i, PLAN.PACKED), acc, mask=i < w.n_q)
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k", "before", "after", "row0", "rows", "columns", "batch", "heads"])
+@triton.jit(**ANY_SIZE)
 def tile_sums_kernel(
     saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads, terms,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr, HEADS: tl.constexpr,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...mods import PROGRAMS
-from ...mods.expr import B, Expr, H, I, J, Place, const, load, only_distance, scatter_
+from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_
 from ...spec import Request, Upstream
 from .. import mods
 from ..launch import Launch, gpu_for, on
-from ..shapes import problem, row_view
+from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
-from ..tile import LOG2E, Bias
+from ..tile import FAR, LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
 from .options import options_of, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
@@ -57,7 +57,7 @@ class Sums:
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
         self.gpu = gpu_for(request.q)
-        prepare, self.saved = prepare_launch(request, upstream, row_statistics(request))
+        prepare, self.saved = prepare_launch(request, lined(upstream), row_statistics(request))
         lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences
@@ -68,19 +68,24 @@ class Sums:
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """-Σ_i exp(sink - lse_i) delta_i"""
-        p = torch.exp2(sinks.float()[:, None] * LOG2E.value - self.lse2)
+        natural = self.request.bias is not None  # and so are the lse then: see `measured`
+        x = sinks.float()[:, None] * (1.0 if natural else LOG2E.value) - self.lse2
+        p = torch.exp(x) if natural else torch.exp2(x)
         return -(p * self.delta).sum((0, 2))
 
     def of_bias(self, bias: Tensor) -> Tensor:
         batch, heads, n_q, n_k = bias.shape
+        if not bias.numel():
+            return torch.zeros_like(bias)
         if n_q > 1 and n_k > 1:
             total = bias.new_empty(bias.shape)
-            self._tiles(Bias(total, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
+            self._tiles(Bias(total, FAR, FAR, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
             return total
         axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
-        total = bias.new_zeros(bias.shape, dtype=torch.float32)
+        room = [n + (self.size.packed and n > 1) for n in (n_q, n_k)]  # the last is for tokens past the end of the bias
+        total = bias.new_zeros((batch, heads, *room), dtype=torch.float32)
         self.add(total, load(0, *axes, kind="float"), None)
-        return total
+        return total[:, :, :n_q, :n_k]
 
     def add(self, total: Tensor, where: Expr, site: Any) -> None:
         """total[the indices of `where`] += the gradient of what the program reads there."""
@@ -99,7 +104,7 @@ class Sums:
             line_sums_kernel,
             size.programs(n, size.heads, block),
             (
-                self.saved, row_view(sums), self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
+                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
                 spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
             ),
             self._options(site) | {"KEYS": by_key},
@@ -124,16 +129,19 @@ class Sums:
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
-        n_q, n_k = size.n_q, size.n_k
-        if self.cu_q is not None and self.cu_k is not None:
-            n_q, n_k = (int(x.diff().max()) if size.batch else 0 for x in (self.cu_q, self.cu_k))
+        n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
+        if self.spec.longest is not None:
+            n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         moved = self.request.origin is not None
-        per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})))
+        aligned = (
+            not moved and self._is_aligned() and only_difference(where.args, N_Q, N_K)
+        )  # then the lengths are none of its business
+        per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})) and not aligned)
         lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
         rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
-        diagonal = only_distance(where.args) and not moved
+        diagonal = only_difference(where.args, I, J) and not moved
         count = [torch.arange(n, device=total.device) for n in (*lines, n_k)]
         b, h, j = count[0][:, None, None, None], count[1][:, None, None], count[2]
         lengths = (n_q, n_k)
@@ -146,7 +154,7 @@ class Sums:
             strip = total.new_zeros((*lines, height * width), dtype=torch.float32)
             strides = (*strip.stride()[:2], *((width + 1, -1) if diagonal else (width, 1)))
             at = strip.view(-1)[n_k - 1 :] if diagonal else strip
-            self._tiles(Bias(at, strides), start, height, n_k, per_batch, "h" in deps, site)
+            self._tiles(Bias(at, FAR, FAR, strides), start, height, n_k, per_batch, "h" in deps, site)
             strip = strip.view(*lines, height, width)
             if diagonal:
                 strip = strip.sum(2, keepdim=True)
@@ -156,6 +164,10 @@ class Sums:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
                 place = Place(b, h, i, j, *lengths).within(self.request.origin)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
+
+    def _is_aligned(self) -> bool:
+        """Whether every packed sequence has as many queries as keys, by one table of offsets for both."""
+        return self.cu_q is not None and self.cu_k is not None and self.cu_q.data_ptr() == self.cu_k.data_ptr()
 
     def _tiles(
         self, sums: Bias, row0: int, rows: int, columns: int, per_batch: bool, per_head: bool, site: Any

@@ -37,7 +37,8 @@ class Tile:
 
 
 KB = 1024
-Table = dict[tuple[str, int], dict[int, Tile]]  # (pass, bytes per element) -> {largest padded head dim: tile}
+# (pass, or pass and term, bytes per element) -> {largest padded head dim: tile}
+Table = dict[tuple[str, int], dict[int, Tile]]
 
 HOPPER: Table = {
     ("forward", 2): {
@@ -153,12 +154,17 @@ AMPERE: Table = {
 HOPPER["sums", 4] = HOPPER["query", 4] | {64: Tile(64, 32, 4, 1, chunk=32), 128: Tile(64, 32, 4, 1, chunk=32)}
 AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
 AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
-
+# Terms that want more than their pass has; none timed. A bias keeps a tile of addresses, tile lists a loop in a loop.
+HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64x64x8 with 2 stages none
+AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
+AMPERE["forward blocks", 2] = {128: Tile(64, 32, 8, 2)}  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
+AMPERE["key blocks", 2] = {128: Tile(32, 64, 8, 2)}  # 72 KB; 64x64x8 wants 112, and spills 708 bytes
 
 # Blackwell of the data center; not timed. Products of 64 rows and more are summed in tensor memory, of 512 columns:
 # Triton makes a trap of a kernel that wants more, as three products of TF32 do, which take it three times.
 BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
 BLACKWELL["forward", 2] = HOPPER["forward", 2] | {128: Tile(64, 64, 4, 2)}  # with 3 stages documents spill 24 bytes
+BLACKWELL["forward bias", 2] = {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}  # 64x32x4 spills 536 bytes
 BLACKWELL["jvp", 2] = HOPPER["jvp", 2] | {256: Tile(64, 32, 8, 1)}  # 128 rows trap, 4 warps spill 64 bytes
 # AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program
 # of four warps, with 256 in one of eight.
@@ -178,6 +184,7 @@ CDNA: Table = AMPERE | {
     },
 }
 CDNA["sums", 2] = CDNA["query", 2]
+CDNA["forward bias", 2] = CDNA["forward", 2]
 
 
 Arch = int | str  # 90 for sm_90; "gfx942"
@@ -211,13 +218,15 @@ def chip(arch: Arch) -> Chip:
     return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
 
 
-def tile(which: str, arch: Arch, itemsize: int, padded_dim: int) -> Tile:
-    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name.
+def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, term: str | None = None) -> Tile:
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name; with a
+    term ("bias", "blocks") that has rows of its own, of these.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
     """
-    rows = chip(arch).tiles[which, itemsize]
+    table = chip(arch).tiles
+    rows = table[which, itemsize] | table.get((f"{which} {term}", itemsize), {})
     return next(row for limit, row in rows.items() if padded_dim <= limit)
 
 

@@ -1,0 +1,43 @@
+"""Kernels are compiled side by side, in threads, and whoever waits long is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from .triton_private import cache_folder, side_by_side
+
+PATIENCE = 1.0  # seconds of silence
+log = logging.getLogger("tilewise")
+
+
+def compiled(launches: Sequence[Any], ahead: Callable[[], Sequence[Any]] | None = None) -> list[Any]:
+    """The compiled kernels of launches. Where that takes time, those of `ahead`, which will be wanted next, are begun
+    as well; whoever asks for them then finds them on their way."""
+    with side_by_side():
+        found = [_begun(made) for made in launches]
+        if ahead is not None and any(map(_is_begun, found)):
+            for made in ahead():
+                _begun(made)
+    _tell([x for x in found if _is_begun(x)])
+    return [x.result() if _is_begun(x) else x for x in found]
+
+
+def _begun(made: Any) -> Any:
+    return made.kernel.warmup(*made.args, grid=(1,), **made.options)
+
+
+def _is_begun(kernel: Any) -> bool:
+    return hasattr(kernel, "future")
+
+
+def _tell(pending: Sequence[Any]) -> None:
+    done, missing = wait([x.future for x in pending], PATIENCE)
+    if missing:
+        log.warning(
+            "tilewise: compiling %d kernels for this kind of call, %d done after %.0f s; they are kept in %s"
+            " (tilewise.warmup and `tilewise warm` compile ahead of time)",
+            len(pending), len(done), PATIENCE, cache_folder(),
+        )  # fmt: skip
