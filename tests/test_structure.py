@@ -39,7 +39,8 @@ RULES = {
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
     "checks": Rule("spec mods torch_private"),
-    "ops": Rule("spec dispatch flops torch_private"),
+    "ops": Rule("spec dispatch flops torch_private", lazy="dtensor"),
+    "dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
         "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
         " kernels.portable.limits kernels.portable.profile"
@@ -81,6 +82,7 @@ RULES = {
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
+    "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
     "kernels.hopper.profile": Rule(
@@ -99,6 +101,7 @@ RULES = {
     "integrations.transformers": Rule("integrations api spec transformers"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api merge mods spec"),
+    "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise"),
@@ -112,6 +115,7 @@ RULES = {
     "lab.learn.kernels": Rule("kernels.tile triton"),
     "lab.explore": Rule("lab.explore lab.trace lab.machine costs mods reference spec"),
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
+    "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.demo tilewise rich"),
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
     "lab.warm": Rule("costs.warm spec rich"),

@@ -16,6 +16,7 @@ from .torch_private import (
     apply_unchecked,
     each_of_batch,
     is_batched,
+    is_dtensor,
     is_forward_mode,
     is_profiled,
     is_transformed,
@@ -71,16 +72,19 @@ def _jvp(out: Tensor, lse: Tensor, tangents: list[Tensor], *call: Any) -> tuple[
 
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
+    request = request_of(*call)
+    q, dtype = request.q, request.result_dtype
     *batch, n_q, heads, _d = q.shape
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*batch, n_q, heads, v.shape[-1])), q.new_empty((*batch, heads, n_q), dtype=statistic)
+    out = q.new_empty((*batch, n_q, heads, request.v.shape[-1]), dtype=dtype)
+    return out, q.new_empty((*batch, heads, n_q), dtype=statistic)
 
 
 @torch.library.register_fake("tilewise::backward", lib=_library)
 def _backward_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
-    q, k, v, *_ = call
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    request = request_of(*call)
+    return tuple(x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
 
 
 @torch.library.register_fake("tilewise::term_gradients", lib=_library)
@@ -243,6 +247,8 @@ def _computed(request: Request, call: Call | None) -> Any:
     if call is not None:
         return call.backend.forward(request, call.recordings)
     if is_watched(*request[:3]):
+        if is_dtensor(*request[:3]):
+            from . import dtensor  # noqa: F401 - its rules
         return _watched("forward")(*arguments(request))
     return _forward_of(request)
 
