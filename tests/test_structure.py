@@ -32,15 +32,13 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "nested": Rule("spec"),
-    "flops": Rule("spec"),
     "tilewise": Rule("api cache merge mods spec costs compat integrations"),
-    "api": Rule("spec checks ops dispatch nested"),
+    "api": Rule("spec checks ops dispatch"),
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
-    "checks": Rule("spec mods torch_private"),
-    "ops": Rule("spec dispatch flops torch_private", lazy="dtensor"),
-    "dtensor": Rule("mods spec torch_private"),
+    "checks": Rule("checks spec mods torch_private"),
+    "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
+    "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
         "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
         " kernels.portable.limits kernels.portable.profile"

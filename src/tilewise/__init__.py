@@ -47,19 +47,11 @@ __all__ = [
     "warmup",
 ]
 __version__ = "0.1.0"
-LATER = ("distributed",)
 
-
-def __getattr__(name: str) -> Any:
-    """Parts of the library that are imported when they are first asked for."""
-    if name in LATER:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Imported when they are first asked for: the names of other libraries, and the modules that have them.
+# Imported when they are first asked for: names, and the modules that have them.
 _LATER = {
     "compat": "tilewise.compat",
+    "distributed": "tilewise.distributed",
     "integrations": "tilewise.integrations",
     "replace_sdpa": "tilewise.integrations.sdpa",
     "replaces_sdpa": "tilewise.integrations.sdpa",

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from . import checks, dispatch, nested, ops
-from .checks import Options, takes_options
+from . import checks, dispatch, ops
+from .checks import Options, nested, takes_options
 from .spec import Request
 
 

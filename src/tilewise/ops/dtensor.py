@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from .mods import PROGRAMS
-from .spec import ARGUMENTS, Request, request_of
-from .torch_private import register_sharding
+from ..mods import PROGRAMS
+from ..spec import ARGUMENTS, Request, request_of
+from ..torch_private import register_sharding
 
 ALL = Replicate()
 

@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .dispatch import Call, call_of, choose, named
-from .flops import COUNTER, count_them
-from .spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
-from .torch_private import (
+from ..dispatch import Call, call_of, choose, named
+from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
+from ..torch_private import (
     apply_unchecked,
     each_of_batch,
     is_batched,
@@ -22,6 +21,7 @@ from .torch_private import (
     is_transformed,
     is_watched,
 )
+from .flops import COUNTER, count_them
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .spec import AttentionError
+from ..spec import AttentionError
 
 
 def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:

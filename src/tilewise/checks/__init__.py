@@ -16,13 +16,13 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .mods.blocks import BlockMask
-from .mods.builtin import alibi, alibi_per_batch
-from .mods.builtin import softcap as softcap_mod
-from .mods.dropout import as_seed
-from .mods.program import Mod, bound, indexed
-from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
-from .torch_private import any_autocast, has_address
+from ..mods.blocks import BlockMask
+from ..mods.builtin import alibi, alibi_per_batch
+from ..mods.builtin import softcap as softcap_mod
+from ..mods.dropout import as_seed
+from ..mods.program import Mod, bound, indexed
+from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
+from ..torch_private import any_autocast, has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
