@@ -7,6 +7,8 @@ import torch
 
 from . import mods
 from .api import attention, attention_varlen, check
+from .cache.api import KvPlan, append_kv, attention_kv, check_kv, plan_kv
+from .cache.request import Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
@@ -20,11 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionError",
+    "KvPlan",
+    "Rotary",
+    "append_kv",
     "attention",
+    "attention_kv",
     "attention_varlen",
     "block_mask",
     "block_mask_varlen",
     "check",
+    "check_kv",
     "compat",
     "dropout_mask",
     "explain",
@@ -32,6 +39,7 @@ __all__ = [
     "mask_mod",
     "merge",
     "mods",
+    "plan_kv",
     "replace_sdpa",
     "replaces_sdpa",
     "scaled_dot_product_attention",

@@ -63,14 +63,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def takes_options(function: F) -> F:
     """Show `**options` by name, type and default, in help() and wherever signatures are read."""
+    return shown(function, Options, DEFAULTS)
+
+
+def shown(function: F, options: Any, defaults: Any) -> F:
+    """The same of any options."""
     own = inspect.signature(function)
     *first, _ = own.parameters.values()
-    kinds = get_type_hints(Options)
-    options = [
+    kinds = get_type_hints(options)
+    named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in DEFAULTS.items()
+        for name, default in defaults.items()
     ]
-    function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    function.__signature__ = own.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
     return function
 
 
@@ -96,11 +101,7 @@ def options_of(given: Options) -> Options:
     """The options, with defaults where nothing is said."""
     options = _with_defaults(given)
     if len(options) != len(DEFAULTS):
-        for name in given:
-            if name not in DEFAULTS:
-                near = get_close_matches(name, DEFAULTS, n=1)
-                hint = FOREIGN.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(DEFAULTS)}")
-                raise AttentionError("argument", f"{name}=", hint)
+        check_names(given, DEFAULTS, FOREIGN)
     return options
 
 
@@ -109,12 +110,21 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: An
     return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
 
 
+def check_names(given: Any, known: Any, foreign: dict[str, str]) -> None:
+    """Every name is known; `foreign` says what other libraries' names are called here."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(known)}")
+            raise AttentionError("argument", f"{name}=", hint)
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     if q.shape[0] != k.shape[0]:
         raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
-    return _request(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
+    return sized(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
 
 
 def packed(
@@ -126,7 +136,7 @@ def packed(
     check_longest(*longest)
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    request = _request(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
     if _is_free(cu_q) and _is_free(cu_k):
         _check_lengths(request, longest, options)
     return request
@@ -137,8 +147,8 @@ def contents(request: Request, longest: tuple[int | None, int | None], options: 
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
         return
-    _check_ends("cu_seqlens_q", cu_q, request.q.shape[0])
-    _check_ends("cu_seqlens_k", cu_k, request.k.shape[0])
+    check_offsets("cu_seqlens_q", cu_q, request.q.shape[0])
+    check_offsets("cu_seqlens_k", cu_k, request.k.shape[0])
     _check_lengths(request, longest, options)
 
 
@@ -173,7 +183,7 @@ def check_longest(n_q: Any, n_k: Any) -> None:
             raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
-def _request(
+def sized(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Request:  # fmt: skip
@@ -214,8 +224,8 @@ def _request(
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
-        if cu_q is not None and score.tensors:
-            named |= {"max_q": sizes[2], "max_k": sizes[3]}
+        if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
+            named["longest"] = max(sizes[2], sizes[3])
     spec = Spec.of(
         head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
         backend=options["backend"], **named,
@@ -263,7 +273,7 @@ def number(name: str, x: Any, expected: str) -> float:
     return found
 
 
-def _tensor(name: str, x: Any) -> Tensor:
+def tensor(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
@@ -275,7 +285,7 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if _tensor(name, x).dim() != rank:
+        if tensor(name, x).dim() != rank:
             hint = {3: "; packed sequences are for attention_varlen"}.get(x.dim(), "") if rank == 4 else ""
             raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}{hint}")
     dims, k_dims, v_dims = q.shape, k.shape, v.shape
@@ -303,7 +313,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
 
 def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
-        _tensor(name, cu)
+        tensor(name, cu)
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
         if cu.dtype != torch.int32:
@@ -313,12 +323,12 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
         if _is_free(cu):
-            _check_ends(name, cu, x.shape[0])
+            check_offsets(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
 
 
-def _check_ends(name: str, cu: Tensor, tokens: int) -> None:
+def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
         raise AttentionError(f"start of {name}", ends[0], "0")
@@ -332,7 +342,7 @@ def _check_ends(name: str, cu: Tensor, tokens: int) -> None:
 def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
     """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
     names = ("B", "H", "Sq", "Sk")
-    if _tensor("bias", bias).dtype == torch.bool:
+    if tensor("bias", bias).dtype == torch.bool:
         raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
     if bias.dim() > 4:
         raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
@@ -347,7 +357,7 @@ def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tenso
 
 
 def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    if tuple(_tensor(name, x).shape) not in shapes:
+    if tuple(tensor(name, x).shape) not in shapes:
         raise AttentionError(f"shape of {name}", tuple(x.shape), " or ".join(map(str, shapes)))
     if x.dtype not in DTYPES:
         raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))

@@ -41,6 +41,7 @@ class Backend(NamedTuple):
     reason: str  # why `auto` takes it
     forward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
     backward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
+    cache: str = ""  # the module that serves KV caches: plan(request, ..), attend(request, ..), append(request)
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -57,9 +58,11 @@ BACKENDS = (  # in the order in which `auto` asks them
     ),
     Backend(
         "triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels",
-        portable_profile.forward, portable_profile.backward,
+        portable_profile.forward, portable_profile.backward, "tilewise.kernels.portable.kv_launch",
     ),
-    Backend("reference", "tilewise.reference", _never, _never, "torch, on any device"),
+    Backend(
+        "reference", "tilewise.reference", _never, _never, "torch, on any device", cache="tilewise.reference.kv"
+    ),
 )  # fmt: skip
 NAMES = ("auto", *(row.name for row in reversed(BACKENDS)))
 
@@ -69,8 +72,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(request: Request, gpu: Gpu | None = None) -> Choice:
-    """The backend of a call; with `gpu`, of the same call on a GPU of that kind.
+def choose(request: Any, gpu: Gpu | None = None) -> Choice:
+    """The backend of a Request, or of a call with a KV cache; with `gpu`, of the same call on a GPU of that kind.
 
     >>> q = torch.zeros(1, 8, 2, 64)
     >>> from tilewise.spec import Spec
@@ -81,16 +84,17 @@ def choose(request: Request, gpu: Gpu | None = None) -> Choice:
     name = request.spec.backend
     if gpu is None:
         gpu = gpu_of(request.q.device)
+    able = BACKENDS if isinstance(request, Request) else [row for row in BACKENDS if row.cache]
     if name == "auto":
         last = ""
-        for row in BACKENDS:
+        for row in able:
             missing = row.obstacle(request, gpu) or row.yields(request, gpu)
             if missing is None:
                 return Choice(row, row.reason + last)
             last = f"; {row.name}: {missing}"
     for row in BACKENDS:
         if row.name == name:
-            missing = row.obstacle(request, gpu)
+            missing = row.obstacle(request, gpu) if row in able else "a KV cache, which it does not serve"
             if missing is not None:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
             return Choice(row, "asked for by name")
@@ -105,6 +109,12 @@ def backend(name: str) -> Backend:
 def named(name: str) -> Any:
     """The module of a backend."""
     return backend(name).load()
+
+
+@cache
+def serving(name: str) -> Any:
+    """The module of a backend that serves KV caches."""
+    return import_module(backend(name).cache)
 
 
 class Call:

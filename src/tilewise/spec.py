@@ -58,8 +58,7 @@ class Spec(NamedTuple):
     mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
-    max_q: int | None = None  # no packed sequence is longer; known where the gradient of a term may ask for it
-    max_k: int | None = None
+    longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
 
     @staticmethod
     def of(

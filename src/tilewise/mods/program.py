@@ -49,11 +49,14 @@ class Program:
         return [(x, expr.derivative(self.root, x)) for x in loads]
 
     def after(self, first: Program) -> Program:
-        """This program applied to what `first` returns."""
+        """This program applied to what `first` returns; of masks, what both show."""
 
         def move(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return first.root if x is expr.SCORE else _behind(first, x, args)
 
+        if self.root.kind == "bool":
+            root = expr.logic("and", first.root, expr.substitute(self.root, move))
+            return Program(root, first.ranks + self.ranks, first.numbers + self.numbers)
         slope = None
         if self.given_slope is not None or first.given_slope is not None:
             slope = expr.arithmetic("mul", expr.substitute(self.slope, move), first.slope)
@@ -169,7 +172,7 @@ def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
 
 @constant
 def chain(keys: tuple[str, ...]) -> str:
-    """The key of one program that applies the given ones in order."""
+    """The key of one program that applies the given ones in order; of masks, that shows what all of them do."""
     first, *rest = (PROGRAMS[key] for key in keys)
     for program in rest:
         first = program.after(first)
@@ -177,7 +180,7 @@ def chain(keys: tuple[str, ...]) -> str:
 
 
 def bound(mods: Sequence[Mod]) -> Mod | None:
-    """One mod that applies the given ones in order."""
+    """One mod that applies the given ones in order; of masks, one that shows what all of them do."""
     if not mods:
         return None
     if len(mods) == 1:

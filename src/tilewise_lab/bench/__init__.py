@@ -26,7 +26,8 @@ KEPT = Path("bench/results")
 def configure(parser: ArgumentParser) -> None:
     width = max(map(len, TARGETS))
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TARGETS.items())
+    targets = TARGETS | {"kv": "attention over a KV cache, paged or dense, beside serving kernels; by itself"}
+    parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in targets.items())
     parser.add_argument("targets", nargs="*", metavar="target", help=f"default: {' '.join(DEFAULT)}; or: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, and a look at every kind of case")
     parser.add_argument("--dims", type=int, nargs="+", help="head dims of the grid")
@@ -36,6 +37,16 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="batch times length, everywhere in the grid")
     parser.add_argument("--peers", nargs="+", help="peers by name, or: all")
     parser.add_argument("--fa3", type=Path, metavar="DIR", help="FlashAttention-3 with its fa3.py (or TILEWISE_FA3)")
+    parser.add_argument("--groups", nargs="+", help="kv: groups of cases (large, medium, small, ragged, ...)")
+    parser.add_argument(
+        "--tiles",
+        nargs="+",
+        metavar="MxNxWARPSxSTAGESxPER",
+        help="kv: tiles to measure beside each other; `table` for our own",
+    )
+    parser.add_argument(
+        "--serving", type=Path, metavar="DIR", help="kv: peers with their serving.py (TILEWISE_SERVING)"
+    )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of a provider in a round, on average")
     parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
@@ -65,6 +76,10 @@ def _run(options: Namespace) -> int:
     from tilewise_lab.bench.compare import FLOOR, compare
     from tilewise_lab.bench.results import load
 
+    if options.targets == ["kv"]:
+        from tilewise_lab.bench import kv
+
+        return kv.run(options)
     floor = FLOOR if options.noise is None else options.noise / 100
     if options.readme:
         for path in readme.write(Path()):

@@ -130,8 +130,8 @@ class Sums:
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
         n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
-        if size.packed:
-            n_q, n_k = (n if m is None else min(n, m) for n, m in ((n_q, self.spec.max_q), (n_k, self.spec.max_k)))
+        if self.spec.longest is not None:
+            n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         aligned = self._is_aligned() and only_difference(

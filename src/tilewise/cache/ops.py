@@ -1,0 +1,151 @@
+"""The ops of the KV cache, with what they write declared; and the way past the dispatcher where nobody watches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose, serving, signature
+from ..spec import LIMIT, Spec
+from ..torch_private import is_watched
+from .request import (
+    APPEND,
+    ATTEND,
+    AppendRequest,
+    KvRequest,
+    append_arguments,
+    append_request,
+    attend_arguments,
+    attend_request,
+)
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")
+_library.define(f"plan_kv(Tensor(a!) ledger, {ATTEND}) -> ()")
+_library.define(f"attend_kv(Tensor(a!) out, Tensor(b!) lse, Tensor(c!) room, Tensor ledger, {ATTEND}) -> ()")
+_library.define(f"append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? turned, {APPEND}) -> ()")
+
+
+def _new_plan_of(request: KvRequest) -> tuple[Tensor, Tensor]:
+    ledger, room = _room_of(request)
+    if ledger.numel():
+        _plan_of(ledger, request)
+    return ledger, room
+
+
+def _room_of(request: KvRequest) -> tuple[Tensor, Tensor]:
+    """Memory for the numbers of a plan, and for what programs have in common."""
+    numbers, floats = serving(choose(request).backend.name).room_for(request)
+    q = request.q
+    return q.new_empty(numbers, dtype=torch.int64), q.new_empty(floats, dtype=torch.float32)
+
+
+def _plan_of(ledger: Tensor, request: KvRequest) -> None:
+    call = _call_of(request, request.spec, request.split, request.most, request.places.new)
+    call.backend.plan(request, ledger, call.recordings)
+
+
+def _attend_of(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> None:
+    call = _call_of(request, request.spec, request.split, request.most, request.places.new)
+    call.backend.attend(request, out, lse, ledger, room, call.recordings)
+
+
+def _append_of(request: AppendRequest, backend: str) -> None:
+    written = Written(request.k_new, request.k, request.v, Spec(1.0, backend=backend), request)
+    interleaved = request.rotary is not None and request.rotary.interleaved
+    call = _call_of(written, backend, interleaved, request.places.new)
+    call.backend.append(request, call.recordings)
+
+
+class Written(NamedTuple):
+    """An append as `choose` looks at calls."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
+    request: AppendRequest
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.request.tensors()
+
+
+class Call(NamedTuple):
+    """How calls that look alike run: the backend's module and the launches it made."""
+
+    backend: Any
+    recordings: dict[Any, Any] | None
+
+
+_calls: dict[Any, Call] = {}
+
+
+def _call_of(request: Any, *more: Any) -> Call:
+    if not request.q.is_cuda:
+        return Call(serving(choose(request).backend.name), None)
+    key = (*more, *signature(*request.tensors()))
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= LIMIT:
+            _calls.clear()
+        call = _calls.setdefault(key, Call(serving(choose(request).backend.name), {}))
+    return call
+
+
+@torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
+def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
+    return _new_plan_of(attend_request(*given))
+
+
+@torch.library.register_fake("tilewise::new_plan_kv", lib=_library)
+def _new_plan_fake(*given: Any) -> tuple[Tensor, Tensor]:
+    return _room_of(attend_request(*given))
+
+
+@torch.library.impl(_library, "plan_kv", "CompositeExplicitAutograd")
+def _plan(ledger: Tensor, *given: Any) -> None:
+    _plan_of(ledger, attend_request(*given))
+
+
+@torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
+def _attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, *given: Any) -> None:
+    _attend_of(out, lse, room, ledger, attend_request(*given))
+
+
+@torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
+def _append(*given: Any) -> None:
+    _append_of(*append_request(*given))
+
+
+for _name in ("plan_kv", "attend_kv", "append_kv"):
+    torch.library.register_fake(f"tilewise::{_name}", lambda *given: None, lib=_library)
+
+
+def new_plan(request: KvRequest) -> tuple[Tensor, Tensor]:
+    if is_watched(*request.call[:3]):
+        ledger, room = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
+        return ledger, room
+    return _new_plan_of(request)
+
+
+def plan(ledger: Tensor, request: KvRequest) -> None:
+    if is_watched(ledger, *request.call[:3]):
+        torch.ops.tilewise.plan_kv(ledger, *attend_arguments(request))
+    else:
+        _plan_of(ledger, request)
+
+
+def attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> None:
+    if is_watched(*request.call[:3]):
+        torch.ops.tilewise.attend_kv(out, lse, room, ledger, *attend_arguments(request))
+    else:
+        _attend_of(out, lse, room, ledger, request)
+
+
+def append(request: AppendRequest, backend: str) -> None:
+    if is_watched(request.k_new, request.v_new, request.k, request.v):
+        torch.ops.tilewise.append_kv(request.k, request.v, request.turned, *append_arguments(request, backend))
+    else:
+        _append_of(request, backend)

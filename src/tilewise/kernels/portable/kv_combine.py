@@ -1,0 +1,123 @@
+"""What several programs have of one row set, put together: softmax over a union of keys follows from (o, lse) over its
+parts (tilewise.merge)."""
+
+import triton
+import triton.language as tl
+
+from ..overlap import gdc_wait
+from ..tile import LOG2E, Work, logsumexp
+from .kv_plan import load_item, load_stretch, task_of, work_of
+
+
+@triton.jit
+def row_pointers(x, w, i, h):
+    """Pointers to the rows (query i, head h) of a tile."""
+    base = x.ptr + w.b.to(tl.int64) * x.strides[0]
+    return base + (w.q0 + i).to(tl.int64) * x.strides[1] + h.to(tl.int64) * x.strides[2]
+
+
+@triton.jit
+def union(o_a, log_a, o_b, log_b):
+    """(o, lse) over the keys of both. The products are fused as written, for the same bits wherever this is called."""
+    top = tl.maximum(log_a, log_b)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    w_a = tl.exp2((log_a - pivot) * LOG2E)
+    w_b = tl.exp2((log_b - pivot) * LOG2E)
+    l = w_a + w_b
+    share = 1.0 / tl.where(l == 0.0, 1.0, l)
+    o = tl.fma(o_a, (w_a * share)[:, None], o_b * (w_b * share)[:, None])
+    return o, tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+
+
+@triton.jit
+def with_sink(o, log, sinks, h, exists):
+    """The sink joins the denominator, once, behind all keys."""
+    if sinks.ptr is not None:
+        sink = tl.load(sinks.ptr + h * sinks.stride, mask=exists, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(log, sink)
+        pivot = tl.where(top == float("-inf"), 0.0, top)
+        w_o = tl.exp2((log - pivot) * LOG2E)
+        l = w_o + tl.exp2((sink - pivot) * LOG2E)
+        o = o * (w_o / tl.where(l == 0.0, 1.0, l))[:, None]
+        log = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+    return o, log
+
+
+@triton.jit
+def joined(room, logs, first, last, slots, rows, r, d, DV: tl.constexpr, BLOCK_C: tl.constexpr):
+    """(o, lse) of rows r over all parts of a row set: the prefix of the program before `first`, and what each program
+    from there to `last` has in its second slot. BLOCK_C parts at a time."""
+    c = tl.arange(0, BLOCK_C)
+    parts = last - first + 2
+    top = tl.full([r.shape[0]], float("-inf"), tl.float32)
+    for c0 in tl.range(0, parts, BLOCK_C):
+        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
+        x = tl.load(logs + parts_at(first - 1 + c0 + c, first, slots, rows, r), mask=held, other=float("-inf"))
+        top = tl.maximum(top, tl.max(x, 0))
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    l = tl.full([r.shape[0]], 0.0, tl.float32)
+    total = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
+    for c0 in tl.range(0, parts, BLOCK_C):
+        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
+        at = parts_at(first - 1 + c0 + c, first, slots, rows, r)
+        weight = tl.exp2((tl.load(logs + at, mask=held, other=float("-inf")) - pivot[None, :]) * LOG2E)
+        part = room + (at * DV)[:, :, None] + d[None, None, :]
+        part = tl.load(part, mask=held[:, :, None] & (d < DV)[None, None, :], other=0.0)
+        total += tl.sum(part * weight[:, :, None], 0)
+        l += tl.sum(weight, 0)
+    log = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+    return total / tl.where(l == 0.0, 1.0, l)[:, None], log
+
+
+@triton.jit
+def parts_at(program, first, slots, rows, r):
+    """Where the rows r of these programs' parts lie: a prefix in the first slot, what goes on with it in the second."""
+    slot = tl.cast(program, tl.int64) * slots + (program >= first).to(tl.int64)
+    return (slot * rows)[:, None] + r[None, :]
+
+
+@triton.jit(do_not_specialize=["programs", "slots", "rows", "batch"])
+def combine_kernel(
+    o, lse, room, ledger, sinks, programs, slots, rows, batch,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out and lse of the row sets that several programs share, BLOCK_R rows at a time."""
+    if OVERLAP:
+        gdc_wait()
+    count = tl.load(ledger).to(tl.int32)
+    blocks = tl.cdiv(rows, BLOCK_R)
+    logs = room + tl.cast(programs, tl.int64) * slots * rows * DV
+    d = tl.arange(0, BLOCK_DV)
+    for n in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
+        task = task_of(ledger, programs, n // blocks)
+        first, last, head = load_stretch(task)
+        it = load_item(task + 4)
+        r = n % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+        if SPLIT:
+            slot = tl.cast(first - 1, tl.int64) * slots
+            fits = (r < rows)[:, None] & (d < DV)[None, :]
+            total = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
+            log = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
+            program = first
+            entered = tl.load(work_of(ledger, first) + 2).to(tl.int32)
+            begin = entered
+            for unit in range(begin, it.units):
+                if program < last:
+                    if tl.load(work_of(ledger, program + 1) + 2) == unit:
+                        program += 1
+                        entered = unit
+                slot = tl.cast(program, tl.int64) * slots + 1 + unit - entered
+                part = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
+                log_part = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
+                total, log = union(total, log, part, log_part)
+        else:
+            total, log = joined(room, logs, first, last, slots, rows, r, d, DV, BLOCK_C)
+        i = (it.first + r) // GROUP
+        h = head * GROUP + (it.first + r) % GROUP
+        exists = (i < it.n_q) & (r < rows)
+        w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
+        total, log = with_sink(total, log, sinks, h, exists & (it.b < batch))
+        o_rows = row_pointers(o, w, i, h)[:, None] + d[None, :] * o.strides[3]
+        tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])
+        tl.store(row_pointers(lse, w, i, h), log, mask=exists)

@@ -1,0 +1,214 @@
+"""From a request with a KV cache to launches: the plan, the new tokens, the keys, what several programs share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+
+from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
+from .. import replay
+from ..gpu import Gpu
+from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
+from ..shapes import padded, view
+from ..terms import device_terms, folded, is_bounded, mask_mod
+from ..tile import Plan, View
+from . import kv_tiles
+from .kv import Cache, attend_kernel
+from .kv_append import Turn, append_kernel
+from .kv_combine import combine_kernel
+from .kv_plan import plan_kernel
+from .kv_tiles import KvTile
+from .options import precision
+
+CHUNK = 1024  # items that the plan looks at together
+
+
+class Deal(NamedTuple):
+    """What the host knows of a plan: tiles of rows, programs, keys of a unit, and the workspace's slots of rows."""
+
+    tile: KvTile
+    items: int
+    tiles: int
+    programs: int
+    unit: int
+    slots: int
+    rows: int
+
+    @property
+    def numbers(self) -> int:
+        return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
+
+    def floats(self, dim_v: int) -> int:
+        return self.programs * self.slots * self.rows * (dim_v + 1)
+
+
+def row_view(x: Tensor) -> View:
+    """(batch, token, head) strides of an lse (batch, head, token) or (head, token)."""
+    *batch, head, token = x.stride()
+    return View(x, (batch[0] if batch else 0, token, head))
+
+
+def deal(request: KvRequest, gpu: Gpu) -> Deal:
+    q, k, v = request.q, request.k, request.v
+    group = q.shape[-2] // k.shape[-2]
+    known = request.most * group
+    tile = kv_tiles.INTERPRETER
+    if not INTERPRETED:
+        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), known)
+    processors = multiprocessors(q.device) if q.is_cuda else kv_tiles.INTERPRETED_PROCESSORS
+    if request.call.cu_q is None:
+        tiles = -(-q.shape[1] * group // tile.block_m)
+        items = q.shape[0] * tiles
+    else:
+        tiles = 0
+        items = q.shape[0] * group // tile.block_m + request.places.batch + 1
+    rows = min(tile.block_m, known or tile.block_m)
+    unit = request.split or tile.block_n
+    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
+    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows)
+
+
+def room_for(request: KvRequest) -> tuple[int, int]:
+    """Numbers of the plan, and floats of the workspace."""
+    dealt = deal(request, gpu_for(request.q))
+    return dealt.numbers, dealt.floats(request.v.shape[-1])
+
+
+def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None = None) -> None:
+    """`recordings`, here and below, remembers the launches of calls that look alike."""
+    gpu = gpu_for(request.q)
+    tensors = (ledger, *request.tensors())
+    with on(ledger):
+        replay.launch(("plan", kv_tiles.asked()), tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
+
+
+def attend(
+    request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor,
+    recordings: dict[Any, Any] | None = None,
+) -> None:  # fmt: skip
+    if request.q.shape[:-1].numel() == 0:
+        return
+    gpu = gpu_for(request.q)
+    tensors = (*request.tensors(), out, lse, ledger, room)
+    key = (
+        "attend",
+        kv_tiles.asked(),
+        precision(request.q, gpu),
+        *replay.layout_of((out, lse, ledger, room), request.tensors()),
+    )
+    with on(out):
+        replay.launch(key, tensors, lambda: attend_launches(request, out, lse, ledger, room, gpu), recordings)
+
+
+def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> None:
+    gpu = gpu_for(request.k_new)
+    with on(request.k):
+        replay.launch("append", request.tensors(), lambda: [append_launch(request, gpu)], recordings)
+
+
+def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
+    q, k, places = request.q, request.k, request.places
+    dealt = deal(request, gpu)
+    items = max(dealt.items, 1)
+    return Launch(
+        plan_kernel,
+        1,
+        (
+            ledger, places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr, q.shape[-3],
+            places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch, dealt.tiles, dealt.items,
+            dealt.programs, request.spec.before, request.spec.after, dealt.unit,
+        ),
+        {
+            "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "BLOCK_M": dealt.tile.block_m,
+            "COST": 0 if request.split else 1, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
+            "BLOCK_P": triton.next_power_of_2(dealt.programs + 1), "num_warps": 4, **overlapped(can_overlap(gpu)),
+        },
+    )  # fmt: skip
+
+
+def attend_launches(
+    request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, gpu: Gpu
+) -> list[Launch]:
+    call, places, spec = request.call, request.places, request.spec
+    q, k, v = call[:3]
+    dealt = deal(request, gpu)
+    tile, table = dealt.tile, places.table
+    group, dv = q.shape[-2] // k.shape[-2], v.shape[-1]
+    scoring, scale, _ = folded(call, gpu, slope=False)
+    terms = device_terms(call, gpu)
+    overlap = can_overlap(gpu)
+    compiled = Plan(
+        GROUP=group, D=q.shape[-1], DV=dv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(q.shape[-1]),
+        BLOCK_DV=padded(dv), FOLD=scoring["FOLD"], PRECISION=precision(q, gpu), CHUNK=512,
+        BOUNDED=scoring["FOLD"] and is_bounded(call, scale), OVERLAP=overlap,
+    )  # fmt: skip
+    attending = Launch(
+        attend_kernel,
+        dealt.programs,
+        (
+            view(q), Cache(view(k), view(v), table, places.indptr, places.rows), view(out), row_view(lse), room, ledger,
+            request.tree, spec.before, spec.after, scale, dealt.items, dealt.programs, dealt.unit, dealt.slots,
+            dealt.rows, 0 if table is None else table.stride(0), k.shape[0], places.batch,
+            0 if call.cu_q is not None else q.shape[1], 0 if request.tree is None else request.tree.shape[1], terms,
+        ),
+        {
+            "SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call), "PLAN": compiled,
+            "PAGE": None if table is None else k.shape[1], "KV_HEADS": k.shape[-2], "SPLIT": request.split is not None,
+            "CARRY": tile.carry != 0, "num_warps": tile.warps, "num_stages": tile.stages,
+            **({"launch_pdl": True} if overlap else {}), **({"maxnreg": tile.registers} if tile.registers else {}),
+        },
+    )  # fmt: skip
+    return [attending, combine_launch(request, out, lse, ledger, room, terms.sinks, dealt, gpu)]
+
+
+def combine_launch(
+    request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, sinks: Any, dealt: Deal, gpu: Gpu
+) -> Launch:
+    """As many parts together as a row set is likely to have, and as many rows as fit beside them."""
+    q, k, dv = request.q, request.k, request.v.shape[-1]
+    row_sets = max(dealt.items * k.shape[-2], 1)
+    parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 2), 32)
+    columns = padded(dv)
+    block_r = max(1, min(triton.next_power_of_2(dealt.rows), 4096 // (parts * columns)))
+    programs = min(dealt.programs * -(-dealt.rows // block_r), 2 * dealt.programs)
+    return Launch(
+        combine_kernel,
+        programs,
+        (view(out), row_view(lse), room, ledger, sinks, dealt.programs, dealt.slots, dealt.rows, request.places.batch),
+        {
+            "GROUP": q.shape[-2] // k.shape[-2], "DV": dv, "BLOCK_R": block_r, "BLOCK_C": parts, "BLOCK_DV": columns,
+            "SPLIT": request.split is not None, "num_warps": 4, **overlapped(can_overlap(gpu)),
+        },
+    )  # fmt: skip
+
+
+def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
+    k_new, v_new, k, v, places = request[:5]
+    rotary, q, turned, table = request.rotary, request.q, request.turned, places.table
+    tokens = k_new.shape[:-2].numel()
+    queries = 0 if q is None else q.shape[:-2].numel()
+    heads = max(k.shape[-2], 0 if q is None else q.shape[-2])
+    turn = Turn() if rotary is None else Turn(rotary.cos, rotary.sin, rotary.positions, rotary.q_positions)
+    columns = padded(max(k.shape[-1], v.shape[-1]))
+    none = View(None, (0, 0, 0, 0))
+    return Launch(
+        append_kernel,
+        tokens + queries,
+        (
+            view(k_new), view(v_new), view(k), view(v), none if q is None else view(q),
+            none if turned is None else view(turned), places.lengths, table, places.indptr, places.rows, places.cu_new,
+            request.cu_q, request.slots, turn, tokens, places.new, 0 if q is None or q.dim() == 3 else q.shape[1],
+            places.batch, 1 if rotary is None else rotary.cos.shape[0], 0 if table is None else table.stride(0),
+            k.shape[0], 0 if table is None else table.shape[-1], k.shape[1],
+        ),
+        {
+            "KV_HEADS": k.shape[-2], "HEADS": 0 if q is None else q.shape[-2], "D": k.shape[-1], "DV": v.shape[-1],
+            "BLOCK_H": min(triton.next_power_of_2(heads), max(1, 4096 // columns)), "BLOCK_D": padded(k.shape[-1]),
+            "BLOCK_DV": padded(v.shape[-1]), "HALF": 1 if rotary is None else rotary.cos.shape[1],
+            "INTERLEAVED": rotary is not None and rotary.interleaved,
+            "SEARCH": min(1024, triton.next_power_of_2(max(places.batch, 1))), "num_warps": 4,
+            **overlapped(can_overlap(gpu)),
+        },
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Who streams which keys of a cache: planned on the device, by one program, from lengths that no host ever reads.
+
+An item is a tile of one sequence's rows (queries and the heads of a group); with every KV head it streams the units of
+keys that its rows see. Items, heads and units lie on one axis, and each program takes an equal stretch of it. So a
+program has at most one row set that began before its stretch and one that ends after it: the workspace is constant.
+
+The ledger, of 64-bit numbers, for `programs` and `items`:
+    count   1                   row sets that are divided
+    work    (programs + 1, 12)  where each stretch begins: item, head, unit; and the `Item`
+    tasks   (programs, 12)      of each divided row set: the first program that goes on with it, the last; head; `Item`
+    cum     items + 1           where each item begins on the axis
+    items   (items, 8)          `Item`
+
+What a kernel needs first, it finds in one place: looks at memory one after another are what small batches wait for.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..overlap import gdc_launch_dependents, gdc_wait
+
+
+class Item(NamedTuple):
+    """A tile of rows: sequence, first row, first token of the sequence in a packed q, its queries, keys and first valid
+    key, the first unit of keys that the tile sees and how many there are; -1 where the tile has no rows."""
+
+    b: tl.tensor
+    first: tl.tensor
+    q0: tl.tensor
+    n_q: tl.tensor
+    n_k: tl.tensor
+    start: tl.tensor
+    unit: tl.tensor
+    units: tl.tensor
+
+
+class Stretch(NamedTuple):
+    """A place on the axis; of a task, the first program, the last, and the head."""
+
+    item: tl.tensor
+    head: tl.tensor
+    unit: tl.tensor
+
+
+RECORD: tl.constexpr = tl.constexpr(12)
+
+
+@triton.jit
+def work_of(ledger, program):
+    return ledger + 1 + RECORD * program
+
+
+@triton.jit
+def task_of(ledger, programs, n):
+    return work_of(ledger, programs + 1) + RECORD * n
+
+
+@triton.jit
+def cum_of(ledger, programs):
+    return task_of(ledger, programs, programs)
+
+
+@triton.jit
+def items_of(ledger, programs, items):
+    return cum_of(ledger, programs) + items + 1
+
+
+@triton.jit
+def load_item(p):
+    return Item(
+        tl.load(p).to(tl.int32),
+        tl.load(p + 1).to(tl.int32),
+        tl.load(p + 2).to(tl.int32),
+        tl.load(p + 3).to(tl.int32),
+        tl.load(p + 4).to(tl.int32),
+        tl.load(p + 5).to(tl.int32),
+        tl.load(p + 6).to(tl.int32),
+        tl.load(p + 7).to(tl.int32),
+    )
+
+
+@triton.jit
+def load_stretch(p):
+    return Stretch(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32), tl.load(p + 2).to(tl.int32))
+
+
+@triton.jit
+def clamp(x, lo, hi):
+    return tl.minimum(tl.maximum(x, lo), hi)
+
+
+@triton.jit
+def first_tile(cu_q, b, n_q, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of a packed sequence: far enough behind those before it, whatever their lengths."""
+    return clamp(tl.load(cu_q + b), 0, n_q) * GROUP // BLOCK_M + b
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_q",
+        "new",
+        "capacity",
+        "page",
+        "batch",
+        "tiles",
+        "items",
+        "programs",
+        "before",
+        "after",
+        "unit",
+    ]
+)
+def plan_kernel(
+    ledger, lengths, cu_q, cu_new, starts, indptr, n_q, new, capacity, page, batch, tiles, items, programs, before,
+    after, unit, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """COST: what it takes to begin a row set, in units of keys. Packed, one more sequence is made of the rows past the
+    last one: it has no keys, so that they are written like any empty ones."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    cum = cum_of(ledger, programs)
+    table = items_of(ledger, programs, items)
+    total = tl.cast(0, tl.int64)
+    for first_item in range(0, items, CHUNK):
+        n = first_item + tl.arange(0, CHUNK)
+        if cu_q is None:
+            b = n // tiles
+            tile = n % tiles
+            q0 = tl.zeros_like(n)
+            own = q0 + n_q
+        else:
+            b = tl.zeros_like(n)
+            width = batch + 1
+            while width > 1:  # the last sequence whose first tile is not past this one
+                half = width // 2
+                mid = tl.minimum(b + half, batch)
+                b = tl.where(first_tile(cu_q, mid, n_q, GROUP, BLOCK_M) > n, b, mid)
+                width -= half
+            tile = n - tl.where(b == 0, 0, first_tile(cu_q, b, n_q, GROUP, BLOCK_M))
+            q0 = tl.where(b == 0, 0, clamp(tl.load(cu_q + b), 0, n_q))
+            q1 = clamp(tl.load(cu_q + b + 1, mask=b < batch, other=n_q), 0, n_q)
+            own = tl.maximum(q1 - q0, 0)
+        real = (b < batch) & (n < items)
+        n_k = tl.load(lengths + b, mask=real, other=0)
+        if cu_new is None:
+            n_k += tl.where(real, new, 0)
+        else:
+            gained = tl.load(cu_new + b + 1, mask=real, other=0) - tl.load(cu_new + b, mask=real, other=0)
+            n_k += tl.maximum(gained, 0)
+        room = tl.zeros_like(n) + capacity
+        if indptr is not None:
+            pages = tl.load(indptr + b + 1, mask=real, other=0) - tl.load(indptr + b, mask=real, other=0)
+            room = tl.minimum(tl.maximum(pages, 0) * page, room)
+        n_k = clamp(n_k, 0, tl.where(real, room, 0))
+        start = tl.zeros_like(n)
+        if starts is not None:
+            start = clamp(tl.load(starts + b, mask=real, other=0), 0, n_k)
+        row = tile * BLOCK_M
+        exists = (n < items) & (row < own * GROUP)
+        at = row // GROUP + n_k - own
+        last = tl.minimum((row + BLOCK_M - 1) // GROUP, own - 1) + n_k - own
+        lo = start
+        hi = n_k
+        if before is not None:
+            lo = tl.maximum(lo, at - before)
+        if after is not None:
+            hi = tl.minimum(hi, last + after + 1)
+        unit0 = lo // unit
+        units = tl.where(hi > lo, (hi + unit - 1) // unit - unit0, 0)
+        cost = tl.where(exists, tl.maximum(units + COST, 1), 0).to(tl.int64) * KV_HEADS
+        tl.store(cum + n, total + tl.cumsum(cost, 0) - cost, mask=n < items)
+        total += tl.sum(cost, 0)
+        p = table + n.to(tl.int64) * 8
+        fields = (b, row, q0, own, n_k, start, unit0, tl.where(exists, units, -1))
+        for field in tl.static_range(8):
+            tl.store(p + field, fields[field].to(tl.int64), mask=n < items)
+    tl.store(cum + items, total)
+    tl.debug_barrier()
+
+    program = tl.arange(0, BLOCK_P)
+    each = tl.maximum((total + programs - 1) // programs, 1)
+    x = program.to(tl.int64) * each
+    item = tl.zeros_like(program)
+    width = items + 1
+    while width > 1:  # the last item that does not begin past x
+        half = width // 2
+        mid = tl.minimum(item + half, items)
+        item = tl.where(tl.load(cum + mid) > x, item, mid)
+        width -= half
+    some = item < items
+    units = tl.load(table + item.to(tl.int64) * 8 + 7, mask=some, other=0)
+    offset = x - tl.load(cum + item)
+    per = tl.maximum(units + COST, 1)
+    head = tl.where(some, offset // per, 0)
+    block = tl.where(some, tl.maximum(offset % per - COST, 0), 0)
+    used = program <= programs
+    work = work_of(ledger, program)
+    place = (item.to(tl.int64), head, block)
+    for n in tl.static_range(3):
+        tl.store(work + n, place[n], mask=used)
+    own = table + item.to(tl.int64) * 8
+    for n in tl.static_range(8):
+        tl.store(work + 4 + n, tl.load(own + n, mask=some, other=-1), mask=used)
+    tl.debug_barrier()
+
+    goes_on = (block > 0) & (program > 0) & (program < programs)
+    begins = goes_on & ~continues(work_of(ledger, program - 1), item, head, goes_on)
+    ends = goes_on & ~continues(work_of(ledger, program + 1), item, head, goes_on & (program + 1 < programs))
+    tl.store(ledger, tl.sum(begins.to(tl.int64), 0))
+    task = task_of(ledger, programs, tl.cumsum(begins.to(tl.int32), 0) - 1)
+    tl.store(task, program.to(tl.int64), mask=begins)
+    tl.store(task + 1, program.to(tl.int64), mask=ends)
+    tl.store(task + 2, head, mask=begins)
+    for n in tl.static_range(8):
+        tl.store(task + 4 + n, tl.load(own + n, mask=begins, other=0), mask=begins)
+
+
+@triton.jit
+def continues(work, item, head, mask):
+    """Whether the stretch that begins there goes on with this row set."""
+    same = (tl.load(work, mask=mask, other=-1) == item) & (tl.load(work + 1, mask=mask, other=-1) == head)
+    return same & (tl.load(work + 2, mask=mask, other=0) > 0)

@@ -1,0 +1,269 @@
+"""`tilewise bench kv`: attention over a KV cache beside FlashAttention-3 and vLLM's Triton kernel, checked, then timed.
+
+Every call is recorded in a CUDA graph with its plan made before, as engines do; rounds call everybody in turn, the
+cache emptied before each call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.spec import AttentionError
+from tilewise_lab.bench import machine
+from tilewise_lab.bench.kv_cases import GROUPS, KvCase, KvInputs, exact, inputs, small
+from tilewise_lab.bench.measure import HostClock, Work, clock_for, rounds, synchronize
+
+SERVING = ".serving"
+TILE = "TILEWISE_KV_TILE"
+TOLERANCE = 0.02  # of the largest result: some roundings of bfloat16
+
+
+def run(options: Namespace) -> int:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    peers = _peers(Path(options.serving or os.environ.get("TILEWISE_SERVING", SERVING)), device)
+    groups = options.groups or [*GROUPS, "host", "append"]
+    for name in groups:
+        if name not in GROUPS and name not in OTHERS:
+            raise AttentionError("group", name, f"of: {', '.join((*GROUPS, *OTHERS))}")
+    tiles = ["" if tile == "table" else tile for tile in options.tiles or [os.environ.get(TILE, "table")]]
+    found: dict[str, Any] = {"machine": machine.facts(device), "cells": []}
+    print(f"{'case':30}{'who':>20}{'us':>9}{'GB/s':>7}{'TF/s':>6}{'x':>6}", flush=True)
+    for cell in _cells(groups, tiles, peers, device, options):
+        found["cells"].append(cell)
+        _show(cell)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "kv.json").write_text(json.dumps(found, indent=1))
+    return 1 if any(x.get("wrong") and x["ours"] for cell in found["cells"] for x in cell["who"].values()) else 0
+
+
+def _cells(
+    groups: list[str], tiles: list[str], peers: dict[str, Any], device: torch.device, options: Namespace
+) -> Iterator[Any]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for group in groups:
+        if group in OTHERS:
+            yield from OTHERS[group](device, dtype, options)
+            continue
+        for case in GROUPS[group]():
+            case = small(case) if options.quick or device.type == "cpu" else case
+            began = time.monotonic()
+            x = inputs(case, device, dtype)
+            who: dict[str, Any] = {}
+            works: dict[str, Work] = {}
+            for name, make in _callers(case, x, tiles, peers).items():
+                who[name], work = _admit(make, case, x, device)
+                who[name]["ours"] = name not in peers
+                if work is not None:
+                    works[name] = work
+            if works:
+                times = rounds(
+                    works, clock_for(device), count=options.rounds or 5, burst=0.003, limit=4.0,
+                    rng=random.Random(0), least=7 if device.type == "cuda" else 1,
+                )  # fmt: skip
+                for name, values in times.items():
+                    seconds = statistics.median(values)
+                    who[name] |= {
+                        "us": 1e6 * seconds, "gbs": case.bytes / seconds / 1e9, "tflops": case.flops / seconds / 1e12,
+                        "spread": (max(values) - min(values)) / seconds,
+                    }  # fmt: skip
+            yield {"group": case.group, "case": case.name, "bytes": case.bytes, "flops": case.flops,
+                   "seconds": round(time.monotonic() - began, 1), "who": who}  # fmt: skip
+            del x, works
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _show(cell: dict[str, Any]) -> None:
+    """A line for each; x: its time over that of the first."""
+    first = next((x["us"] for x in cell["who"].values() if "us" in x), None)
+    label = f"{cell['group']}: {cell['case']}"
+    for name, x in cell["who"].items():
+        if "us" in x:
+            ratio = f"{x['us'] / first:6.2f}" if first else ""
+            wrong = " WRONG" if x.get("wrong") else ""
+            tflops = f"{x['tflops']:6.0f}" if "tflops" in x else f"{'':6}"
+            print(f"{label:30.30}{name:>20.20}{x['us']:9.1f}{x['gbs']:7.0f}{tflops}{ratio}{wrong}", flush=True)
+        else:
+            print(f"{label:30.30}{name:>20.20}  {x['refused'][:27]}", flush=True)
+        label = ""
+
+
+def _admit(
+    make: Callable[[], Work], case: KvCase, x: KvInputs, device: torch.device
+) -> tuple[dict[str, Any], Work | None]:
+    """What is known of a caller before it is timed, and how to call it: recorded in a graph where that is possible."""
+    try:
+        work = make()
+        out = work()
+        synchronize(device)
+    except Exception as error:
+        if "CUDA error" in str(error):
+            raise
+        return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}, None
+    off = _error(case, x, out)
+    entry: dict[str, Any] = {"error": off} | ({"wrong": True} if not off <= TOLERANCE else {})
+    return entry, _graphed(work) if device.type == "cuda" else work
+
+
+def _graphed(work: Work) -> Work:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _error(case: KvCase, x: KvInputs, out: Tensor) -> float:
+    """Largest error over the largest result, of the first, the last and the longest sequence that has any keys."""
+    some = [b for b, n in enumerate(case.lengths) if n]
+    worst = 0.0
+    for b in {some[0], some[-1], max(some, key=lambda b: case.lengths[b])}:
+        start, count = int(x.cu_q[b]), case.counts[b]
+        for head in {0, case.heads - 1}:
+            truth = exact(case, x, b, head)
+            error = (out[start : start + count, head].double() - truth).abs().max() / truth.abs().max()
+            worst = max(worst, error.item()) if error.isfinite() else float("inf")
+    return worst
+
+
+def _callers(case: KvCase, x: KvInputs, tiles: list[str], peers: dict[str, Any]) -> dict[str, Callable[[], Work]]:
+    found: dict[str, Callable[[], Work]] = {tile or "tilewise": partial(_ours, case, x, tile) for tile in tiles}
+    even = len(set(case.lengths)) == 1 and isinstance(case.queries, int)
+    if even and case.window is None and not case.sinks and not case.tree and case.split is None:
+        found["dense"] = lambda: _dense(case, x)
+    window = (-1, -1) if case.window is None else (case.window, 0)
+    if x.table is not None and x.tree is None and case.split is None:
+        shared: dict[str, Any] = {
+            "cu_q": x.cu_q, "max_q": x.most, "max_k": max(case.lengths), "window": window, "sinks": x.sinks,
+        }  # fmt: skip
+        for name, peer in peers.items():
+            found[name] = partial(peer, case, x, shared)
+    return found
+
+
+def _ours(case: KvCase, x: KvInputs, tile: str) -> Work:
+    if tile:
+        os.environ[TILE] = tile
+    else:
+        os.environ.pop(TILE, None)
+    regular = isinstance(case.queries, int)
+    q = x.q.unflatten(0, (len(case.lengths), -1)) if regular else x.q
+    options: dict[str, Any] = {
+        "page_table": x.table, "cu_seqlens_q": None if regular else x.cu_q, "tree": x.tree, "sinks": x.sinks,
+        "window": None if case.window is None else (case.window, 0), "split": case.split, "max_seqlen_q": x.most,
+    }  # fmt: skip
+    with torch.no_grad():
+        plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, **options)
+
+    def work() -> Tensor:
+        if tile:
+            os.environ[TILE] = tile
+        else:
+            os.environ.pop(TILE, None)
+        out: Tensor = tilewise.attention_kv(q, x.k, x.v, x.lengths, plan=plan, **options)
+        return out.flatten(0, -3)
+
+    return work
+
+
+def _dense(case: KvCase, x: KvInputs) -> Work:
+    """Our call without a cache, on the same keys one after the other."""
+    q, k, v = x.q.unflatten(0, (len(case.lengths), -1)), x.k, x.v
+    if x.table is not None:
+        k, v = (t[x.table.long()].flatten(1, 2)[:, : case.lengths[0]] for t in (k, v))
+    return lambda: tilewise.attention(q, k, v, causal=True).flatten(0, 1)
+
+
+def _peers(folder: Path, device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda" or not (folder / "serving.py").exists():
+        print(f"no peers: {folder / 'serving.py'} is not there (--serving)", file=sys.stderr)
+        return {}
+    sys.path.insert(0, str(folder.resolve()))
+    serving = import_module("serving")
+
+    def fa3(case: KvCase, x: KvInputs, shared: dict[str, Any]) -> Work:
+        timing = {name: shared[name] for name in ("cu_q", "max_q", "max_k", "window")}
+        plan = serving.fa3_plan(x.q, x.k, x.lengths, **timing)
+        return lambda: serving.fa3(x.q, x.k, x.v, x.lengths, x.table, plan=plan, **shared)
+
+    def vllm(case: KvCase, x: KvInputs, shared: dict[str, Any]) -> Work:
+        buffers: dict[str, Any] = {}
+        out = torch.empty_like(x.q)
+        return lambda: serving.vllm_triton(x.q, x.k, x.v, x.lengths, x.table, buffers=buffers, out=out, **shared)
+
+    return {"fa3": fa3, "vllm": vllm}
+
+
+def _host(device: torch.device, dtype: torch.dtype, options: Namespace) -> Iterator[dict[str, Any]]:
+    """The time an eager call keeps its caller, with the plan made before; and a step in a graph, with append."""
+    case = KvCase("host", "B8 256", (256,) * 8)
+    x = inputs(case, device, dtype)
+    q = x.q.unflatten(0, (8, 1))
+    new = torch.randn(8, 1, case.kv_heads, case.dim, device=device).to(dtype)
+    given = {"page_table": x.table, "k_new": new, "v_new": new}
+    before = x.lengths - 1
+    with torch.no_grad():
+        plan = tilewise.plan_kv(q, x.k, x.v, x.lengths, page_table=x.table)
+        planned = tilewise.plan_kv(q, x.k, x.v, before, **given)
+        works: dict[str, Work] = {
+            "attend": lambda: tilewise.attention_kv(q, x.k, x.v, x.lengths, page_table=x.table, plan=plan),
+            "append": lambda: tilewise.attention_kv(q, x.k, x.v, before, plan=planned, **given),
+            "plan": lambda: tilewise.plan_kv(q, x.k, x.v, x.lengths, page_table=x.table, plan=plan),
+        }
+        for name, clock in (("host", HostClock(device)), ("graph", clock_for(device))):
+            timed = {
+                key: _graphed(work) if name == "graph" and device.type == "cuda" else work
+                for key, work in works.items()
+            }
+            times = rounds(timed, clock, count=5, burst=0.003, limit=4.0, rng=random.Random(0), least=20)
+            yield {"group": name, "case": case.name, "who": {
+                key: {"us": 1e6 * statistics.median(values), "gbs": 0.0, "ours": True} for key, values in times.items()
+            }}  # fmt: skip
+
+
+def _append(device: torch.device, dtype: torch.dtype, options: Namespace) -> Iterator[dict[str, Any]]:
+    """Writing new tokens with rotary, beside a copy of as many bytes."""
+    for batch, each in ((256, 1), (8, 1024)):
+        new_k, new_v = (torch.randn(batch, each, 8, 128, device=device).to(dtype) for _ in range(2))
+        pages = batch * -(-(each + 16) // 16)
+        k, v = (torch.empty(pages, 16, 8, 128, device=device, dtype=dtype) for _ in range(2))
+        table = torch.randperm(pages).int().view(batch, -1).to(device)
+        lengths = torch.full((batch,), 5, dtype=torch.int32, device=device)
+        cos = torch.rand(each + 16, 64, device=device)
+        rotary = tilewise.Rotary(cos, cos)
+        room = torch.empty_like(new_k)
+        works: dict[str, Work] = {
+            "append": lambda: tilewise.append_kv(new_k, new_v, k, v, lengths, page_table=table, rotary=rotary),  # noqa: B023
+            "copy": lambda: (room.copy_(new_k), room.copy_(new_v)),  # noqa: B023
+        }
+        moved = 4 * new_k.numel() * new_k.element_size()
+        timed = {name: _graphed(work) if device.type == "cuda" else work for name, work in works.items()}
+        times = rounds(timed, clock_for(device), count=5, burst=0.003, limit=4.0, rng=random.Random(0), least=20)
+        yield {"group": "append", "case": f"{batch * each} tokens", "who": {
+            name: {"us": 1e6 * statistics.median(values), "gbs": moved / statistics.median(values) / 1e9,
+                   "ours": name == "append"}
+            for name, values in times.items()
+        }}  # fmt: skip
+
+
+OTHERS = {"host": _host, "append": _append}

@@ -1,0 +1,125 @@
+"""What is wrong with a call is said before anything runs; what only the device knows, by check_kv."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tests.kv_cases import KvCase, inputs
+
+I32 = torch.int32
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    call: dict[str, Any] = {
+        "q": torch.zeros(2, 1, 4, 16), "k_cache": torch.zeros(3, 8, 2, 16), "v_cache": torch.zeros(3, 8, 2, 16),
+        "lengths": torch.tensor([1, 2], dtype=I32),
+    }  # fmt: skip
+    return call | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(4, 16)}, "shape of q"),
+        ({"q": torch.zeros(2, 1, 3, 16)}, "heads of q: found 3; expected a multiple"),
+        ({"q": torch.zeros(2, 1, 4, 8)}, "head dim of k_cache"),
+        ({"q": torch.zeros(2, 4, 16)}, "cu_seqlens_q: found none, for packed tokens"),
+        ({"q": torch.zeros(2, 1, 4, 16, dtype=torch.float16)}, "dtype of k_cache"),
+        ({"v_cache": torch.zeros(3, 9, 2, 16)}, "shape of v_cache"),
+        ({"lengths": torch.tensor([1, 2])}, "dtype of lengths: found torch.int64; expected torch.int32"),
+        ({"lengths": torch.tensor([1], dtype=I32)}, "shape of lengths"),
+        ({"k_cache": torch.zeros(1, 8, 2, 16), "v_cache": torch.zeros(1, 8, 2, 16)}, "rows of k_cache: found 1"),
+        ({"page_table": torch.zeros(3, 4, dtype=I32)}, "shape of page_table"),
+        ({"page_table": torch.zeros(2, 4)}, "dtype of page_table"),
+        ({"page_table": (torch.zeros(2, dtype=I32), torch.zeros(4, dtype=I32))}, r"page_table\[0\]"),
+        ({"page_table": torch.zeros(2, 4, dtype=I32), "cache_rows": torch.zeros(2, dtype=I32)}, "cache_rows"),
+        ({"k_new": torch.zeros(2, 1, 2, 16)}, "k_new and v_new: found one of them"),
+        ({"k_new": torch.zeros(2, 1, 2, 8), "v_new": torch.zeros(2, 1, 2, 16)}, "heads and dim of k_new"),
+        ({"k_new": torch.zeros(1, 1, 2, 16), "v_new": torch.zeros(1, 1, 2, 16)}, "batch of k_new"),
+        ({"slots": torch.zeros(2)}, "without new tokens"),
+        ({"split": 100}, "split: found 100; expected a multiple of 128"),
+        ({"tree": torch.zeros(2, 2, 2, dtype=torch.bool)}, "shape of tree"),
+        ({"tree": torch.zeros(2, 1, 1)}, "dtype of tree"),
+        ({"window": (-1, -1)}, "window left"),
+        ({"cache_seqlens": 3}, "expected lengths"),
+        ({"block_table": 3}, "expected page_table="),
+        ({"windows": 3}, "expected window="),
+        ({"backend": "hopper"}, "KV cache"),
+        ({"out": torch.zeros(2, 1, 4, 8)}, "out"),
+        ({"sinks": torch.zeros(3)}, "shape of sinks"),
+        ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "gradient"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q"),
+        ({"plan": 3}, "plan"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_refused(changes: dict[str, Any], words: str) -> None:
+    call = given(**changes)
+    tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "lengths")]
+    with pytest.raises(tilewise.AttentionError, match=words):
+        tilewise.attention_kv(*tensors, **call)
+
+
+def test_an_int_is_everybodys_length() -> None:
+    x = inputs(KvCase((5, 5), dim=16))
+    a, b = (tilewise.attention_kv(x.q, x.k, x.v, n, **x.options) for n in (x.lengths, 5))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        (KvCase((5, 100), page=8, dim=16), lambda x: x.lengths.fill_(1000), "tokens of sequence 0: found 1000"),
+        (KvCase((5, 9), page=8, dim=16), lambda x: x.lengths[1].fill_(-1), r"lengths[1]: found -1"),
+        (KvCase((5, 9), page=8, dim=16), lambda x: x.options["page_table"][1, 1].fill_(99), "page 1 of sequence 1"),
+        (KvCase((5, 9), page=8, dim=16, csr=True), lambda x: x.options["page_table"][1][2].fill_(-5), "page 1 of seq"),
+        (KvCase((5, 9), page=0, dim=16), lambda x: x.options["cache_rows"].fill_(4), "cache_rows[0]: found 4"),
+        (KvCase((5, 9), starts=(0, 3), dim=16), lambda x: x.options["starts"].fill_(7), "starts[0]: found 7"),
+        (
+            KvCase((5, 9), queries=(1, 2), dim=16),
+            lambda x: x.options["cu_seqlens_q"][2].fill_(9),
+            "end of cu_seqlens_q",
+        ),
+        (
+            KvCase((15, 9), new=2, page=8, dim=16),
+            lambda x: x.options["page_table"][0].copy_(x.options["page_table"][0, 0].clone()),
+            "key 0 of sequence 0",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_contents_are_checked_when_asked(case: KvCase, change: Any, words: str) -> None:
+    x = inputs(case)
+    tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options)
+    change(x)
+    with pytest.raises(tilewise.AttentionError, match=re.escape(words)):
+        tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options)
+
+
+def test_garbage_is_clamped(backend: str) -> None:
+    """Lengths beyond the cache and pages that do not exist: wrong numbers, but no crash."""
+    x = inputs(KvCase((5, 9), page=8, dim=16))
+    x.lengths.fill_(10**9)
+    x.options["page_table"].fill_(10**9)
+    tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend=backend)
+
+
+def test_one_graph_with_the_writes_declared() -> None:
+    """torch.compile sees one graph, and the cache changes in it as it does without."""
+    x, y = (inputs(KvCase((20, 3), new=1, page=8, dim=16)) for _ in range(2))
+
+    def step(q, k, v, lengths, table, new):
+        out = tilewise.attention_kv(q, k, v, lengths, page_table=table, k_new=new, v_new=new)
+        return out + k.nan_to_num().sum()
+
+    new = torch.randn(2, 1, 2, 16)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    a = compiled(x.q, x.k, x.v, x.lengths, x.options["page_table"], new)
+    b = step(y.q, y.k, y.v, y.lengths, y.options["page_table"], new)
+    assert torch.equal(a, b)
+    assert torch.equal(x.k.nan_to_num(), y.k.nan_to_num())

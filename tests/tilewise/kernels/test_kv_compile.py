@@ -1,0 +1,75 @@
+"""The kernels of the KV cache fit every GPU that has tiles: compiled without one, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise.kernels.portable import tiles
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
+TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
+ROWS: tuple[dict[str, Any], ...] = (
+    {"kernel": "attend"},
+    {"kernel": "attend", "queries": 16},
+    {"kernel": "attend", "dim": 64, "heads": 64, "term": "window"},
+    {"kernel": "attend", "dim": 256},
+    {"kernel": "attend", "page": 0, "dtype": "float32", "dim": 64},
+    {"kernel": "plan", "packed": True},
+    {"kernel": "combine"},
+    {"kernel": "append"},
+)
+MORE: tuple[dict[str, Any], ...] = (  # where it is measured
+    *({"kernel": "attend", "page": page} for page in (0, 1, 64, 256)),
+    {"kernel": "attend", "queries": 8, "term": "tree"},
+    {"kernel": "attend", "queries": 100, "packed": True, "term": "softcap"},
+    {"kernel": "attend", "split": 4096},
+    {"kernel": "attend", "dim": 512},
+)
+SPILL = 8  # bytes that a thread may put aside once, before the first loop
+
+
+def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tilewise.kernels.compile_kv"], input=json.dumps(rows), capture_output=True,
+        text=True, env=env, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(made: dict[str, Any]) -> list[str]:
+    if "error" in made:
+        return [made["error"]]
+    allowed = SPILL if made["kernel"] == "attend" else 0
+    found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
+    if made["shared"] > tiles.chip(made["arch"]).shared:
+        found.append(f"{made['shared']} bytes of shared memory")
+    if made["kernel"] == "attend" and not any("MMA" in name or "mfma" in name for name in made["instructions"]):
+        found.append("no matrix instruction")
+    return found
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_fit(arch: tiles.Arch) -> None:
+    pytest.importorskip("triton")
+    made = reports([{"arch": arch, **row} for row in (ROWS + MORE if arch == 90 else ROWS)])
+    wrong = [f"{row}: {'; '.join(faults(row))}" for row in made if faults(row)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_keys_are_loaded_ahead() -> None:
+    """On Hopper: asynchronous copies into three stages of shared memory, and products of a warpgroup."""
+    (made,) = reports([{"arch": 90, "kernel": "attend"}])
+    assert made["instructions"]["LDGSTS"] > 0
+    assert made["instructions"]["HGMMA"] > 0
+    assert made["shared"] >= 2 * 3 * 64 * 128 * 2
