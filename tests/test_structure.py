@@ -98,7 +98,7 @@ RULES = {
     "integrations.hf_masks": Rule("integrations mods spec transformers"),
     "integrations.transformers": Rule("integrations api spec transformers"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
-    "compat": Rule("compat api merge mods spec"),
+    "compat": Rule("compat api cache merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),

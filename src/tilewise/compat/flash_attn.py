@@ -10,7 +10,6 @@ gradient. What cannot be honoured raises.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..cache.api import attention_kv
+from ..cache.request import Rotary
 from ..spec import AttentionError
 from . import bert_padding
 
@@ -145,10 +146,6 @@ def over_cache(
 ) -> Any:  # fmt: skip
     """(out, lse) of tilewise.attention_kv. flash-attn turns queries by their places if there is a band, and all of them
     by the first of these if there is none."""
-    library = import_module("tilewise")
-    attention_kv = getattr(library, "attention_kv", None)
-    if attention_kv is None:
-        raise AttentionError("a KV cache", "one", "none: this tilewise has no attention over a KV cache (attention_kv)")
     if lengths is None:
         lengths = k_cache.shape[1] - (0 if k is None else k.shape[1])
     words = {name: x for name, x in words.items() if name not in ("dropout_p", "deterministic") and x is not None}
@@ -158,7 +155,7 @@ def over_cache(
         if not words["causal"] and "window" not in words and q.dim() == 4:
             start = torch.as_tensor(lengths, device=q.device).expand(q.shape[0])
             rotary = rotary | {"q_positions": start[:, None].expand(q.shape[:2])}
-        words["rotary"] = library.Rotary(**rotary)
+        words["rotary"] = Rotary(**rotary)
     return attention_kv(q, k_cache, v_cache, lengths, **words)
 
 

@@ -131,9 +131,6 @@ def test_gradients_flow() -> None:
 def test_what_cannot_be_honoured_raises() -> None:
     q, k, v = made()
     cu = torch.tensor([0, 7], dtype=torch.int32)
-    if not HAS_CACHE:
-        with pytest.raises(tilewise.AttentionError, match="attention_kv"):
-            flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=3)
     for call, words in (
         (lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True), "one of them"),
         (lambda: flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=cu), "both"),
@@ -151,10 +148,6 @@ def test_a_cache_as_it_is() -> None:
     assert_close(flash_attn.flash_attn_with_kvcache(q, k, v, causal=True), naive(q, k, v)[0])
 
 
-HAS_CACHE = hasattr(tilewise, "attention_kv")
-need_cache = pytest.mark.skipif(not HAS_CACHE, reason="this tilewise has no attention over a KV cache")
-
-
 def turned(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
     """Rotary embedding of x (B, S, H, D) at places (B, S)."""
     c, s = (t[places][:, :, None].double() for t in (cos, sin))
@@ -163,7 +156,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: boo
     return torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)
 
 
-@need_cache
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rotary", [True, False])
@@ -196,7 +188,6 @@ def test_a_cache_that_grows(rotary: bool, causal: bool, interleaved: bool) -> No
         assert_close(caches[1][0, 4:7], v_new[0])
 
 
-@need_cache
 def test_pages() -> None:
     q, k, v = made(1, 12)
     table = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)

@@ -204,7 +204,7 @@ def test_compiled_decoding(name: str) -> None:
         ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], 1)
         mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
     assert torch.equal(ids, eager)
-    assert graphs.frame_count <= 2  # of 11 steps
+    assert graphs.frame_count <= (1 if name == "llama" else 2)  # as with eager: sliding layers count in Python
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
