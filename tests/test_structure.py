@@ -118,6 +118,7 @@ RULES = {
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
     "lab.warm": Rule("costs.warm spec rich"),
     "lab.interpreter": Rule("numpy triton"),
+    "lab.guard": Rule("numpy triton"),
     "lab.fuzz": Rule("dispatch lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
     "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
 }

@@ -94,8 +94,9 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     torch.Size([2, 1, 4, 64])
 
     Of q, the caches, k_new and v_new only shapes matter: those of any layer will do. One small kernel, which a CUDA
-    graph may record. A plan is good for as long as lengths (and cu_seqlens, starts) stay; a layer with another window
-    wants its own. With `plan`, an earlier one is made again in its place.
+    graph may record; a graph that only uses a plan does not hold it: keep both. A plan is good for as long as lengths
+    (and cu_seqlens, starts) stay; a layer with another window wants its own. With `plan`, an earlier one is made again
+    in its place.
     """
     asked = checks.kv_options(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, asked)

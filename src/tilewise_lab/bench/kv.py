@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -120,7 +121,20 @@ def _admit(
     return entry, _graphed(work) if device.type == "cuda" else work
 
 
-def _graphed(work: Work) -> Work:
+@dataclass(frozen=True)
+class Graphed:
+    """A call recorded in a CUDA graph, which holds addresses: it owns what was allocated while it recorded, and nothing
+    that was there before. A plan, gathered keys, a peer's buffers live as long as `work`; the next recording gives back
+    what nobody holds, and a replay would read memory that is gone."""
+
+    graph: torch.cuda.CUDAGraph
+    work: Work
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _graphed(work: Work) -> Graphed:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -130,7 +144,7 @@ def _graphed(work: Work) -> Work:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+    return Graphed(graph, work)
 
 
 def _error(case: KvCase, x: KvInputs, out: Tensor) -> float:

@@ -50,3 +50,18 @@ def locate_probe(out, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.c
     tl.store(out + 5, w.k0)
     tl.store(out + 6, w.n_k)
     tl.store(out + 7, w.r0)
+
+
+@triton.jit
+def copy_probe(x, out, n, far, N: tl.constexpr):
+    """Each program copies N places of x, masked at n, and puts them `far` behind those of the program before."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tile = tl.load(x + at, mask=at < n, other=0)
+    tl.store(out + tl.program_id(0) * far + tl.arange(0, N), tile, mask=at < n)
+
+
+@triton.jit
+def neighbour_probe(x, n):
+    """Each program adds to its place what the next one has."""
+    me = tl.program_id(0)
+    tl.store(x + me, tl.load(x + me) + tl.load(x + me + 1, mask=me + 1 < n, other=0))
