@@ -1,6 +1,9 @@
 """Exact attention for PyTorch, computed tile by tile."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from . import mods
 from .api import attention, attention_varlen, check
@@ -12,8 +15,10 @@ from .mods.dropout import dropout_mask
 from .spec import AttentionError
 
 if TYPE_CHECKING:
+    from . import compat, integrations
     from .costs.explanation import Explanation
     from .costs.warm import Warmed
+    from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
 __all__ = [
     "AttentionError",
@@ -27,16 +32,50 @@ __all__ = [
     "block_mask_varlen",
     "check",
     "check_kv",
+    "compat",
     "dropout_mask",
     "explain",
+    "integrations",
     "mask_mod",
     "merge",
     "mods",
     "plan_kv",
+    "replace_sdpa",
+    "replaces_sdpa",
+    "scaled_dot_product_attention",
     "score_mod",
     "warmup",
 ]
 __version__ = "0.1.0"
+
+# Imported when they are first asked for: names, and the modules that have them.
+_LATER = {
+    "compat": "tilewise.compat",
+    "distributed": "tilewise.distributed",
+    "integrations": "tilewise.integrations",
+    "replace_sdpa": "tilewise.integrations.sdpa",
+    "replaces_sdpa": "tilewise.integrations.sdpa",
+    "scaled_dot_product_attention": "tilewise.integrations.sdpa",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    found = module if module.__name__.endswith("." + name) else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def _activate() -> Any:
+    from .integrations.flash_registry import activate
+
+    return activate()
+
+
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # torch >= 2.11; it is active when somebody says so
+    torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 
 def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from . import checks, dispatch, ops
-from .checks import Options, takes_options
+from .checks import Options, nested, takes_options
 from .spec import Request
 
 
@@ -41,8 +41,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
     layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as torch's own attention has them;
         nothing is copied.
+
+    Nested tensors of jagged layout, (B, j, H, D), are packed sequences: out is nested as q is, and nothing is copied.
     """
-    out, lse = _run(q, k, v, options, layout=layout)
+    if isinstance(q, Tensor) and q.is_nested:
+        like, *others = checks.swapped(layout, q, k, v) if layout != "bshd" else (q, k, v)
+        values, offsets = nested.unpacked(like, *others)
+        out, lse = _run(*values, options, offsets, (None, None))
+        out, lse = nested.packed(out, lse, like)
+    else:
+        out, lse = _run(q, k, v, options, layout=layout)
     if layout != "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if options.get("return_lse") else out

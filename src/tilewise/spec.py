@@ -7,6 +7,7 @@ from ast import literal_eval
 from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
 
 from .torch_private import constant
@@ -59,6 +60,7 @@ class Spec(NamedTuple):
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
     longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
+    partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
 
     @staticmethod
     def of(
@@ -79,7 +81,7 @@ class Request(NamedTuple):
 
     q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), or packed (T, H, D) with cu_q and cu_k, int32 (B + 1,).
     The rest is optional: bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the
-    two mods read; a block mask's tile lists.
+    two mods read; a block mask's tile lists; origin, int32 (B, 7): where this call lies in a larger one (`ORIGIN`).
     """
 
     q: Tensor
@@ -94,6 +96,13 @@ class Request(NamedTuple):
     seed: Tensor | None = None
     mask: tuple[Tensor, ...] = ()
     blocks: tuple[Tensor, ...] = ()
+    origin: Tensor | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of out, and of the gradients of q, k and v."""
+        dtype = self.q.dtype
+        return torch.promote_types(dtype, torch.float32) if self.spec.partial else dtype
 
     @property
     def is_plain(self) -> bool:
@@ -114,8 +123,8 @@ class Request(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""
-        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks = self
-        return self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, *mask, *blocks
+        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks, origin = self
+        return self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, origin, *mask, *blocks
 
     @staticmethod
     def of(spec: Spec, tensors: Any) -> Request:
@@ -131,9 +140,9 @@ class Request(NamedTuple):
             return Request(q, k, v, spec)
         q, k, v, bias, sinks, *rest = tensors
         n, m = spec.score_tensors, spec.mask_tensors
-        cu_q, cu_k, seed, *others = rest[n:]
+        cu_q, cu_k, seed, origin, *others = rest[n:]
         mask, blocks = tuple(others[:m]), tuple(others[m:])
-        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks)
+        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks, origin)
 
 
 class Upstream(NamedTuple):
@@ -145,6 +154,10 @@ class Upstream(NamedTuple):
     dlse: Tensor | None
 
 
+# Where the rows of `Request.origin` say that a call lies, for mods and dropout; the band and the bias count within the
+# call. One row for each batch row or packed sequence: its number; what is added to a head; query i is i_0 + step * i,
+# key j is j_0 + step * j; and the lengths of the whole.
+ORIGIN = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
 Window = tuple[int | None, int | None]
 _KINDS: dict[Any, str] = {float: "float", int | None: "SymInt?", tuple[float, ...]: "float[]"}
 # Numbers that torch.compile may know by a symbol only are arguments of the ops. The rest of a Spec is one word to them:

@@ -66,6 +66,14 @@ def is_watched(*tensors: Tensor) -> bool:
     )
 
 
+_profiled: Callable[[], bool] = getattr(getattr(_C, "_autograd", None), "_profiler_enabled", None) or (lambda: False)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch's is at work, which should see a name for what is computed."""
+    return not torch.compiler.is_compiling() and _profiled()
+
+
 def has_address(x: Tensor) -> bool:
     """Not so of a tensor that torch.compile only pretends to have, or that torch.func wraps."""
     return type(x) in PLAIN and not _is_wrapped(x)
@@ -106,6 +114,29 @@ def constant(function: F) -> F:
     this, and imports all of the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def register_sharding(op: Any, rule: Callable[..., Any]) -> None:
+    """torch.distributed.tensor.experimental.register_sharding; but that remembers what it found by the shapes and those
+    arguments alone that come after the first int, and the rule looks at strings before it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import experimental as public
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    public.register_sharding(op)(rule)
+    first = next(n for n, x in enumerate(op._schema.arguments) if x.name == "others") + 1
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+
+
+def is_dtensor(*tensors: Tensor) -> bool:
+    """Whether one is sharded: by its name, so that nobody who has none imports what knows them."""
+    return any(type(x).__name__ == "DTensor" for x in tensors)
+
+
+def flattened(mesh: Any) -> Any:
+    """The process group of all ranks of a DeviceMesh; of one with two axes, row by row."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 def _public_stream(device: int) -> int:

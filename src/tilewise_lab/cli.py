@@ -33,6 +33,7 @@ COMMANDS = {
     "explain": Command(
         "tilewise_lab.explain.command", "what a call costs on any GPU, which roof binds, what would help"
     ),
+    "plan": Command("tilewise_lab.plan", "how to divide a long sequence among GPUs: strategies compared, one advised"),
     "warm": Command("tilewise_lab.warm", "compile a model's kernels ahead of its first step, with or without its GPU"),
     "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each gives a right answer, or one AttentionError"),
     "docs": Command("tilewise_lab.docs", "all of this as a small static site: reference, course, results"),

@@ -82,7 +82,7 @@ def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
     cu = torch.tensor([0, 1, 4], dtype=torch.int32)
     for call in (tilewise.attention_varlen, tilewise.check):
         call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 3})
-        with pytest.raises(AttentionError, match=f"max_seqlen_{side}: found 2; expected at least the 3 tokens of seq"):
+        with pytest.raises(AttentionError, match=f"max_seqlen_{side}: found 2; expected at least 3, the length"):
             call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
 
 
@@ -171,17 +171,6 @@ def test_a_bias_past_its_end_is_zero(shape: tuple[int, ...], twice: bool, backen
     grads = [torch.autograd.grad((out * weights).sum() + lse.sum(), short, create_graph=twice) for out, lse in found]
     torch.testing.assert_close(*found)
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize(
-    ("said", "found"), [((8, 11), "max_seqlen_q: found 8; expected at least 9"), ((9, 6), "max_seqlen_k: found 6;")]
-)
-def test_longest_that_is_not_the_longest(said: tuple[int, int], found: str) -> None:
-    q, k = torch.zeros(12, 2, 8), torch.zeros(19, 2, 8)
-    options: dict[str, Any] = {"max_seqlen_q": said[0], "max_seqlen_k": said[1]}
-    for call in (tilewise.attention_varlen, tilewise.check):
-        with pytest.raises(AttentionError, match=found):
-            call(q, k, k, CU_Q, CU_K, **options)
 
 
 def test_a_block_mask_of_other_sequences(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:

@@ -33,6 +33,7 @@ def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = Fa
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        origin=request.origin,
     )
 
 

@@ -49,6 +49,17 @@ class Work(NamedTuple):
     r0: tl.tensor
 
 
+class Place(NamedTuple):
+    """A pair as mods and dropout count it: batch row, head, query, key; and the lengths."""
+
+    b: tl.tensor
+    h: tl.tensor
+    i: tl.tensor
+    j: tl.tensor
+    n_q: tl.tensor
+    n_k: tl.tensor
+
+
 class Rows(NamedTuple):
     """Where a tile lies: rows `first` and on of the sequence that starts at token t, which has n of them."""
 
@@ -105,7 +116,7 @@ class Sinks(NamedTuple):
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
     whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
-    `wild`: it may be infinite."""
+    `wild`: it may be infinite. `origin`: see tilewise.spec.ORIGIN."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tuple = Sinks()
@@ -117,6 +128,7 @@ class Terms(NamedTuple):
     blocks: tl.tuple = Blocks()
     steep: tl.constexpr = None
     wild: tl.constexpr = None
+    origin: tl.tensor = None
 
 
 class Law(NamedTuple):
@@ -266,9 +278,29 @@ def masked(x, hidden, edge, picky, i, j, w, h, law):
     else:
         if edge or picky:
             if picky:
-                x = tl.where(law.MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, law.terms.mask), x, hidden)
+                x = tl.where(pleases(i, j, w, h, law.terms, law.MASK_MOD), x, hidden)
             x = tl.where(visible(i, j, w, law.before, law.after), x, hidden)
     return x
+
+
+@triton.jit
+def pleases(i, j, w, h, terms, MASK_MOD: tl.constexpr):
+    """Which keys j the mask mod shows the queries i."""
+    at = place(i, j, w, h, terms)
+    return MASK_MOD(None, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.mask)
+
+
+@triton.jit
+def place(i, j, w, h, terms):
+    """Where mods and dropout find the pair: here, or where `origin` says that this call lies in a larger one."""
+    if terms.origin is None:
+        return Place(w.b, h, i, j, w.n_q, w.n_k)
+    else:
+        row = terms.origin + w.b * 7
+        step = tl.load(row + 4)
+        i = tl.load(row + 2) + step * i
+        j = tl.load(row + 3) + step * j
+        return Place(tl.load(row), tl.load(row + 1) + h, i, j, tl.load(row + 5), tl.load(row + 6))
 
 
 @triton.jit
@@ -290,7 +322,7 @@ def seen(i, j, w, h, law):
     """Which keys j the queries i see: both exist, the band shows the key, and the mask mod does."""
     keep = visible(i, j, w, law.before, law.after) & (i < w.n_q)
     if law.MASK_MOD is not None:
-        keep &= law.MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, law.terms.mask)
+        keep &= pleases(i, j, w, h, law.terms, law.MASK_MOD)
     return keep
 
 
@@ -461,10 +493,11 @@ def dropped(p, w, h, i, j, terms):
         seed = tl.load(terms.seed)
         word = mix((seed & 0xFFFFFFFF).to(tl.uint32))
         word = mix(word ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-        word = mix(word ^ tl.cast(w.b, tl.uint32))
-        word = mix(word ^ tl.cast(h, tl.uint32))
-        word = mix(word ^ i.to(tl.uint32))
-        bits = mix(word + j.to(tl.uint32) * 0x9E3779B9) >> 1
+        at = place(i, j, w, h, terms)
+        word = mix(word ^ tl.cast(at.b, tl.uint32))
+        word = mix(word ^ tl.cast(at.h, tl.uint32))
+        word = mix(word ^ at.i.to(tl.uint32))
+        bits = mix(word + at.j.to(tl.uint32) * 0x9E3779B9) >> 1
         return tl.where(bits.to(tl.int32) >= terms.threshold, p * terms.rescale, 0.0)
 
 
@@ -486,7 +519,8 @@ def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.c
     """`scores`, then the score mod and the bias."""
     s = scores(product, w, h, i, j, scale, FOLD)
     if SCORE_MOD is not None:
-        s = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+        at = place(i, j, w, h, terms)
+        s = SCORE_MOD(s, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.score)
     if terms.bias.ptr is not None:
         s += biases(terms.bias, w, h, i, j)
     return s
@@ -498,7 +532,8 @@ def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE
     s = scores(product, w, h, i, j, scale, FOLD)
     slope = s
     if SCORE_MOD is not None:
-        s, slope = SCORE_MOD(s, w.b, h, i, j, w.n_q, w.n_k, terms.score)
+        at = place(i, j, w, h, terms)
+        s, slope = SCORE_MOD(s, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.score)
     if terms.bias.ptr is not None:
         s += biases(terms.bias, w, h, i, j)
     return s, slope

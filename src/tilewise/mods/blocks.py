@@ -161,6 +161,15 @@ def block_mask(
     return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window))
 
 
+def listed(mod: Mod, kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int) -> BlockMask:
+    """A block mask from what is known of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`: whoever says that a tile is
+    empty or full is believed."""
+    block_q, block_k = block
+    _check(mod, (block_q, block_k), {})
+    shape = (kinds.shape[0], kinds.shape[1], n_q, n_k)
+    return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, (None, None))
+
+
 def block_mask_varlen(
     mod: Mod,
     cu_seqlens_q: Tensor,

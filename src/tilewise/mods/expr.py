@@ -295,6 +295,13 @@ class Place(NamedTuple):
     n_q: Any
     n_k: Any
 
+    def within(self, origin: Tensor | None) -> Place:
+        """The same pairs as the larger call counts them that this one is a part of, if it is one (see spec.ORIGIN)."""
+        if origin is None:
+            return self
+        b, h, i, j, step, n_q, n_k = origin[self.b].long().unbind(-1)
+        return Place(b, self.h + h, i + step * self.i, j + step * self.j, n_q, n_k)
+
 
 def evaluate(
     roots: Sequence[Expr],

@@ -17,10 +17,18 @@ KNOWN = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float",
 
 
 class Captured:
-    """A tensor that the mod reads: worth something only at an index, or alone if it has no axes."""
+    """A tensor that the mod reads: worth something only at an index, or alone if it has no axes. `rank` counts the axes
+    that have no index yet; `table[b][h]` has got one after the other."""
 
-    def __init__(self, position: int, name: str, rank: int, kind: str) -> None:
-        self.position, self.name, self.rank, self.kind = position, name, rank, kind
+    def __init__(self, position: int, name: str, rank: int, kind: str, indices: tuple[Expr, ...] = ()) -> None:
+        self.position, self.name, self.rank, self.kind, self.indices = position, name, rank, kind, indices
+
+    def at(self, indices: Sequence[Expr]) -> Captured:
+        rest = self.rank - len(indices)
+        return Captured(self.position, self.name, rest, self.kind, (*self.indices, *indices))
+
+    def load(self) -> Expr:
+        return expr.load(self.position, *self.indices, kind=self.kind)
 
 
 def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Expr]) -> Expr | None:

@@ -92,7 +92,7 @@ class _Reader:
         if isinstance(found, Captured):
             if found.rank:
                 self.fail(x, f"the tensor {ast.unparse(x)!r} whole", f"{ast.unparse(x)} at {found.rank} indices")
-            return expr.load(found.position, kind=found.kind)
+            return found.load()
         return found
 
     def expression(self, x: ast.expr) -> Expr | Captured:
@@ -172,17 +172,17 @@ class _Reader:
             self.fail(x, f"{ast.unparse(x)!r}, of {', '.join(a.kind for a in args)}", "& | ~ of what is true or false")
         return found
 
-    def subscript(self, x: ast.expr, tensor: ast.expr, index: ast.expr) -> Expr:
+    def subscript(self, x: ast.expr, tensor: ast.expr, index: ast.expr) -> Captured:
         captured = self.expression(tensor)
         if not isinstance(captured, Captured):
             self.fail(x, f"an index into {ast.unparse(tensor)!r}", "an index into a tensor the mod was called with")
         indices = [self.value(i) for i in (index.elts if isinstance(index, ast.Tuple) else [index])]
-        if len(indices) != captured.rank:
+        if len(indices) > captured.rank:
             self.fail(x, f"{len(indices)} indices", f"{captured.rank}, as many as {ast.unparse(tensor)!r} has axes")
         for i in indices:
             if i.kind != "int":
                 self.fail(x, f"a {i.kind} as an index", "an int: write int(...) around it")
-        return expr.load(captured.position, *indices, kind=captured.kind)
+        return captured.at(indices)
 
     def called(self, x: ast.Call, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Expr:
         named = {k.arg: self.value(k.value) for k in keywords if k.arg}

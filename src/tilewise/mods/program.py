@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,12 +52,7 @@ class Program:
         """This program applied to what `first` returns; of masks, what both show."""
 
         def move(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
-            if x is expr.SCORE:
-                return first.root
-            if x.op in ("load", "number"):
-                shift = len(first.ranks) if x.op == "load" else first.numbers
-                return expr.node(x.op, *args, value=x.value + shift, kind=x.kind)
-            return None
+            return first.root if x is expr.SCORE else _behind(first, x, args)
 
         if self.root.kind == "bool":
             root = expr.logic("and", first.root, expr.substitute(self.root, move))
@@ -67,6 +62,14 @@ class Program:
             slope = expr.arithmetic("mul", expr.substitute(self.slope, move), first.slope)
         root = expr.substitute(self.root, move)
         return Program(root, first.ranks + self.ranks, first.numbers + self.numbers, slope)
+
+
+def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+    """A node that reads a tensor or a number, where those of `first` come before them."""
+    if x.op not in ("load", "number"):
+        return None
+    shift = len(first.ranks) if x.op == "load" else first.numbers
+    return expr.node(x.op, *args, value=x.value + shift, kind=x.kind)
 
 
 class Programs(dict[str, Program]):
@@ -186,3 +189,16 @@ def bound(mods: Sequence[Mod]) -> Mod | None:
     numbers = tuple(x for m in mods for x in m.numbers)
     name = ", ".join([m.name for m in mods])
     return Mod(mods[0].kind, chain(tuple(m.key for m in mods)), tensors, numbers, name)
+
+
+def joined(op: str, mods: Sequence[Mod]) -> Mod:
+    """One mask mod: the "and", or the "or", of the given ones."""
+    first, *rest = mods
+    for mod in rest:
+        a, b = first.program, mod.program
+        root = expr.logic(op, a.root, expr.substitute(b.root, partial(_behind, a)))
+        key = register(Program(root, a.ranks + b.ranks, a.numbers + b.numbers))
+        first = Mod(
+            "mask", key, first.tensors + mod.tensors, first.numbers + mod.numbers, f"{first.name} {op} {mod.name}"
+        )
+    return first

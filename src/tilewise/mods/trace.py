@@ -63,10 +63,10 @@ class _Noted:
         indices = [_expression(i) for i in (index if isinstance(index, tuple) else (index,))]
         if not isinstance(tensor, Captured):
             _refuse("an index into a value", "an index into a tensor")
-        if len(indices) != tensor.rank or any(i.kind != "int" for i in indices):
+        if len(indices) > tensor.rank or any(i.kind != "int" for i in indices):
             kinds = ", ".join(i.kind for i in indices)
             _refuse(f"{tensor.name!r} at {len(indices)} indices ({kinds})", f"{tensor.rank} of them, ints")
-        return _Noted(expr.load(tensor.position, *indices, kind=tensor.kind))
+        return _Noted(tensor.at(indices))
 
     def __bool__(self) -> NoReturn:
         _refuse("a choice by a value (if, and, or, not, min, max)", WHAT_WORKS)
@@ -96,7 +96,7 @@ def _expression(value: Any) -> Expr:
     if isinstance(value, (bool, int, float)):
         return expr.const(value)
     if isinstance(value, Captured) and value.rank == 0:
-        return expr.load(value.position, kind=value.kind)
+        return value.load()
     if isinstance(value, Expr):
         return value
     name = f"the tensor {value.name!r} whole" if isinstance(value, Captured) else f"a {type(value).__name__}"

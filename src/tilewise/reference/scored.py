@@ -32,7 +32,8 @@ class Block(NamedTuple):
     b: int
     tokens: slice  # rows of the sequence
     keys: Keys
-    place: Place
+    local: Place  # as the band counts them
+    place: Place  # as mods and dropout do
 
 
 class Sequence(NamedTuple):
@@ -47,7 +48,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     request = covering(request)
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for (q_all, out_all, lse_all), (k_all, v_all), blocks in sequences(
@@ -57,7 +58,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
                 q_tile = q_all[:, block.tokens].to(dtype)
                 k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
                 s = worth(spec.scale * (q_tile @ k_tile.mT), block, request, dtype)
-                hide = hidden(block.place, request).expand(s.shape)
+                hide = hidden(block, request).expand(s.shape)
                 s = s.masked_fill(hide, -torch.inf)
                 p, log_sum = softmax(s, request.sinks)
                 factor = kept(block.place, request, dtype)
@@ -96,7 +97,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
                 x[:, block.tokens].to(dtype) for x in views[: len(rows)]
             )
             raw = spec.scale * (q_tile @ k_tile.mT)
-            hide = hidden(block.place, request).expand(raw.shape)
+            hide = hidden(block, request).expand(raw.shape)
             safe_lse = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
             p = torch.exp(worth(raw, block, request, dtype) - safe_lse).masked_fill(hide, 0.0)
             factor = kept(block.place, request, dtype)
@@ -116,11 +117,11 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     q, k, v, spec = request[:4]
     cu_k = request.cu_k
     dtype = torch.promote_types(q.dtype, torch.float32)
-    dq = q.new_zeros(q.shape)
+    dq = q.new_zeros(q.shape, dtype=request.result_dtype)
     group = q.shape[-2] // max(1, k.shape[-2])
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     if q.numel() == 0:
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk.to(dq.dtype), dv.to(dq.dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for x, (dq_all,) in _passes(request, upstream, [dq]):
             ds = x.ds
@@ -136,7 +137,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
             for total, tile, factor in (dk, dk_tile, spec.scale), (dv, dv_tile, 1.0):
                 view = total[x.block.b] if cu_k is None else total[_tokens(cu_k, x.block.b)]  # (n_k, Hk, D)
                 view[x.block.keys] += factor * tile.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(dq.dtype), dv.to(dq.dtype)
 
 
 def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> list[Tensor]:
@@ -214,17 +215,17 @@ def bias_rows(bias: Tensor, block: Block) -> tuple[Tensor, Keys]:
     return bias[block.b if bias.shape[0] > 1 else 0][:, rows], block.keys if bias.shape[3] > 1 else slice(None)
 
 
-def hidden(place: Place, request: Request) -> Tensor:
+def hidden(block: Block, request: Request) -> Tensor:
     """True where the query does not see the key; broadcasts to (H, R, C)."""
-    spec = request.spec
-    at = place.i + (place.n_k - place.n_q)
-    hide = torch.zeros_like(at == place.j)
+    spec, local = request.spec, block.local
+    at = local.i + (local.n_k - local.n_q)
+    hide = torch.zeros_like(at == local.j)
     if spec.before is not None:
-        hide |= place.j < at - spec.before
+        hide |= local.j < at - spec.before
     if spec.after is not None:
-        hide |= place.j > at + spec.after
+        hide |= local.j > at + spec.after
     if spec.mask_mod is not None:
-        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], place, None, request.mask, spec.mask_numbers)
+        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], block.place, None, request.mask, spec.mask_numbers)
         hide = hide | ~torch.as_tensor(seen, device=hide.device)
     return hide
 
@@ -270,10 +271,10 @@ def sequences(rows: list[Tensor], keys: list[Tensor], request: Request, whole: b
         heads, n_q = row_views[0].shape[:2]
         n_k = key_views[0].shape[1]
         if whole:
-            blocks = [_block(b, slice(0, n_q), slice(0, n_k), heads, n_q, n_k, rows[0].device)]
+            blocks = [_block(b, slice(0, n_q), slice(0, n_k), heads, n_q, n_k, request)]
         else:
             blocks = [
-                _block(b, slice(i, min(i + step, stop)), columns, heads, n_q, n_k, rows[0].device)
+                _block(b, slice(i, min(i + step, stop)), columns, heads, n_q, n_k, request)
                 for start, stop, columns in _strips(b, n_q, n_k, spec, tiles, rows[0].device)
                 for step in [max(1, ROWS // max(1, heads * (n_k if isinstance(columns, slice) else len(columns))))]
                 for i in range(start, stop, step)
@@ -309,10 +310,12 @@ def _visited(request: Request) -> list[list[list[int]]]:
     ]
 
 
-def _block(b: int, tokens: slice, keys: Keys, heads: int, n_q: int, n_k: int, device: torch.device) -> Block:
+def _block(b: int, tokens: slice, keys: Keys, heads: int, n_q: int, n_k: int, request: Request) -> Block:
+    device = request.q.device
     h, i = torch.arange(heads, device=device), torch.arange(tokens.start, tokens.stop, device=device)
     j = torch.arange(n_k, device=device)[keys]
-    return Block(b, tokens, keys, Place(b, h[:, None, None], i[:, None], j, n_q, n_k))
+    local = Place(b, h[:, None, None], i[:, None], j, n_q, n_k)
+    return Block(b, tokens, keys, local, local.within(request.origin))
 
 
 def _tokens(cu: Tensor, b: int) -> slice:

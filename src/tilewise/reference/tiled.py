@@ -68,7 +68,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     """
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for part in parts([q, out, as_rows(lse)], [k, v], request):
@@ -106,7 +106,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     q, k, v, spec = request[:4]
     out, lse, dout, dlse = upstream
     dtype = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=request.result_dtype) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         for part in parts([q, out, dout, dq, *stats], [k, v, dk, dv], request):

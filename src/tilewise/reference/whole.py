@@ -163,7 +163,7 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
         # a query or a key that is not finite makes the scores nan of pairs that see each other, and of no others
         bad_q, bad_k = (~x.isfinite().all(-1, keepdim=True) for x in (q_all, k_all))
         raw = spec.scale * (q_all.masked_fill(bad_q, 0.0) @ k_all.masked_fill(bad_k, 0.0).mT)
-        hide = hidden(block.place, request).expand(raw.shape)
+        hide = hidden(block, request).expand(raw.shape)
         raw = raw.masked_fill((bad_q | bad_k.mT) & ~hide, torch.nan)
         s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)

@@ -35,12 +35,14 @@ def main(arch: int | str, d: int, dtype: str) -> None:
     }
     for name, value in stand_ins.items():
         setattr(terms, name, value)
-    n = 256
+    n, cu = 256, torch.zeros(3, dtype=torch.int32)
     q, k, v, dout, out = (torch.empty(2, n, 4, d, dtype=getattr(torch, dtype)) for _ in range(5))
     for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
         bias = torch.empty(shape, dtype=q.dtype)
         request = Request(q, k, v, Spec(d**-0.5, None, 0), bias=bias)
         terms.Sums(request, Upstream(out, torch.empty(2, 4, n), dout, None)).of_bias(bias)
+        packed = Request(*(x[0] for x in (q, k, v)), request.spec, bias=bias, cu_q=cu, cu_k=cu)
+        terms.Sums(packed, Upstream(out[0], torch.empty(4, n), dout[0], None)).of_bias(bias)
     print(json.dumps(made))
 
 

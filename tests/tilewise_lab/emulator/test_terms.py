@@ -42,7 +42,7 @@ def forward(request: Request, _recordings: Any = None) -> Any:
     from tilewise.kernels.hopper.launch import forward_launches, new_state
 
     q, k, v, *_ = request
-    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
+    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=request.result_dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
@@ -59,7 +59,7 @@ def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> A
     q, k, v, *_ = request
     out, lse, dout, dlse = upstream
     upstream = Upstream(out.detach(), lse.detach(), dout.contiguous(), dlse)
-    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
     space = new_space(q, problem(request))

@@ -58,7 +58,7 @@ from .compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from .pipeline import Queue, at, barriers, board, hand_back, phase, recall, take
+from .pipeline import Queue, at, barriers, board, hand_back, phase, recall, store_full, take
 
 # hardware barriers, each for warpgroup w and buffer b of dS, at + 2 w + b
 STORED: gl.constexpr = gl.constexpr(8)  # w has stored its dS in b
@@ -276,11 +276,15 @@ def consume(
             report(outputs.flag, dv)
         n = here(n + blocks_of(visit, PLAN))  # of which the compiler may know that it is even, and what follows from it
         w = recall(work, here(turn), call.n_q, call.n_k, PACKED)  # kept all along, it would cost registers
-        where = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first + 64 * WG)
-        send(dk * call.scale, out.dk.index(WG * out.dk.shape[0] // 2), outputs.dk, where)
-        if PLAN.COPIED:
-            mbarrier.wait(out.empty.index(0 if PLAN.ORDERED else WG), phase(n - 1, 1))
-        send(dv, out.dv.index(WG * out.dv.shape[0] // 2), outputs.dv, where)
+        if outputs.dk_full.ptr is not None:
+            store_full(outputs.dk_full, dk * call.scale, w.b, w.h, w.k0, w.n_k, w.first + 64 * WG, 0)
+            store_full(outputs.dv_full, dv, w.b, w.h, w.k0, w.n_k, w.first + 64 * WG, 0)
+        else:
+            where = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first + 64 * WG)
+            send(dk * call.scale, out.dk.index(WG * out.dk.shape[0] // 2), outputs.dk, where)
+            if PLAN.COPIED:
+                mbarrier.wait(out.empty.index(0 if PLAN.ORDERED else WG), phase(n - 1, 1))
+            send(dv, out.dv.index(WG * out.dv.shape[0] // 2), outputs.dv, where)
         hand_back(work, turn)
         turn += 1
         w = take(work, turn, call.n_q, call.n_k, PACKED)
@@ -289,8 +293,8 @@ def consume(
 
 @gluon.jit(**ANY_SIZE)
 def backward_kernel(
-    q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
+    q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, dk_full, dv_full, flag, semaphores, cu_q, cu_k, n_q, n_k,
+    before, after, unit, scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = PLAN.D
@@ -298,7 +302,7 @@ def backward_kernel(
     call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, rising, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
-    outputs = Outputs(sums, sum_rows, dk, dv, flag)
+    outputs = Outputs(sums, sum_rows, dk, dv, dk_full, dv_full, flag)
     BLOCK_M: gl.constexpr = PLAN.BLOCK_M
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * D // 512, 256], sum_rows.layout)

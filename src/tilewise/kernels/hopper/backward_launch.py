@@ -11,7 +11,7 @@ from .. import replay
 from ..launch import INTERPRETED, Launch, multiprocessors, on
 from ..portable.backward import Saved
 from ..portable.launch import backward as portable_backward
-from ..portable.launch import clear_launches
+from ..portable.launch import clear_launches, new_gradients
 from ..repair import repair_backward_kernel
 from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, mask_mod, slope_mod
@@ -21,7 +21,7 @@ from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
 from .careful import careful
 from .compat import TensorDescriptor, gl
-from .descriptors import descriptor
+from .descriptors import descriptor, full
 from .finish import finish_kernel, start_kernel
 from .limits import GPU, has_backward
 from .tiles import backward_tile
@@ -139,8 +139,10 @@ def backward_launches(
             *(TensorDescriptor(x, x.shape, x.stride(), [1, plan.BLOCK_M], PLAIN) for x in (space.lse2, space.delta)),
             space.sums,
             TensorDescriptor(space.sums, space.sums.shape, (256, 1), [plan.BLOCK_M * block_d // 512, 256], PLAIN),
-            descriptor(dk, 64, block_d // 2 if wide else block_d),
-            descriptor(dv, 64, block_dv // 2 if wide else block_dv), flag, space.semaphores, *packing,
+            # of gradients in float32 the descriptors are not used, and say no more than the shapes of tiles
+            descriptor(k if spec.partial else dk, 64, block_d // 2 if wide else block_d),
+            descriptor(v if spec.partial else dv, 64, block_dv // 2 if wide else block_dv),
+            full(dk, spec), full(dv, spec), flag, space.semaphores, *packing,
             spec.before, spec.after, unit * LOG2E.value, rate, space.tokens, rising,
             space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
         ),
@@ -183,7 +185,7 @@ def backward(
     q, k, v, *_ = request
     if not has_backward(q.shape[-1], v.shape[-1]):
         return portable_backward(request, upstream, recordings)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = new_gradients(request)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     upstream = lined(upstream)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, exponent, locate, worth_and_slope
+from ..tile import PAD, Work, band, exponent, locate, pleases, worth_and_slope
 from .compat import (
     add_out,
     await_previous,
@@ -80,12 +80,15 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """dQ in float32, as a pointer and, for the copy engine, as rows of 256; dK; dV; a flag for what is not finite."""
+    """dQ in float32, as a pointer and, for the copy engine, as rows of 256; dK and dV, and where they go in float32, if
+    they do; a flag for what is not finite."""
 
     sums: tl.tensor
     sum_rows: tl.tensor
     dk: tl.tensor
     dv: tl.tensor
+    dk_full: tl.tuple
+    dv_full: tl.tuple
     flag: tl.tensor
 
 
@@ -239,7 +242,7 @@ def exponents(
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
     s = exponent(s, lse2, call.unit, call.terms.bias.ptr)
     if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, h, i, j, w.n_q, w.n_k, call.terms.mask)
+        seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))
     if edge:
         s = masked(s, at - i0, left, call)

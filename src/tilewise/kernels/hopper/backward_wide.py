@@ -58,7 +58,7 @@ from .compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )  # fmt: skip
-from .pipeline import Queue, at, barriers, board, hand_back, phase, recall, take
+from .pipeline import Queue, at, barriers, board, hand_back, phase, recall, store_full, take
 
 # hardware barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)
@@ -306,15 +306,19 @@ def consume(
             report(outputs.flag, dv)
         n = here(n + blocks_of(visit, PLAN))
         w = recall(work, here(turn), call.n_q, call.n_k, PACKED)  # kept all along, it would cost registers
-        dk_at = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first, D * WG)
-        dv_at = at(outputs.dv, w.b, w.h, w.k0, w.n_k, w.first, DV * WG)
         wait_turn(ALL_READ, 256)
-        hold.dk.index(WG).reshape([64, D]).store((dk * call.scale).to(outputs.dk.dtype))
-        hold.dv.index(WG).reshape([64, DV]).store(dv.to(outputs.dv.dtype))
-        fence_async_shared()
-        copy_out(outputs.dk, dk_at, hold.dk.index(WG))
-        copy_out(outputs.dv, dv_at, hold.dv.index(WG))
-        tma.store_wait(0)
+        if outputs.dk_full.ptr is not None:
+            store_full(outputs.dk_full, dk * call.scale, w.b, w.h, w.k0, w.n_k, w.first, D * WG)
+            store_full(outputs.dv_full, dv, w.b, w.h, w.k0, w.n_k, w.first, DV * WG)
+        else:
+            dk_at = at(outputs.dk, w.b, w.h, w.k0, w.n_k, w.first, D * WG)
+            dv_at = at(outputs.dv, w.b, w.h, w.k0, w.n_k, w.first, DV * WG)
+            hold.dk.index(WG).reshape([64, D]).store((dk * call.scale).to(outputs.dk.dtype))
+            hold.dv.index(WG).reshape([64, DV]).store(dv.to(outputs.dv.dtype))
+            fence_async_shared()
+            copy_out(outputs.dk, dk_at, hold.dk.index(WG))
+            copy_out(outputs.dv, dv_at, hold.dv.index(WG))
+            tma.store_wait(0)
         mbarrier.arrive(hold.keys.empty.index(0), count=1)
         hand_back(work, turn)
         turn += 1
@@ -352,14 +356,14 @@ def keep_order(order, semaphores, work, call, queue, ASK: gl.constexpr, PLAN: gl
 
 @gluon.jit(**ANY_SIZE)
 def backward_wide_kernel(
-    q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, flag, semaphores, cu_q, cu_k, n_q, n_k, before, after, unit,
-    scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
+    q, k, v, do, lse2, delta, sums, sum_rows, dk, dv, dk_full, dv_full, flag, semaphores, cu_q, cu_k, n_q, n_k,
+    before, after, unit, scale, padded, rising, counter, total, rows, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     call = Call(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded, rising, terms)
     queue = Queue(counter, total, rows, tiles, heads, batch, cohort)
     inputs = Inputs(q, k, v, do, lse2, delta)
-    outputs = Outputs(sums, sum_rows, dk, dv, flag)
+    outputs = Outputs(sums, sum_rows, dk, dv, dk_full, dv_full, flag)
     keys = keys_ring(k, v, 1)
     p_tile = gl.allocate_shared_memory(gl.float32, [BLOCK_M // 4, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))

@@ -5,8 +5,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...spec import Spec
+from ..shapes import view
 from .compat import TensorDescriptor, gl
-from .pipeline import FAR
+from .pipeline import FAR, Full
 from .tiles import widths
 
 
@@ -27,6 +29,14 @@ def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
         shape = [2 * far - 1, 2 * far - 1, x.shape[1], far, x.shape[2]]
         strides, box = [2**34 - token, token, head, token, one], (1, 1, 1, rows, width)
     return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
+
+
+def full(x: Tensor, spec: Spec) -> Full:
+    """Where results go in float32, if they do."""
+    if not spec.partial:
+        return Full()
+    strides = view(x).strides
+    return Full(x, strides[:3], x.shape[-1])
 
 
 @cache

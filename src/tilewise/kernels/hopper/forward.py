@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import ANY_SIZE, LN2, LOG2E, Work, exponent, gap, locate, measured, row_pointers, unit_of, worth
+from ..tile import ANY_SIZE, LN2, LOG2E, Work, exponent, gap, locate, measured, pleases, row_pointers, unit_of, worth
 from .compat import (
     arrive,
     barrier,
@@ -56,6 +56,7 @@ from .pipeline import (
     ring,
     room,
     send,
+    store_full,
     take,
 )  # fmt: skip
 
@@ -78,6 +79,13 @@ class Plan(NamedTuple):
     PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
     TURNS: bool  # the warpgroups ask for their products one after the other
     LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
+
+
+class Target(NamedTuple):
+    """Where O goes: by TMA, rounded; or, if there is a `full`, as it is."""
+
+    desc: tl.tensor
+    full: tl.tuple
 
 
 class Pipes(NamedTuple):
@@ -115,7 +123,7 @@ def score(
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
     if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & MASK_MOD(None, w.b, w.h, i, j, w.n_q, w.n_k, terms.mask)
+        seen = (i == i) & (j == j) & pleases(i, j, w, w.h, terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         last = here(row) + (first + w.n_k - w.n_q - start)
@@ -283,7 +291,7 @@ def consume(
     pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms,
     WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = o.dtype
+    DTYPE: gl.constexpr = o.desc.dtype
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     unit = unit_of(scale, PLAN.FOLD)
@@ -366,20 +374,26 @@ def finish(
         kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.bias.ptr), terms)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
-    if PLAN.PARTS == 2 and len(acc) == 1:
-        acc = halves(acc[0])
-    tma.store_wait(0)  # the last tile has left this memory
-    sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, WIDTH]), 0)
-    if PLAN.PARTS == 2:
+    if o.full.ptr is not None:
+        sums = store_whole(acc[0], kept / some, o.full, w, first, 0)
+        if len(acc) == 2:
+            more = store_whole(acc[1], kept / some, o.full, w, first, PLAN.WIDTHS[0])
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
+    else:
+        if PLAN.PARTS == 2 and len(acc) == 1:
+            acc = halves(acc[0])
+        tma.store_wait(0)  # the last tile has left this memory
+        sums = store_part(acc[0], kept / some, o_tile.reshape([ROWS, WIDTH]), 0)
+        if PLAN.PARTS == 2:
+            fence_async_shared()
+            copy_out(o.desc, at(o.desc, w.b, w.h, w.q0, w.n_q, first), o_tile)
+            tma.store_wait(0)
+        if len(acc) == 2:
+            COLUMN: gl.constexpr = 0 if PLAN.PARTS == 2 else PLAN.WIDTHS[0]
+            more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, WIDTH]), COLUMN)
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
-        copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first), o_tile)
-        tma.store_wait(0)
-    if len(acc) == 2:
-        COLUMN: gl.constexpr = 0 if PLAN.PARTS == 2 else PLAN.WIDTHS[0]
-        more = store_part(acc[1], kept / some, o_tile.reshape([ROWS, WIDTH]), COLUMN)
-        sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
-    fence_async_shared()
-    copy_out(o, at(o, w.b, w.h, w.q0, w.n_q, first, WIDTH * (PLAN.PARTS - 1)), o_tile)
+        copy_out(o.desc, at(o.desc, w.b, w.h, w.q0, w.n_q, first, WIDTH * (PLAN.PARTS - 1)), o_tile)
     if flag is not None:
         sound = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         odd = (sums != sums) & (sound == sound)
@@ -408,6 +422,14 @@ def store_part(acc, share, o_tile, COLUMN: gl.constexpr):
     """out = share * acc to its columns of the tile in shared memory; the lanes' sums of it."""
     out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
     o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
+    return lane_sums(out)
+
+
+@gluon.jit
+def store_whole(acc, share, full, w, first, COLUMN: gl.constexpr):
+    """The same to memory, in float32."""
+    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
+    store_full(full, out, w.b, w.h, w.q0, w.n_q, first, COLUMN)
     return lane_sums(out)
 
 
@@ -467,7 +489,7 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
 
 @gluon.jit(**ANY_SIZE)
 def forward_kernel(
-    q, q_rest, k, k_rest, v, v_rest, o, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
+    q, q_rest, k, k_rest, v, v_rest, o, o_full, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
     total, lines, tiles, heads, batch, cohort, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
@@ -482,6 +504,7 @@ def forward_kernel(
     k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
     v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
     pipes = Pipes(q_ring, k_ring, v_ring, room(o, WARPGROUPS), board(WARPGROUPS))
+    o = Target(o, o_full)
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([

@@ -12,7 +12,7 @@ from ...torch_private import current_stream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, multiprocessors, on
-from ..portable.launch import ahead, clear_launches, jvp, new_results, term_gradients
+from ..portable.launch import ahead, clear_launches, jvp, new_gradients, new_results, term_gradients
 from ..portable.launch import every_launch as portable_launches
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
@@ -22,7 +22,7 @@ from ..terms import device_terms, mask_mod, score_mod
 from . import tiles
 from .backward_launch import backward, backward_launches, new_space
 from .careful import careful
-from .descriptors import both, descriptor
+from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
 from .limits import GPU, has_backward
 
@@ -60,7 +60,8 @@ def forward_launches(
         min(tiles * lines, processors),
         (
             *both(q, rows), *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N),
-            descriptor(out, rows, plan.BLOCK_DV // plan.PARTS), lse,
+            # of results in float32 the descriptor is not used, and says no more than the dtype of the weights
+            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
             state.counter, state.flag if masked else None, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads, size.batch,
             max(1, in_l2) * plan.GROUP, on_device,
@@ -108,10 +109,10 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
         return portable_forward(request, recordings)
     *outer, n_q, heads, d = q.shape
     dv = v.shape[-1]
-    if d == dv:
+    if d == dv and not request.spec.partial:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
-        out = q.new_empty((*outer, n_q, heads, dv))
+        out = q.new_empty((*outer, n_q, heads, dv), dtype=request.result_dtype)
     lse = torch.empty((*outer, heads, n_q), dtype=torch.float32, device=q.device)
     if out.numel():
         with on(q):
@@ -130,11 +131,11 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
 
 def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     """The launches of a call by name, for a compiler: nothing runs, and the tensors may be meta."""
-    q, k, v, *_ = request
+    q, _, v, *_ = request
     out, lse = new_results(request)
     launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), PROCESSORS)[0]}
     if backward and has_backward(q.shape[-1], v.shape[-1]):
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grads = new_gradients(request)
         space = new_space(q, problem(request))
         passes = backward_launches(request, Upstream(out, lse, out, None), grads, space, PROCESSORS)
         launches["hopper backward"] = passes[1]
@@ -155,7 +156,7 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
         return launches
     if not has_backward(q.shape[-1], v.shape[-1]):
         return launches + portable_launches(request, gpu, True)
-    dq, dk, dv = (x.new_empty(x.shape) for x in request[:3])  # empty_like of a meta tensor imports half of torch
+    dq, dk, dv = new_gradients(request)
     upstream, space = Upstream(out, lse, out, None), new_space(q, problem(request))
     launches += backward_launches(request, upstream, (dq, dk, dv), space, PROCESSORS)
     return launches + clear_launches(dq, dk, dv, request.cu_q, request.cu_k, gpu)

@@ -74,6 +74,25 @@ def ring(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
         return Ring((room(x[0], STAGES), room(x[1], STAGES)), full, empty)
 
 
+class Full(NamedTuple):
+    """Where results go in float32, from the registers they are in, if there is a pointer: the strides of (batch, token,
+    head), and how many columns there are."""
+
+    ptr: tl.tensor = None
+    strides: tl.tuple = (0, 0, 0)
+    columns: tl.tensor = 0
+
+
+@gluon.jit
+def store_full(full, x, b, h, t, n, first, COLUMN: gl.constexpr):
+    """x at the rows `first` and on of the sequence that starts at token t, which has n of them."""
+    i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    c = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    p = full.ptr + tl.cast(b, tl.int64) * full.strides[0] + tl.cast(h, tl.int64) * full.strides[2]
+    p = p + (tl.cast(t, tl.int64) + i.to(tl.int64))[:, None] * full.strides[1] + c[None, :]
+    gl.store(p, x, mask=(i < n)[:, None] & (c < full.columns)[None, :])
+
+
 @gluon.jit
 def room(desc, N: gl.constexpr):
     """Shared memory for N tiles."""

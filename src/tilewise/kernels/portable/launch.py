@@ -55,7 +55,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). `recordings` remembers the launches of calls that look alike."""
     q, gpu, upstream = request.q, gpu_for(request.q), lined(upstream)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in request[:3])
+    dq, dk, dv = new_gradients(request)
     statistics, flags = row_statistics(request), new_flags(request, both=True)
 
     def build() -> list[Launch]:
@@ -87,7 +87,7 @@ def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     out, lse = new_results(request)
     launches = {"forward": forward_launch(request, out, lse, gpu, flags=new_flags(request))}
     if backward:
-        dq, dk, dv = (torch.empty_like(x) for x in request[:3])
+        dq, dk, dv = new_gradients(request)
         statistics, flags = row_statistics(request), new_flags(request, both=True)
         passes = backward_launches(request, Upstream(out, lse, out, None), (dq, dk, dv), statistics, flags, gpu)
         names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
@@ -102,7 +102,7 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
     forward = forward_launch(request, out, lse, gpu, flags=new_flags(request))
     launches = [forward, *repairs(forward), *clear_launches(out, lse, None, cu_q, cu_q, gpu, -torch.inf)]
     if backward:
-        dq, dk, dv = (x.new_empty(x.shape) for x in request[:3])  # empty_like of a meta tensor imports half of torch
+        dq, dk, dv = new_gradients(request)
         statistics, flags = row_statistics(request), new_flags(request, both=True)
         passes = backward_launches(request, Upstream(out, lse, out, None), (dq, dk, dv), statistics, flags, gpu)
         launches += [*passes, *backward_repairs(passes), *clear_launches(dq, dk, dv, cu_q, cu_k, gpu)]
@@ -119,8 +119,14 @@ def ahead(request: Request, gpu: Gpu, every: Callable[[Request, Gpu, bool], list
 def new_results(request: Request) -> tuple[Tensor, Tensor]:
     """Room for out and lse."""
     q, v = request.q, request.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=request.result_dtype)
     return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+
+
+def new_gradients(request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for those of q, k and v. (empty_like of a meta tensor imports half of torch.)"""
+    dq, dk, dv = (x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
+    return dq, dk, dv
 
 
 def forward_launch(

@@ -20,6 +20,7 @@ from ..tile import (
     inner,
     load_rows,
     locate,
+    place,
     row_pointers,
     seen,
     sequence,
@@ -51,7 +52,8 @@ def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
     p, _ = weights(product, w, h, i, j, lse2_i[:, None], True, True, law, PLAN.FOLD)
     g = p * (dropped(dp, w, h, i, j, law.terms) - delta_i[:, None])
     if SITE is not None:
-        g *= SITE(product * law.scale, w.b, h, i, j, w.n_q, w.n_k, law.terms.score)
+        at = place(i, j, w, h, law.terms)
+        g *= SITE(product * law.scale, at.b, at.h, at.i, at.j, at.n_q, at.n_k, law.terms.score)
     return tl.where(seen(i, j, w, h, law), g, 0.0)
 
 

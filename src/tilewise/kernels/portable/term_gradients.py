@@ -125,7 +125,7 @@ class Sums:
             b = torch.bucketize(position, cu[1:], right=True).clamp(max=self.size.batch - 1)
             position = position - cu[b]
             n_q, n_k = (x.long().diff()[b] for x in (self.cu_q, self.cu_k))
-        return Place(b, h, position, position, n_q, n_k)
+        return Place(b, h, position, position, n_q, n_k).within(self.request.origin)
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
@@ -134,13 +134,14 @@ class Sums:
             n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
-        aligned = self._is_aligned() and only_difference(
-            where.args, N_Q, N_K
+        moved = self.request.origin is not None
+        aligned = (
+            not moved and self._is_aligned() and only_difference(where.args, N_Q, N_K)
         )  # then the lengths are none of its business
-        per_batch = "b" in deps or (size.packed and bool(deps & {"n_q", "n_k"}) and not aligned)
+        per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})) and not aligned)
         lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
         rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
-        diagonal = only_difference(where.args, I, J)
+        diagonal = only_difference(where.args, I, J) and not moved
         count = [torch.arange(n, device=total.device) for n in (*lines, n_k)]
         b, h, j = count[0][:, None, None, None], count[1][:, None, None], count[2]
         lengths = (n_q, n_k)
@@ -161,7 +162,7 @@ class Sums:
                 place = Place(b, h, distance, torch.zeros_like(distance), *lengths)
             else:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
-                place = Place(b, h, i, j, *lengths)
+                place = Place(b, h, i, j, *lengths).within(self.request.origin)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
 
     def _is_aligned(self) -> bool:

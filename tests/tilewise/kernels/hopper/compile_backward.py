@@ -13,6 +13,7 @@ import torch
 
 from tilewise.costs.compiled import compile_for
 from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
+from tilewise.kernels.portable.launch import new_gradients
 from tilewise.kernels.shapes import problem
 from tilewise.spec import Request, Spec, Upstream
 
@@ -22,7 +23,7 @@ from .compile_one import with_terms
 def main(
     d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
     packed: bool = False, group: int = 1, deterministic: bool = False, dtype: str = "bfloat16",
-    terms: str = "",
+    terms: str = "", partial: bool = False,
 ) -> None:  # fmt: skip
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
@@ -31,10 +32,12 @@ def main(
     q, k, v, out = (torch.empty(*outer, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
-    spec = Spec(d**-0.5, before, after, deterministic=deterministic)
+    spec = Spec(d**-0.5, before, after, deterministic=deterministic, partial=partial)
     request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
     space = new_space(q, problem(request))
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if partial:  # and somewhere in a larger call, if something asks where
+        request = request._replace(origin=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
+    grads = new_gradients(request)
     _, sums, *_ = backward_launches(request, Upstream(out, lse, out, None), grads, space, 132)
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {

@@ -42,7 +42,7 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
 
 def main(
     d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
-    packed: bool = False, dtype: str = "bfloat16", terms: str = "",
+    packed: bool = False, dtype: str = "bfloat16", terms: str = "", partial: bool = False,
 ) -> None:  # fmt: skip
     heads, batch, dv = 4, 2, dv or d
     outer = (n,) if packed else (batch, n)
@@ -50,7 +50,12 @@ def main(
     lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     state = new_state(torch.device("cpu"))
-    request = with_terms(Request(q, k, v, Spec(d**-0.5, before, after), cu_q=cu, cu_k=cu), terms, batch, n)
+    request = with_terms(
+        Request(q, k, v, Spec(d**-0.5, before, after, partial=partial), cu_q=cu, cu_k=cu), terms, batch, n
+    )
+    if partial:  # and somewhere in a larger call, if something asks where
+        out, origin = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
+        request = request._replace(origin=origin if terms else None)
     launches = forward_launches(request, out, lse, state, 132)
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(

@@ -32,11 +32,16 @@ CALLS = {
     "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
     "256 softcap, ordered": {"d": 256, "terms": "softcap", "deterministic": True},
     "256 document, bias": {"d": 256, "after": 0, "terms": "document bias"},
+    "64 partial": {"d": 64, "after": 0, "partial": True},
+    "128 partial": {"d": 128, "after": 0, "partial": True},
+    "128 partial, ordered": {"d": 128, "after": 0, "partial": True, "deterministic": True},
+    "256 partial": {"d": 256, "after": 0, "partial": True},
 }
 # bytes, at most, of what is kept from one key tile to the next, or needed where a block lies on the edge of the mask
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "128 ordered": 8, "128 shared keys": 24}
 SPILLS |= {"256 packed": 16, "256 ordered": 8, "128 softcap": 40, "128 document, packed": 24, "128 bias": 116}
 SPILLS |= {"128 alibi, shared keys": 16, "256 softcap, ordered": 8, "256 document, bias": 8}
+SPILLS |= {"128 partial": 72, "128 partial, ordered": 36}
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal")  # what other Tritons compile, too
 

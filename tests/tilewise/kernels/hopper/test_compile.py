@@ -41,9 +41,14 @@ CALLS = {
     "128 bias, packed": {"d": 128, "after": 0, "packed": True, "terms": "bias"},
     "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
     "256 document sinks": {"d": 256, "terms": "document sinks"},
+    "128 partial": {"d": 128, "after": 0, "partial": True},
+    "192 partial, packed": {"d": 192, "after": 0, "partial": True, "packed": True},
+    "256 partial": {"d": 256, "after": 0, "partial": True},
+    "128 partial alibi": {"d": 128, "after": 0, "partial": True, "terms": "alibi"},
 }
 ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")
 SPILLS = {"128 alibi": 36, "128 bias": 88, "128 bias, packed": 72, "256 document sinks": 136}  # bytes
+SPILLS |= {"128 partial alibi": 48}
 
 
 def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,71 +69,6 @@ def test_a_replayed_descriptor_points_at_the_new_tensor():
             continue
         assert ours.base.data_ptr() == theirs.base.data_ptr()
         assert (ours.shape, ours.strides, ours.block_shape) == (theirs.shape, theirs.strides, theirs.block_shape)
-
-
-def addresses(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    return tuple(map(addresses, x)) if isinstance(x, (tuple, list)) else x
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["forward", "repair"])
-def test_a_bound_launch_gives_the_launcher_what_triton_would(which, monkeypatch):
-    from triton.backends.nvidia import driver
-
-    from tilewise.kernels import replay, triton_private
-
-    if getattr(driver, "_BASE_ARGS_FORMAT", None) != triton_private.LAUNCHER:
-        pytest.skip("another launcher: launches go through Triton")
-    made_maps = []
-
-    def make(descriptor, _meta):
-        made_maps.append(descriptor.base.data_ptr())
-        return [("map", descriptor.base.data_ptr()), *descriptor.shape, *descriptor.strides]
-
-    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
-    seen = []
-    record = lambda *args: seen.append(addresses(args))  # noqa: E731
-
-    class Launcher(driver.CudaLauncher):
-        launch_cooperative_grid = launch_pdl = False
-        global_scratch_size = profile_scratch_size = 0
-        global_scratch_align = profile_scratch_align = num_ctas = 1
-
-        def __init__(self, args):
-            kinds = {n: "tensordesc<>" if hasattr(x, "block_shape") else "i32" for n, x in enumerate(args)}
-            self.launch = driver.wrap_handle_tensordesc(record, kinds, [{}] * 4 if which == 0 else None)
-
-    q = torch.empty(2, 256, 4, 64, dtype=torch.bfloat16)
-    tensors, made = launches(q, after=0)
-    constants = {name: x for name, x in made[which].options.items() if name.isupper()}
-    args = [*made[which].args, *constants.values()]
-    kernel = SimpleNamespace(params=[SimpleNamespace(name=name, is_constexpr=True) for name in constants])
-    run = Launcher(args)
-    binary = SimpleNamespace(
-        run=run, function=11, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=[{}] * 4)
-    )
-    if which == 1:  # a function of C, for all that Python can tell
-        run.launch = functools.partial(record)
-    step = replay._step(made[which]._replace(kernel=kernel), binary, tensors)
-    recording = replay.Recording([step], replay._direct([step]))
-    assert recording.direct is not None
-    others, others_made = launches(torch.empty_like(q), after=0)
-    args[: len(others_made[which].args)] = others_made[which].args
-    run(*step.grid, 7, 11, (4, 1, 0), None, None, None, *args)
-    made_maps.clear()
-    monkeypatch.setattr(replay, "current_stream", lambda _device: 7)
-    for _ in range(2):
-        replay.launch("key", others, lambda: (), {"key": recording})
-    assert len(seen[0]) > 20
-    assert seen[0] == seen[1] == seen[2]
-    assert len(made_maps) == (4 if which == 0 else 0)  # once for the same addresses
-    replay.launch("key", tensors, lambda: (), {"key": recording})
-    assert seen[3] != seen[0]
-    made_maps.clear()
-    replay.launch("key", (*tensors[:3], *others[3:]), lambda: (), {"key": recording})
-    assert seen[4] not in seen[:4]
-    assert not made_maps  # all addresses were seen before, if not together
 
 
 @pytest.mark.parametrize(

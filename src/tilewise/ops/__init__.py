@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .dispatch import Call, call_of, choose, named
-from .spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
-from .torch_private import apply_unchecked, each_of_batch, is_batched, is_forward_mode, is_transformed, is_watched
+from ..dispatch import Call, call_of, choose, named
+from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
+from ..torch_private import (
+    apply_unchecked,
+    each_of_batch,
+    is_batched,
+    is_dtensor,
+    is_forward_mode,
+    is_profiled,
+    is_transformed,
+    is_watched,
+)
+from .flops import COUNTER, count_them
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -61,16 +72,19 @@ def _jvp(out: Tensor, lse: Tensor, tangents: list[Tensor], *call: Any) -> tuple[
 
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
+    request = request_of(*call)
+    q, dtype = request.q, request.result_dtype
     *batch, n_q, heads, _d = q.shape
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*batch, n_q, heads, v.shape[-1])), q.new_empty((*batch, heads, n_q), dtype=statistic)
+    out = q.new_empty((*batch, n_q, heads, request.v.shape[-1]), dtype=dtype)
+    return out, q.new_empty((*batch, heads, n_q), dtype=statistic)
 
 
 @torch.library.register_fake("tilewise::backward", lib=_library)
 def _backward_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
-    q, k, v, *_ = call
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    request = request_of(*call)
+    return tuple(x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
 
 
 @torch.library.register_fake("tilewise::term_gradients", lib=_library)
@@ -223,18 +237,42 @@ def _need_reference(what: str) -> NoReturn:
 
 def _outputs(request: Request, call: Call | None) -> Any:
     """(out, lse); a call is remembered only where nobody watches."""
+    if is_profiled():
+        with torch.profiler.record_function("tilewise::forward"):
+            return _computed(request, call)
+    return _computed(request, call)
+
+
+def _computed(request: Request, call: Call | None) -> Any:
     if call is not None:
         return call.backend.forward(request, call.recordings)
     if is_watched(*request[:3]):
-        return torch.ops.tilewise.forward(*arguments(request))
+        if is_dtensor(*request[:3]):
+            from . import dtensor  # noqa: F401 - its rules
+        return _watched("forward")(*arguments(request))
     return _forward_of(request)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    """The registered op, known to whoever counts FLOPs."""
+    if COUNTER in sys.modules and not torch.compiler.is_compiling():
+        count_them()
+    op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
+    return op
 
 
 def _gradients(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
     """Of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
+    if is_profiled():
+        with torch.profiler.record_function("tilewise::backward"):
+            return _differentiated(wanted, call, upstream, request)
+    return _differentiated(wanted, call, upstream, request)
+
+
+def _differentiated(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor, ...]
     if is_watched(upstream.dout, *request[:3]):
-        grads = torch.ops.tilewise.backward(*upstream, *arguments(request))
+        grads = _watched("backward")(*upstream, *arguments(request))
     else:
         grads = _backward_of(request, upstream, call)
     terms = wanted[3:]

@@ -16,13 +16,13 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from .mods.blocks import BlockMask
-from .mods.builtin import alibi, alibi_per_batch
-from .mods.builtin import softcap as softcap_mod
-from .mods.dropout import as_seed
-from .mods.program import Mod, bound, indexed
-from .spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
-from .torch_private import any_autocast, has_address
+from ..mods.blocks import BlockMask
+from ..mods.builtin import alibi, alibi_per_batch
+from ..mods.builtin import softcap as softcap_mod
+from ..mods.dropout import as_seed
+from ..mods.program import Mod, bound, indexed
+from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
+from ..torch_private import any_autocast, has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
@@ -140,6 +140,23 @@ def packed(
     if _is_free(cu_q) and _is_free(cu_k):
         _check_lengths(request, longest, options)
     return request
+
+
+def sharded(
+    q: Tensor, k: Tensor, v: Tensor, here: tuple[int, int], whole: tuple[int, int], documents: int | None,
+    options: Options,
+) -> Request:  # fmt: skip
+    """A call of `distributed.attention`: a rank has `here` of q and k, and the bias as many columns as `whole` has
+    keys; `documents`, of a packed plan, are the batch rows that slopes may have."""
+    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
+        if x.shape[1] != n:
+            raise AttentionError(f"tokens of {name}", x.shape[1], f"the {n} that the plan gives this rank: plan.shard")
+    if q.shape[0] != k.shape[0] or (documents is not None and q.shape[0] != 1):
+        found = (q.shape[0], k.shape[0])
+        raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
+    batch = q.shape[0] if documents is None else documents
+    return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
 def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:

@@ -1,0 +1,26 @@
+"""Other libraries' functions, same names and arguments, computed by tilewise. Nothing is imported until asked for.
+
+from tilewise.compat.flash_attn import flash_attn_func      flash-attn 2.8 (and its `install()`)
+from tilewise.compat.flash_attn_3 import flash_attn_func    FlashAttention-3's `flash_attn_interface`
+from tilewise.compat import flex_attention                  torch.nn.attention.flex_attention
+from tilewise.compat.xformers import memory_efficient_attention
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .flex import flex_attention
+
+__all__ = ["flex_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "flex_attention":
+        found: Any = import_module("tilewise.compat.flex").flex_attention
+    elif name in ("bert_padding", "flash_attn", "flash_attn_3", "xformers"):
+        found = import_module(f"tilewise.compat.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found

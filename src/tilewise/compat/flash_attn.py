@@ -1,0 +1,204 @@
+"""flash-attn 2.8's functions, same names and arguments.
+
+    from tilewise.compat.flash_attn import flash_attn_func       in the place of `from flash_attn import ...`
+    tilewise.compat.flash_attn.install()                         or once, before whoever imports flash_attn
+
+What differs: any dtype, head dims to 512, a CPU will do; queries that see no key give 0 and lse -inf; the lse has a
+gradient. What cannot be honoured raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_varlen
+from ..cache.api import attention_kv
+from ..cache.request import Rotary
+from ..spec import AttentionError
+from . import bert_padding
+
+Window = tuple[int, int]
+BOTH_WAYS: Window = (-1, -1)
+VERSION = "2.8.3"
+NOT_TURNED: dict[str, Any] = {"cos": None, "sin": None}
+
+
+def options_of(
+    softmax_scale: float | None, causal: bool, window_size: Any, softcap: float, dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """flash-attn's words in tilewise's: -1 is no bound, a softcap of 0 none."""
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return {
+        "scale": softmax_scale, "causal": causal, "window": None if left is right is None else (left, right),
+        "softcap": softcap or None, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True,
+        "deterministic": True if deterministic else None,
+    }  # fmt: skip
+
+
+def _returned(out: Tensor, lse: Tensor, probs: bool, dropout_p: float) -> Any:
+    """(out, lse, None) if they are asked for: of the weights flash-attn gives none either, unless there is dropout."""
+    if probs and dropout_p:
+        raise AttentionError(
+            "return_attn_probs", "True beside dropout_p", "one of them; tilewise.dropout_mask says what is dropped"
+        )
+    return (out, lse, None) if probs else out
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """q (B, Sq, H, D), k and v (B, Sk, Hk, D) -> (B, Sq, H, D); causal aligned bottom right.
+
+    >>> import torch
+    >>> q = torch.randn(1, 5, 4, 16)
+    >>> flash_attn_func(q, q, q, causal=True, window_size=(2, -1)).shape
+    torch.Size([1, 5, 4, 16])
+    """
+    words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
+    out, lse = attention(q, k, v, **words)
+    return _returned(out, lse, return_attn_probs, dropout_p)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **words: Any) -> Any:
+    """kv (B, Sk, 2, Hk, D); the rest as `flash_attn_func`."""
+    k, v = _parts(kv, "kv", 2, 2)
+    return flash_attn_func(q, k, v, *args, **words)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **words: Any) -> Any:
+    """qkv (B, S, 3, H, D); the rest as `flash_attn_func`."""
+    q, k, v = _parts(qkv, "qkv", 2, 3)
+    return flash_attn_func(q, k, v, *args, **words)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """q (T, H, D), k and v (Tk, Hk, D), sequences one after the other.
+
+    >>> import torch
+    >>> q, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True).shape
+    torch.Size([7, 4, 16])
+    """
+    words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
+    if block_table is not None:
+        if dropout_p:
+            raise AttentionError("dropout_p", f"{dropout_p} beside block_table", "0: over a cache there is none")
+        pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
+        out, lse = over_cache(q, k, v, None, None, cu_seqlens_k.diff(), NOT_TURNED, words | pages)
+    else:
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
+    return _returned(out, lse, return_attn_probs, dropout_p)
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **words: Any) -> Any:
+    """kv (Tk, 2, Hk, D); the rest as `flash_attn_varlen_func`."""
+    k, v = _parts(kv, "kv", 1, 2)
+    return flash_attn_varlen_func(q, k, v, *args, **words)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **words: Any) -> Any:
+    """qkv (T, 3, H, D); the rest as `flash_attn_varlen_func`, with one cu_seqlens and one max_seqlen."""
+    q, k, v = _parts(qkv, "qkv", 1, 3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **words)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS, softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention over a KV cache, after new keys and values were written into it: see `tilewise.attention_kv`, which has
+    no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. num_splits says how to
+    compute, and is not needed."""
+    if (k is None) != (v is None) or (k is None and rotary_cos is not None):
+        raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
+    words = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
+    plain = all(x is None for x in (k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table))
+    if plain:  # with a gradient
+        out, lse = attention(q, k_cache, v_cache, **words)
+    else:
+        cache = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
+        turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+        out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words | cache)
+    return (out, lse) if return_softmax_lse else out
+
+
+def over_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, lengths: Any,
+    rotary: dict[str, Any], words: dict[str, Any],
+) -> Any:  # fmt: skip
+    """(out, lse) of tilewise.attention_kv. flash-attn turns queries by their places if there is a band, and all of them
+    by the first of these if there is none."""
+    if lengths is None:
+        lengths = k_cache.shape[1] - (0 if k is None else k.shape[1])
+    words = {name: x for name, x in words.items() if name not in ("dropout_p", "deterministic") and x is not None}
+    if k is not None:
+        words |= {"k_new": k, "v_new": v}
+    if rotary["cos"] is not None:
+        if not words["causal"] and "window" not in words and q.dim() == 4:
+            start = torch.as_tensor(lengths, device=q.device).expand(q.shape[0])
+            rotary = rotary | {"q_positions": start[:, None].expand(q.shape[:2])}
+        words["rotary"] = Rotary(**rotary)
+    return attention_kv(q, k_cache, v_cache, lengths, **words)
+
+
+def _parts(packed: Tensor, name: str, axis: int, n: int) -> tuple[Tensor, ...]:
+    if packed.dim() != axis + 3 or packed.shape[axis] != n:
+        raise AttentionError(f"shape of {name}", tuple(packed.shape), f"{axis + 3} axes, {n} along axis {axis}")
+    return packed.unbind(axis)
+
+
+FUNCTIONS = (
+    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
+)  # fmt: skip
+
+
+def install() -> None:
+    """Let `import flash_attn` (2.8) and `import flash_attn_interface` (3) find these functions; call it before anything
+    imports flash-attn.
+
+        tilewise.compat.flash_attn.install()
+        from flash_attn import flash_attn_func
+        from flash_attn.bert_padding import pad_input, unpad_input
+
+    Other parts of that package (its layers, models and fused operations) are not there: importing them fails.
+    """
+    from . import flash_attn_3
+
+    there = sys.modules.get("flash_attn")
+    if there is not None and getattr(there, "__file__", None):
+        raise AttentionError("install()", "flash_attn, imported already", "a call before anything imports it")
+    interface = _module("flash_attn.flash_attn_interface", {f.__name__: f for f in FUNCTIONS})
+    padding = _module("flash_attn.bert_padding", vars(bert_padding))
+    names = {f.__name__: f for f in FUNCTIONS} | {
+        "__version__": VERSION, "__path__": [], "flash_attn_interface": interface, "bert_padding": padding,
+    }  # fmt: skip
+    _module("flash_attn", names)
+    _module("flash_attn_interface", vars(flash_attn_3))
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    """A module of this name that has the public ones of the names."""
+    made = ModuleType(name, "flash-attn's functions, by tilewise: see tilewise.compat.flash_attn")
+    vars(made).update({k: x for k, x in names.items() if not k.startswith("_") or k in ("__version__", "__path__")})
+    made.__spec__ = ModuleSpec(name, None, is_package="__path__" in names)
+    sys.modules[name] = made
+    return made

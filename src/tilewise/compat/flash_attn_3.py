@@ -1,0 +1,146 @@
+"""FlashAttention-3's functions (`flash_attn_interface`), same names and arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_varlen
+from ..merge import merge
+from ..mods.modifier import mask_mod
+from ..spec import AttentionError
+from .flash_attn import BOTH_WAYS, Window, options_of, over_cache
+from .segments import used
+
+
+@mask_mod
+def same_chunk(b, h, q_idx, kv_idx, chunk, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """Tokens see those of their own chunk; the last query sits at the last key."""
+    return (q_idx + (kv_len - q_len)) // chunk == kv_idx // chunk
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: Window, attention_chunk: int, softcap: float,
+    deterministic: bool, **descales: Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
+    for name, x in descales.items():
+        if x is not None:
+            raise AttentionError(name, "one", "None: tilewise takes float16, bfloat16 and float32, not FP8")
+    words = options_of(softmax_scale, causal, window_size, softcap, deterministic=deterministic)
+    return words | {"mask_mod": same_chunk(attention_chunk) if attention_chunk else None}
+
+
+def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q.k + qv.v is one product of longer rows."""
+    return (q, k) if qv is None else (torch.cat([q, qv], -1), torch.cat([k, v], -1))
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: Window = BOTH_WAYS, attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) -> (B, Sq, H, Dv), or (out, lse) with return_attn_probs.
+
+    >>> q = torch.randn(1, 5, 4, 16)
+    >>> out, lse = flash_attn_func(q, q, q, causal=True, attention_chunk=2, return_attn_probs=True)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 5, 4, 16]), torch.Size([1, 4, 5]))
+
+    num_splits, pack_gqa and sm_margin say how to compute, not what: tilewise has its own ways.
+    """
+    words = _options(
+        softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    q, k = _with_qv(q, k, v, qv)
+    out, lse = attention(q, k, v, **words)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: Window = BOTH_WAYS,
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """qkv (B, S, 3, H, D), or (B, S, heads of q, k and v, D) with num_heads_q."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        shared = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, shared, shared], 2)
+    else:
+        raise AttentionError("shape of qkv", tuple(qkv.shape), "(B, S, 3, H, D), or 4 axes with num_heads_q")
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None, window_size: Window = BOTH_WAYS, attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv). seqused: how many of its tokens each sequence uses; the rest of its
+    queries give 0."""
+    words = _options(
+        softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    q, k = _with_qv(q, k, v, qv)
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k = used(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from that over parts of them: (parts, B, S, H, D) and (parts, B, S, H)."""
+    found, lse = merge(*((o, l.mT) for o, l in zip(out_partial, lse_partial, strict=True)))
+    if out is not None:
+        found = out.copy_(found)
+    elif out_dtype is not None:
+        found = found.to(out_dtype)
+    return found, lse.mT
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS,
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention over a KV cache: see `tilewise.attention_kv`."""
+    for name, x in (("qv", qv), ("rotary_seqlens", rotary_seqlens), ("attention_chunk", attention_chunk or None)):
+        if x is not None:
+            raise AttentionError(f"{name} over a KV cache", "one", "none")
+    words = _options(
+        softmax_scale, causal, window_size, 0, softcap, False, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
+    words |= {
+        "cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q,
+    }  # fmt: skip
+    turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+    out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words)
+    return (out, lse) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(*args: Any, **words: Any) -> None:
+    """Of FlashAttention-3's own schedule: there is none here, and None is what `scheduler_metadata` is given then."""

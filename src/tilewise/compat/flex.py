@@ -1,0 +1,169 @@
+"""torch's FlexAttention, its signature, with the functions and BlockMasks that people have written for it.
+
+    from tilewise.compat import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
+
+There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md),
+tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
+the FlexAttention of torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torchs
+
+from ..api import attention
+from ..mods import BlockMask, Mod
+from ..mods.bands import FAR, split
+from ..mods.blocks import listed
+from ..mods.expr import SCORE
+from ..mods.modifier import Modifier, mask_mod
+from ..mods.program import joined
+from ..spec import AttentionError
+
+Function = Callable[..., Any]
+BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
+_modifiers: dict[str, WeakKeyDictionary[Any, Modifier]] = {"score": WeakKeyDictionary(), "mask": WeakKeyDictionary()}
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function | None = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    return_aux: Any = None,
+) -> Any:  # fmt: skip
+    """torch.nn.attention.flex_attention.flex_attention, by tilewise: query (B, H, L, E), key and value (B, Hk, S, E).
+
+    >>> slopes = torch.rand(4, requires_grad=True)
+    >>> def alibi(score, b, h, q_idx, kv_idx):
+    ...     return score + slopes[h] * (kv_idx - q_idx)
+    >>> q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))
+    >>> mask = torchs.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 128, 128, device="cpu")
+    >>> flex_attention(q, k, v, alibi, mask).sum().backward()
+    >>> slopes.grad.shape
+    torch.Size([4])
+
+    A mask of which a part is a band (causal, a window) is computed as one, and the tiles that a BlockMask does not list
+    are skipped; its lists are read once, when it is first used, which waits for the GPU. `kernel_options` say how torch
+    should compute, and are not needed.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise AttentionError("heads of key", kv_heads, f"query's {heads}, or enable_gqa=True")
+    if return_aux is not None and getattr(return_aux, "max_scores", False):
+        raise AttentionError("return_aux", "max_scores=True", "lse alone: the kernels keep no maximum")
+    if key.shape[0] == 1 != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    options: dict[str, Any] = {"scale": scale, "return_lse": True}
+    if score_mod is not None:
+        mod = mod_of(score_mod, "score")
+        if mod.program.root is not SCORE:
+            options["score_mod"] = mod
+    if block_mask is not None:
+        n_q, n_k = query.shape[2], key.shape[2]
+        converted = _converted(block_mask, n_q, n_k)
+        options |= {"window": converted.window, "mask_mod": converted.mask}
+        if converted.keys != n_k:
+            key, value = key[:, :, : converted.keys], value[:, :, : converted.keys]
+    out, lse = attention(query, key, value, layout="bhsd", **options)
+    if return_aux is not None:
+        return out, torchs.AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def mod_of(function: Any, kind: str) -> Mod:
+    """The mod that a plain function is: `tilewise.score_mod` or `mask_mod` of it, called."""
+    if isinstance(function, Mod):
+        return function
+    op = BOTH.get(getattr(function, "__qualname__", ""))
+    if op is not None and function.__module__ == torchs.__name__:
+        return joined(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
+    if not hasattr(function, "__code__"):
+        raise AttentionError(f"{kind}_mod", repr(function), "a plain function")
+    known = _modifiers[kind]
+    modifier = known.get(function)
+    if modifier is None:
+        modifier = known[function] = Modifier(function, kind)
+    if modifier.parameters:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
+    mod: Mod = modifier()
+    if mod.program.root.deps & {"n_q", "n_k"}:
+        raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
+    return mod
+
+
+PARAMETERS = {"score": "(score, b, h, q_idx, kv_idx)", "mask": "(b, h, q_idx, kv_idx)"}
+
+
+class Converted(NamedTuple):
+    """A torch BlockMask in tilewise's words; `keys`: how many of them anybody sees, at most."""
+
+    window: tuple[int | None, int | None] | None
+    mask: BlockMask | None
+    keys: int
+
+
+def _converted(block_mask: Any, n_q: int, n_k: int) -> Converted:
+    """Worked out once for each BlockMask, and kept with it."""
+    if not isinstance(block_mask, torchs.BlockMask):
+        raise AttentionError("block_mask", type(block_mask).__name__, "torch's BlockMask, from create_block_mask")
+    sizes = tuple(block_mask.seq_lengths)
+    if sizes != (n_q, n_k):
+        raise AttentionError("lengths of the block mask", sizes, f"those of query and key, {(n_q, n_k)}")
+    found: Converted | None = vars(block_mask).get("_tilewise")
+    if found is None:
+        found = vars(block_mask)["_tilewise"] = _convert(block_mask, n_q, n_k)
+    return found
+
+
+def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:
+    mod = ALL_SEEN() if block_mask.mask_mod in (None, torchs.noop_mask) else mod_of(block_mask.mask_mod, "mask")
+    kinds, block = _kinds(block_mask), tuple(block_mask.BLOCK_SIZE)
+    before, after, rest = split(mod)
+    keys = max(0, min(n_k, n_q + after))
+    sides = before + keys - n_q, after - (keys - n_q)  # around the diagonal that ends in the last key
+    if rest is None and sides[0] >= 0 and keys > 0 and _is_band(kinds, before, after, n_q, n_k, block):
+        left, right = (None if side >= FAR // 2 else side for side in sides)
+        return Converted((left, right), None, keys)
+    return Converted(None, listed(mod, kinds, block, n_q, n_k), n_k)
+
+
+@mask_mod
+def ALL_SEEN(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: N802
+    return True
+
+
+def _kinds(block_mask: Any) -> Tensor:
+    """(B, H, Tq, Tk) int8: 0 not listed, 1 listed, 3 listed as full."""
+    kinds = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None:
+        kinds = torch.maximum(kinds, 3 * _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+    return kinds
+
+
+def _dense(counts: Tensor, indices: Tensor) -> Tensor:
+    """1 at the first so many of each row's indices, (..., columns)."""
+    columns = indices.shape[-1]
+    places = torch.where(torch.arange(columns, device=indices.device) < counts[..., None], indices, columns)
+    found = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int8, device=indices.device)
+    return found.scatter_(-1, places.long(), 1)[..., :columns]
+
+
+def _is_band(kinds: Tensor, before: int, after: int, n_q: int, n_k: int, block: tuple[int, ...]) -> bool:
+    """Whether the listed tiles are those that the band touches, and the full ones within it: a BlockMask may list fewer
+    than its mask_mod would show."""
+    rows, columns = (torch.arange(n, device=kinds.device) for n in kinds.shape[-2:])
+    first, top = columns * block[1], (rows * block[0])[:, None]
+    last, bottom = (first + block[1]).clamp(max=n_k) - 1, (top + block[0]).clamp(max=n_q) - 1
+    touched = (first - bottom <= after) & (last - top >= -before)
+    within = (last - top <= after) & (first - bottom >= -before)
+    return bool((((kinds > 0) == touched) & ((kinds < 3) | within)).all())

@@ -1,0 +1,228 @@
+"""xformers.ops.memory_efficient_attention and its bias classes, computed by tilewise.
+
+The biases may be xformers' own (0.0.35), known by their names, or those of this module, for where xformers is not
+installed. Pages and what else cannot be honoured raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..api import attention, attention_varlen
+from ..mods.modifier import mask_mod
+from ..spec import AttentionError
+from .segments import used
+
+FAR = 2**30
+
+
+@mask_mod
+def from_top_left(b, h, q_idx, kv_idx, window):  # type: ignore[no-untyped-def]
+    """Causal, with query i at key i, and so many keys in all."""
+    return (kv_idx <= q_idx) & (kv_idx > q_idx - window)
+
+
+def memory_efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
+    op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, M, H, K), or (B, M, K) of one head, or (B, M, G, H, K) of grouped heads; `attn_bias` a tensor to add, or one
+    of the classes. `op` says which kernel of xformers' to take, and is not needed.
+
+    >>> q = torch.randn(1, 7, 4, 16)
+    >>> memory_efficient_attention(q, q, q, BlockDiagonalMask.from_seqlens([3, 4]).make_causal()).shape
+    torch.Size([1, 7, 4, 16])
+    """
+    q, k, v = (_four_axes(x) for x in (query, key, value))
+    if query.dim() == 5 and k.shape[2] == q.shape[2] and key.stride(3) == value.stride(3) == 0:
+        k, v = key[:, :, :, 0], value[:, :, :, 0]  # heads of a group, which share what is expanded
+    words: dict[str, Any] = {"scale": scale, "dropout_p": p}
+    if attn_bias is None or isinstance(attn_bias, Tensor):
+        words["bias"] = attn_bias if not isinstance(attn_bias, Tensor) or query.dim() > 3 else attn_bias[:, None]
+        if isinstance(attn_bias, Tensor) and attn_bias.dim() == 5:
+            words["bias"] = attn_bias.flatten(1, 2)
+        out = attention(q, k, v, **words)
+    else:
+        out = _of_class(q, k, v, attn_bias, words)
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    return out if output_dtype is None else out.to(output_dtype)  # type: ignore[no-any-return]
+
+
+def _four_axes(x: Tensor) -> Tensor:
+    if x.dim() not in (3, 4, 5):
+        raise AttentionError("shape of query, key or value", tuple(x.shape), "3 to 5 axes, (B, M, [G,] [H,] K)")
+    return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -> Any:
+    name = type(bias).__name__
+    if name.startswith("BlockDiagonal") and name in BANDS:
+        return _packed(q, k, v, bias, words | BANDS[name](bias))
+    if name in BANDS:
+        words = words | BANDS[name](bias)
+        if "mask_mod" not in words:
+            return attention(q, k, v, **words)
+        n = min(k.shape[1], q.shape[1])  # aligned top left: keys past the last query's are seen by none
+        words["window"] = None, q.shape[1] - n
+        tensor = words.get("bias")
+        words["bias"] = tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., :n]
+        del words["mask_mod"]
+        return attention(q, k[:, :n], v[:, :n], **words)
+    raise AttentionError("attn_bias", name, f"None, a tensor, or one of {', '.join(BANDS)}")
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -> Tensor:
+    if q.shape[0] != 1 or k.shape[0] != 1:
+        raise AttentionError("batch beside a block-diagonal bias", q.shape[0], "1: sequences one after the other")
+    cu_q, cu_k = (x.seqstart.to(q.device, torch.int32) for x in (bias.q_seqinfo, bias.k_seqinfo))
+    lengths = getattr(bias.k_seqinfo, "seqlen", None)
+    if lengths is not None:  # of padded keys: what is used of each
+        cu_q, cu_k = used(cu_q, cu_k, None, lengths.to(q.device))
+    out: Tensor = attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **words)
+    return out[None]
+
+
+def _window(bias: Any) -> dict[str, Any]:
+    left, right = bias.window_left, bias.window_right
+    return {"window": (None if left < 0 else left, None if right < 0 else right)}
+
+
+def _top_left(bias: Any) -> dict[str, Any]:
+    return {"mask_mod": from_top_left(getattr(bias, "_window_size", 0) or FAR)}
+
+
+def _bottom_right(bias: Any) -> dict[str, Any]:
+    size = getattr(bias, "_window_size", 0)
+    return {"causal": True, "window": (size - 1, 0) if size else None}
+
+
+# What each class says in tilewise's words.
+BANDS: dict[str, Any] = {
+    "LowerTriangularMask": _top_left,
+    "LowerTriangularMaskWithTensorBias": lambda bias: _top_left(bias) | {"bias": bias._bias},
+    "LowerTriangularFromBottomRightMask": _bottom_right,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _bottom_right,
+    "LocalAttentionFromBottomRightMask": _window,
+    "BlockDiagonalMask": lambda bias: {},
+    "BlockDiagonalCausalMask": _top_left,
+    "BlockDiagonalCausalLocalAttentionMask": _top_left,
+    "BlockDiagonalCausalFromBottomRightMask": _bottom_right,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _bottom_right,
+    "BlockDiagonalPaddedKeysMask": lambda bias: {},
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _bottom_right,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _bottom_right,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _window,
+}
+
+
+@dataclass
+class SeqInfo:
+    """Where sequences begin; with `seqlen`, how many tokens of each are used."""
+
+    seqstart: Tensor
+    seqlen: Tensor | None = None
+
+    @staticmethod
+    def of(lengths: Sequence[int], padding: int | None = None) -> SeqInfo:
+        sizes = torch.tensor(list(lengths), dtype=torch.int32)
+        whole = sizes if padding is None else torch.full_like(sizes, padding)
+        return SeqInfo(pad(whole.cumsum(0, dtype=torch.int32), (1, 0)), None if padding is None else sizes)
+
+
+class LowerTriangularMask:
+    """Causal, aligned top left: query i sees the keys up to i."""
+
+    def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+@dataclass
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    _bias: Tensor
+
+
+class LowerTriangularFromBottomRightMask:
+    """Causal, with the last query at the last key."""
+
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
+
+
+@dataclass
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    _window_size: int
+
+
+@dataclass
+class LocalAttentionFromBottomRightMask:
+    window_left: int
+    window_right: int
+
+
+@dataclass
+class BlockDiagonalMask:
+    """Sequences one after the other, each seeing itself."""
+
+    q_seqinfo: Any
+    k_seqinfo: Any
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Any:
+        return cls(SeqInfo.of(q_seqlen), SeqInfo.of(q_seqlen if kv_seqlen is None else kv_seqlen))
+
+    def make_causal(self) -> BlockDiagonalCausalMask:
+        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo)
+
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo)
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, window_size)
+
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, window_size)
+
+
+@dataclass
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    pass
+
+
+@dataclass
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
+    pass
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    _window_size: int = 0
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    _window_size: int = 0
+
+
+@dataclass
+class BlockDiagonalPaddedKeysMask:
+    """The same where each sequence's keys have room for `kv_padding` of them, of which the first are used."""
+
+    q_seqinfo: Any
+    k_seqinfo: Any
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int]) -> Any:
+        return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding))
+
+
+@dataclass
+class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    pass

@@ -1,0 +1,13 @@
+"""Attention over sequences that no GPU can hold: exact context parallelism on torch.distributed.
+
+plan = tilewise.distributed.plan(mesh, seqlen=1_000_000, causal=True)
+q, k, v = plan.shard(q, k, v)
+out = tilewise.distributed.attention(q, k, v, plan=plan)
+"""
+
+from tilewise.distributed.api import attention, current, rehearse, use
+from tilewise.distributed.plan import Plan
+from tilewise.distributed.planning import plan
+from tilewise.distributed.probe import check
+
+__all__ = ["Plan", "attention", "check", "current", "plan", "rehearse", "use"]

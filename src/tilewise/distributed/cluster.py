@@ -1,0 +1,174 @@
+"""Who delivers the messages: torch.distributed, or one process that is every rank in turn. The steps are the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..spec import AttentionError
+from ..torch_private import flattened
+from .heads import Exchange
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def group_of(mesh: Any) -> tuple[int, Any, int | None]:
+    """Of a DeviceMesh, a ProcessGroup or None: the ranks, the group, and the ranks of a node where there are two
+    axes."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise AttentionError(
+            "mesh of a plan", repr(mesh), "a number of ranks; or torch.distributed.init_process_group first"
+        )
+    if mesh is None:
+        mesh = dist.group.WORLD
+    if hasattr(mesh, "get_group"):
+        if mesh.ndim > 2:
+            raise AttentionError(
+                "axes of the mesh", mesh.mesh_dim_names or mesh.ndim, "one, as mesh['cp']; or two, nodes and GPUs"
+            )
+        node = mesh.shape[1] if mesh.ndim == 2 else None
+        group = flattened(mesh)
+        return dist.get_world_size(group), group, node
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
+    return dist.get_world_size(mesh), mesh, None
+
+
+def rank_of(plan: Plan) -> int:
+    if plan.group is None:
+        if plan.ranks == 1:
+            return 0
+        raise AttentionError(
+            "rank in this plan", f"none: it is for {plan.ranks} ranks in thought", "a plan of a mesh; or rank=..."
+        )
+    return dist.get_rank(plan.group)
+
+
+_met: set[int] = set()
+
+
+def run(plan: Plan, steps: Any, device: torch.device) -> Any:
+    """The steps of this rank; its messages go through the group of the plan. On a GPU they have NCCL's own stream: what
+    is computed between a post and its wait overlaps them."""
+    group = plan.group
+    if group is not None and device.type == "cuda" and id(group) not in _met:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks in what a group does first
+        _met.add(id(group))
+    under_way: dict[int, tuple[list[Any], Exchange]] = {}
+    order: dict[tuple[str, int], int] = defaultdict(int)
+
+    def operation(kind: Any, peer: int, x: Tensor) -> Any:
+        tag = order[kind.__name__, peer]
+        order[kind.__name__, peer] += 1
+        return dist.P2POp(kind, x, dist.get_global_rank(group, peer), group, tag)
+
+    try:
+        while True:
+            asked = next(steps)
+            if isinstance(asked, Exchange):
+                ops = [operation(dist.isend, peer, x) for peer, x in asked.sends if x.numel()]
+                ops += [operation(dist.irecv, peer, x) for peer, x in asked.receives if x.numel()]
+                under_way[asked.number] = (dist.batch_isend_irecv(ops) if ops else [], asked)
+            else:
+                _finish(under_way.pop(asked, None))
+    except StopIteration as stop:
+        for number in list(under_way):
+            _finish(under_way.pop(number))
+        return stop.value
+
+
+def _finish(exchange: tuple[list[Any], Exchange] | None) -> None:
+    for work in exchange[0] if exchange else ():
+        work.wait()
+
+
+def rehearse(ranks: Sequence[Any]) -> list[Any]:
+    """The steps of all ranks, in one process: each goes on until it must wait for another. What was posted under one
+    number must be received under the same."""
+    n = len(ranks)
+    sent: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
+    wanted: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
+    missing: list[dict[int, int]] = [defaultdict(int) for _ in range(n)]
+    waits: list[int | None] = [None] * n
+    results: list[Any] = [None] * n
+    left = set(range(n))
+
+    def deliver(a: int, b: int) -> None:
+        while sent[a, b] and wanted[a, b]:
+            (number, x), (expected, room) = sent[a, b].popleft(), wanted[a, b].popleft()
+            if number != expected or x.shape != room.shape or x.dtype != room.dtype:
+                raise RuntimeError(
+                    f"rank {b} expects {tuple(room.shape)} as {expected}, {a} sent {tuple(x.shape)} as {number}"
+                )
+            room.copy_(x)
+            missing[b][number] -= 1
+
+    while left:
+        moved = False
+        for r in sorted(left):
+            while waits[r] is None or not missing[r][waits[r] or 0]:
+                moved = True
+                try:
+                    asked = next(ranks[r])
+                except StopIteration as stop:
+                    results[r] = stop.value
+                    left.discard(r)
+                    break
+                if not isinstance(asked, Exchange):
+                    waits[r] = asked
+                    continue
+                waits[r] = None
+                for peer, x in asked.sends:
+                    if x.numel():
+                        sent[r, peer].append((asked.number, x.clone()))
+                        deliver(r, peer)
+                for peer, room in asked.receives:
+                    if room.numel():
+                        wanted[peer, r].append((asked.number, room))
+                        missing[r][asked.number] += 1
+                        deliver(peer, r)
+        if not moved:
+            raise RuntimeError(f"ranks {sorted(left)} wait for one another")
+    return results
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks, one after the other; the gradient of a rank's part is what comes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> tuple[Tensor, ...]:
+        ctx.rank = plan.rank
+        counts = plan.counts()
+        parts = [x.new_empty((*x.shape[:dim], n, *x.shape[dim + 1 :])) for n in counts]
+        parts[ctx.rank] = x.clone()
+
+        def steps() -> Any:
+            others = [r for r in range(plan.ranks) if r != ctx.rank]
+            yield Exchange(0, [(r, x.contiguous()) for r in others], [(r, parts[r]) for r in others])
+            yield 0
+
+        if plan.group is not None:
+            run(plan, steps(), x.device)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[ctx.rank], None, None
+
+
+def gathered(plan: Plan, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    dim = dim % x.dim()
+    if x.shape[dim] != plan.counts()[plan.rank]:
+        raise AttentionError(
+            "shape of a tensor to unshard",
+            tuple(x.shape),
+            f"this rank's {plan.counts()[plan.rank]} tokens along dim {dim}",
+        )
+    found: tuple[Tensor, ...] = _Gathered.apply(x, plan, dim)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,160 @@
+"""The boundary to torch: attention over a plan as registered ops, and its autograd rule.
+
+The ops know a plan by its number, so that a compiled graph serves the plans of many batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spec import ARGUMENTS, SCHEMA, Request, arguments, request_of
+from . import cluster, execute
+from .execute import Saved
+from .heads import Heads
+from .plan import PLANS, Plan
+
+_library = torch.library.Library("tilewise_distributed", "DEF")
+_library.define(f"forward({SCHEMA}, SymInt plan, int width) -> Tensor[]")
+_library.define(
+    f"backward(Tensor[] saved, Tensor dout, Tensor? dlse, bool[] wanted, {SCHEMA}, SymInt plan) -> Tensor[]"
+)
+
+
+@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+def _forward(*args: Any) -> list[Tensor]:
+    """out, lse; and, where heads were exchanged, the station's q, k, v, out, lse."""
+    plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
+    with torch.no_grad():
+        out, lse, saved = cluster.run(plan, execute.forward(plan, plan.rank, request), request.q.device)
+    return [out, lse.contiguous(), *(saved if plan.width > 1 else ())]
+
+
+@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
+def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: list[bool], *args: Any) -> list[Tensor]:
+    """The gradients of q, k and v, and of the wanted terms."""
+    plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
+    kept = Saved(*saved) if plan.width > 1 else Saved(*request[:3], *saved)
+    with torch.no_grad():
+        steps = execute.backward(plan, plan.rank, request, kept, dout, dlse, tuple(wanted))
+        grads = cluster.run(plan, steps, request.q.device)
+    return [g for g in grads if g is not None]
+
+
+@torch.library.register_fake("tilewise_distributed::forward", lib=_library)
+def _forward_fake(*args: Any) -> list[Tensor]:
+    request, width = request_of(*args[:ARGUMENTS]), args[-1]
+    q, k, v = request[:3]
+
+    def results(rows: Any, heads: int) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty((q.shape[0], rows, heads, v.shape[-1]))
+        return out, q.new_empty((q.shape[0], heads, rows), dtype=dtype)
+
+    found = [*results(q.shape[1], q.shape[2])]
+    if width > 1:
+        plan = PLANS[int(args[ARGUMENTS])]
+        own = Heads(plan, plan.rank, q.shape[2], k.shape[2])
+        rows, share = plan.rows(own.station), own.own
+        heads, kv_heads = share.q1 - share.q0, len(share.spread) if share.spread else share.c1 - share.c0
+        for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)):
+            found.append(x.new_empty((x.shape[0], rows, n, x.shape[-1])))
+        found += results(rows, heads)
+    return found
+
+
+@torch.library.register_fake("tilewise_distributed::backward", lib=_library)
+def _backward_fake(saved: Any, dout: Any, dlse: Any, wanted: list[bool], *args: Any) -> list[Tensor]:
+    request = request_of(*args[:ARGUMENTS])
+    terms = zip((request.bias, request.sinks, *request.score), wanted, strict=True)
+    return [x.new_empty(x.shape) for x in (*request[:3], *(x for x, wants in terms if wants and x is not None))]
+
+
+class Distributed(torch.autograd.Function):
+    """(out, lse) of this rank's queries, both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, width: int, spec: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+        request = Request.of(spec, tensors)
+        out, lse, *station = torch.ops.tilewise_distributed.forward(*arguments(request), number, width)
+        ctx.number, ctx.spec, ctx.n = number, spec, len(tensors)
+        ctx.save_for_backward(*tensors, *(station or (out, lse)))
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        kept = ctx.saved_tensors  # once: checkpoints compute them when asked
+        tensors, saved = kept[: ctx.n], kept[ctx.n :]
+        request = Request.of(ctx.spec, tensors)
+        q, v, n = request.q, request.v, request.differentiable
+        if dout is None:
+            dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        wanted = list(ctx.needs_input_grad[6 : 3 + n])
+        grads = torch.ops.tilewise_distributed.backward(
+            list(saved), dout, dlse, wanted, *arguments(request), ctx.number
+        )
+        terms = iter(grads[3:])
+        found = (*grads[:3], *(next(terms) if wants else None for wants in wanted))
+        return None, None, None, *found, *(None,) * (len(tensors) - n)
+
+
+def attend(plan: Plan, request: Request) -> Any:
+    """(out, lse), through autograd only where a gradient may be asked for."""
+    tensors = request.tensors()
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: request.differentiable]):
+        if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function
+            request = request._replace(k=request.k.view_as(request.k), v=request.v.view_as(request.v))
+        return Distributed.apply(plan.number, plan.width, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+    out, lse, *_ = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.width)
+    return out, lse
+
+
+class Rehearsed(torch.autograd.Function):
+    """The same of all ranks in this process, on whole tensors: (B, tokens, heads, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, spec: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+        request = Request.of(spec, tensors)
+        requests = [_of_rank(plan, request, r) for r in range(plan.ranks)]
+        found = cluster.rehearse([execute.forward(plan, r, requests[r]) for r in range(plan.ranks)])
+        ctx.plan, ctx.spec, ctx.n, ctx.saved = plan, spec, len(tensors), [x[2] for x in found]
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        if plan.strategy == "tree":
+            return found[0][0], found[0][1]
+        return plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
+        n = request.differentiable
+        wanted = tuple(ctx.needs_input_grad[5 : 2 + n])
+        if dout is None:
+            dout = request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
+        steps = []
+        for r in range(plan.ranks):
+            given = plan.shard(dout, rank=r), None if dlse is None else plan.shard(dlse, dim=2, rank=r)
+            steps.append(execute.backward(plan, r, _of_rank(plan, request, r), ctx.saved[r], *given, wanted))
+        found = cluster.rehearse(steps)
+        grads: list[Any] = [plan.unshard([x[i] for x in found]) for i in range(3)]
+        for i, wants in enumerate(wanted):
+            parts = [x[3 + i] for x in found]
+            if not wants:
+                grads.append(None)
+            elif i == 0 and request.bias is not None and request.bias.shape[2] > 1:
+                grads.append(plan.unshard(parts, 2))
+            else:
+                grads.append(sum(parts))
+        return None, None, *grads, *(None,) * (ctx.n - n)
+
+
+def _of_rank(plan: Plan, request: Request, rank: int) -> Request:
+    q, k, v, bias = request.q, request.k, request.v, request.bias
+    if plan.strategy != "tree":
+        q = plan.shard(q, rank=rank)
+        if bias is not None and bias.shape[2] > 1:
+            bias = plan.shard(bias, dim=2, rank=rank)
+    return request._replace(q=q, k=plan.shard(k, rank=rank), v=plan.shard(v, rank=rank), bias=bias)

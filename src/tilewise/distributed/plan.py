@@ -1,0 +1,270 @@
+"""The plan: who holds which tokens, which tiles are computed where, what travels when. Pure, and free of any GPU.
+
+    plan = tilewise.distributed.plan(mesh, seqlen=1_000_000, causal=True)
+    q, k, v = plan.shard(q, k, v, dim=1)
+    out = tilewise.distributed.attention(q, k, v, plan=plan)
+
+The same object executes (`attention`), simulates, is verified (its tiles can be counted) and drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..mods.program import Mod
+from ..spec import AttentionError
+from . import layout as layouts
+from .layout import LAYOUTS, Run, Shard
+from .tiles import Band, Call, Piece, Tile, calls, count, fused, pieces, tiles
+
+if TYPE_CHECKING:
+    from .simulate import Simulation
+
+STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
+GATHERING = ("allgather", "halo")  # the strategies that send keys to whoever sees them, all at once
+REMEMBERED = 256  # plans, of which the ops know the number alone
+_numbers = itertools.count()
+PLANS: dict[int, Plan] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Made by `tilewise.distributed.plan`. Ranks are grouped into `stations` of `width` neighbours, which exchange
+    heads
+    for tokens (Ulysses); keys and values travel from station to station. Without that exchange a station is a rank."""
+
+    ranks: int
+    lengths: tuple[int, ...]
+    packed: bool
+    band: Band
+    strategy: str
+    layout: str
+    width: int = 1
+    queries: int = 0  # of a tree: so many, the last ones, which all ranks hold
+    mask: Mod | None = None
+    group: Any = None
+    node: int = 8
+    number: int = field(default_factory=_numbers.__next__)
+
+    def __post_init__(self) -> None:
+        while len(PLANS) >= REMEMBERED:
+            PLANS.pop(next(iter(PLANS)))
+        PLANS[self.number] = self
+
+    def __repr__(self) -> str:
+        before, after = self.band
+        named: dict[Band, str] = {(None, None): "all", (None, 0): "causal"}
+        sees = named.get((before, after), f"window ({before}, {after})")
+        what = f"{len(self.lengths)} documents, {self.tokens} tokens" if self.packed else f"{self.tokens} tokens"
+        wide = f" of {self.width} x {self.stations}" if self.strategy == "two-level" else ""
+        return f"<plan: {what} on {self.ranks} ranks, {sees}, {self.strategy}{wide}, {self.layout}>"
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def stations(self) -> int:
+        return self.ranks // self.width
+
+    @property
+    def rank(self) -> int:
+        """This process, in the group of the plan."""
+        from .cluster import rank_of
+
+        return rank_of(self)
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The runs that each rank holds."""
+        return LAYOUTS[self.layout](self.lengths, self.ranks)
+
+    @cached_property
+    def held(self) -> list[Shard]:
+        """The runs of each station: those of its members, for some of the heads."""
+        if self.width == 1:
+            return self.shards
+        if self.stations == 1:
+            return [tuple(Run(d, 0, 1, n) for d, n in enumerate(self.lengths) if n)]
+        return [
+            layouts.joined(itertools.chain(*self.shards[s * self.width : (s + 1) * self.width]))
+            for s in range(self.stations)
+        ]
+
+    def rows(self, station: int) -> int:
+        return sum(run.size for run in self.held[station])
+
+    def counts(self) -> list[int]:
+        """How many tokens each rank holds."""
+        return [sum(run.size for run in shard) for shard in self.shards]
+
+    # --- what is computed ---
+
+    def asking(self, station: int) -> list[Piece]:
+        """The queries of a station."""
+        if self.strategy == "tree":
+            return [Piece(0, Run(0, self.tokens - self.queries, 1, self.queries))]
+        return pieces(self.held[station])
+
+    def work(self, station: int, source: int) -> list[Tile]:
+        """The tiles of a station's queries and the keys of another, in rows of both."""
+        return tiles(self.asking(station), pieces(self.held[source]), self.band)
+
+    def wants(self, station: int, source: int) -> tuple[tuple[int, int], ...]:
+        """The rows of `source` that are sent to a station which gathers keys: of a halo, those it sees."""
+        if self.strategy != "halo":
+            n = self.rows(source)
+            return ((0, n),) if n else ()
+        found: list[tuple[int, int]] = []
+        for a, b in sorted((x.k0, x.k1) for x in self.work(station, source)):
+            if found and a <= found[-1][1]:
+                found[-1] = found[-1][0], max(b, found[-1][1])
+            else:
+                found.append((a, b))
+        return tuple(found)
+
+    def buffer(self, station: int, sources: Sequence[int]) -> list[tuple[int, int, Run]]:
+        """(source, row among those it has sent, run) of the keys that a station keeps from some sources, in order."""
+        found = []
+        gathers = self.strategy in GATHERING and sources != (station,)
+        for source in sources:
+            sent = 0
+            ranges = self.wants(station, source) if gathers else ((0, self.rows(source)),)
+            own = pieces(self.held[source])
+            for a, b in ranges:
+                for row, run in own:
+                    low, high = max(a, row), min(b, row + run.size)
+                    if low < high:
+                        found.append((source, sent + low - a, run.part(low - row, high - row)))
+                sent += b - a
+        return sorted(found, key=lambda x: x[2]) if gathers else found
+
+    @lru_cache(4096)  # noqa: B019 - plans are few, and forgotten together
+    def calls(self, station: int, sources: tuple[int, ...], placed: bool, alone: bool) -> list[Call]:
+        """What a station computes with the keys of these sources, kept as `buffer` says. `placed`: mods or dropout ask
+        for positions, so that tiles must not be put together; `alone`: one tile to a call, as a bias wants it."""
+        keys = pieces([run for _, _, run in self.buffer(station, sources)])
+        found = tiles(self.asking(station), keys, self.band)
+        return calls(found if placed else fused(found), self.packed and not alone)
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """(stations, stations): how many pairs of a station's queries and another's keys see each other."""
+        total = torch.zeros(self.stations, self.stations, dtype=torch.int64)
+        asked: dict[int, list[tuple[int, Run]]] = {}
+        kept: dict[int, list[tuple[int, Run]]] = {}
+        for station in range(self.stations):
+            for _, run in self.asking(station):
+                asked.setdefault(run.document, []).append((station, run))
+            for run in self.held[station]:
+                kept.setdefault(run.document, []).append((station, run))
+        for document in asked.keys() & kept.keys():
+            at, q = zip(*asked[document], strict=True)
+            to, k = zip(*kept[document], strict=True)
+            q_starts, q_counts = (torch.tensor(x) for x in zip(*((r.start, r.size) for r in q), strict=True))
+            k_starts, k_counts = (torch.tensor(x) for x in zip(*((r.start, r.size) for r in k), strict=True))
+            away, step = q_starts[:, None] - k_starts, q[0].step
+            before, after = self.band
+            n, m = q_counts[:, None].expand_as(away), k_counts.expand_as(away)
+            hi = None if after is None else (away + after).div(step, rounding_mode="floor")
+            lo = None if before is None else -(before - away).div(step, rounding_mode="floor")
+            found = count(n, m, lo, hi)
+            rows = torch.zeros(self.stations, len(k), dtype=torch.int64).index_add_(0, torch.tensor(at), found)
+            total.index_add_(1, torch.tensor(to), rows)
+        return total
+
+    @cached_property
+    def reach(self) -> list[int]:
+        """How many hops the keys of each station travel around the ring: to the last one that wants them."""
+        n = self.stations
+        source = torch.arange(n)
+        hops = (source[:, None] - source) % n  # of the keys of column s to row g
+        return [int(x) for x in torch.where(self.pairs > 0, hops, 0).amax(0)] if n else []
+
+    def imbalance(self) -> float:
+        """The work of the busiest rank over the mean, minus 1."""
+        each = self.pairs.sum(1).double()
+        return float(each.max() / each.mean() - 1) if each.sum() else 0.0
+
+    # --- tensors ---
+
+    def index(self, rank: int | None = None, device: Any = None) -> Tensor:
+        """The places in the stream of the tokens that a rank (this one) holds."""
+        return _moved(self, "index", self.rank if rank is None else rank, device)
+
+    def positions(self, rank: int | None = None, device: Any = None) -> Tensor:
+        """Of the tokens that a rank (this one) holds, within their documents: what RoPE wants.
+
+        >>> from tilewise.distributed import plan
+        >>> plan(4, seqlen=10, causal=True).positions(rank=1)
+        tensor([1, 7])
+        """
+        return _moved(self, "positions", self.rank if rank is None else rank, device)
+
+    def shard(self, *tensors: Tensor, dim: int = 1, rank: int | None = None) -> Any:
+        """This rank's part of whole tensors, along their axis of tokens: one for one, a tuple for several.
+
+        >>> from tilewise.distributed import plan
+        >>> plan(2, seqlen=8, causal=True).shard(torch.arange(8), dim=0, rank=0)
+        tensor([0, 1, 6, 7])
+        """
+        found = []
+        for x in tensors:
+            if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
+                raise AttentionError(
+                    "shape of a tensor to shard", tuple(x.shape), f"the plan's {self.tokens} tokens along dim {dim}"
+                )
+            found.append(x.index_select(dim, self.index(rank, x.device)))
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def labels(self, tokens: Tensor, dim: int = 1, ignore: int = -100, rank: int | None = None) -> Tensor:
+        """This rank's labels for the prediction of the next token: shifted while the sequence is whole, so that the
+        last token of a shard is asked for the first of the next; `ignore` at the end of each document.
+
+        >>> from tilewise.distributed import plan
+        >>> plan(2, seqlen=8, causal=True).labels(torch.arange(8), dim=0, rank=0)
+        tensor([   1,    2,    7, -100])
+        """
+        shifted = tokens.roll(-1, dim)
+        ends = torch.tensor(layouts.starts(self.lengths)[1:], device=tokens.device)
+        ends = ends[torch.tensor(self.lengths, device=tokens.device) > 0] - 1
+        shifted = shifted.index_fill(dim, ends, ignore)
+        result: Tensor = self.shard(shifted, dim=dim, rank=rank)
+        return result
+
+    def unshard(self, x: Tensor | Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor from this rank's part, on every rank (differentiable: a rank's gradient is that of its
+        part); from the parts of all ranks, if given a list of them."""
+        if isinstance(x, Tensor):
+            from .cluster import gathered
+
+            x = gathered(self, x, dim)
+        parts = list(x)
+        order = torch.cat([self.index(r, parts[0].device) for r in range(self.ranks)])
+        return torch.cat(parts, dim).index_select(dim, order.argsort())
+
+    def simulate(self, machine: str = "8xH200+400G", **shape: Any) -> Simulation:
+        """What a pass would take on a cluster: see `tilewise.distributed.simulate`."""
+        from .simulate import simulate
+
+        return simulate(self, machine, **shape)
+
+    def explain(self) -> str:
+        """The plan in words."""
+        from .simulate import explain
+
+        return explain(self)
+
+
+@lru_cache(4096)
+def _moved(of: Plan, what: str, rank: int, device: Any) -> Tensor:
+    shard = of.shards[rank]
+    found = layouts.tokens(shard, of.lengths) if what == "index" else layouts.positions(shard)
+    return found if device is None else found.to(device)

@@ -1,0 +1,125 @@
+"""From the caller's words to a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..mods.program import Mod
+from ..spec import AttentionError, Window
+from ..spec import band as band_of
+from .cluster import group_of
+from .layout import LAYOUTS
+from .plan import PLANS, REMEMBERED, STRATEGIES, Plan
+from .tiles import Band
+
+_made: dict[Any, Plan] = {}
+
+
+def plan(
+    mesh: Any = None, *, seqlen: int | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False, window: Window | None = None, mask: Mod | None = None, strategy: str = "auto",
+    layout: str = "auto", heads: int | None = None, queries: int = 1, node: int | None = None,
+) -> Plan:  # fmt: skip
+    """How attention over so many tokens is divided among the ranks of a mesh.
+
+    >>> plan(8, seqlen=65536, causal=True)
+    <plan: 65536 tokens on 8 ranks, causal, ring, zigzag>
+
+    mesh: a DeviceMesh (of two axes: nodes, and the GPUs of a node), a ProcessGroup, None for the default one; or just a
+        number of ranks, for simulation and for `rehearse`.
+    seqlen, cu_seqlens: the length of the sequence, or the ends of packed documents as in `attention_varlen`. Lengths
+        need not divide by anything.
+    causal, window, mask: as of `attention` (mask: its mask_mod), over the whole sequence.
+    strategy:
+        "ring"        keys and values go around, the next hop under way while a tile is computed; least memory
+        "allgather"   all keys and values to all: fewer, larger calls, at the price of their memory
+        "halo"        each rank is sent the keys that it sees and no others: for windows and documents
+        "ulysses"     heads for tokens: each rank attends over the whole sequence with some of the heads
+        "two-level"   Ulysses in the node, the ring between nodes
+        "tree"        decoding: the cache is sharded by tokens, `queries` last queries are everywhere; partial results
+                      are merged in log2(ranks) exchanges
+        "auto"        halo for windows and documents; two-level on several nodes where `heads` allow it; else the ring
+    layout: see `tilewise.distributed.layout`; "auto" is zigzag for causal, contiguous for windows and full attention,
+        by document for packed ones.
+    node: how many ranks share fast links; 8 unless the mesh says.
+    """
+    ranks, group, found = _ranks(mesh)
+    node = node or found or min(8, ranks)
+    lengths = _lengths(seqlen, cu_seqlens)
+    before, after = band_of(causal, window)
+    if strategy not in (*STRATEGIES, "auto"):
+        raise AttentionError("strategy", repr(strategy), " or ".join(map(repr, (*STRATEGIES, "auto"))))
+    if layout not in (*LAYOUTS, "auto"):
+        raise AttentionError("layout", repr(layout), " or ".join(map(repr, (*LAYOUTS, "auto"))))
+    if mask is not None and (not isinstance(mask, Mod) or mask.kind != "mask"):
+        raise AttentionError("mask of a plan", repr(mask), "a tilewise.mask_mod, called (block masks are for one GPU)")
+    if strategy == "tree" and (cu_seqlens is not None or queries < 1):
+        raise AttentionError("strategy='tree'", "packed documents" if queries >= 1 else f"queries={queries}",
+                             "seqlen, and at least one query")  # fmt: skip
+    packed = cu_seqlens is not None
+    if strategy == "auto":
+        strategy = _strategy(ranks, lengths, (before, after), node, heads, packed)
+    if layout == "auto":
+        layout = _layout(strategy, (before, after), packed)
+    width = {"ulysses": ranks, "two-level": node}.get(strategy, 1)
+    if ranks % max(1, width):
+        raise AttentionError("ranks of a two-level plan", ranks, f"a multiple of the {width} of a node (node=...)")
+    named = (ranks, lengths, packed, (before, after), strategy, layout, width, queries if strategy == "tree" else 0)
+    key = (*named, id(mask), id(group), node)
+    made = _made.get(key)
+    if made is None or made.mask is not mask or made.number not in PLANS:
+        if len(_made) >= REMEMBERED:
+            _made.clear()
+        made = _made[key] = Plan(*named, mask, group, node)
+    return made
+
+
+def _strategy(ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool) -> str:
+    """A window that reaches over less than half of the ranks, and packed documents: halo. Several nodes: two-level,
+    unless there are fewer heads than GPUs in a node. Else the ring."""
+    before, after = band
+    share = max(1, sum(lengths) // ranks)
+    reach = (before if before is not None else sum(lengths)) + (after if after is not None else sum(lengths))
+    if ranks > 1 and (packed or reach // share + 1 < ranks / 2):
+        return "halo"
+    if ranks > node > 1 and ranks % node == 0 and (heads is None or heads >= node):
+        return "two-level"
+    return "ring"
+
+
+def _layout(strategy: str, band: Band, packed: bool) -> str:
+    before, after = band
+    if strategy in ("ulysses", "tree"):
+        return "contiguous"
+    if packed:
+        return "document"
+    return "zigzag" if after is not None and before is None else "contiguous"
+
+
+def _lengths(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    if (seqlen is None) == (cu_seqlens is None):
+        both = "neither" if seqlen is None else "both"
+        raise AttentionError("seqlen and cu_seqlens", both, "one of them")
+    if seqlen is not None:
+        if isinstance(seqlen, bool) or not hasattr(seqlen, "__index__") or seqlen < 0:
+            raise AttentionError("seqlen", repr(seqlen), "an int >= 0")
+        return (int(seqlen),)
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens or ()]
+    if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
+        raise AttentionError(
+            "cu_seqlens", ends if len(ends) < 9 else f"{ends[:8]}...", "from 0 on, none below the last"
+        )
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def _ranks(mesh: Any) -> tuple[int, Any, int | None]:
+    """How many, the process group (None where there is none), and the GPUs of a node, if the mesh has two axes."""
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        if mesh < 1:
+            raise AttentionError("ranks of a plan", mesh, "at least 1")
+        return mesh, None, None
+    return group_of(mesh)

@@ -1,0 +1,177 @@
+"""From tiles to calls of attention: which rows they take, where their results go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mods import PROGRAMS
+from ..spec import Request
+from .layout import starts
+from .plan import Plan
+from .tiles import Call, Tile
+
+
+class Rows(NamedTuple):
+    """Some rows of `total`: a stretch, or stretches taken together."""
+
+    ranges: tuple[tuple[int, int], ...]
+    total: int
+
+    @staticmethod
+    def of(ranges: Sequence[tuple[int, int]], total: int) -> Rows:
+        """Neighbours become one.
+
+        >>> Rows.of([(0, 2), (2, 5), (7, 8)], 9).ranges
+        ((0, 5), (7, 8))
+        """
+        found: list[tuple[int, int]] = []
+        for a, b in ranges:
+            if found and found[-1][1] == a:
+                found[-1] = found[-1][0], b
+            else:
+                found.append((a, b))
+        return Rows(tuple(found), total)
+
+    @property
+    def is_all(self) -> bool:
+        return self.ranges == ((0, self.total),)
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        """These rows; a view, if they are a stretch."""
+        if self.is_all:
+            return x
+        if len(self.ranges) == 1:
+            a, b = self.ranges[0]
+            return x.narrow(dim, a, b - a)
+        return x.index_select(dim, _index(self.ranges, x.device))
+
+    def add(self, total: Tensor, part: Tensor, dim: int = 1) -> None:
+        """total[rows] += part"""
+        if len(self.ranges) == 1:
+            self.take(total, dim).add_(part)
+        elif self.ranges:
+            total.index_add_(dim, _index(self.ranges, total.device), part)
+
+    def put(self, total: Tensor, part: Tensor, dim: int = 1) -> None:
+        """total[rows] = part, which `take` has given and which may be a view of it."""
+        if len(self.ranges) != 1:
+            total.index_copy_(dim, _index(self.ranges, total.device), part)
+
+
+@lru_cache(4096)
+def _index(ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)]).to(device)
+
+
+class Part(NamedTuple):
+    """One call: the request, the rows of its queries and keys, and what of the bias it takes."""
+
+    request: Request
+    rows: Rows
+    keys: Rows
+    bias: tuple[slice, ...]
+
+
+def is_placed(request: Request, packed: bool, heads: bool) -> bool:
+    """Whether mods or dropout ask where a pair lies in the whole."""
+    if request.seed is not None:
+        return True
+    asked = {"i", "j", "n_q", "n_k"} | ({"b"} if packed else set()) | ({"h"} if heads else set())
+    keys = (request.spec.score_mod, request.spec.mask_mod)
+    return any(key is not None and not asked.isdisjoint(PROGRAMS[key].root.deps) for key in keys)
+
+
+def parts(plan: Plan, station: int, sources: tuple[int, ...], whole: Request, first_head: int) -> Iterator[Part]:
+    """The calls of a station with the keys of some others. `whole`: q of the station, k and v as `Plan.buffer` has
+    them, the bias with all keys; dense tensors (a packed plan has one batch row)."""
+    q, k, v, spec = whole[:4]
+    if 0 in (q.shape[0], q.shape[2]):
+        return
+    placed = is_placed(whole, plan.packed, plan.width > 1)
+    biased = whole.bias is not None  # whose columns jump where the runs do
+    for call in plan.calls(station, sources, placed or biased, biased):
+        rows = Rows.of([(x.q0, x.q1) for x in call.tiles], q.shape[1])
+        keys = Rows.of([(x.k0, x.k1) for x in call.tiles], k.shape[1])
+        before, after = call.window
+        q_part, k_part, v_part = rows.take(q), keys.take(k), keys.take(v)
+        cu: tuple[Tensor | None, Tensor | None] = (None, None)
+        if len(call.tiles) > 1:
+            q_part, k_part, v_part = q_part[0], k_part[0], v_part[0]
+            cu = _ends(call, q.device)
+        at = _bias_at(plan, call.tiles[0], whole.bias)
+        request = whole._replace(
+            q=q_part, k=k_part, v=v_part, spec=spec._replace(before=before, after=after, partial=True), sinks=None,
+            bias=None if whole.bias is None else whole.bias[at], cu_q=cu[0], cu_k=cu[1],
+            origin=_origin(plan, call, first_head, q.shape[0], q.device) if placed else None,
+        )  # fmt: skip
+        yield Part(request, rows, keys, at)
+
+
+def _bias_at(plan: Plan, tile: Tile, bias: Tensor | None) -> tuple[slice, ...]:
+    """Of a bias (B, H, rows of the station, all tokens), what a tile takes."""
+    if bias is None:
+        return ()
+    begin = starts(plan.lengths)[tile.document] + tile.j_0
+    keys = slice(begin, begin + tile.step * (tile.k1 - tile.k0 - 1) + 1, tile.step)
+    everything = slice(None)
+    return (
+        everything, everything, slice(tile.q0, tile.q1) if bias.shape[2] > 1 else everything,
+        keys if bias.shape[3] > 1 else everything,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _ends(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([(0, 0), *((x.q1 - x.q0, x.k1 - x.k0) for x in call.tiles)], dtype=torch.int32)
+    ends = lengths.cumsum(0, dtype=torch.int32).to(device)
+    return ends[:, 0].contiguous(), ends[:, 1].contiguous()
+
+
+@lru_cache(4096)
+def _origin(plan: Plan, call: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
+    """See tilewise.spec.ORIGIN. Of packed documents b is the document's number."""
+
+    def row(tile: Tile, b: int) -> list[int]:
+        n_k = plan.lengths[tile.document]
+        n_q = plan.queries or n_k
+        return [b, first_head, tile.i_0 - (n_k - n_q), tile.j_0, tile.step, n_q, n_k]
+
+    rows = [(x, x.document) for x in call.tiles] if plan.packed else [(call.tiles[0], b) for b in range(batch)]
+    found = [row(*x) for x in rows]
+    return torch.tensor(found, dtype=torch.int32, device=device)
+
+
+def merge_(out: Tensor, lse: Tensor, rows: Rows, out_part: Tensor, lse_part: Tensor) -> None:
+    """`tilewise.merge` in place: (out, lse)[rows] becomes the attention over these keys and those before.
+
+    out (B, n, H, D), lse (B, H, n)
+    """
+    own, log = rows.take(out), rows.take(lse, 2)
+    pivot = torch.maximum(log, lse_part)
+    pivot = pivot.masked_fill(pivot == -torch.inf, 0.0)
+    w, w_part = torch.exp(log - pivot), torch.exp(lse_part - pivot)
+    l = w + w_part
+    some = l.masked_fill(l == 0, 1.0)
+    own.mul_((w / some).mT[..., None]).addcmul_(out_part, (w_part / some).mT[..., None])
+    log.copy_((pivot + some.log()).masked_fill(l == 0, -torch.inf))
+    rows.put(out, own)
+    rows.put(lse, log, 2)
+
+
+def added(total: Tensor | None, like: Tensor, rows: Rows, part: Tensor) -> Tensor:
+    """total, zero if None, with the part added at these rows."""
+    if total is None and rows.is_all:
+        return part
+    if total is None:
+        total = part.new_zeros(like.shape)
+    rows.add(total, part)
+    return total
+
+
+def zeros(like: Tensor, dtype: Any) -> Tensor:
+    return like.new_zeros(like.shape, dtype=dtype)

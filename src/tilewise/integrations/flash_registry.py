@@ -1,0 +1,206 @@
+"""torch's registry of flash attentions: `torch.nn.attention.activate_flash_attention_impl("tilewise")`.
+
+Then torch's own flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a
+GPU, no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, as torch's context parallelism.
+`restore_flash_attention_impl()` undoes it. On a CPU, where torch's flash op takes a mask, so does ours.
+
+Tested with torch 2.11 and 2.13; where torch has no registry (2.10), nothing is registered.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..api import attention, attention_varlen
+from ..spec import AttentionError, Request, arguments
+
+
+class Handle:
+    """What torch keeps while ours is active."""
+
+    def __init__(self, *libraries: Any) -> None:
+        self.libraries = libraries
+
+    def remove(self) -> None:
+        for library in self.libraries:
+            library._destroy()
+        self.libraries = ()
+
+
+def activate() -> Handle:
+    """Put our functions in the place of torch's, for both kinds of device."""
+    made = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # it is meant so
+        for key in ("CUDA", "CPU"):
+            library = torch.library.Library("aten", "IMPL", key)
+            for name, function in OPS.items():
+                if hasattr(torch.ops.aten, name) and (key == "CPU" or not name.endswith(ON_CPU)):
+                    library.impl(name, function, key, allow_override=True)
+            made.append(library)
+    return Handle(*made)
+
+
+def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
+    sides = tuple(None if side is None or side < 0 else side for side in (left, right))
+    return {"causal": is_causal, "window": None if sides == (None, None) else sides}
+
+
+def _random(q: Tensor, dropout_p: float) -> Tensor:
+    """As torch returns its state of randomness: two uint64; the first is our seed."""
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if dropout_p:
+        state[:1].random_(2**62)
+    return state
+
+
+def _refuse(**asked: Any) -> None:
+    for name, x in asked.items():
+        if x is not None:
+            raise AttentionError(f"{name} of torch's flash attention", "one", f"none; {WAYS[name]}")
+
+
+WAYS = {
+    "seqused_k": "tilewise.attention_kv takes lengths",
+    "block_table": "tilewise.attention_kv takes page tables",
+}
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
+    _refuse(seqused_k=seqused_k, block_table=block_table)
+    state = _random(query, dropout_p)
+    options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
+    options |= {"scale": scale, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True}
+    if dropout_p:
+        options["seed"] = state[0]
+    if cum_seq_q is None or cum_seq_k is None:
+        out, lse = attention(query, key, value, **options)
+    else:
+        out, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, **options)
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
+    return out, lse, state.view(torch.uint64), unused, query.new_empty(0)
+
+
+def flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace."""
+    found, lse, *_ = flash_forward(*args, **options)
+    out.copy_(found)
+    return lse  # type: ignore[no-any-return]
+
+
+def flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """aten::_flash_attention_backward."""
+    options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
+    options |= {"scale": scale, "dropout_p": dropout_p}
+    if dropout_p:
+        options["seed"] = rng_state.view(torch.int64)[0]
+    full = checks.options_of(options)  # type: ignore[arg-type]
+    if cum_seq_q is None or cum_seq_k is None or not cum_seq_q.numel():
+        request = checks.dense(query, key, value, full)
+    else:
+        request = checks.packed(query, key, value, cum_seq_q, cum_seq_k, (None, None), full)
+    return _gradients(grad_out, out, logsumexp, request)
+
+
+def _gradients(grad_out: Tensor, out: Tensor, lse: Tensor, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    found = torch.ops.tilewise.backward(out, lse, grad_out, None, *arguments(request))
+    return found  # type: ignore[no-any-return]
+
+
+def sdpa_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch takes it with is_causal for equal lengths
+    alone."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, state, unused, mask = flash_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return _like(query, out), lse, None, None, q.shape[1], k.shape[1], state, unused, mask
+
+
+def _like(query: Tensor, out: Tensor) -> Tensor:
+    """(B, S, H, D) -> (B, H, S, D), laid out as the query: torch.compile relies on it."""
+    out = out.transpose(1, 2)
+    if out.shape != query.shape:
+        return out
+    wanted = torch.empty_like(query)
+    return out if wanted.stride() == out.stride() else wanted.copy_(out)
+
+
+def sdpa_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    d, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    found = flash_backward(
+        d, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset,
+        scale=scale,
+    )  # fmt: skip
+    return tuple(x.transpose(1, 2) for x in found)
+
+
+def _cpu_options(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None,
+    scale: float | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
+    """torch takes it with any lengths: aligned top left, keys past the last query's are seen by none."""
+    if dropout_p:
+        raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
+    n = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :n], value[:, :, :n]))
+    return (q, k, v), {"scale": scale, "bias": mask, "window": (None, q.shape[1] - n) if is_causal else None}
+
+
+def cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_for_cpu."""
+    (q, k, v), options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return _like(query, out), lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float,
+    is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
+    tensors, options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    request = checks.dense(*tensors, checks.options_of(options))  # type: ignore[arg-type]
+    dq, dk, dv = _gradients(grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp.contiguous(), request)
+    unseen = key.shape[2] - dk.shape[1]
+    dk, dv = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, unseen)) for x in (dk, dv))
+    return dq.transpose(1, 2), dk, dv
+
+
+ON_CPU = ("_for_cpu", "_for_cpu_backward")
+OPS = {
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
+    "_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": cpu_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": cpu_backward,
+}

@@ -1,0 +1,184 @@
+"""torch's scaled_dot_product_attention, its signature and its meaning, computed by tilewise; and in its place."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..api import attention
+from ..spec import AttentionError
+from .bands import recognised, table
+
+TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was imported
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, recognise: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.scaled_dot_product_attention, by tilewise.
+
+    >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
+    >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(ours, functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+    True
+
+    query (..., H, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev); leading axes broadcast. As in torch, `is_causal`
+    is aligned top left (query i sees the keys up to i); a mask of bools is True where a pair is seen, a mask of floats
+    is added to the scores and gets a gradient if it wants one, and both broadcast to (..., H, L, S); a row that is
+    masked out entirely gives 0. Dropout draws from torch's generator, and drops other pairs than torch's kernels do.
+
+    recognise: look at a mask of bools (which waits for the GPU) and use what it says: a band costs nothing, and of
+        any other mask the tiles that nobody sees are skipped. Without, every pair is asked about.
+    """
+    q, k, v, lead, rank = _four_axes(query, key, value, enable_gqa)
+    n_q, n_k = q.shape[2], k.shape[2]
+    options: dict[str, Any] = {}
+    if attn_mask is not None:
+        if is_causal:
+            raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
+        mask = _mask(attn_mask, rank, lead, (q.shape[1], n_q, n_k))
+        if mask.dtype != torch.bool:
+            options["bias"] = mask
+        elif recognise:
+            options |= recognised(mask, n_q, n_k)
+        elif mask.numel():
+            options["mask_mod"] = table(mask)
+    elif is_causal:
+        if n_k > n_q:  # the rest nobody sees
+            k, v, n_k = k[:, :, :n_q], v[:, :, :n_q], n_q
+        options["window"] = None, n_q - n_k
+    out: Tensor = attention(q, k, v, layout="bhsd", scale=scale, dropout_p=dropout_p, **options)
+    if rank == 4:
+        return out
+    return out[0, 0] if rank == 2 else out.reshape(*lead, *out.shape[1:])
+
+
+def _four_axes(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, torch.Size, int]:
+    """q, k and v as (B, heads, tokens, dim), the leading axes that B stands for, and how many axes the caller sees."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
+            found = type(x).__name__ if not isinstance(x, Tensor) else "nested" if x.is_nested else tuple(x.shape)
+            raise AttentionError(name, found, "a tensor (..., heads, tokens, dim)")
+    rank = max(query.dim(), key.dim(), value.dim())
+    q, k, v = (x[(None,) * (max(rank, 3) - x.dim())] for x in (query, key, value))
+    heads, k_heads, v_heads = (x.shape[-3] for x in (q, k, v))
+    if enable_gqa:
+        shared = math.lcm(k_heads, v_heads) if k_heads and v_heads else 0
+        if shared and heads % shared:
+            raise AttentionError("heads of query", heads, f"a multiple of key's {k_heads} and value's {v_heads}")
+        k, v = (x if x.shape[-3] == shared else x.repeat_interleave(shared // x.shape[-3], -3) for x in (k, v))
+    else:
+        most = max(heads, k_heads, v_heads)
+        if any(n not in (1, most) for n in (heads, k_heads, v_heads)):
+            found = f"{heads} of query, {k_heads} of key, {v_heads} of value"
+            raise AttentionError("heads", found, "the same of all, or enable_gqa=True")
+        q = q.expand(*q.shape[:-3], most, -1, -1)
+        if k_heads != v_heads:
+            k, v = (x.expand(*x.shape[:-3], most, -1, -1) for x in (k, v))
+    leads = [x.shape[:-3] for x in (q, k, v)]
+    if leads[0] == leads[1] == leads[2]:
+        lead = leads[0]
+    else:
+        try:
+            lead = torch.broadcast_shapes(*leads)
+        except RuntimeError as error:
+            raise AttentionError(
+                "leading axes of query, key and value", [*map(tuple, leads)], "some to match"
+            ) from error
+        q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
+    if len(lead) != 1:
+        q, k, v = (x[None] if not lead else x.flatten(0, -4) for x in (q, k, v))
+    return q, k, v, lead, rank
+
+
+def _mask(given: Any, rank: int, lead: torch.Size, sizes: tuple[int, int, int]) -> Tensor:
+    """The mask as (B, H, L, S), each axis 1 where it broadcasts."""
+    if not isinstance(given, Tensor) or not (given.dtype == torch.bool or given.is_floating_point()):
+        found = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise AttentionError("attn_mask", found, "a tensor of bools (True is seen) or of floats (to add)")
+    mask: Tensor = given
+    whole = (*lead, *sizes)[-rank:]
+    short = len(whole) - mask.dim()
+    if short < 0 or any(n not in (1, size) for n, size in zip(mask.shape, whole[short:], strict=True)):
+        raise AttentionError("shape of attn_mask", tuple(mask.shape), f"one that broadcasts to {whole}")
+    mask = mask[(None,) * (max(short, 0) + len(lead) + 3 - rank)]
+    outer = mask.shape[: len(lead)]
+    if len(lead) == 1:
+        return mask
+    if all(n == 1 for n in outer):
+        return mask[None] if not lead else mask.flatten(0, -4)
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+
+
+@contextmanager
+def replaces_sdpa(*, recognise: bool = False) -> Iterator[None]:
+    """Within it, torch's scaled_dot_product_attention is tilewise's: `with tilewise.replaces_sdpa(): model(x)`.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
+    >>> x = torch.randn(2, 10, 32)
+    >>> with replaces_sdpa():
+    ...     ours = layer(x)
+    >>> torch.allclose(ours, layer(x), atol=1e-5)
+    True
+
+    See `replace_sdpa`, which does so for good.
+    """
+    undo = _replace(recognise)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def replace_sdpa(*, recognise: bool = False) -> None:
+    """From now on torch's scaled_dot_product_attention is tilewise's: one line at the start of a program.
+
+        tilewise.replace_sdpa()
+        import timm, x_transformers, ...
+
+    Reached are torch.nn.functional's function, the modules that have imported it by name, torch.nn.MultiheadAttention
+    and, whose fused evaluation is turned off for it, TransformerEncoderLayer. What tilewise does not compute raises.
+    A function that torch.compile has compiled before keeps what it has. `recognise` is that of
+    `scaled_dot_product_attention`.
+    """
+    _replace(recognise)
+
+
+def _replace(recognise: bool) -> Any:
+    """Puts ours in torch's place; returns the function that puts back what was there."""
+    old = functional.scaled_dot_product_attention
+    new: Any = partial(scaled_dot_product_attention, recognise=True) if recognise else scaled_dot_product_attention
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    places = list(_places(old))
+    for space, name in places:
+        space[name] = new
+
+    def undo() -> None:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for space, name in places:
+            if space.get(name) is new:
+                space[name] = old
+
+    return undo
+
+
+def _places(function: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where modules have the function under a name: (their names, the name)."""
+    for module in list(sys.modules.values()):
+        space = getattr(module, "__dict__", None)
+        if isinstance(space, dict) and getattr(module, "__name__", "") not in (__name__, "torch._C._nn"):
+            for name, value in list(space.items()):
+                if value is function:
+                    yield space, name

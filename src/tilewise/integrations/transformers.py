@@ -1,0 +1,139 @@
+"""Hugging Face transformers on tilewise: `attn_implementation="tilewise"`.
+
+    import tilewise.integrations.transformers                    # registers; or call register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
+    model.set_attn_implementation("tilewise")                    # or a model that is there already
+
+Tested with transformers 5.17 and 5.22; with others it warns once, and works or raises. What a model asks for and cannot
+be had (attention weights, a mask of unknown kind) raises; nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ..api import attention, attention_varlen
+from ..spec import AttentionError
+from .bands import table
+from .hf_masks import Mask, make_mask
+
+NAME = "tilewise"
+TESTED = ((5, 17), (5, 22))
+
+
+def register(*, look: bool = True) -> None:
+    """Make "tilewise" (and "paged|tilewise", for continuous batching) known to transformers.
+
+    look: once a forward, read the padding mask, to leave it out where there is no padding (as transformers' own mask
+        functions do): this waits for the GPU. With look=False nothing is read back, and a padding mask is asked about
+        every pair.
+    """
+    found = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if not TESTED[0] <= found <= TESTED[1]:
+        first, last = (".".join(map(str, v)) for v in TESTED)
+        text = f"tilewise was tested with transformers {first} to {last}; this is {transformers.__version__}"
+        warnings.warn(text, stacklevel=2)
+    for name in (NAME, f"paged|{NAME}"):
+        transformers.AttentionInterface.register(name, attention_forward)
+        transformers.AttentionMaskInterface.register(name, partial(make_mask, look=False) if not look else make_mask)
+
+
+def attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Any = None, cache: Any = None,
+    output_attentions: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls in every layer: q (B, H, Sq, D), k and v (B, Hk, Sk, D); returns (B, Sq, H, Dv).
+
+    The mask is one of `make_mask`, a 4-D tensor of the user's (bools: True is seen; floats: added), or None. With
+    cu_seq_lens (padding-free batches, continuous batching) sequences are packed, and the mask says no more than these.
+    """
+    if output_attentions:
+        raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+    if cache is not None:
+        key, value = _updated(cache, key, value, module.layer_idx, others)
+        sliding_window = sliding_window or getattr(module, "sliding_window", None)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if isinstance(cu_seq_lens_k, dict):  # of hybrid models, by the kind of layer
+            cu_seq_lens_k = cu_seq_lens_k["full_attention" if sliding_window is None else "sliding_attention"]
+        causal = cache is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        window = None if sliding_window is None else (sliding_window - 1, None if causal else sliding_window - 1)
+        _check_packed(attention_mask, cache, position_bias)
+        return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), causal=causal, window=window, **options), None
+    n_q, n_k = query.shape[2], key.shape[2]
+    if position_bias is not None:
+        options["bias"] = position_bias
+    if attention_mask is None:
+        causal = n_q > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        keys = n_q if causal and n_k > n_q else n_k  # as "sdpa": of an empty static cache, what was written
+        options["window"] = (None, n_q - keys) if causal else None
+    elif isinstance(attention_mask, Mask):
+        mask = attention_mask
+        if mask.sizes[2] != n_q or mask.sizes[3] != n_k:
+            raise AttentionError("queries and keys of the attention mask", mask.sizes[2:], f"the layer's {(n_q, n_k)}")
+        if mask.segments is not None and position_bias is None and not torch.compiler.is_compiling():
+            return _packed(query, key, value, mask.segments, window=mask.window, **options), None
+        keys = n_k if mask.keys is None else mask.keys
+        options |= {"window": mask.window, "mask_mod": mask.mod}
+    else:
+        keys = n_k
+        options |= _of_tensor(attention_mask, n_k, position_bias)
+    if keys != n_k:
+        key, value = key[:, :, :keys], value[:, :, :keys]
+        if position_bias is not None and position_bias.shape[-1] != 1:
+            options["bias"] = position_bias[..., :keys]
+    out: Tensor = attention(query, key, value, layout="bhsd", **options)
+    return out.transpose(1, 2), None
+
+
+def _updated(cache: Any, key: Tensor, value: Tensor, layer: int, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A paged cache takes the new keys and values and gives all, (1, Hk, T, D)."""
+    if "kwargs" in inspect.signature(cache.update).parameters:
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=others)
+        return k, v
+    places = {"read_index": others["read_index"], "write_index": others["write_index"]}
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, **places)  # before 5.22: (T, Hk, D)
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+    """The rows of the batch after one another, as sequences that begin at the offsets."""
+    tensors = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out: Tensor = attention_varlen(*tensors, *(x.int() for x in offsets), **options)
+    return out.view(q.shape[0], q.shape[2], *out.shape[1:])
+
+
+def _check_packed(mask: Any, cache: Any, position_bias: Tensor | None) -> None:
+    """Of packed sequences, what their offsets do not say."""
+    if position_bias is not None:
+        raise AttentionError("position_bias", "one beside cu_seq_lens", "a padded batch: the bias counts its rows")
+    if isinstance(mask, Mask) and mask.mod is not None and mask.mod.name in ("valid_keys", "table"):
+        raise AttentionError("attention_mask", f"{mask!r} beside cu_seq_lens", "one of the two")
+    if isinstance(mask, Tensor) and cache is None:
+        raise AttentionError("attention_mask", f"{tuple(mask.shape)} beside cu_seq_lens", "one of the two")
+
+
+def _of_tensor(mask: Any, n_k: int, position_bias: Tensor | None) -> dict[str, Any]:
+    """A mask that the user or the model has made; one that is wider than the keys is cut, as transformers does."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or 1 < mask.shape[-1] < n_k:
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise AttentionError("attention_mask", found, f"None, or a tensor that broadcasts to (B, H, Sq, {n_k})")
+    mask = mask[..., :n_k]
+    if mask.dtype == torch.bool:
+        return {"mask_mod": table(mask)}
+    if not mask.is_floating_point():
+        raise AttentionError("dtype of attention_mask", mask.dtype, "bools (True is seen), or floats to add")
+    return {"bias": mask if position_bias is None else mask + position_bias}
+
+
+register()

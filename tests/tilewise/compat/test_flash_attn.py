@@ -1,0 +1,276 @@
+"""flash-attn's functions: what they mean, against a few lines of torch; what an unchanged program finds."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import tilewise
+from tilewise.compat import bert_padding, flash_attn, flash_attn_3
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False, left: int = -1,
+    right: int = -1, softcap: float = 0.0, slopes: Tensor | None = None, qv: Tensor | None = None, chunk: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What flash-attn's documentation says, in float64: (B, S, H, D)."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    d = q.shape[-1] + (0 if qv is None else qv.shape[-1])
+    s = torch.einsum("bihd,bjhd->bhij", q, k)
+    if qv is not None:
+        s = s + torch.einsum("bihd,bjhd->bhij", qv, v)
+    s = s * (d**-0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    p = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    j = torch.arange(k.shape[1])
+    if slopes is not None:
+        s = s - slopes[..., None, None].double() * (p - j).abs()
+    seen = torch.ones_like(p - j, dtype=torch.bool)
+    right = 0 if causal else right
+    seen = seen & (j >= p - left) if left >= 0 else seen
+    seen = seen & (j <= p + right) if right >= 0 else seen
+    seen = seen & (p // chunk == j // chunk) if chunk else seen
+    lse = s.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    weights = torch.exp(s - lse[..., None]).masked_fill(~seen | (lse == -torch.inf)[..., None], 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+
+
+def made(n_q: int = 7, n_k: int = 9, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(2, n_q, heads, 8, dtype=torch.float64)
+    return q, *(torch.randn(2, n_k, kv_heads, 8, dtype=torch.float64) for _ in "kv")  # type: ignore[return-value]
+
+
+WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
+    ({"window_size": (2, 1)}, {"left": 2, "right": 1}),
+    ({"window_size": (3, -1), "causal": True}, {"left": 3, "causal": True}),
+    ({"window_size": (-1, 1)}, {"right": 1}),
+    ({"softcap": 2.0}, {"softcap": 2.0}),
+    ({"deterministic": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), WORDS, ids=str)
+def test_dense(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    q, k, v = made()
+    out, lse, probs = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+    assert_close((out, lse), naive(q, k, v, **ours))
+    assert probs is None
+    assert_close(flash_attn_3.flash_attn_func(q, k, v, **theirs), out)
+    assert_close(flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **theirs), out)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_alibi(shape: tuple[int, ...]) -> None:
+    q, k, v = made()
+    slopes = torch.rand(shape)
+    assert_close(flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes), naive(q, k, v, slopes=slopes)[0])
+
+
+def test_packed_together() -> None:
+    q, k, v = made(9, 9, 4, 4)
+    qkv = torch.stack([q, k, v], 2)
+    expected = naive(q, k, v, causal=True)[0]
+    assert_close(flash_attn.flash_attn_qkvpacked_func(qkv, causal=True), expected)
+    assert_close(flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True), expected)
+    grouped = torch.cat([q, k[:, :, :2], v[:, :, :2]], 2)
+    assert_close(flash_attn_3.flash_attn_qkvpacked_func(grouped, num_heads_q=4), naive(q, k[:, :, :2], v[:, :, :2])[0])
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    flat = qkv.flatten(0, 1)
+    for found in (
+        flash_attn.flash_attn_varlen_qkvpacked_func(flat, cu, 9, causal=True),
+        flash_attn.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], cu, cu, 9, 9, causal=True),
+        flash_attn.flash_attn_varlen_func(*flat.unbind(1), cu, cu, 9, 9, causal=True),
+        flash_attn_3.flash_attn_varlen_func(*flat.unbind(1), cu, cu, 9, 9, causal=True),
+    ):
+        assert_close(found.view_as(expected), expected)
+
+
+def test_parts_of_sequences() -> None:
+    q, k, v = made(9, 9)
+    cu = torch.tensor([0, 9, 18], dtype=torch.int32)
+    used_q, used_k = torch.tensor([4, 9], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
+    out = flash_attn_3.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), cu, cu, 9, 9, seqused_q=used_q, seqused_k=used_k, causal=True
+    ).view_as(q)
+    for b, (n, m) in enumerate(zip(used_q.tolist(), used_k.tolist(), strict=True)):
+        expected, _ = naive(q[b : b + 1, :n], k[b : b + 1, :m], v[b : b + 1, :m], causal=True)
+        assert_close(out[b : b + 1, :n], expected)
+        assert not out[b, n:].any()
+
+
+def test_what_flash_attention_3_has_more() -> None:
+    q, k, v = made()
+    qv = torch.randn_like(q)
+    assert_close(flash_attn_3.flash_attn_func(q, k, v, qv=qv, causal=True), naive(q, k, v, qv=qv, causal=True)[0])
+    chunked = flash_attn_3.flash_attn_func(q, k, v, causal=True, attention_chunk=3)
+    assert_close(chunked, naive(q, k, v, causal=True, chunk=3)[0])
+    parts = [flash_attn_3.flash_attn_func(q, k[:, c], v[:, c], return_attn_probs=True) for c in (slice(4), slice(4, 9))]
+    out, lse = flash_attn_3.flash_attn_combine(
+        torch.stack([o for o, _ in parts]), torch.stack([l.mT for _, l in parts])
+    )
+    assert_close((out, lse.mT), naive(q, k, v))
+
+
+def test_gradients_flow() -> None:
+    leaves = [x.requires_grad_() for x in made()]
+    ours = torch.autograd.grad(flash_attn.flash_attn_func(*leaves, causal=True).sin().sum(), leaves)
+    assert_close(ours, torch.autograd.grad(naive(*leaves, causal=True)[0].sin().sum(), leaves))
+
+
+def test_what_cannot_be_honoured_raises() -> None:
+    q, k, v = made()
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    for call, words in (
+        (lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True), "one of them"),
+        (lambda: flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=cu), "both"),
+        (lambda: flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q), "over a KV cache"),
+        (lambda: flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2)), "FP8"),
+        (lambda: flash_attn.flash_attn_qkvpacked_func(q), "5 axes"),
+        (lambda: flash_attn_3.flash_attn_qkvpacked_func(q), "num_heads_q"),
+    ):
+        with pytest.raises(tilewise.AttentionError, match=words):
+            call()
+
+
+def test_a_cache_as_it_is() -> None:
+    q, k, v = made(1)
+    assert_close(flash_attn.flash_attn_with_kvcache(q, k, v, causal=True), naive(q, k, v)[0])
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding of x (B, S, H, D) at places (B, S)."""
+    c, s = (t[places][:, :, None].double() for t in (cos, sin))
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    found = a * c - b * s, a * s + b * c
+    return torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_cache_that_grows(rotary: bool, causal: bool, interleaved: bool) -> None:
+    """New keys are written (and turned) at each sequence's length; queries are turned as flash-attn turns them."""
+    q, k, v = made(3, 12)
+    k_new, v_new = (torch.randn(2, 3, 2, 8, dtype=torch.float64) for _ in "kv")
+    lengths = torch.tensor([4, 7], dtype=torch.int32)
+    angles = torch.rand(12, 4, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    places = lengths[:, None].long() + torch.arange(3)
+    expected = []
+    for b, n in enumerate(lengths.tolist()):
+        at = places[b : b + 1]
+        new, ask = k_new[b : b + 1], q[b : b + 1]
+        if rotary:
+            new = turned(new, cos, sin, at, interleaved)
+            ask = turned(ask, cos, sin, at if causal else at[:, :1].expand(-1, 3), interleaved)
+        keys, values = torch.cat([k[b : b + 1, :n], new], 1), torch.cat([v[b : b + 1, :n], v_new[b : b + 1]], 1)
+        expected.append(naive(ask, keys, values, causal=causal))
+    words = {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
+    for module in (flash_attn, flash_attn_3):
+        caches = k.clone(), v.clone()
+        out, lse = module.flash_attn_with_kvcache(
+            q, *caches, k_new, v_new, cache_seqlens=lengths, causal=causal, rotary_interleaved=interleaved,
+            return_softmax_lse=True, **words,
+        )  # fmt: skip
+        assert_close(out, torch.cat([o for o, _ in expected]))
+        assert_close(lse, torch.cat([l for _, l in expected]), check_dtype=False)
+        assert_close(caches[1][0, 4:7], v_new[0])
+
+
+def test_pages() -> None:
+    q, k, v = made(1, 12)
+    table = torch.tensor([[3, 0, 5], [1, 4, 2]], dtype=torch.int32)
+    pages = [torch.full((6, 4, 2, 8), torch.nan, dtype=torch.float64) for _ in "kv"]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[table.long().flatten()] = x.reshape(6, 4, 2, 8)
+    lengths = torch.tensor([5, 12], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table, causal=True)
+    cu_q, cu_k = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 5, 17], dtype=torch.int32)
+    packed = flash_attn.flash_attn_varlen_func(q[:, 0], *pages, cu_q, cu_k, 1, 12, causal=True, block_table=table)
+    for b, n in enumerate(lengths.tolist()):
+        expected, _ = naive(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        assert_close(out[b : b + 1], expected)
+        assert_close(packed[b], expected[0, 0])
+
+
+# The parameters of flash-attn 2.8.3 and of FlashAttention-3, in their order.
+SIGNATURES = {
+    flash_attn.flash_attn_func: "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
+    " return_attn_probs",
+    flash_attn.flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p"
+    " softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs block_table",
+    flash_attn.flash_attn_with_kvcache: "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx"
+    " cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits"
+    " return_softmax_lse",
+    flash_attn_3.flash_attn_func: "q k v softmax_scale causal qv q_descale k_descale v_descale window_size"
+    " attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
+    flash_attn_3.flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k"
+    " softmax_scale causal qv q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa"
+    " deterministic sm_margin return_attn_probs",
+    flash_attn_3.flash_attn_with_kvcache: "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx"
+    " cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale"
+    " softmax_scale causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits"
+    " pack_gqa sm_margin return_softmax_lse",
+    flash_attn_3.flash_attn_qkvpacked_func: "qkv softmax_scale causal q_descale k_descale v_descale window_size"
+    " attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_signatures(function: Any) -> None:
+    assert list(inspect.signature(function).parameters) == SIGNATURES[function].split()
+
+
+def test_padding_and_back() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    x = torch.randn(3, 4, 2, requires_grad=True)
+    tokens, places, cu, longest, lengths = bert_padding.unpad_input(x, mask)
+    assert_close(tokens, x[mask.bool()])
+    assert (cu.tolist(), longest, lengths.tolist()) == ([0, 2, 6, 6], 4, [2, 4, 0])
+    back = bert_padding.pad_input(tokens, places, 3, 4)
+    assert_close(back, x * mask[..., None])
+    back.sum().backward()
+    assert_close(x.grad, mask[..., None].expand_as(x).float())
+
+
+def test_an_unchanged_program() -> None:
+    script = """
+import importlib.util
+import torch, tilewise
+tilewise.compat.flash_attn.install()
+import flash_attn, flash_attn_interface
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import flash_attn_qkvpacked_func
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+assert importlib.util.find_spec("flash_attn") is not None
+q = torch.randn(1, 5, 2, 8)
+third = flash_attn_interface.flash_attn_func.__module__
+print(flash_attn.__version__, flash_attn_func(q, q, q, causal=True).shape, third)
+try:
+    import flash_attn.layers.rotary
+except ImportError as error:
+    print("no layers")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == [
+        "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3", "no layers",
+    ]  # fmt: skip
+
+
+def test_install_after_the_fact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = type(sys)("flash_attn")
+    real.__file__ = "flash_attn/__init__.py"
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
+    with pytest.raises(tilewise.AttentionError, match="before anything imports it"):
+        flash_attn.install()

@@ -1,0 +1,289 @@
+"""FlexAttention's functions and masks, as people write them, beside torch's own."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    noop_mask,
+    or_masks,
+)
+from torch.nn.attention.flex_attention import flex_attention as torchs
+from torch.testing import assert_close
+
+import tilewise
+from tilewise.compat import flex_attention
+from tilewise.compat.flex import _converted
+
+B, H, S, D = 2, 4, 200, 8
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def noop(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def relative(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx)
+
+
+def causal_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+def make_alibi(heads: int) -> Callable[..., Tensor]:
+    def alibi(score, b, h, q_idx, kv_idx):
+        scale = torch.exp2(-((h + 1) * 8.0 / heads))
+        return score + scale * (kv_idx - q_idx)
+
+    return alibi
+
+
+def make_softcap(cap: float) -> Callable[..., Tensor]:
+    def softcap(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    return softcap
+
+
+def make_window(size: int) -> Callable[..., Tensor]:
+    def window(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= size)
+
+    return window
+
+
+def make_prefix(length: int) -> Callable[..., Tensor]:
+    def prefix(b, h, q_idx, kv_idx):
+        return kv_idx < length
+
+    return or_masks(prefix, causal)
+
+
+def make_documents(inner: Callable[..., Tensor], ids: Tensor, offsets: Tensor) -> Callable[..., Tensor]:
+    """A mask of positions within documents, in each of them."""
+
+    def documents(b, h, q_idx, kv_idx):
+        same = ids[q_idx] == ids[kv_idx]
+        return same & inner(b, h, q_idx - offsets[ids[q_idx]], kv_idx - offsets[ids[kv_idx]])
+
+    return documents
+
+
+def make_natten(columns: int, radius: int) -> Callable[..., Tensor]:
+    def row(x):
+        return x // columns
+
+    def natten(b, h, q_idx, kv_idx):
+        near = (row(q_idx) - row(kv_idx)).abs() <= radius
+        return near & ((q_idx % columns - kv_idx % columns).abs() <= radius)
+
+    return natten
+
+
+def make_dilated(size: int, step: int) -> Callable[..., Tensor]:
+    def dilated(b, h, q_idx, kv_idx):
+        diff = torch.abs(q_idx - kv_idx)
+        in_window = diff <= size
+        return in_window & (diff % step == 0)
+
+    return dilated
+
+
+IDS = torch.arange(S) // 70
+OFFSETS = torch.tensor([0, 70, 140])
+SEEN = torch.rand(B, S) < 0.8
+BIAS = torch.randn(B, H, S, S)
+SCORES: dict[str, Any] = {
+    "noop": noop, "relative": relative, "alibi": make_alibi(H), "softcap": make_softcap(5.0), "causal": causal_score,
+    "bias": lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx, kv_idx],
+    "bias, index by index": lambda score, b, h, q_idx, kv_idx: score + BIAS[b][h][q_idx, kv_idx],
+}  # fmt: skip
+MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, and whether all of it is a band
+    "noop": (noop_mask, None, True),
+    "causal": (causal, None, True),
+    "strictly causal": (lambda b, h, q_idx, kv_idx: kv_idx < q_idx, None, True),
+    "window": (make_window(50), None, True),
+    "window both ways": (lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < 33, None, True),
+    "prefix": (make_prefix(64), None, False),
+    "documents": (make_documents(causal, IDS, OFFSETS), None, False),
+    "causal documents": (and_masks(causal, lambda b, h, q_idx, kv_idx: IDS[q_idx] == IDS[kv_idx]), None, False),
+    "natten": (make_natten(20, 3), None, False),
+    "dilated": (make_dilated(60, 3), None, False),
+    "padding": (lambda b, h, q_idx, kv_idx: SEEN[b, kv_idx], B, False),
+}
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any = None, block_mask: Any = None, scale: float | None = None,
+    enable_gqa: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """FlexAttention in a few lines, which has a gradient on a CPU (torch's own has none): indices broadcast."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = s if score_mod is None else score_mod(s, b, h, i, j)
+    seen = torch.ones_like(s, dtype=torch.bool) if block_mask is None else block_mask.mask_mod(b, h, i, j).expand_as(s)
+    empty = ~seen.any(-1, keepdim=True)
+    s = s.masked_fill(~seen, -torch.inf)
+    out = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0) @ v
+    return (out, s.logsumexp(-1)) if return_lse else out
+
+
+def results(function: Any, leaves: list[Tensor], **words: Any) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    out, lse = function(*leaves, return_lse=True, **words)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def qkv(n_q: int = S, n_k: int = S, kv_heads: int = H) -> list[Tensor]:
+    return [torch.randn(B, H, n_q, D), *(torch.randn(B, kv_heads, n_k, D) for _ in "kv")]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    leaves = qkv()
+    ours = flex_attention(*leaves, score_mod=SCORES[name])
+    assert_close(ours, torchs(*leaves, score_mod=SCORES[name]), rtol=1e-4, atol=1e-5)
+    if "index by index" not in name:
+        ours, expected = (results(f, leaves, score_mod=SCORES[name]) for f in (flex_attention, naive))
+        assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    mod, batch, is_band = MASKS[name]
+    mask = create_block_mask(mod, batch, None, S, S, device="cpu")
+    leaves = qkv()
+    assert_close(flex_attention(*leaves, block_mask=mask), torchs(*leaves, block_mask=mask), rtol=1e-4, atol=1e-5)
+    if name != "noop":
+        ours, expected = (results(f, leaves, block_mask=mask) for f in (flex_attention, naive))
+        assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert (_converted(mask, S, S).mask is None) is is_band
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(100, 200), (200, 100)])
+@pytest.mark.parametrize("name", ["causal", "strictly causal", "window", "documents"])
+def test_other_lengths(name: str, n_q: int, n_k: int) -> None:
+    """FlexAttention counts both from 0: aligned top left."""
+    mask = create_block_mask(MASKS[name][0], None, None, n_q, n_k, device="cpu")
+    leaves = qkv(n_q, n_k)
+    ours, theirs = (f(*leaves, block_mask=mask, return_lse=True) for f in (flex_attention, torchs))
+    seen = theirs[1].isfinite()
+    assert torch.equal(ours[1].isfinite(), seen)
+    assert_close(ours[0][seen], theirs[0][seen], rtol=1e-4, atol=1e-5)
+
+
+def test_score_and_mask_grouped_heads_and_scale() -> None:
+    leaves = qkv(kv_heads=2)
+    mask = create_block_mask(MASKS["causal documents"][0], None, None, S, S, device="cpu")
+    words = {"score_mod": SCORES["alibi"], "block_mask": mask, "scale": 0.3, "enable_gqa": True}
+    assert_close(flex_attention(*leaves, **words), torchs(*leaves, **words), rtol=1e-4, atol=1e-5)
+    assert_close(results(flex_attention, leaves, **words), results(naive, leaves, **words), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_what_is_captured() -> None:
+    q, k, v = qkv()
+    grads = []
+    table, slope = torch.randn(H, 2 * S, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    for function in (flex_attention, naive):
+
+        def closed(score, b, h, q_idx, kv_idx):
+            return score * slope + table[h, q_idx - kv_idx + S]
+
+        grads.append(torch.autograd.grad(function(q, k, v, score_mod=closed).sin().sum(), (table, slope)))
+    assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+def test_numbers_are_those_of_the_moment() -> None:
+    q, k, v = qkv()
+    found = []
+    for cap in (1.0, 3.0):
+        found.append(flex_attention(q, k, v, score_mod=make_softcap(cap)))
+        assert_close(found[-1], torchs(q, k, v, score_mod=make_softcap(cap)), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*found)
+
+
+def test_a_block_mask_is_believed() -> None:
+    """One that lists fewer tiles than its mask_mod would show: those that it lists."""
+    counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(256, 256))
+    leaves = qkv(256, 256)
+    i = torch.arange(256)
+    seen = (i[:, None] >= i) & (i[:, None] // 128 == i // 128)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen)
+    assert_close(flex_attention(*leaves, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.compat import flex
+
+    calls = []
+    inner = flex._convert
+    monkeypatch.setattr(flex, "_convert", lambda *a: (calls.append(a), inner(*a))[1])
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+    for _ in range(3):
+        flex_attention(*qkv(), block_mask=mask)
+    assert len(calls) == 1
+
+
+def test_what_is_returned() -> None:
+    leaves = qkv()
+    out, aux = flex_attention(*leaves, return_aux=AuxRequest(lse=True))
+    again, lse = flex_attention(*leaves, return_lse=True)
+    assert torch.equal(out, again)
+    assert torch.equal(aux.lse, lse)
+    assert_close(lse, torchs(*leaves, return_lse=True)[1])
+
+
+def test_what_cannot_be_done_says_where() -> None:
+    q, k, v = qkv()
+
+    def looping(score, b, h, q_idx, kv_idx):
+        for _ in range(3):
+            score = score * 2
+        return score
+
+    def short(score, b, h, q_idx):
+        return score
+
+    def sorting(score, b, h, q_idx, kv_idx):
+        return score + math.lgamma(q_idx)
+
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+    for words, call in (
+        ("for _ in range", lambda: flex_attention(q, k, v, score_mod=looping)),
+        ("lgamma", lambda: flex_attention(q, k, v, score_mod=sorting)),
+        ("parameters", lambda: flex_attention(q, k, v, score_mod=short)),
+        ("plain function", lambda: flex_attention(q, k, v, score_mod=7)),
+        ("max_scores", lambda: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))),
+        ("enable_gqa", lambda: flex_attention(q, k[:, :2], v[:, :2])),
+        ("BlockMask", lambda: flex_attention(q, k, v, block_mask=SEEN)),
+        ("lengths of the block mask", lambda: flex_attention(q[:, :, :50], k, v, block_mask=mask)),
+        ("alone", lambda: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j, more: s)),
+    ):
+        with pytest.raises(tilewise.AttentionError, match=words):
+            call()

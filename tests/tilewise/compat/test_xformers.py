@@ -1,0 +1,113 @@
+"""xformers' memory_efficient_attention with each of its bias classes, against a table of pairs in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import tilewise
+from tilewise.compat import xformers as x
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    s = s if bias is None else s + bias
+    seen = torch.ones(s.shape[-2:], dtype=torch.bool) if seen is None else seen
+    empty = ~seen.any(-1, keepdim=True)
+    p = s.masked_fill(~seen & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+def made(n_q: int, n_k: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, n, 3, 8, dtype=torch.float64) for n in (n_q, n_k, n_k))
+    return q, k, v
+
+
+def places(lengths: list[int], padding: int | None = None) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence and its place there; of padding, sequence -1."""
+    ids, at = [], []
+    for b, n in enumerate(lengths):
+        room = n if padding is None else padding
+        ids += [b] * n + [-1] * (room - n)
+        at += [*range(room)]
+    return torch.tensor(ids), torch.tensor(at)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(7, 7), (4, 9), (9, 4)])
+def test_one_sequence(n_q: int, n_k: int) -> None:
+    q, k, v = made(n_q, n_k, 2)
+    i, j = torch.arange(n_q)[:, None], torch.arange(n_k)
+    p = i + n_k - n_q
+    bias = torch.randn(2, 3, n_q, n_k, dtype=torch.float64)
+    cases: list[tuple[Any, Tensor | None, Tensor | None]] = [
+        (None, None, None),
+        (bias, None, bias),
+        (x.LowerTriangularMask(), j <= i, None),
+        (x.LowerTriangularMask().add_bias(bias), j <= i, bias),
+        (x.LowerTriangularFromBottomRightMask(), j <= p, None),
+        (x.LowerTriangularFromBottomRightMask().make_local_attention(3), (j <= p) & (j > p - 3), None),
+        (x.LocalAttentionFromBottomRightMask(2, 1), (j >= p - 2) & (j <= p + 1), None),
+    ]
+    for attn_bias, seen, added in cases:
+        assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen, added))
+
+
+@pytest.mark.parametrize("kv", [[3, 4, 2], [5, 4, 6], [2, 4, 7]])
+def test_sequences_in_a_row(kv: list[int]) -> None:
+    lengths = [3, 4, 2]
+    q, k, v = made(sum(lengths), sum(kv))
+    (b_q, i), (b_k, j) = places(lengths), places(kv)
+    b_q, i = b_q[:, None], i[:, None]
+    late = torch.tensor(kv)[b_q] - torch.tensor(lengths)[b_q]
+    same, mask = b_q == b_k, x.BlockDiagonalMask.from_seqlens(lengths, kv)
+    for attn_bias, seen in (
+        (mask, same),
+        (mask.make_causal(), same & (j <= i)),
+        (mask.make_local_attention(2), same & (j <= i) & (j > i - 2)),
+        (mask.make_causal_from_bottomright(), same & (j <= i + late)),
+        (mask.make_local_attention_from_bottomright(2), same & (j <= i + late) & (j > i + late - 2)),
+    ):
+        assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen))
+
+
+def test_padded_keys() -> None:
+    lengths, kv, padding = [1, 2, 1], [4, 2, 6], 6
+    q, k, v = made(sum(lengths), 3 * padding)
+    (b_q, i), (b_k, j) = places(lengths), places(kv, padding)
+    b_q, i = b_q[:, None], i[:, None]
+    late = torch.tensor(kv)[b_q] - torch.tensor(lengths)[b_q]
+    same = b_q == b_k
+    for kind, seen in (
+        (x.BlockDiagonalPaddedKeysMask, same),
+        (x.BlockDiagonalCausalWithOffsetPaddedKeysMask, same & (j <= i + late)),
+    ):
+        attn_bias = kind.from_seqlens(lengths, padding, kv)
+        assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen))
+
+
+def test_shapes_and_dtypes() -> None:
+    q, k, v = made(5, 6)
+    one = x.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+    assert_close(one, naive(q[:, :, :1], k[:, :, :1], v[:, :, :1])[:, :, 0])
+    groups = torch.randn(1, 5, 2, 3, 8, dtype=torch.float64)
+    shared = [torch.randn(1, 6, 2, 1, 8, dtype=torch.float64).expand(-1, -1, -1, 3, -1) for _ in "kv"]
+    found = x.memory_efficient_attention(groups, *shared, output_dtype=torch.float32)
+    expected = naive(groups.flatten(2, 3), *(y.flatten(2, 3) for y in shared)).view_as(groups)
+    assert_close(found, expected.float())
+
+
+def test_what_cannot_be_honoured_raises() -> None:
+    q, k, v = made(5, 5, 2)
+
+    class PagedBlockDiagonalPaddedKeysMask:
+        pass
+
+    with pytest.raises(tilewise.AttentionError, match="attn_bias"):
+        x.memory_efficient_attention(q, k, v, PagedBlockDiagonalPaddedKeysMask())
+    with pytest.raises(tilewise.AttentionError, match="one after the other"):
+        x.memory_efficient_attention(q, k, v, x.BlockDiagonalMask.from_seqlens([5]))

@@ -1,0 +1,93 @@
+"""Clusters that are not here: the simulator agrees with the program's messages, and with what anybody knows."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tilewise import AttentionError
+from tilewise.distributed import plan
+from tilewise.distributed.program import Post, program
+
+SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
+
+
+def bytes_of(made, rank: int, backward: bool = False) -> int:
+    """What the steps of a rank send, of keys and their gradients."""
+    row = 2 * SHAPE["dim"] * SHAPE["kv_heads"] // made.width
+    moves = [m for step in program(made, rank, backward) if isinstance(step, Post) for m in step.sends]
+    return sum(m.rows * row * {"kv": 2, "dkv": 4}[m.what] for m in moves if m.what in ("kv", "dkv"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"causal": True, "strategy": "ring"},
+        {"causal": True, "strategy": "allgather"},
+        {"window": (700, 0), "strategy": "halo"},
+        {"window": (700, 0), "strategy": "ring", "layout": "contiguous"},
+        {"strategy": "ring", "layout": "striped"},
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_the_messages(words):
+    made = plan(8, seqlen=5003, **words)
+    found = made.simulate(**SHAPE)
+    assert found.sent.tolist() == [bytes_of(made, r) for r in range(8)]
+    if words["strategy"] != "ring":  # whose gradients go one hop more, home, when all is done
+        assert made.simulate(**SHAPE, backward=True).sent.tolist() == [bytes_of(made, r, True) for r in range(8)]
+
+
+def test_faster_links_and_less_work_take_less_time():
+    made = plan(16, seqlen=1 << 16, causal=True, strategy="ring")
+    slow, fast = (made.simulate(f"8xH200+{net}", **SHAPE) for net in ("100G", "800G"))
+    assert slow.time > fast.time
+    assert slow.exposed.max() > fast.exposed.max()
+    assert 0 < slow.efficiency < fast.efficiency <= 1
+    even = plan(16, seqlen=1 << 16, causal=True, strategy="ring").simulate(**SHAPE).time
+    assert plan(16, seqlen=1 << 16, causal=True, strategy="ring", layout="contiguous").simulate(**SHAPE).time > even
+    assert made.simulate(**SHAPE, backward=True).time > made.simulate(**SHAPE).time
+
+
+def test_the_ranking_of_strategies():
+    """A flat ring holds to some thousand tokens a GPU; then the node's links decide; gathering never pays at scale."""
+
+    def efficiency(s: int, n: int, strategy: str) -> float:
+        return plan(n, seqlen=s, causal=True, strategy=strategy).simulate(heads=32, kv_heads=8).efficiency
+
+    assert efficiency(1 << 20, 64, "ring") > 0.85
+    assert efficiency(1 << 17, 64, "two-level") > efficiency(1 << 17, 64, "ring") > efficiency(1 << 17, 64, "allgather")
+    assert efficiency(1 << 17, 64, "ulysses") < 0.6  # 32 heads
+
+
+def test_a_tree_takes_no_time_for_the_keys_of_others():
+    made = plan(8, seqlen=1 << 20, strategy="tree").simulate(heads=32, kv_heads=8)
+    assert made.sent.max() < 1e6
+    assert made.time < 1e-3
+
+
+def test_a_thousand_ranks():
+    start = time.perf_counter()
+    found = plan(1024, seqlen=1 << 20, causal=True).simulate()
+    assert found.plan.strategy == "two-level"
+    assert found.compute.shape == (128,)
+    assert time.perf_counter() - start < 10
+
+
+def test_numbers_for_others():
+    found = plan(4, seqlen=4096, causal=True).simulate(**SHAPE)
+    told = json.loads(found.to_json(ranks=2))
+    assert {bar["station"] for bar in told["bars"]} == {0, 1}
+    assert len(told["compute"]) == 2
+    assert "8xH200+400G" in str(found)
+    assert "keys travel 3 hops" in plan(4, seqlen=4096, causal=True).explain()
+
+
+def test_an_unknown_machine_says_what_is_known():
+    made = plan(2, seqlen=64)
+    with pytest.raises(AttentionError, match="network"):
+        made.simulate("8xH200+fast")
+    with pytest.raises(AttentionError, match="device"):
+        made.simulate("8xABACUS")
