@@ -17,7 +17,6 @@ import torch
 
 import tilewise
 from tilewise.costs.devices import DEVICES
-from tilewise.costs.predict import shared_estimate
 from tilewise.kernels.portable import tiles
 from tilewise_lab.learn import has_triton, measured, picture, show
 
@@ -187,9 +186,14 @@ candidates = [
     for warps in (2, 4)
 ]
 assert len(candidates) == 24
-fit = {
-    name: sum(shared_estimate("forward", c, 128, 128, 2) <= d.shared for c in candidates) for name, d in DEVICES.items()
-}
+
+
+def shared(tile, d=128, itemsize=2):
+    """Bytes: the tile of Q, and as many of K and V as there are stages."""
+    return itemsize * (tile.block_m * d + tile.stages * tile.block_n * (d + d))
+
+
+fit = {name: sum(shared(tile) <= device.shared for tile in candidates) for name, device in DEVICES.items()}
 print("of the 24, fit into shared memory at D = 128:", fit)
 show(
     ["head dim", "tilewise's tile on Hopper", "on Ampere"],
