@@ -126,6 +126,14 @@ class Request(NamedTuple):
         _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks, origin = self
         return self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, origin, *mask, *blocks
 
+    def on_meta(self) -> Request:
+        """The same of tensors without memory, for a compiler."""
+
+        def like(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+        return Request.of(self.spec, [like(x) for x in self.tensors()])
+
     @staticmethod
     def of(spec: Spec, tensors: Any) -> Request:
         """The reverse of `tensors`.

@@ -192,13 +192,8 @@ def compile_kernels(
     request: Request, device: Device, backend: Backend, backward: bool
 ) -> Iterator[tuple[str, Compiled]]:
     """The kernels of a call, compiled as a launch would; whatever its tensors live on."""
-    away = Request.of(request.spec, [None if x is None else _like(x) for x in request.tensors()])
-    for name, one in backend.load().offline(away, device.gpu, backward).items():
+    for name, one in backend.load().offline(request.on_meta(), device.gpu, backward).items():
         yield name, compile_for(device.capability, one.kernel, one.args, one.options)
-
-
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -56,15 +55,6 @@ def view(x: Tensor) -> View:
     outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
     strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
     return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
-
-
-def on_meta(request: Request) -> Request:
-    """The same request of tensors without memory."""
-
-    def like(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    return Request.of(request.spec, [like(x) for x in request.tensors()])
 
 
 def lined(upstream: Upstream) -> Upstream:

@@ -13,7 +13,7 @@ from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
 from ..repair import repair_forward_kernel, repair_jvp_kernel
-from ..shapes import Problem, by_group, lined, on_meta, padded, problem, view
+from ..shapes import Problem, by_group, lined, padded, problem, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from . import tiles
 from .backward_launch import backward_launches, backward_repairs, row_statistics
@@ -113,7 +113,7 @@ def ahead(request: Request, gpu: Gpu, every: Callable[[Request, Gpu, bool], list
     """The launches of a call and its gradient, if that will be wanted."""
     if not any(x.requires_grad for x in request[:3]):
         return []
-    return every(on_meta(request), gpu, True)
+    return every(request.on_meta(), gpu, True)
 
 
 def new_results(request: Request) -> tuple[Tensor, Tensor]:
