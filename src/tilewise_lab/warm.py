@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewise.costs.warm import warmup
 from tilewise.spec import AttentionError
+from tilewise_lab.progress import progress
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -40,21 +39,14 @@ def run(options: argparse.Namespace) -> int:
         words["window"] = (options.window, 0)
     words |= {name: value for name in ("softcap",) if (value := getattr(options, name)) is not None}
     words |= {name: True for name in ("sinks", "bias", "alibi_slopes", "deterministic") if getattr(options, name)}
-    console, began = Console(stderr=True), time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    began = time.monotonic()
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("compiling", total=None)
-
-            def progress(done: int, total: int, name: str) -> None:
-                bar.update(task, completed=done, total=total, description=name)
-                if not console.is_terminal:
-                    print(f"{done} of {total}: {name}", file=sys.stderr, flush=True)
-
+        with progress(every=0) as show:
             found = warmup(
                 options.head_dim, heads=options.heads, kv_heads=options.kv_heads, packed=options.packed,
                 dtype=[DTYPES[name] for name in options.dtype], backward=not options.no_backward, gpu=options.gpu,
-                config=options.config, workers=options.workers, progress=progress, **words,
+                config=options.config, workers=options.workers, progress=lambda done, of, name: show(name, done, of),
+                **words,
             )  # fmt: skip
     except (AttentionError, OSError) as error:
         print(f"tilewise warm: {error}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The error ratios of all calls, in two tables at the end of the run: the grid, and the score terms by feature."""
+"""Every test here is skipped where there is no CUDA device. At the end of a run, the error ratios of all calls in two
+tables: the grid, and the score terms by feature."""
 
 from __future__ import annotations
 
@@ -6,9 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+import torch
+
 from tests.cases import NAMES
 
 Ratios = Iterable[tuple[str, str, float]]  # (row of the table, result, error over torch's own)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

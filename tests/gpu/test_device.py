@@ -13,14 +13,11 @@ from torch import Tensor
 import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
-from tests.gpu import need_cuda
 from tests.tilewise.kernels.test_features import by_distance, by_pair
 from tests.tilewise.kernels.test_leaks import affected, check_untouched, poisoned
 from tests.tilewise.test_integration import check_one_compile, op_arguments
 from tilewise.spec import Spec
 
-need_cuda()
-pytestmark = pytest.mark.gpu
 DENSE = Case(batch=2, n_q=700, n_k=700, heads=8, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0)
 PACKED = replace(DENSE, batch=4, lengths=((300, 300), (0, 0), (123, 123), (277, 277)))
 DECODE = Case(batch=2, n_q=1, n_k=5001, heads=8, kv_heads=2, d=128, dv=128, dtype="bfloat16", after=0)

@@ -11,10 +11,6 @@ import tilewise
 from tests import features, features_budget
 from tilewise.spec import AttentionError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 DTYPES = ("float16", "bfloat16", "bfloat16", "float32")
 
 

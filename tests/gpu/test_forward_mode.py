@@ -10,13 +10,10 @@ from torch import Tensor
 
 import tilewise
 from tests.cases import Case, make
-from tests.gpu import need_cuda
 from tests.oracle import _dense as dense
 from tests.tilewise.kernels.test_leaks import affected, poisoned
 from tilewise.spec import Spec
 
-need_cuda()
-pytestmark = pytest.mark.gpu
 CASES = {
     "causal": Case(batch=2, n_q=256, n_k=256, after=0),
     "full, odd": Case(n_q=131, n_k=77),

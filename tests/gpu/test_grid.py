@@ -10,12 +10,9 @@ import pytest
 
 from tests import budget
 from tests.cases import LARGE, Case, length, make, random_case, run
-from tests.gpu import need_cuda
 from tilewise.dispatch import choose
 from tilewise.spec import AttentionError, Request
 
-need_cuda()
-pytestmark = pytest.mark.gpu
 SIZES = 5
 # Without tensor cores, float32 kernels of wide heads take the compiler a minute.
 VARIANTS = [random_case(seed, LARGE, ("float16", "bfloat16", "bfloat16", "float32")) for seed in range(84)]

@@ -14,12 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import tilewise
-from tests.gpu import need_cuda
 from tests.tilewise.compat.test_flex import MASKS, SCORES, naive
 from tilewise.compat import flash_attn, flex_attention
 
-need_cuda()
-pytestmark = pytest.mark.gpu
 HALF = {"rtol": 3e-2, "atol": 3e-2}
 
 

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tests.gpu import need_cuda
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tilewise_lab.bench import kv as bench
 from tilewise_lab.bench import kv_cases as bench_cases
-
-need_cuda()
 
 LENGTHS = (700, 1, 0, 333, 64, 4097)
 

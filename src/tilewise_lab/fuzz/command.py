@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tilewise import __version__
@@ -16,8 +13,7 @@ from tilewise.dispatch import NAMES
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where
 from tilewise_lab.fuzz.search import Finding, Search
-
-EVERY = 15.0  # seconds between two lines of progress where nobody watches
+from tilewise_lab.progress import progress
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -64,28 +60,3 @@ def summary(search: Search, options: Namespace) -> dict[str, object]:
         "tilewise": __version__, "seed": options.seed, "backend": options.backend, "device": options.device,
         "cases": search.cases, "kinds": dict(search.kinds), "findings": [f.dict() for f in findings],
     }  # fmt: skip
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows how it goes: in place on a terminal with rich, else by a line now and then."""
-    try:
-        from rich.console import Console
-        from rich.status import Status
-
-        terminal = Console(stderr=True) if sys.stderr.isatty() else None
-    except ModuleNotFoundError:
-        terminal = None
-    if terminal is not None:
-        with Status("starting", console=terminal) as line:
-            yield line.update
-        return
-    last = time.monotonic()
-
-    def show(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > EVERY:
-            last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    yield show
