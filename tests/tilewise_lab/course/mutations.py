@@ -30,7 +30,8 @@ DIFF = Path(__file__).with_name("mutations.diff")
 COVERAGE = ROOT / "course" / "COVERAGE.md"
 WARM = (
     "numpy", "torch", "torch.testing", "torch.distributed.tensor", "torch.utils._python_dispatch",
-    "torch.utils.flop_counter", "hypothesis", "triton.runtime.interpreter", "triton.experimental.gluon.language",
+    "torch.utils.flop_counter", "torch._inductor.config", "hypothesis", "triton.runtime.interpreter",
+    "triton.experimental.gluon.language",
 )  # fmt: skip
 BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "AttributeError", "UnboundLocalError")
 
@@ -124,6 +125,13 @@ class Watch:
         self.errors.append(type(call.excinfo.value).__name__)
 
 
+def bare(test: str) -> bool:
+    """Whether a test does without the fixtures of tests/conftest.py, which imports every kernel."""
+    fixtures = re.findall(r"^@pytest.fixture.*\ndef (\w+)", (ROOT / "tests" / "conftest.py").read_text("utf-8"), re.M)
+    text = (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
+    return not re.search(rf"\b({'|'.join(fixtures)}|triton)\b", text)
+
+
 def run(tests: Sequence[str], mutation: Mutation | None) -> Verdict:
     """The tests, on our tree or on a mutated one; to be called once in a process."""
     import pytest
@@ -135,6 +143,7 @@ def run(tests: Sequence[str], mutation: Mutation | None) -> Verdict:
         os.environ["PYTHONPATH"] = str(src)
         watch = Watch()
         options = ["-p", "no:cacheprovider", "-x", "--tb=native", "-o", f"pythonpath={src}"]
+        options += ["--noconftest"] * all(map(bare, tests))
         code = pytest.main([*options, *tests], plugins=[watch])
     return Verdict(int(code), tuple(watch.errors), said.getvalue())
 
