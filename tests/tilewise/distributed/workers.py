@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -276,3 +277,12 @@ def dtensors(rank: int, ranks: int) -> list[str]:
         if not all(torch.allclose(x.full_tensor(), y, atol=1e-5) for x, y in pairs):
             found.append(f"{placement}, {terms}: wrong")
     return found
+
+
+@job
+def hugging_face(rank: int, ranks: int) -> list[str]:
+    """Models of transformers, within `use(plan)`."""
+    pytest.importorskip("transformers")
+    from tests.tilewise.distributed import hugging_face
+
+    return hugging_face.faults()
