@@ -258,24 +258,37 @@ def compiled(rank: int, ranks: int) -> list[str]:
 
 @job
 def dtensors(rank: int, ranks: int) -> list[str]:
-    """tilewise.attention on DTensors: batch rows and heads stay where they are."""
+    """tilewise.attention on DTensors: batch rows and heads stay where they are, and every gradient is there."""
     mesh = dist.init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
     q, k, v = torch.randn(ranks, 9, 2 * ranks, 8), torch.randn(ranks, 9, ranks, 8), torch.randn(ranks, 9, ranks, 8)
+    sinks, slopes = torch.randn(2 * ranks), torch.rand(2 * ranks)
+    by_head, by_row = torch.randn(1, 2 * ranks, 9, 9), torch.randn(ranks, 1, 1, 9)
+    heads, rows, everything = Shard(2), Shard(0), Replicate()
     found = []
-    for placement, terms in (
-        (Shard(2), {"causal": True}), (Shard(0), {"softcap": 2.0}), (Replicate(), {}), (Shard(2), {"softcap": 3.0}),
-    ):  # fmt: skip
-        whole = [x.clone().requires_grad_() for x in (q, k, v)]
-        parts = [distribute_tensor(x.detach(), mesh, [placement]).requires_grad_() for x in whole]
-        expected, out = (tilewise.attention(*x, **terms) for x in (whole, parts))
+    for placement, options, terms in (
+        (heads, {"causal": True}, {}),
+        (rows, {"softcap": 2.0}, {}),
+        (everything, {}, {"sinks": (sinks, everything)}),
+        (heads, {"softcap": 3.0}, {"sinks": (sinks, rows), "bias": (by_head, Shard(1))}),
+        (heads, {"causal": True}, {"sinks": (sinks, everything), "bias": (by_row, everything)}),
+        (rows, {"causal": True}, {"sinks": (sinks, everything), "bias": (by_row, rows)}),
+        (rows, {"window": (3, 0)}, {"bias": (by_head, everything), "alibi_slopes": (slopes, everything)}),
+    ):
+        whole = [x.clone().requires_grad_() for x in (q, k, v, *(x for x, _ in terms.values()))]
+        places = [placement] * 3 + [place for _, place in terms.values()]
+        parts = [distribute_tensor(x.detach(), mesh, [p]).requires_grad_() for x, p in zip(whole, places, strict=True)]
+        expected, out = (
+            tilewise.attention(*x[:3], **options, **dict(zip(terms, x[3:], strict=True))) for x in (whole, parts)
+        )
         expected.square().sum().backward()
         out.square().sum().backward()
         if out.placements != (placement,):
             found.append(f"{placement} became {out.placements}")
         pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(parts, whole, strict=True))]
-        if not all(torch.allclose(x.full_tensor(), y, atol=1e-5) for x, y in pairs):
-            found.append(f"{placement}, {terms}: wrong")
+        wrong = [n for n, (x, y) in enumerate(pairs) if not torch.allclose(x.full_tensor(), y, atol=1e-5)]
+        if wrong:
+            found.append(f"{placement}, {options}, {list(terms)}: results {wrong} are wrong")
     return found
 
 
