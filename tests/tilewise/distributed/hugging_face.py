@@ -63,7 +63,7 @@ def same(
     return [f"{name}, {made}: {apart:.1e} from one process"] if apart > 1e-4 else []
 
 
-def faults() -> list[str]:
+def models(rank: int, ranks: int) -> list[str]:
     tokens, packed = text(33, 2), text(33, 1)
     left = (torch.arange(33) >= torch.tensor([[0], [5]])).long()
     causal = {"seqlen": 33, "causal": True}
