@@ -260,7 +260,8 @@ class Plan:
         """
         from .planning import again
 
-        return again(self, band=band_of(causal, window))
+        band = band_of(causal, window)
+        return self if band == self.band else again(self, band=band)
 
     def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
         """What a pass would take on a cluster: see `tilewise.distributed.simulate`. With `ranks`: of so many."""
