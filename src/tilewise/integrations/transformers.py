@@ -20,9 +20,11 @@ import transformers
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..distributed import current
 from ..spec import AttentionError
 from .bands import table
 from .hf_masks import Mask, make_mask
+from .hf_sharded import attend, check_positions
 
 NAME = "tilewise"
 TESTED = ((5, 17), (5, 22))
@@ -60,6 +62,19 @@ def attention_forward(
     if output_attentions:
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+    plan = attention_mask.plan if isinstance(attention_mask, Mask) else current()
+    if plan is not None:
+        refused = {"cu_seq_lens_q": cu_seq_lens_q, "cache": cache, "position_bias": position_bias}
+        if isinstance(attention_mask, Mask):
+            options["mask_mod"] = attention_mask.mod
+            if not attention_mask.checked:
+                check_positions(plan, others.get("position_ids"))
+                attention_mask.checked = True  # once is enough
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            plan = plan.banded(causal=causal, window=_window(sliding_window, causal))
+            refused["attention_mask"] = attention_mask
+        return attend(plan, query, key, value, options, refused), None
     if cache is not None:
         key, value = _updated(cache, key, value, module.layer_idx, others)
         sliding_window = sliding_window or getattr(module, "sliding_window", None)
@@ -67,7 +82,7 @@ def attention_forward(
         if isinstance(cu_seq_lens_k, dict):  # of hybrid models, by the kind of layer
             cu_seq_lens_k = cu_seq_lens_k["full_attention" if sliding_window is None else "sliding_attention"]
         causal = cache is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        window = None if sliding_window is None else (sliding_window - 1, None if causal else sliding_window - 1)
+        window = _window(sliding_window, causal)
         _check_packed(attention_mask, cache, position_bias)
         return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), causal=causal, window=window, **options), None
     n_q, n_k = query.shape[2], key.shape[2]
@@ -94,6 +109,10 @@ def attention_forward(
             options["bias"] = position_bias[..., :keys]
     out: Tensor = attention(query, key, value, layout="bhsd", **options)
     return out.transpose(1, 2), None
+
+
+def _window(size: int | None, causal: bool) -> tuple[int, int | None] | None:
+    return None if size is None else (size - 1, None if causal else size - 1)
 
 
 def _updated(cache: Any, key: Tensor, value: Tensor, layer: int, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
