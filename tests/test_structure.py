@@ -96,6 +96,7 @@ RULES = {
     "integrations": Rule("integrations api mods spec"),
     "integrations.flash_registry": Rule("api checks spec"),
     "integrations.hf_masks": Rule("integrations mods spec transformers"),
+    "integrations.hf_cache": Rule("cache"),
     "integrations.transformers": Rule("integrations api spec transformers"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api cache merge mods spec"),
@@ -317,7 +318,7 @@ def test_documents_name_files_that_exist(document):
 
 WITH_EXAMPLES = [
     "README.md", "docs/mods.md", "docs/from-hugging-face.md", "docs/from-sdpa.md", "docs/from-flash-attn.md",
-    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md",
+    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md", "docs/serving.md",
 ]  # fmt: skip
 
 
