@@ -277,7 +277,10 @@ def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
     assert not found, "\n".join(found)
 
 
-NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
+NO_EXAMPLES = (
+    "kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__",
+    "integrations.vllm_backend", "integrations.sglang_backend",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])
