@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.api import KvPlan, append_kv, attention_kv, plan_kv
+from ..cache.api import append_kv, attention_kv
+from ..cache.plans import Plans
 
 Version = tuple[int, ...]
 
@@ -21,17 +22,12 @@ class Step:
     def __init__(self, lengths: Tensor, cu: Tensor, table: Any, most: int) -> None:
         self.lengths = lengths
         self.words = {"cu_seqlens_q": cu, "page_table": table, "max_seqlen_q": most}
-        self.plans: dict[Any, KvPlan] = {}
+        self.plans = Plans()
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, **options: Any) -> Tensor:
-        """Attention of a layer. The first of those that are alike plans for all of them; where a CUDA graph is being
-        captured, the plan is part of it, and no plan from before is."""
-        recorded = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        alike = q.shape, k_cache.shape[1:], v_cache.shape[3], options.get("causal"), options.get("window"), recorded
+        """Attention of a layer."""
         words = self.words | options
-        plan = self.plans.get(alike)
-        if plan is None:
-            plan = self.plans[alike] = plan_kv(q, k_cache, v_cache, self.lengths, **words)
+        plan = self.plans.of(q, k_cache, v_cache, self.lengths, words)
         attention_kv(q, k_cache, v_cache, self.lengths, out=out, plan=plan, **words)
         return out
 
