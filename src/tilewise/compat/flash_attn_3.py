@@ -157,6 +157,6 @@ def get_scheduler_metadata(
     attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Plans:  # fmt: skip
-    """Plans (`tilewise.plan_kv`) for the layers of one step, to be given to each of them; make others for the next step.
+    """Plans (`tilewise.plan_kv`) for the layers of a step, to be given to each of them; the next step has its own.
     The first layer's call fills them, from what it is given: they are no tensor, and cannot be copied into one."""
     return Plans()
