@@ -41,7 +41,7 @@ RULES = {
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
         "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
-        " kernels.portable.limits kernels.portable.profile"
+        " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
@@ -76,6 +76,7 @@ RULES = {
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
+    "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
     "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
@@ -90,6 +91,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
+    "costs.kv": Rule("costs cache checks dispatch spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),

@@ -21,7 +21,8 @@ class Step:
 
     def __init__(self, lengths: Tensor, cu: Tensor, table: Any, most: int) -> None:
         self.lengths = lengths
-        self.words = {"cu_seqlens_q": cu, "page_table": table, "max_seqlen_q": most}
+        backend = "triton" if lengths.is_cuda else "auto"  # by name: the reference reads lengths, which no graph can
+        self.words = {"cu_seqlens_q": cu, "page_table": table, "max_seqlen_q": most, "backend": backend}
         self.plans = Plans()
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, **options: Any) -> Tensor:
@@ -42,7 +43,8 @@ class Writer:
         lengths = self.nowhere.get(k.device)
         if lengths is None:  # the slots say all; made once, not in every layer of every step
             lengths = self.nowhere[k.device] = torch.zeros(1, dtype=torch.int32, device=k.device)
-        append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots)
+        backend = "triton" if k.is_cuda else "auto"
+        append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=backend)
 
 
 def check_version(name: str, found: str, tested: tuple[Version, Version]) -> None:

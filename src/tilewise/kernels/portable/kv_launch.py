@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -15,34 +15,15 @@ from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors,
 from ..shapes import padded, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from ..tile import Plan, View
-from . import kv_tiles
+from . import kv_profile, kv_tiles
 from .kv import Cache, attend_kernel
 from .kv_append import Turn, append_kernel
 from .kv_combine import combine_kernel
 from .kv_plan import plan_kernel
-from .kv_tiles import KvTile
+from .kv_profile import Deal
 from .options import precision
 
 CHUNK = 1024  # items that the plan looks at together
-
-
-class Deal(NamedTuple):
-    """What the host knows of a plan: tiles of rows, programs, keys of a unit, and the workspace's slots of rows."""
-
-    tile: KvTile
-    items: int
-    tiles: int
-    programs: int
-    unit: int
-    slots: int
-    rows: int
-
-    @property
-    def numbers(self) -> int:
-        return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
-
-    def floats(self, dim_v: int) -> int:
-        return self.programs * self.slots * self.rows * (dim_v + 1)
 
 
 def row_view(x: Tensor) -> View:
@@ -52,23 +33,9 @@ def row_view(x: Tensor) -> View:
 
 
 def deal(request: KvRequest, gpu: Gpu) -> Deal:
-    q, k, v = request.q, request.k, request.v
-    group = q.shape[-2] // k.shape[-2]
-    known = request.most * group
-    tile = kv_tiles.INTERPRETER
-    if not INTERPRETED:
-        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), known)
+    q = request.q
     processors = multiprocessors(q.device) if q.is_cuda else kv_tiles.INTERPRETED_PROCESSORS
-    if request.call.cu_q is None:
-        tiles = -(-q.shape[1] * group // tile.block_m)
-        items = q.shape[0] * tiles
-    else:
-        tiles = 0
-        items = q.shape[0] * group // tile.block_m + request.places.batch + 1
-    rows = min(tile.block_m, known or tile.block_m)
-    unit = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
-    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows)
+    return kv_profile.deal(request, gpu, processors, kv_tiles.INTERPRETER if INTERPRETED else None)
 
 
 def checked(dealt: Deal, dim_v: int, ledger: Tensor, room: Tensor | None = None) -> Deal:
@@ -135,7 +102,7 @@ def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
         ),
         {
             "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "BLOCK_M": dealt.tile.block_m,
-            "COST": 0 if request.split else 1, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
+            "COST": dealt.cost, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
             "BLOCK_P": triton.next_power_of_2(dealt.programs + 1), "num_warps": 4, **overlapped(can_overlap(gpu)),
         },
     )  # fmt: skip
