@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
 from torch import Tensor
 
+from ...cache.memory import Ran
 from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
 from ...spec import AttentionError
 from .. import replay
@@ -65,9 +67,9 @@ def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None =
 def attend(
     request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor,
     recordings: dict[Any, Any] | None = None,
-) -> None:  # fmt: skip
+) -> Ran | None:  # fmt: skip
     if request.q.shape[:-1].numel() == 0:
-        return
+        return None
     gpu = gpu_for(request.q)
     tensors = (*request.tensors(), out, lse, ledger, room)
     key = (
@@ -79,13 +81,23 @@ def attend(
         *replay.layout_of((out, lse, ledger, room), request.tensors()),
     )
     with on(out):
-        replay.launch(key, tensors, lambda: attend_launches(request, out, lse, ledger, room, gpu), recordings)
+        build = lambda: attend_launches(request, out, lse, ledger, room, gpu)  # noqa: E731
+        recording = replay.launch(key, tensors, build, recordings)
+    return None if recording is None else Ran(again, recording, tensors)
 
 
-def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> None:
+def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> Ran | None:
     gpu = gpu_for(request.k_new)
+    tensors = request.tensors()
     with on(request.k):
-        replay.launch("append", request.tensors(), lambda: [append_launch(request, gpu)], recordings)
+        recording = replay.launch("append", tensors, lambda: [append_launch(request, gpu)], recordings)
+    return None if recording is None else Ran(again, recording, tensors)
+
+
+def again(recording: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Launches of a call that looked like this one."""
+    with on(tensors[0]):  # type: ignore[arg-type]
+        replay.again(recording, tensors)
 
 
 def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
