@@ -36,12 +36,13 @@ RULES = {
     "api": Rule("spec checks ops dispatch"),
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
+    "cache.memory": Rule("cache.request dispatch spec torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
         "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
-        " kernels.portable.limits kernels.portable.profile"
+        " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
@@ -76,7 +77,8 @@ RULES = {
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
-    "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
+    "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
+    "kernels.portable.kv_launch": Rule("cache.memory cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
@@ -91,6 +93,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
+    "costs.kv": Rule("costs cache checks dispatch spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -99,6 +102,12 @@ RULES = {
     "integrations.hf_masks": Rule("integrations distributed mods spec transformers"),
     "integrations.hf_sharded": Rule("distributed spec"),
     "integrations.transformers": Rule("integrations api distributed spec transformers"),
+    "integrations.hf_cache": Rule("cache"),
+    "integrations.steps": Rule("cache"),
+    "integrations.vllm": Rule("integrations", lazy="vllm"),
+    "integrations.vllm_backend": Rule("integrations mods spec vllm"),
+    "integrations.sglang": Rule("integrations", lazy="integrations sglang"),
+    "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api cache merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
@@ -274,7 +283,10 @@ def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
     assert not found, "\n".join(found)
 
 
-NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
+NO_EXAMPLES = (
+    "kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__",
+    "integrations.vllm_backend", "integrations.sglang_backend",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])
@@ -320,7 +332,7 @@ def test_documents_name_files_that_exist(document):
 
 WITH_EXAMPLES = [
     "README.md", "docs/mods.md", "docs/from-hugging-face.md", "docs/from-sdpa.md", "docs/from-flash-attn.md",
-    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md",
+    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md", "docs/serving.md",
 ]  # fmt: skip
 
 
