@@ -48,6 +48,7 @@ RULES = {
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
+    "reference.threads": Rule("torch_private"),
     "reference.kv": Rule("reference mods spec cache.request"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
