@@ -105,6 +105,7 @@ RULES = {
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise"),
     "lab.picture": Rule("mods"),
+    "lab.progress": Rule("", lazy="rich"),
     "lab.show_mask": Rule("lab.picture tilewise mods spec"),
     "lab.machine": Rule("lab.machine spec"),
     "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper kernels.shapes spec"),
@@ -117,11 +118,11 @@ RULES = {
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.demo tilewise rich"),
     "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
-    "lab.warm": Rule("costs.warm spec rich"),
+    "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
-    "lab.fuzz": Rule("dispatch lab.fuzz tilewise spec", lazy="rich lab.interpreter"),
-    "lab.docs": Rule("lab.docs tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
+    "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
+    "lab.docs": Rule("lab.docs lab.progress tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
 }
 
 
