@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from tilewise.torch_private import is_intercepted
+from tilewise.torch_private import is_intercepted, is_profiled
 
 T = TypeVar("T")
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -33,11 +33,11 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
     >>> sorted(found)
     [1, 2, 3]
 
-    Where there are too few items to go round, or a mode of torch's looks at every operation, the caller does it all,
-    and torch divides the operations.
+    Where there are too few items to go round, or a profiler or a mode of torch's looks at every operation, the caller
+    does it all, and torch divides the operations.
     """
     threads = torch.get_num_threads()
-    if threads < 2 or len(items) < 2 or 2 * len(items) < threads or is_intercepted() or not _has_cores(threads):
+    if threads < 2 or len(items) < 2 or 2 * len(items) < threads or _is_seen() or not _has_cores(threads):
         with torch.no_grad():
             for item in items:
                 work(item)
@@ -60,6 +60,10 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
     pool = _pool(threads)
     for done in [pool.submit(some) for _ in range(min(threads, len(items)))]:
         done.result()
+
+
+def _is_seen() -> bool:
+    return is_intercepted() or is_profiled()
 
 
 def _has_cores(threads: int) -> bool:

@@ -67,7 +67,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("why", ["one thread", "few items", "tied to a core", "a mode"])
+@pytest.mark.parametrize("why", ["one thread", "few items", "tied to a core", "a mode", "a profiler"])
 def test_the_caller_does_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     idents = set()
     if why == "one thread":
@@ -75,7 +75,8 @@ def test_the_caller_does_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "tied to a core":
         monkeypatch.setattr("tilewise.reference.threads._has_cores", lambda threads: False)
     seen = Seen()
-    with seen if why == "a mode" else torch.no_grad():
+    watching = {"a mode": seen, "a profiler": torch.autograd.profiler.profile()}
+    with watching.get(why, torch.no_grad()):
         each(range(1 if why == "few items" else 5), lambda n: idents.add((threading.get_ident(), *torch.ones(1).shape)))
     assert idents == {(threading.get_ident(), 1)}
     assert seen.ops == (5 if why == "a mode" else 0)
