@@ -160,24 +160,19 @@ def errors(setting: Setting, dtype: torch.dtype) -> list[Error]:
         return out, lse
 
     def torchs_own(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """SDPA, aligned as the others are by a mask; the gradient of lse, which it lacks, flows through the textbook's."""
+        """SDPA, aligned as the others are by a mask; through lse, which it lacks, gradients flow as in the textbook."""
         seen = scores(q, k)[:1, :1] > -torch.inf
-        out = scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, enable_gqa=True
-        ).transpose(1, 2)
-        return out, scores(q, k).logsumexp(-1)
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)  # type: ignore[misc, arg-type]
+        return out.transpose(1, 2), scores(q, k).logsumexp(-1)
 
     truth = _everything(textbook, inputs, weights, torch.float64)
     found = _everything(under_test, inputs, weights, dtype)
     usual = _everything(textbook, inputs, weights, dtype)
     fused = _everything(torchs_own, inputs, weights, dtype)
+    word = str(dtype).removeprefix("torch.")
     return [
-        Error(
-            str(dtype).removeprefix("torch."),
-            name,
-            *(_distance(x, exact) for x in (a, b)),
-            None if name == "lse" else _distance(c, exact),
-        )
+        Error(word, name, _distance(a, exact), _distance(b, exact), None if name == "lse" else _distance(c, exact))
         for name, a, b, c, exact in zip(TENSORS, found, usual, fused, truth, strict=True)
     ]
 
