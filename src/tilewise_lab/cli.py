@@ -3,7 +3,7 @@
 A subcommand is a module with two functions:
 
     configure(parser)    adds its arguments to an argparse parser
-    run(options) -> int  does the work and returns the exit status
+    run(options) -> int  does the work and returns the exit status; an AttentionError is said in one line, and is 2
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tilewise import __version__
+from tilewise.spec import AttentionError
 
 EXTRAS = {"rich", "markdown_it", "pygments"}  # what `pip install 'tilewise[cli]'` brings
 
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
         print(f"tilewise {name} needs {error.name}: pip install 'tilewise[cli]'", file=sys.stderr)
+        return 2
+    except AttentionError as error:
+        print(f"tilewise {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
