@@ -5,6 +5,7 @@ python -m tilewise_lab.docs.lessons FOLDER    run them all; FOLDER/NN.json says 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -90,9 +91,7 @@ def printed(folder: Path, number: int) -> list[str]:
     return found
 
 
-if __name__ == "__main__":
-    import contextlib
-
+def main() -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -100,3 +99,7 @@ if __name__ == "__main__":
         import matplotlib.pyplot  # noqa: F401 - once, for all lessons
     for done in record_all(Path(sys.argv[1])):
         print(done, flush=True)
+
+
+if __name__ == "__main__":
+    main()
