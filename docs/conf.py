@@ -23,6 +23,7 @@ exclude_patterns = ["files", "_build"]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 
+highlight_language = "none"  # of blocks that name none
 autodoc_typehints = "description"
 autodoc_mock_imports = ["transformers", "diffusers"]  # described here, and not needed for it
 autodoc_member_order = "bysource"
@@ -36,6 +37,7 @@ intersphinx_mapping = {
     if (inventories / f"{name}.inv").exists()
 }
 
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = "tilewise"
 html_static_path = ["_static"]

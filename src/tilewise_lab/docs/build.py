@@ -92,7 +92,7 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         text = text.replace("{root}", root).replace(
             "{reports}", results.list_of_reports(ROOT / "bench" / "results", root)
         )
-        path.write_text(linked(text, source, page, places, folder), encoding="utf-8")
+        path.write_text(tidied(linked(text, source, page, places, folder)), encoding="utf-8")
 
 
 def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
@@ -116,6 +116,17 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text if language == "en" else noted(text)
     for name, text in results.tables(measured):
         yield f"bench/results/{name}.json", f"results/{name}.md", text if language == "en" else noted(text)
+
+
+def tidied(text: str) -> str:
+    """Without the empty line that ends an example for doctest, and the space that a line's end would be in Chinese.
+
+    >>> tidied(">>> 1\\n1\\n\\n```\\n一行，\\n又一行\\n")
+    '>>> 1\\n1\\n```\\n一行，又一行\\n'
+    """
+    text = text.replace("\n\n```\n", "\n```\n")
+    text = re.sub(r"(?<=[\u4e00-\u9fff])\n *(?=[\u4e00-\u9fff])", "", text)
+    return re.sub(r"(?<=[，。：；、）？])\n *(?=[\w`\[*（“])", "", text)
 
 
 def noted(text: str) -> str:

@@ -1,11 +1,12 @@
 """Docstrings as Sphinx reads them. Ours are almost Markdown, with parameters as `name, name: text`.
 
->>> print("\\n".join(restructured(["Adds `a` to *it*.", "", "a, b: numbers,", "    of any kind"], {"a", "b"})))
+>>> lines = ["Adds `a` to *it*.", "", "a, b: numbers,", "    of any kind"]
+>>> print("\\n".join(restructured(lines, ["x", "a", "b"])))
 Adds :py:obj:`a` to \\*it\\*.
 <BLANKLINE>
+:param x:
 :param a: numbers, of any kind
-:param b: see `a`
-<BLANKLINE>
+:param b: see ``a``
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ PARAMETER = re.compile(rf"^({NAME}(?:, {NAME})*): (.*)")
 def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: list[str]) -> None:
     """For Sphinx's event "autodoc-process-docstring": changes the lines in place."""
     try:
-        names: Collection[str] = inspect.signature(x).parameters if callable(x) else ()
+        names: Collection[str] = list(inspect.signature(x).parameters) if callable(x) else ()
     except (TypeError, ValueError):
         names = ()
     lines[:] = restructured(lines, names)
 
 
 def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are, parameters as fields."""
+    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then parameters, as fields."""
     made: list[str] = []
+    fields: dict[str, str] = {}
     for blank, group in groupby(lines, key=lambda line: not line.strip()):
         if blank:
             continue
@@ -41,32 +43,34 @@ def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]
         elif block[0].startswith(" "):
             made += ["::", "", *("    " + line for line in block)]
         else:
-            made += entries(block, parameters)
+            for entry in entries(block):
+                found = described(entry, parameters)
+                fields |= found
+                if not found:
+                    made += [""] * entry.startswith("- ") + [inline(entry)]
         made.append("")
-    return made
+    return made + [f":param {name}: {fields.get(name, '')}".rstrip() for name in parameters if fields]
 
 
-def entries(block: Sequence[str], parameters: Collection[str]) -> Iterator[str]:
-    """The lines of a block, each with what hangs below it; those that describe parameters become fields."""
-    whole: list[str] = []
-    for line in block:
-        if line.startswith(" ") and whole:
-            whole[-1] += " " + line.strip()
+def entries(block: Sequence[str]) -> Iterator[str]:
+    """The lines of a block, each with what hangs below it."""
+    entry = block[0]
+    for line in block[1:]:
+        if line.startswith(" "):
+            entry += " " + line.strip()
         else:
-            whole.append(line)
-    for before, line in zip(["", *whole], whole, strict=False):
-        found = PARAMETER.match(line)
-        names = [name.partition(" ")[0] for name in re.findall(NAME, found[1])] if found else []
-        if found and set(names) <= set(parameters):
-            if before and not PARAMETER.match(before):
-                yield ""
-            first, *others = names
-            yield f":param {first}: {inline(found[2])}"
-            yield from (f":param {name}: see `{first}`" for name in others)
-        else:
-            if PARAMETER.match(before) or line.startswith("- "):
-                yield ""
-            yield inline(line)
+            yield entry
+            entry = line
+    yield entry
+
+
+def described(entry: str, parameters: Collection[str]) -> dict[str, str]:
+    """What a line says of parameters, if it is one that does: of the first, to which the others refer."""
+    found = PARAMETER.match(entry)
+    names = [name.partition(" ")[0] for name in re.findall(NAME, found[1])] if found else []
+    if not found or not set(names) <= set(parameters):
+        return {}
+    return {names[0]: inline(found[2])} | {name: f"see ``{names[0]}``" for name in names[1:]}
 
 
 def inline(text: str) -> str:
