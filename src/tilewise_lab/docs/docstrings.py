@@ -1,9 +1,8 @@
 """Docstrings as Sphinx reads them. Ours are almost Markdown, with parameters as `name, name: text`.
 
 >>> lines = ["Adds `a` to *it*.", "", "a, b: numbers,", "    of any kind"]
->>> print("\\n".join(restructured(lines, ["x", "a", "b"])))
+>>> print("\\n".join(filter(None, restructured(lines, ["x", "a", "b"]))))
 Adds :py:obj:`a` to \\*it\\*.
-<BLANKLINE>
 :param x:
 :param a: numbers, of any kind
 :param b: see ``a``
@@ -31,7 +30,7 @@ def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: lis
 
 
 def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then parameters, as fields."""
+    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters."""
     made: list[str] = []
     fields: dict[str, str] = {}
     for blank, group in groupby(lines, key=lambda line: not line.strip()):
@@ -70,7 +69,7 @@ def described(entry: str, parameters: Collection[str]) -> dict[str, str]:
     names = [name.partition(" ")[0] for name in re.findall(NAME, found[1])] if found else []
     if not found or not set(names) <= set(parameters):
         return {}
-    return {names[0]: inline(found[2])} | {name: f"see ``{names[0]}``" for name in names[1:]}
+    return {names[0]: inline(found[2])} | dict.fromkeys(names[1:], f"see ``{names[0]}``")
 
 
 def inline(text: str) -> str:
