@@ -54,6 +54,8 @@ copybutton_prompt_is_regexp = True
 class Pairs(SearchChinese):
     """Chinese has no spaces: every two neighbouring characters are a word, in the pages and in what is asked."""
 
+    language_name = "English"  # the stemmer of the words that are Latin: Sphinx looks for it by this name
+
     def split(self, text: str) -> list[str]:
         self.latin_terms.update(re.findall(r"[a-zA-Z0-9_]+", text))
         return [
@@ -79,5 +81,6 @@ def formula(translator: object, node: nodes.math | nodes.math_block) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("autodoc-skip-member", docstrings.skip)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.add_search_language(Pairs)

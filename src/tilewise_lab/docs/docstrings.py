@@ -29,6 +29,11 @@ def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: lis
     lines[:] = restructured(lines, names)
 
 
+def skip(_app: Any, _what: str, _name: str, x: Any, skipped: bool, _options: Any) -> bool | None:
+    """For "autodoc-skip-member": fields of a NamedTuple are its parameters, and are not told again."""
+    return True if str(getattr(x, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]:
     """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters."""
     made: list[str] = []
