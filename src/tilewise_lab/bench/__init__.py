@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.spec import AttentionError
-from tilewise_lab.bench.settings import DEFAULT, QUICK, TARGETS, Settings, check, settings
+from tilewise_lab.bench.settings import DEFAULT, MODES, QUICK, TARGETS, Settings, check, settings
 
 if TYPE_CHECKING:
     from tilewise_lab.bench.results import Results
@@ -35,6 +35,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--masks", nargs="+", choices=("full", "causal"))
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--tokens", type=int, help="batch times length, everywhere in the grid")
+    parser.add_argument("--models", type=int, nargs="+", metavar="N", help="gpt: which of its sizes, from 1")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="gpt: how it is run")
     parser.add_argument("--peers", nargs="+", help="peers by name, or: all")
     parser.add_argument("--fa3", type=Path, metavar="DIR", help="FlashAttention-3 with its fa3.py (or TILEWISE_FA3)")
     parser.add_argument("--groups", nargs="+", help="kv: groups of cases (large, medium, small, ragged, ...)")
@@ -129,8 +131,14 @@ def targets_of(named: Sequence[str], *, quick: bool = False) -> tuple[str, ...]:
 
 def settings_of(options: Namespace, device: torch.device) -> Settings:
     chosen = settings(device, quick=options.quick, dtype=options.dtype)
-    given: dict[str, Any] = {name: tuple(x) for name in ("dims", "seqs", "masks") if (x := getattr(options, name))}
+    lists = ("dims", "seqs", "masks", "modes")
+    given: dict[str, Any] = {name: tuple(x) for name in lists if (x := getattr(options, name))}
     given |= {name: x for name in ("tokens", "rounds") if (x := getattr(options, name)) is not None}
+    if options.models:
+        for n in options.models:
+            if not 1 <= n <= len(chosen.gpt):
+                raise AttentionError("--models", n, f"1 to {len(chosen.gpt)}")
+        given["gpt"] = tuple(chosen.gpt[n - 1] for n in options.models)
     if options.burst is not None:
         given["burst"] = options.burst / 1e3
     chosen = replace(chosen, **given)
