@@ -134,7 +134,10 @@ RULES = {
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
     "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
-    "lab.docs": Rule("lab.docs lab.progress tilewise markdown_it pygments", lazy="lab.explore lab.learn lab.bench"),
+    "lab.docs": Rule(
+        "lab.docs lab.progress lab.learn spec tilewise",
+        lazy="lab.explore lab.bench furo myst_parser sphinx_copybutton matplotlib",
+    ),
 }
 
 
@@ -332,10 +335,7 @@ def test_documents_name_files_that_exist(document):
     assert not gone
 
 
-WITH_EXAMPLES = [
-    "README.md", "docs/mods.md", "docs/from-hugging-face.md", "docs/from-sdpa.md", "docs/from-flash-attn.md",
-    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md", "docs/serving.md",
-]  # fmt: skip
+WITH_EXAMPLES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if ">>> " in path.read_text()]
 
 
 @pytest.mark.parametrize("document", WITH_EXAMPLES)
@@ -344,7 +344,7 @@ def test_examples_in_documents_are_true(document, monkeypatch):
         pytest.importorskip("transformers", reason="transformers is not installed: pip install tilewise[hf]")
     installed = [name for name in ("flash_attn", "flash_attn_interface") if name not in sys.modules]
     results = doctest.testfile(str(ROOT / document), module_relative=False)
-    assert results.attempted > 5
+    assert results.attempted > 2
     assert results.failed == 0
     for name in list(sys.modules):
         if name.partition(".")[0] in installed:  # by the example that says how
