@@ -24,6 +24,7 @@ NUMBERS = [one.number for one in lessons()]
 def own_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWISE_PROGRESS", str(tmp_path / "progress.json"))
     monkeypatch.setenv("TILEWISE_PICTURES", str(tmp_path / "pictures"))
+    monkeypatch.setenv("TILEWISE_LANG", "en")
     monkeypatch.chdir(tmp_path)
 
 
