@@ -22,7 +22,7 @@ SYMBOLS = {
     "rceil": "⌉", "ldots": "…", "cdots": "⋯", "cup": "∪", "oplus": "⊕", "checkmark": "✓", "ast": "∗", "pm": "±",
     "{": "{", "}": "}", "%": "%", "_": "_", "quad": "   ", "qquad": "      ", ",": " ", ";": " ", "!": "", "mid": "|",
 }  # fmt: skip
-WORDS = ("log", "exp", "max", "min", "tanh", "relu", "sin", "cos", "diag")  # functions, set upright
+WORDS = ("log", "exp", "max", "min", "tanh", "sin", "cos")  # functions, set upright
 FONTS = ("mathrm", "text", "operatorname", "mathbb")
 DOUBLE = {"R": "ℝ"}
 LOW = dict(zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True))
