@@ -42,7 +42,6 @@ class Lesson:
 
     def cells_in(self, lang: str) -> list[Cell]:
         """The words in one language, and the code."""
-        lang = lang if any(cell.lang == lang for cell in self.all_cells) else "en"
         return [cell for cell in self.all_cells if cell.lang in ("", lang)]
 
     @property

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tilewise_lab.learn import check, lab, play, progress
 from tilewise_lab.learn.course import home, lesson, lessons, parse
 
 ROOT = Path(__file__).parents[3]
+learn_folder = Path(check.__file__).parent
 NUMBERS = [one.number for one in lessons()]
 
 
@@ -164,3 +166,16 @@ def test_kept_measurements_are_those_the_lessons_ask_for():
     assert kept["divergence"]["by lane"] > max(kept["divergence"]["left"], kept["divergence"]["right"])
     assert kept["waves"]["2049"] < 0.7 * kept["waves"]["2048"]
     assert kept["coalescing"]["1"] > 4 * kept["coalescing"]["8"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(4, "matmul_naive"), (4, "matmul_tiled"), (7, "vector_add"), (10, "chain")]
+)
+def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name):
+    """`learn.kernels` has it for the measurements and their tests; the lesson has it to be read and changed."""
+    pattern = rf"^( *)@triton\.jit\n *def {name}\(.*?(?=\n\s*\n)"
+    found = [
+        textwrap.dedent(re.search(pattern, path.read_text("utf-8") + "\n\n", re.M | re.S)[0])
+        for path in (lesson(number).path, Path(learn_folder, "kernels.py"))
+    ]
+    assert found[0] == found[1]
