@@ -87,6 +87,19 @@ WRONG = {
         "belongs to dQ and dK",
     ),
     14: ("def phases(iteration, buffers):\n    return iteration % buffers, 0, 1", "completes phase"),
+    15: (
+        "import torch\ndef combine(parts):\n    o, lse = (torch.stack(x) for x in zip(*parts))\n"
+        "    w = torch.softmax(lse, 0)\n    return (w[..., None] * o).sum(0), lse.logsumexp(0)",
+        "0 · nan is nan",
+    ),
+    16: ("def rank_attention(q, k, v, ranks):\n    yield k, v\n    return q @ k.mT @ v, q[:, 0]", "merge with weights"),
+    17: (
+        "import tilewise\n"
+        "tile_kinds = lambda seen, block: __import__('torch').tensor([[int(t.any()) + int(t.all())"
+        " for t in band.split(block, 1)] for band in seen.split(block)])\n"
+        "mask = tilewise.mask_mod(lambda b, h, q_idx, kv_idx, ids, shared: kv_idx <= q_idx)",
+        "another document",
+    ),
 }
 
 
