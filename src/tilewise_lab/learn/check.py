@@ -11,6 +11,7 @@ from tilewise.spec import AttentionError
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import chosen, lesson
 from tilewise_lab.learn.language import language, say
+from tilewise_lab.learn.tools import not_written
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -32,10 +33,7 @@ def verdict(number: int, answer: Path) -> str | None:
     except AssertionError as error:
         return str(error) or traceback.format_exc(limit=-1)
     except NotImplementedError:
-        return say(
-            "not written yet: replace the `raise NotImplementedError`",
-            "还没写：请把 `raise NotImplementedError` 换成你的代码",
-        )
+        return not_written()
     except AttentionError:
         raise
     except Exception as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +74,34 @@ def expect(condition: Any, hint: str, zh: str) -> None:
     """One line of a checker: a hint for the learner, in both languages, where the answer is not right."""
     if not bool(condition):
         raise AssertionError(say(hint, zh))
+
+
+@contextlib.contextmanager
+def step(number: int, of: int, name: str) -> Iterator[None]:
+    """One step of an exercise that is graded so: a hint says which one it is about, and those before are right."""
+    where = say(f"step {number} of {of}, {name}: ", f"第 {number} 步（共 {of} 步），{name}：")
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{where}{error}") from error
+    except Exception as error:
+        if isinstance(beginning(error), NotImplementedError):
+            raise AssertionError(f"{where}{not_written()}") from error
+        raise AssertionError(f"{where}{type(beginning(error)).__name__}: {beginning(error)}") from error
+
+
+def beginning(error: BaseException) -> BaseException:
+    """What was raised first: Triton's interpreter wraps it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def not_written() -> str:
+    return say(
+        "not written yet: replace the `raise NotImplementedError`",
+        "还没写：请把 `raise NotImplementedError` 换成你的代码",
+    )
 
 
 def has_triton(what: str) -> bool:

@@ -20,6 +20,8 @@ from tilewise_lab.learn.course import home, lesson, lessons, parse
 ROOT = Path(__file__).parents[3]
 learn_folder = Path(check.__file__).parent
 NUMBERS = [one.number for one in lessons()]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the answer is a Triton kernel")
+CHECKED = [pytest.param(n, marks=needs_triton) if n == 18 else n for n in NUMBERS]
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,13 @@ def test_a_lesson_runs(number, tmp_path, monkeypatch):
     assert list((tmp_path / "pictures").glob(f"{number:02}_*.png"))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", CHECKED)
 def test_the_solution_is_right_and_the_exercise_is_not(number):
     one = lesson(number)
     assert check.verdict(number, one.beside("solutions")) is None
-    assert check.verdict(number, one.beside("exercises")) == "not written yet: replace the `raise NotImplementedError`"
+    assert check.verdict(number, one.beside("exercises")).endswith(
+        "not written yet: replace the `raise NotImplementedError`"
+    )
 
 
 WRONG = {
@@ -100,14 +104,51 @@ WRONG = {
         "mask = tilewise.mask_mod(lambda b, h, q_idx, kv_idx, ids, shared: kv_idx <= q_idx)",
         "another document",
     ),
+    18: (
+        "import triton\nimport triton.language as tl\n@triton.jit\n"
+        "def load_tile(x, first, n, D: tl.constexpr, BLOCK: tl.constexpr):\n"
+        "    i = first + tl.arange(0, BLOCK)[:, None]\n    return tl.load(x + i * D + tl.arange(0, D)[None, :])",
+        "step 1 of 6, load_tile: rows past n",
+    ),
 }
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", CHECKED)
 def test_a_usual_mistake_gets_a_hint(number, tmp_path):
     code, hint = WRONG[number]
     (tmp_path / "answer.py").write_text(code)
     assert hint in check.verdict(number, tmp_path / "answer.py")
+
+
+KERNEL_MISTAKES = {
+    "online_step": ("alpha * l + tl.sum(p, 1)", "l + tl.sum(p, 1)", "l must be corrected"),
+    "forward": ("    hidden = j >= n\n", "    hidden = j < 0\n", "keys past n count"),
+    "block_gradient": ("(dp - delta[:, None])", "dp", "δ is missing"),
+    "backward_keys": (
+        'tl.trans(ds), q_tile, input_precision="ieee") * scale',
+        "tl.trans(ds), q_tile)",
+        "lacks the scale",
+    ),
+    "backward_queries": ("acc += tl.dot(ds, k_tile", "acc = tl.dot(ds, k_tile", "dq is wrong"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", KERNEL_MISTAKES)
+def test_a_kernel_is_graded_step_by_step(name, tmp_path):
+    """A mistake in one step of lesson 18 is told as one in that step; so is a step that is not there yet."""
+    old, new, hint = KERNEL_MISTAKES[name]
+    source = lesson(18).beside("solutions").read_text("utf-8")
+    assert old in source
+    (tmp_path / "answer.py").write_text(source.replace(old, new), "utf-8")
+    told = check.verdict(18, tmp_path / "answer.py")
+    assert re.match(rf"step \d of 6, {name}: ", told)
+    assert hint in told
+    missing = re.sub(
+        rf"(def {name}\(.*?:(?:  # fmt: skip)?\n)    ", r"\1    raise NotImplementedError\n    ", source, flags=re.S
+    )
+    (tmp_path / "answer.py").write_text(missing, "utf-8")
+    assert re.match(rf"step \d of 6, {name}: not written yet", check.verdict(18, tmp_path / "answer.py"))
 
 
 def test_errors_in_an_answer_are_reported(tmp_path):
