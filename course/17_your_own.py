@@ -182,7 +182,7 @@ rows, results = [], []
 for name, work in ways.items():
     results.append(work())
     times = []
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

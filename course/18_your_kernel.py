@@ -126,12 +126,12 @@ class Attention(torch.autograd.Function):
 
 
 torch.manual_seed(0)
-for n, causal in ((16, False), (16, True), (13, True), (3, False)):
+for n, causal in ((9, True), (5, False)):
     leaves = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(lambda *x: Attention.apply(*x, causal), leaves)  # noqa: B023
     theirs = tilewise.attention(*(x[None, :, None] for x in leaves), causal=causal)[0, :, 0]
     assert torch.allclose(Attention.apply(*leaves, causal), theirs)
-print("forward and backward agree with finite differences, causal or not, for lengths that no block divides")
+print("forward and backward agree with finite differences, causal or not, and no block divides the lengths")
 
 # %% [markdown]
 # ## From slices to pointers

@@ -1,11 +1,9 @@
-"""The course's formulas are LaTeX. A terminal gets them as text, a page as MathML, a notebook as they are.
+"""The course's formulas are LaTeX. Notebooks and pages take them as they are; a terminal gets them as text.
 
 >>> text(r"l \\leftarrow l \\cdot e^{m - m'} + \\sum_j \\exp(S_{ij} - m')")
 "l ← l · e^{m - m'} + Σⱼ exp(Sᵢⱼ - m')"
 >>> text(r"O = \\mathrm{softmax}\\left(\\frac{Q K^\\top}{\\sqrt{d}}\\right) V")
 'O = softmax(Q Kᵀ / √d) V'
->>> mathml("x_i^2")
-'<math><msubsup><mi>x</mi><mi>i</mi><mn>2</mn></msubsup></math>'
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from html import escape
 
 SYMBOLS = {
     "cdot": "·", "times": "×", "le": "≤", "ge": "≥", "ne": "≠", "approx": "≈", "infty": "∞", "leftarrow": "←",
@@ -166,45 +163,6 @@ def _script(words: str, letters: dict[str, str], mark: str) -> str:
     if all(letter in letters for letter in words):
         return "".join(letters[letter] for letter in words)
     return f"{mark}{words}" if re.fullmatch(r"[\w'∞]+|\W", words) else f"{mark}{{{words}}}"
-
-
-def mathml(source: str, *, display: bool = False) -> str:
-    """The same for a page: browsers draw it by themselves."""
-    inside = _markup(Reader(source.strip()).row())
-    return f'<math display="block">{inside}</math>' if display else f"<math>{inside}</math>"
-
-
-def _markup(node: Node) -> str:
-    inside = [_markup(part) for part in node.parts]
-    match node.kind:
-        case "space":
-            return f'<mspace width="{len(node.value) / 4}em"/>' if node.value else ""
-        case "number":
-            return f"<mn>{node.value}</mn>"
-        case "word":
-            return f"<mtext>{escape(node.value)}</mtext>"
-        case "symbol":
-            tag = "mi" if node.value.isalpha() or node.value == "∞" else "mo"
-            return f"<{tag}>{escape(node.value)}</{tag}>" if node.value else ""
-        case "row":
-            return inside[0] if len(inside) == 1 else f"<mrow>{''.join(inside)}</mrow>"
-        case "frac":
-            return f"<mfrac>{''.join(inside)}</mfrac>"
-        case "sqrt":
-            return f"<msqrt>{inside[0]}</msqrt>"
-        case "script":
-            base, low, high = inside
-            has = [bool(part.kind != "row" or part.parts) for part in node.parts[1:]]
-            tag = {(True, True): "msubsup", (True, False): "msub", (False, True): "msup"}[has[0], has[1]]
-            return f"<{tag}>{base}{low if has[0] else ''}{high if has[1] else ''}</{tag}>"
-        case "table":
-            rows = "".join(
-                "<mtr>" + "".join(f"<mtd>{_markup(cell)}</mtd>" for cell in row.parts) + "</mtr>" for row in node.parts
-            )
-            style = ' style="text-align: left"' if node.value == "aligned" else ""
-            table = f"<mtable{style}>{rows}</mtable>"
-            return f"<mo>(</mo>{table}<mo>)</mo>" if node.value == "pmatrix" else table
-    raise AssertionError(node.kind)
 
 
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+?)\$", re.S)

@@ -45,8 +45,15 @@ def test_every_formula_can_be_shown(one):
             shown = formulas.for_terminal(cell.text)
             assert "$" not in shown, cell.line
             assert "\\" not in shown, cell.line
-            for formula in formulas.formulas(cell.text):
-                assert "\\" not in formulas.mathml(formula)
+
+
+def test_every_formula_is_latex_that_others_can_read():
+    """What makes the pages of the documentation is asked, where it is installed."""
+    math = pytest.importorskip("docutils.utils.math.latex2mathml")
+    for one in LESSONS:
+        for cell in one.cells:
+            for formula in formulas.formulas(cell.text if cell.lang else ""):
+                assert "<math" in math.tex2mathml(formula), f"{one.path.name}:{cell.line}"
 
 
 def test_no_lesson_speaks_of_notes_that_its_reader_has_not_seen():
