@@ -233,6 +233,6 @@ function tellMatrix(one, values, name) {
   return [
     h("p.phase", { html: STEPS[name]?.[1] ?? NAMES[name] }),
     h("p.small", {}, t(CHIP.has(name) ? "backward.chip" : "backward.hbm")),
-    grid(["", ...heads], values[name].map((row, i) => [one.words[i], ...row]), { label: NAMES[name] }),
+    grid([NAMES[name], ...heads], values[name].map((row, i) => [one.words[i], ...row]), { label: NAMES[name] }),
   ];
 }

@@ -121,7 +121,7 @@ function tellBlock(trace, one, name, i, [from, to], past, place) {
   return [
     h("p.phase", {}, t("tiles.block", { block: block([name, i]), from: from + 1, to })),
     h("p.small", {}, t(place), " ", place === "where.nowhere" ? "" : t(`holds.${name}`)),
-    list ? grid(["", ...list[0].map((_, c) => String(c + 1))], list.map((row, r) => [one.words[from + r], ...row]), { label: block([name, i]) }) : "",
+    list ? grid([block([name, i]), ...list[0].map((_, c) => String(c + 1))], list.map((row, r) => [one.words[from + r], ...row]), { label: block([name, i]) }) : "",
   ];
 }
 

@@ -12,7 +12,7 @@ const PAGES = { 128: 3, 256: 5, 512: 7 }; // by which prime a page's place is sc
 export const cache = {
   id: "cache",
   follows: [],
-  tall: [820, 1050],
+  tall: [650, 876],
   defaults: { lengths: "6144,512,2304,128,4096,1024", heads: 2, processors: "8", page: 256 },
   controls: [
     { kind: "choice", key: "processors", label: "cache.programs", names: "cache.programs", options: ["4", "8", "16", "H200"] },

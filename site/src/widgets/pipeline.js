@@ -9,7 +9,7 @@ import { timeline } from "./timeline.js";
 export const pipeline = {
   id: "pipeline",
   follows: [],
-  tall: [470, 640],
+  tall: [523, 685],
   defaults: { part: "loop", iterations: 7, stages: 4, count: 4, batches: 4, zoom: 1, at: 0 },
   controls: [
     { kind: "choice", key: "part", label: "pipeline.part", names: "pipeline.part", options: ["loop", "hopper", "gpus"] },

@@ -6,7 +6,7 @@ import { Panel } from "../touch.js";
 export const plans = {
   id: "plans",
   follows: [],
-  tall: [780, 900],
+  tall: [727, 968],
   defaults: { tokens: "1M", ranks: 64, mask: "causal", machine: "8xH200+400G", strategy: "", back: 0 },
   controls: [
     { kind: "choice", key: "tokens", label: "plans.tokens", options: ["128k", "1M"] },

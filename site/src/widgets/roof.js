@@ -11,7 +11,7 @@ const WIDE = 2048; // heads times their dim
 export const roof = {
   id: "roof",
   follows: ["causal"],
-  tall: [560, 980],
+  tall: [550, 908],
   defaults: { device: "H200", s: 4096, b: 4, d: 128, backward: 0 },
   controls: [
     { kind: "select", key: "device", label: "roof.device", options: DEVICES },

@@ -36,8 +36,8 @@ export function timeline(figure, data, state, set) {
       const deep = lanes[i].depth > 1;
       const g = inside.append("g");
       g.append("rect").attr("class", "tile").attr("x", x(start)).attr("y", tops[i] + (kind === "wait" ? tall - 5 : deep ? 2 + level * 13 : 0)).attr("width", Math.max(1.5, x(end) - x(start) - 0.6)).attr("height", kind === "wait" ? 5 : deep ? 12 : tall).attr("rx", 2).attr("fill", TONE[kind]);
-      if (kind !== "wait" && !deep && x(end) - x(start) > what.length * 7) g.append("text").attr("class", "middle tiny").style("fill", "var(--card)").attr("pointer-events", "none").attr("x", (x(start) + x(end)) / 2).attr("y", tops[i] + tall / 2 + 4).text(what.replace(/^consume \d /, ""));
-      const words = t("pipeline.span", { name, what: what.replace(/^consume (\d)/, (_, n) => t("pipeline.unit.consume", { i: n })), start: form.count(start), end: form.count(end), length: form.count(end - start) });
+      if (kind !== "wait" && !deep && x(end) - x(start) > what.length * 7) g.append("text").attr("class", "middle tiny").style("fill", "var(--card)").attr("pointer-events", "none").attr("x", (x(start) + x(end)) / 2).attr("y", tops[i] + tall / 2 + 4).text(says(what));
+      const words = t("pipeline.span", { name, what: says(what, true), start: form.count(start), end: form.count(end), length: form.count(end - start) });
       panel.add(g, { key: `${unit} ${what} ${start}`, label: words, tell: () => [h("p.small", {}, words), h("p.small", {}, t(`pipeline.about.${kind}`))] });
     }
   });
@@ -85,6 +85,14 @@ export function timeline(figure, data, state, set) {
   ];
 }
 
+/** "load k" or "consume 0 S" in the reader's words; `whole`, with whose product it is. */
+function says(what, whole = false) {
+  const kind = KIND(what);
+  const [, group, product] = what.match(/^consume (\d) (.*)$/) ?? [];
+  if (kind === "mma") return whole && group ? `${product} (${t("pipeline.unit.consume", { i: group })})` : product ?? what;
+  return t(`pipeline.does.${kind}`, { x: what.replace(/^\w+ ?/, "").toUpperCase().split(" ")[0] });
+}
+
 /** The state in which this cycle is in the middle. */
 function focusOn(cycle, zoom, length) {
   const wide = length / zoom;
@@ -105,8 +113,11 @@ function remarks(spans, length) {
   if (where) found.push(where);
   const ahead = spans.find(([unit, what, a, b]) => unit === "copies" && /load [kv]/.test(what) && products.some(([, , c, d]) => c > products[0][2] && c < b && d > a));
   if (ahead) found.push({ key: "ahead", start: ahead[2], end: Math.min(ahead[3], length) });
-  const store = spans.find(([, what]) => what.startsWith("store"));
-  if (store) found.push({ key: "epilogue", start: store[2], end: store[3] });
+  const stores = spans.filter(([, what]) => what.startsWith("store")).sort((a, b) => a[2] - b[2]);
+  const under = stores.find(([, , a, b]) => products.some(([, , c, d]) => c < b && d > a));
+  if (under) found.push({ key: "stored", start: under[2], end: under[3] });
+  const last = stores.at(-1);
+  if (last && last[2] >= products.at(-1)[3]) found.push({ key: "epilogue", start: last[2], end: last[3] });
   return found;
 }
 

@@ -9,7 +9,7 @@ import { readouts } from "../stage.js";
 export const waves = {
   id: "waves",
   follows: [],
-  tall: [520, 760],
+  tall: [494, 848],
   defaults: { what: "matmul", device: "A100", tile: "256x128", heads: 16, n: 1793 },
   controls: [
     { kind: "select", key: "device", label: "roof.device", options: DEVICES },

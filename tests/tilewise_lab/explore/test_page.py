@@ -68,7 +68,12 @@ def size(x: float) -> str:
 
 @pytest.mark.parametrize(
     ("where", "width", "language"),
-    [("copy", WIDE, "en"), ("copy", PHONE, "zh"), ("live", PHONE, "en"), ("live", WIDE, "zh")],
+    [
+        ("copy", WIDE, "en"),
+        ("copy", PHONE, "zh"),
+        pytest.param("live", PHONE, "en", marks=pytest.mark.slow),
+        pytest.param("live", WIDE, "zh", marks=pytest.mark.slow),
+    ],
 )
 def test_every_chapter_is_operated(visit, request, where, width, language):
     """One visit, from the top to the bottom, with an example of the reader's own."""
@@ -262,7 +267,7 @@ def test_the_address_holds_the_state(visit, copy):
     page.wait_for_function("Number(new URLSearchParams(location.hash.slice(1)).get('online.step')) >= 2")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), pytest.param(PHONE, "dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing_serious(visit, copy, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     page = visit(copy + "#pipeline.part=hopper", width=width, color_scheme=scheme)
