@@ -125,7 +125,7 @@ RULES = {
     "lab.explain": Rule("lab.explain costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"),
     "lab.learn": Rule("lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
     "lab.learn.kernels": Rule("kernels.tile triton"),
-    "lab.explore": Rule("lab.explore lab.trace lab.machine costs mods reference spec"),
+    "lab.explore": Rule("lab.explore lab.plan costs kernels.portable.kv_tiles spec"),
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.asked lab.demo lab.progress tilewise rich", lazy="lab.asked"),
