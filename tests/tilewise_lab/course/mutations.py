@@ -48,7 +48,7 @@ class Mutation(NamedTuple):
 
     def apply(self, text: str) -> str:
         found = text.count(self.old)
-        assert found == 1, f"{self.row}: {self.file} has {found} times\n{self.old}"
+        assert found == 1, f"{DIFF.name} breaks {self.row} here; {self.file} has this {found} times:\n{self.old}"
         return text.replace(self.old, self.new)
 
 
