@@ -17,22 +17,26 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tilewise_lab.learn.course import Lesson, lessons
+from tilewise_lab.learn.course import Lesson, chosen, lessons
 
 PICTURE = re.compile(r"^\(picture: .*?([\w-]+\.png)\)\n?", re.M)
 
 
-def markdown(lesson: Lesson, printed: Sequence[str]) -> str:
+def markdown(lesson: Lesson, printed: Sequence[str], lang: str = "en") -> str:
     """The page of a lesson; `printed`: what its cells print, if they were run."""
+    run, exercise, solution = {
+        "en": ("Run it: ", "The exercise", "A solution"),
+        "zh": ("运行：", "练习", "一种解法"),
+    }[lang]
     parts: list[str] = []
-    for cell, said in zip_longest(lesson.cells, printed, fillvalue=""):
+    for cell, said in zip_longest(lesson.cells_in(lang), printed, fillvalue=""):
         assert not isinstance(cell, str)
         parts.append(cell.text if cell.kind == "markdown" else fenced(cell.text))
         parts += output(said)
-    parts.append(f"Run it: `tilewise learn {lesson.number}`")
-    for folder, title in (("exercises", "The exercise"), ("solutions", "A solution")):
+    parts.append(f"{run}`tilewise learn {lesson.number}{' --lang zh' if lang == 'zh' else ''}`")
+    for folder, title in (("exercises", exercise), ("solutions", solution)):
         if lesson.beside(folder).exists():
-            source = fenced(lesson.beside(folder).read_text(encoding="utf-8"))
+            source = fenced(chosen(lesson.beside(folder).read_text(encoding="utf-8"), lang))
             parts.append(f"<details><summary>{title}</summary>\n\n{source}\n\n</details>")
     return "\n\n".join(parts) + "\n"
 
