@@ -77,8 +77,7 @@ def size(x: float) -> str:
 )
 def test_every_chapter_is_operated(visit, request, where, width, language):
     """One visit, from the top to the bottom, with an example of the reader's own."""
-    url = request.getfixturevalue(where)
-    page = visit(url, width=width, offline=where == "copy", has_touch=width == PHONE)
+    page = visit(request.getfixturevalue(where), width=width, offline=where == "copy", has_touch=width == PHONE)
     if language == "zh":
         page.locator("#language").click()
     assert page.evaluate("document.documentElement.lang") == {"en": "en", "zh": "zh-Hans"}[language]
