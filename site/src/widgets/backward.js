@@ -9,7 +9,7 @@ import { NAMES, board, chips, grid } from "./board.js";
 export const backward = {
   id: "backward",
   follows: ["text", "rows", "columns", "causal"],
-  defaults: { part: "tiles", a: 2, w: 3, b: 1, step: 5 },
+  defaults: { part: "tiles", a: 2, w: 3, b: 1, step: 4 },
   controls: [
     { kind: "choice", key: "part", label: "backward.part", names: "backward.part", options: ["tiles", "matrices", "chain"], also: { step: 99 } },
     ...["a", "w", "b"].map((key) => ({ kind: "range", key, label: `backward.${key}`, min: -4, max: 4, step: 0.5, when: (s) => s.part === "chain" })),
