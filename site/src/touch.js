@@ -74,7 +74,8 @@ const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], Arrow
 /** A new choice of tokens: what was pinned is no more. */
 export const unpin = () => pinned.clear();
 
-/** An SVG element that can be dragged, or moved by keys, along a scale of numbers. */
+/** An SVG element that can be dragged, or moved by keys, along a scale of numbers. `at({x, y})`: the number at a place of
+    the picture; the picture may be drawn anew, on another scale, while it is dragged. */
 export function draggable(selection, { key, label, value, min, max, step = 1, at, set }) {
   const node = selection.node();
   const bound = (x) => Math.max(min, Math.min(max, Math.round(x / step) * step));
@@ -83,8 +84,11 @@ export function draggable(selection, { key, label, value, min, max, step = 1, at
   node.addEventListener("pointerdown", (event) => {
     event.preventDefault();
     let last = value;
+    const box = node.ownerSVGElement.getBoundingClientRect();
+    const number = ({ clientX, clientY }) => at({ x: clientX - box.x, y: clientY - box.y });
+    const from = value - number(event);
     const move = (now) => {
-      const next = bound(at(now));
+      const next = bound(from + number(now));
       if (next !== last) set((last = next));
     };
     const stop = () => ["pointermove", "pointerup", "pointercancel"].forEach((name) => removeEventListener(name, name === "pointermove" ? move : stop));

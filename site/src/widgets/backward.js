@@ -9,7 +9,7 @@ import { NAMES, board, chips, grid } from "./board.js";
 export const backward = {
   id: "backward",
   follows: ["text", "rows", "columns", "causal"],
-  defaults: { part: "tiles", a: 2, w: 3, b: 1, step: 5 },
+  defaults: { part: "tiles", a: 2, w: 3, b: 1, step: 4 },
   controls: [
     { kind: "choice", key: "part", label: "backward.part", names: "backward.part", options: ["tiles", "matrices", "chain"], also: { step: 99 } },
     ...["a", "w", "b"].map((key) => ({ kind: "range", key, label: `backward.${key}`, min: -4, max: 4, step: 0.5, when: (s) => s.part === "chain" })),
@@ -88,17 +88,18 @@ function notes(data, step, figure) {
   }
   const tight = small(); // from top to bottom on a phone, else from left to right
   const half = tight ? 46 : 52;
-  const [wide] = halves(1);
+  const [wide] = halves(0.62);
+  const gap = (wide - 2 * half - 8) / 3;
   const place = (id) => {
     const [at, aside] = [depth.get(id), rows.get(depth.get(id)).indexOf(id)];
-    return tight ? [half + 6 + aside * (wide - 2 * half - 12), 40 + at * 104] : [70 + at * 205, 66 + aside * 126];
+    return tight ? [half + 6 + aside * (wide - 2 * half - 12), 40 + at * 104] : [half + 4 + at * gap, 66 + aside * 126];
   };
   const bend = ([x0, y0], [x1, y1]) =>
-    tight ? `M${x0} ${y0 + 34}C${x0} ${y0 + 60} ${x1} ${y1 - 60} ${x1} ${y1 - 34}` : `M${x0 + half} ${y0}C${x0 + 110} ${y0} ${x1 - 110} ${y1} ${x1 - half} ${y1}`;
+    tight ? `M${x0} ${y0 + 34}C${x0} ${y0 + 60} ${x1} ${y1 - 60} ${x1} ${y1 - 34}` : `M${x0 + half} ${y0}C${x0 + 90} ${y0} ${x1 - 90} ${y1} ${x1 - half} ${y1}`;
 
   const panel = new Panel("chain");
   const holder = h("div", {});
-  const svg = picture(holder, tight ? wide : 800, tight ? 400 : 262, t("backward.part.chain"), "group");
+  const svg = picture(holder, wide, tight ? 400 : 262, t("backward.part.chain"), "group");
   for (const node of ops)
     for (const { id, local } of node.inputs) {
       const [[x0, y0], [x1, y1]] = [place(id), place(node.id)];

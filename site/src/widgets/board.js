@@ -14,7 +14,7 @@ const inputs = new Set(["q", "k", "v", "do"]);
 export function board(width, { trace, one, step, first = 0 }, panel, set) {
   const now = trace.steps[first + step - 1];
   const both = first > 0;
-  const [band, gap, thin] = [width < 420 ? (both ? 22 : 27) : 34, 5, 12];
+  const [band, gap, thin] = [width < 420 ? 22 : 34, 5, 12];
   const sides = both ? 2 : 1;
   const [left, top] = [sides * (band + gap), sides * (band + gap)];
   const size = Math.min(460, width - 2 * left - gap - thin);
@@ -75,7 +75,7 @@ export function board(width, { trace, one, step, first = 0 }, panel, set) {
         .attr("stroke", skipped.has(key) ? "var(--faint)" : "none").attr("stroke-dasharray", "3 3");
       const of = trace.steps.findIndex((s, at) => at >= first && s.i === i && s.j === j);
       const cell = unit(1);
-      if (current && cell >= 26)
+      if (current && cell >= 29)
         now.s.forEach((row, r) => row.forEach((x, c) =>
           g.append("text").attr("class", "middle tiny").style("fill", "var(--card)").attr("x", left + unit(c0 + c) + cell / 2).attr("y", top + unit(r0 + r) + cell / 2 + 4).text(form.fixed(x, cell > 40 ? 2 : Math.abs(x) < 9.95 ? 1 : 0))));
       panel.add(g, {
@@ -93,10 +93,7 @@ export function board(width, { trace, one, step, first = 0 }, panel, set) {
       .style("cursor", horizontal ? "ew-resize" : "ns-resize");
     draggable(grip, {
       key: `${both ? "back" : "tiles"}-${key}`, label: t(`thread.${key}`), value: trace[key], min: 1, max: count,
-      at: (event) => {
-        const box = svg.node().getBoundingClientRect();
-        return unit.invert(horizontal ? event.clientX - box.x - left : event.clientY - box.y - top);
-      },
+      at: ({ x, y }) => unit.invert(horizontal ? x - left : y - top),
       set: (value) => set({ [key]: value }),
     });
   }

@@ -67,7 +67,7 @@ function bars(width, { lengths }, set, panel) {
     svg.append("text").attr("x", width - 44).attr("y", b * row + 16).text(form.count(length));
     draggable(svg.append("circle").attr("class", "grip").attr("cx", x(length)).attr("cy", b * row + 11).attr("r", 8).style("cursor", "ew-resize"), {
       key: `cache-${b}`, label: t("cache.sequence", { b: name(b), length: form.count(length) }), value: length, min: 0, max: MOST, step: STEP,
-      at: (event) => x.invert(event.clientX - svg.node().getBoundingClientRect().x),
+      at: (place) => x.invert(place.x),
       set: (value) => set({ lengths: lengths.map((old, i) => (i === b ? value : old)).join(",") }),
     });
   });

@@ -68,7 +68,7 @@ function gantt(width, one, length, back, panel, ranks) {
     const words = t(hops ? "plans.bar" : "plans.bar.own", { station: t(one.width > 1 ? "plans.node" : "plans.rank", { n: station }), hops, from: form.seconds(start / 1e6), length: form.seconds((end - start) / 1e6) });
     panel.add(g, { key: String(n), label: words, tell: () => h("p.small", {}, words) });
   });
-  for (let i = 0; i <= 4; i++) svg.append("text").attr("class", `tick tiny ${i === 4 ? "end" : i ? "middle" : ""}`).attr("x", x((length * i) / 4)).attr("y", stations * line + 14).text(form.seconds((length * i) / 4e6));
+  for (let i = 0; i <= 4; i += small() ? 2 : 1) svg.append("text").attr("class", `tick tiny ${i === 4 ? "end" : i ? "middle" : ""}`).attr("x", x((length * i) / 4)).attr("y", stations * line + 14).text(form.seconds((length * i) / 4e6));
   return h("div", {}, node, h("ul.legend", {},
     h("li", {}, h("i", { style: "background:var(--s0)" }), t("plans.own")),
     h("li", {}, h("i", { style: "background:var(--s2)" }), t("plans.others")),

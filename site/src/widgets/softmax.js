@@ -79,7 +79,7 @@ function bars(width, data, state, set, panel) {
     handle.style("cursor", "ns-resize");
     draggable(handle, {
       key: `softmax-x${j}`, label: t("softmax.drag", { word: j + 1 }), value, min: -20, max: 20, step: 1,
-      at: (event) => y.invert(event.clientY - svg.node().getBoundingClientRect().y),
+      at: (place) => y.invert(place.y),
       set: (next) => set({ text: one.numbers.map((old, i) => (i === j ? next : old)).join(" ") }),
     });
     handle.node().addEventListener("pointerenter", () => panel.show(j));

@@ -54,12 +54,14 @@ function chart(width, data, n, efficiency, set, words) {
   svg.append("path").attr("d", `${points}H${x(data.high)}V${y(0)}H${x(data.low)}Z`).attr("fill", "var(--s0w)");
   svg.append("path").attr("d", `${points}H${x(data.high)}`).attr("fill", "none").attr("stroke", "var(--s0)").attr("stroke-width", 2);
   svg.append("line").attr("x1", x(n)).attr("x2", x(n)).attr("y1", top).attr("y2", height - bottom).attr("stroke", "var(--s2)").attr("stroke-width", 2);
-  const here = (event) => x.invert(event.clientX - svg.node().getBoundingClientRect().x);
   draggable(svg.append("circle").attr("class", "grip").attr("cx", x(n)).attr("cy", y(efficiency)).attr("r", 9).style("cursor", "ew-resize"), {
-    key: "waves-n", label: words, value: n, min: data.low, max: data.high, at: here, set: (value) => set({ n: value }),
+    key: "waves-n", label: words, value: n, min: data.low, max: data.high, at: (place) => x.invert(place.x), set: (value) => set({ n: value }),
   });
   svg.append("text").attr("class", `halo strong ${x(n) > width - 60 ? "end" : ""}`).attr("x", x(n) + (x(n) > width - 60 ? -8 : 8)).attr("y", top + 10).style("fill", "var(--s2)").text(`n = ${n}`);
-  svg.style("cursor", "crosshair").on("click", (event) => set({ n: Math.round(Math.max(data.low, Math.min(data.high, here(event)))) }));
+  svg.style("cursor", "crosshair").on("click", (event) => {
+    const at = x.invert(event.clientX - svg.node().getBoundingClientRect().x);
+    if (!event.target.classList.contains("grip")) set({ n: Math.round(Math.max(data.low, Math.min(data.high, at))) });
+  });
   return node;
 }
 

@@ -81,12 +81,11 @@ def roof(*, device: str = "H200", b: int = 4, s: int = 4096, d: int = 128, causa
     _within("d", d, 1, 512)
     shape = b, s, WIDE // d, d
     told = explain.explain(shape, shape, shape, causal=bool(causal), backward=bool(backward), device=device)
-    found = told.to_dict()
-    first = found["kernels"][0]
+    first = told.kernels[0]
     return {
         "flops": told.flops, "naive": told.traffic.naive, "tiled": told.traffic.tiled, "binding": told.binding,
-        "seconds": found["seconds"]["call"], "backend": told.backend,
-        "grid": [first["programs"], first["slots"], first["waves"], first["wave_efficiency"]],
+        "seconds": told.prediction.call, "backend": told.backend,
+        "grid": [first.programs, first.slots, first.waves.waves, first.waves.efficiency],
         "advice": [[one.text, one.gain] for one in told.advice],
     }  # fmt: skip
 

@@ -50,7 +50,8 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def go(url: str, **options: Any) -> Any:
         width = options.pop("width", 1280)
-        context = browser.new_context(viewport={"width": width, "height": 900}, locale="en-US", **options)
+        view = {"width": width, "height": 900}
+        context = browser.new_context(viewport=view, locale="en-US", reduced_motion="reduce", **options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(30_000)

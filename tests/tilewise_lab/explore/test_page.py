@@ -48,6 +48,16 @@ class Chapter:
     def step(self, which: str) -> None:
         self.node.locator(f"[data-step={which}]").click()
 
+    def drag(self, key: str, dx: float, dy: float) -> None:
+        """With the mouse, from the upper edge of what has this key."""
+        self.node.locator(f"[data-key='{key}']").scroll_into_view_if_needed()
+        box = self.node.locator(f"[data-key='{key}']").bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + min(box["height"] / 2, 24)
+        self.page.mouse.move(x, y)
+        self.page.mouse.down()
+        self.page.mouse.move(x + dx, y + dy, steps=4)
+        self.page.mouse.up()
+
     def touch(self, key: str, text: str) -> None:
         """Tap what has this key; the panel says this."""
         self.node.locator(f"[data-key='{key}']").first.dispatch_event("click")
@@ -77,8 +87,7 @@ def size(x: float) -> str:
 )
 def test_every_chapter_is_operated(visit, request, where, width, language):
     """One visit, from the top to the bottom, with an example of the reader's own."""
-    url = request.getfixturevalue(where)
-    page = visit(url, width=width, offline=where == "copy", has_touch=width == PHONE)
+    page = visit(request.getfixturevalue(where), width=width, offline=where == "copy", has_touch=width == PHONE)
     if language == "zh":
         page.locator("#language").click()
     assert page.evaluate("document.documentElement.lang") == {"en": "en", "zh": "zh-Hans"}[language]
@@ -116,6 +125,9 @@ def softmax_and_online(page):
     chapter.node.locator("[data-key=softmax-x0]").press("ArrowUp")
     assert page.locator("#example-text").input_value() == "2 4 2.5 3"
     chapter.node.locator("[data-key=softmax-x0]").press("ArrowDown")  # it has kept the focus
+    chapter.drag("softmax-x3", 0, -60)
+    assert float(page.locator("#example-text").input_value().split()[3]) == 5  # 29 pixels each
+    page.locator("#example-text").fill("1 4 2.5 3")
     online = Chapter(page, "online")
     online.step("first")
     online.shows(l="0.000000")
@@ -140,9 +152,10 @@ def tiles_and_backward(page):
     numbers = [chapter.node.locator(f"[data-value={name}]").inner_text() for name in ("whole", "other", "naive")]
     assert numbers == sorted(numbers), "by default the story is true: FA2 moves less than FA1, FA1 less than naive"
     chapter.touch("tiles/tile 1,1", "0.37")  # the correction of the last row: e^(5 - 6)
-    grip = chapter.node.locator("[data-key=tiles-columns]")
-    grip.press("ArrowLeft")
-    grip.press("ArrowLeft")
+    chapter.node.locator("[data-tile='0,1']").hover()
+    assert "(1, 2)" in chapter.node.locator("[data-panel=tiles]").inner_text()
+    wide = chapter.node.locator("[data-tile='0,0']").bounding_box()["width"]
+    chapter.drag("tiles-columns", -wide / 2, 0)  # four keys wide: now two
     assert chapter.node.locator("[data-tile]").count() == 8
     chapter.choose("order", "fa1")
     chapter.step("last")
