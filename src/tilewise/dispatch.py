@@ -56,7 +56,7 @@ def _never(request: Request, gpu: Gpu | None) -> None:
 BACKENDS = (  # in the order in which `auto` asks them
     Backend(
         "hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU",
-        hopper_profile.forward, hopper_profile.backward,
+        hopper_profile.forward, hopper_profile.backward, "tilewise.kernels.hopper.kv_launch",
     ),
     Backend(
         "triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels",

@@ -20,10 +20,12 @@ import transformers
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..distributed import current
 from ..spec import AttentionError
 from . import hf_cache
 from .bands import table
 from .hf_masks import Mask, make_mask
+from .hf_sharded import attend, check_positions
 
 NAME = "tilewise"
 SERVING = "tilewise_flash"  # since 5.22 only "sdpa", "eager" and names with "flash" in them may serve
@@ -78,6 +80,19 @@ def attention_forward(
     if output_attentions:
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    plan = attention_mask.plan if isinstance(attention_mask, Mask) else current()
+    if plan is not None:
+        refused = {"cu_seq_lens_q": cu_seq_lens_q, "cache": cache, "position_bias": position_bias}
+        if isinstance(attention_mask, Mask):
+            options["mask_mod"] = attention_mask.mod
+            if not attention_mask.checked:
+                check_positions(plan, others.get("position_ids"))
+                attention_mask.checked = True  # once is enough
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            plan = plan.banded(causal=causal, window=_window(sliding_window, causal))
+            refused["attention_mask"] = attention_mask
+        return attend(plan, query, key, value, options | {"dropout_p": dropout}, refused), None
     sliding_window = sliding_window or (None if cache is None else getattr(module, "sliding_window", None))
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         by_layer = cu_seq_lens_k if isinstance(cu_seq_lens_k, dict) else {}  # of continuous batching
@@ -85,8 +100,7 @@ def attention_forward(
             cu_seq_lens_k = by_layer["full_attention" if sliding_window is None else "sliding_attention"]
         offsets = cu_seq_lens_q, cu_seq_lens_k
         causal = cache is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        window = None if sliding_window is None else (sliding_window - 1, None if causal else sliding_window - 1)
-        options |= {"causal": causal, "window": window}
+        options |= {"causal": causal, "window": _window(sliding_window, causal)}
         _check_packed(attention_mask, cache, position_bias)
         if cache is not None:
             pool = hf_cache.pool_of(cache, module.layer_idx)
@@ -123,6 +137,10 @@ def attention_forward(
             options["bias"] = position_bias[..., :keys]
     out: Tensor = attention(query, key, value, layout="bhsd", **options)
     return out.transpose(1, 2), None
+
+
+def _window(size: int | None, causal: bool) -> tuple[int, int | None] | None:
+    return None if size is None else (size - 1, None if causal else size - 1)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], **options: Any) -> Tensor:

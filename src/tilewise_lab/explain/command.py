@@ -74,46 +74,45 @@ def run(options: Namespace) -> int:
 
     from tilewise.costs.explain import explain
     from tilewise.spec import AttentionError
+    from tilewise_lab import asked
     from tilewise_lab.explain import check
 
-    try:
-        if options.check:
-            return check.run(options.check)
-        if options.fit:
-            return check.show_fit(options.fit)
-        shape = options.shape or [4, 4096, 16, 128]
-        if len(shape) != 4:
-            raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, for example 4 4096 16 128")
-        b, s, h, d = shape
-        if options.kernel:
-            return show_kernel(options, shape)
-        if options.kv_lengths:
-            told_kv = of_cache(options, shape)
-            print(json.dumps(told_kv.to_dict(), indent=1) if options.json else told_kv)
-            return 0
-        keys = b, options.sk or s, options.hk or h
-        told = explain(
-            shape,
-            (*keys, d),
-            (*keys, options.dv or d),
-            causal=options.causal,
-            window=options.window and tuple(options.window),
-            softcap=options.softcap,
-            alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
-            bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
-            if options.bias
-            else None,
-            dropout_p=options.dropout,
-            deterministic=options.deterministic,
-            backend=options.backend,
-            backward=options.backward,
-            device=options.device,
-            dtype=options.dtype,
-            compiled=not options.no_compile,
-        )
-    except AttentionError as error:
-        print(f"tilewise explain: {error}")
-        return 2
+    if options.check:
+        return check.run(asked.place(options.check, "--check"))
+    if options.fit:
+        return check.show_fit([asked.file(path, "--fit") for path in options.fit])
+    shape = options.shape or [4, 4096, 16, 128]
+    if len(shape) != 4 or min(shape) < 1:
+        raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, each 1 or more, for example 4 4096 16 128")
+    b, s, h, d = shape
+    if options.kernel:
+        return show_kernel(options, shape)
+    if options.kv_lengths:
+        told_kv = of_cache(options, shape)
+        print(json.dumps(told_kv.to_dict(), indent=1) if options.json else told_kv)
+        return 0
+    keys = b, s if options.sk is None else options.sk, h if options.hk is None else options.hk
+    for name, n in ("--sk", keys[1]), ("--hk", keys[2]), ("--dv", d if options.dv is None else options.dv):
+        asked.count(name, n)
+    told = explain(
+        shape,
+        (*keys, d),
+        (*keys, options.dv or d),
+        causal=options.causal,
+        window=options.window and tuple(options.window),
+        softcap=options.softcap,
+        alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
+        bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
+        if options.bias
+        else None,
+        dropout_p=options.dropout,
+        deterministic=options.deterministic,
+        backend=options.backend,
+        backward=options.backward,
+        device=options.device,
+        dtype=options.dtype,
+        compiled=not options.no_compile,
+    )
     print(json.dumps(told.to_dict(), indent=1) if options.json else told)
     return 0
 
