@@ -214,3 +214,25 @@ def test_a_call_repeated_gives_the_same_bits(backend: str) -> None:
     a, b = call(x, backend), call(x, backend)
     assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
     compare(a, x)
+
+
+@pytest.mark.parametrize("words", ["", "split", "tree", "mask_mod"])
+def test_what_a_query_does_not_see_cannot_reach_it(words: str, backend: str) -> None:
+    """Keys and values that only later queries see: theirs are the only results that are not finite."""
+    x, y = (inputs(KvCase((9, 3, 17), queries=4, new=4, dim=16, heads=2, kv_heads=1, page=8)) for _ in range(2))
+    options: dict[str, Any] = {
+        "": {"window": (6, 0)}, "split": {"split": 128}, "mask_mod": {"causal": False, "mask_mod": not_after()},
+        "tree": {"tree": torch.tril(torch.ones(3, 4, 4, dtype=torch.bool))},
+    }[words]  # fmt: skip
+    clean = call(x, backend, **options)
+    for name in ("k_new", "v_new"):
+        y.options[name][:, 2] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None, None]
+    out, lse = call(y, backend, **options)
+    assert torch.equal(out[:, :2], clean[0][:, :2])
+    assert torch.equal(lse[..., :2], clean[1][..., :2])
+    assert not out[:, 2:].isfinite().any()
+
+
+@tilewise.mask_mod
+def not_after(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    return kv_idx <= q_idx + (kv_len - q_len)

@@ -1,7 +1,7 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90 or "gfx942", "kernel": "attend" ("plan", "combine", "append")}, and what a call has: dim, dim_v,
-dtype, page, heads, kv_heads, queries, packed, split, term, tile.
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("careful", "plan", "combine", "append")}, and what a call has: dim,
+dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def launch_of(
         ledger, room = torch.empty(dealt.numbers, dtype=torch.int64), torch.empty(dealt.floats(dv))
         out = torch.empty(*q.shape[:-1], dv, dtype=kind)
         lse = torch.empty(*q.shape[:-3], heads, q.shape[-3])
-        attend, combine = kv_launch.attend_launches(request, out, lse, ledger, room, gpu)
-        return {"plan": kv_launch.plan_launch(request, ledger, gpu), "attend": attend, "combine": combine}[kernel]
+        attend, *careful, combine = kv_launch.attend_launches(request, out, lse, ledger, room, gpu)
+        made = {"plan": kv_launch.plan_launch(request, ledger, gpu), "attend": attend, "combine": combine}
+        return (made | dict(zip(("careful",), careful, strict=False)))[kernel]
 
 
 def compiled(**row: Any) -> Compiled:

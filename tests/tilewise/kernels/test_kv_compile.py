@@ -19,6 +19,7 @@ TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
 ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend"},
     {"kernel": "attend", "queries": 16},
+    {"kernel": "careful", "queries": 16},
     {"kernel": "attend", "dim": 64, "heads": 64, "term": "window"},
     {"kernel": "attend", "dim": 256},
     {"kernel": "attend", "page": 0, "dtype": "float32", "dim": 64},
@@ -50,7 +51,7 @@ def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def faults(made: dict[str, Any]) -> list[str]:
     if "error" in made:
         return [made["error"]]
-    allowed = SPILL if made["kernel"] == "attend" else 0
+    allowed = {"attend": SPILL, "careful": 1024}.get(made["kernel"], 0)  # the careful one nearly always ends at once
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
     if made["shared"] > tiles.chip(made["arch"]).shared:
         found.append(f"{made['shared']} bytes of shared memory")

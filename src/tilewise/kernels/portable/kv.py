@@ -1,7 +1,8 @@
 """Attention over a KV cache, dense or paged: as many programs as the GPU runs at once, each with an equal share of all
 keys (`kv_plan`). The queries of a tile and the heads of their group are its rows, so that keys are read once.
 
-A row set that several programs share is put together by `kv_combine`.
+A row set that several programs share is put together by `kv_combine`. Where rows of a tile see different keys, a second
+launch of the same kernel follows, which nearly always finds nothing to do: see CAREFUL.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import Law, Work, dot, logsumexp, masked, softmax_step, unit_of, worth
+from ..tile import Law, Work, dot, logsumexp, masked, raise_flag, seen, softmax_step, unit_of, worth
 from .kv_combine import columns, row_pointers, union, with_sink
 from .kv_plan import clamp, items_of, load_item, load_stretch, work_of
 
@@ -93,10 +94,11 @@ def on_branch(tree, words, w, i, draft, first, N: tl.constexpr):
 @triton.jit
 def stream(
     q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    CARRY: tl.constexpr,
+    CARRY: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h). `tree` has so many `words` for each
-    query, those of this sequence from its row w.r0 on."""
+    query, those of this sequence from its row w.r0 on. CAREFUL: a value that a row does not see cannot reach it,
+    whatever it holds."""
     N: tl.constexpr = PLAN.BLOCK_N
     offset = w.n_k - w.n_q
     at0 = w.first // PLAN.GROUP + offset  # key positions of the first row and of the last
@@ -116,7 +118,7 @@ def stream(
     i2 = i[:, None]
     h2 = h[:, None]
     page = page_at(pages, lo, least, hi, count, PAGE, N)
-    for at in tl.range(lo, hi, N):
+    for at in tl.range(lo, hi, N, num_stages=1 if CAREFUL else None):
         j = (at + tl.arange(0, N))[None, :]
         if CARRY:
             later = page_at(pages, at + N, least, hi, count, PAGE, N)
@@ -125,7 +127,7 @@ def stream(
         k_tile = load_keys(cache.k, page, w.h, at, least, hi, PLAN.D, PLAN.BLOCK_D, PAGE, N)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PLAN.PRECISION)
         s = worth(product, w, h2, i2, j, law.scale, law.terms, PLAN.FOLD, law.SCORE_MOD)
-        edge = (at < full_lo) or (at + N > full_hi)
+        edge = CAREFUL or (at < full_lo) or (at + N > full_hi)
         s = masked(s, float("-inf"), edge, True, i2, j, w, h2, law)
         if edge:
             s = tl.where(j >= start, s, float("-inf"))
@@ -134,10 +136,20 @@ def stream(
                 s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
         p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.bias.ptr, PLAN.BOUNDED)
         v_tile = load_keys(cache.v, page, w.h, at, least, hi, PLAN.DV, PLAN.BLOCK_DV, PAGE, N)
-        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], None, PLAN)
+        met = None
+        if CAREFUL:
+            met = seen(i2, j, w, h2, law) & (j >= start)
+            if tree is not None:
+                met = met & on_branch(tree, words, w, i2, j - offset, at - offset, N)
+        acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], met, PLAN)
         if CARRY:
             page = later
     return acc, m, l
+
+
+@triton.jit
+def flag_of(room, programs, slots, rows, program, DV: tl.constexpr):
+    return room + tl.cast(programs, tl.int64) * slots * rows * (DV + 1) + program
 
 
 @triton.jit(
@@ -158,11 +170,15 @@ def stream(
 def attend_kernel(
     q, cache, o, lse, room, ledger, tree, before, after, scale, items, programs, unit, slots, rows, stride, count,
     batch, n_q, words, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr,
+    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr, FLAGGED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: every unit of keys is summed by itself, and a row set's units are joined in their order, whoever has them:
     what the program has of them so far in its first slot, and each of a row set that it goes on with in a slot of its
-    own. Without, all of the program's units of a row set are one. `n_q`: of each sequence, 0 where q is packed."""
+    own. Without, all of the program's units of a row set are one. `n_q`: of each sequence, 0 where q is packed.
+
+    FLAGGED: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan raises its
+    flag, behind the workspace. CAREFUL: the launch that follows, where such programs compute their stretch once more.
+    """
     if PLAN.OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -175,6 +191,10 @@ def attend_kernel(
     block = here.unit
     entered = block
     going = (item < end.item) | ((item == end.item) & ((head < end.head) | ((head == end.head) & (block < end.unit))))
+    if CAREFUL:
+        going = going & (tl.load(flag_of(room, programs, slots, rows, me, PLAN.DV)) > 0)
+    elif FLAGGED:
+        tl.store(flag_of(room, programs, slots, rows, me, PLAN.DV), 0.0)
     while going:
         last = (item == end.item) & (head == end.head)
         stop = tl.where(last, end.unit, tl.maximum(it.units, 0))
@@ -202,12 +222,16 @@ def attend_kernel(
             acc, m, l = stream(
                 q_tile, cache, pages, w, i, h, it.start, lo, hi,
                 Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
+                CAREFUL,
             )  # fmt: skip
             o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
             log = logsumexp(m, l)
             late = tl.multiple_of(
                 stop - stop * tl.num_programs(1), 128
             )  # 0: addresses are computed here, not kept since the kernel began
+            if FLAGGED:
+                if not CAREFUL:
+                    raise_flag(flag_of(room, programs, slots, rows, me + late, PLAN.DV), o_tile)
             r += late
             d = tl.arange(0, PLAN.BLOCK_DV)[None, :] + late
             i = (it.first + r) // PLAN.GROUP

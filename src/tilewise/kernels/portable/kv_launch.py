@@ -131,6 +131,7 @@ def attend_launches(
     scoring, scale, _ = folded(call, gpu, slope=False)
     terms = device_terms(call, gpu)
     overlap = can_overlap(gpu)
+    differ = request.most != 1 or spec.mask_mod is not None  # the rows of a tile, in what they see
     compiled = Plan(
         GROUP=group, D=q.shape[-1], DV=dv, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=padded(q.shape[-1]),
         BLOCK_DV=padded(dv), FOLD=scoring["FOLD"], PRECISION=precision(q, gpu), CHUNK=512,
@@ -148,11 +149,16 @@ def attend_launches(
         {
             "SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call), "PLAN": compiled,
             "PAGE": None if table is None else k.shape[1], "KV_HEADS": k.shape[-2], "SPLIT": request.split is not None,
-            "CARRY": tile.carry != 0, "num_warps": tile.warps, "num_stages": tile.stages,
+            "CARRY": tile.carry != 0, "FLAGGED": differ, "CAREFUL": False, "num_warps": tile.warps,
+            "num_stages": tile.stages,
             **({"launch_pdl": True} if overlap else {}), **({"maxnreg": tile.registers} if tile.registers else {}),
         },
     )  # fmt: skip
-    return [attending, combine_launch(request, out, lse, ledger, room, terms.sinks, dealt, gpu)]
+    combining = combine_launch(request, out, lse, ledger, room, terms.sinks, dealt, gpu)
+    if not differ:
+        return [attending, combining]
+    careful = attending._replace(options=attending.options | {"CAREFUL": True, "num_stages": 1})
+    return [attending, careful, combining]
 
 
 def combine_launch(

@@ -29,7 +29,8 @@ class Deal(NamedTuple):
         return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
 
     def floats(self, dim_v: int) -> int:
-        return self.programs * self.slots * self.rows * (dim_v + 1)
+        """Parts of row sets with their lse, and a flag for each program."""
+        return self.programs * (self.slots * self.rows * (dim_v + 1) + 1)
 
 
 def deal(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) -> Deal:
