@@ -20,7 +20,8 @@ from tilewise import __version__
 from tilewise.spec import AttentionError
 
 CALLED = os.environ.get("TILEWISE_CALLED", "tilewise")  # what was typed: `./run`, from a checkout
-EXTRAS = {"rich", "markdown_it", "pygments"}  # what `pip install 'tilewise[cli]'` brings
+# What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.
+EXTRAS = {"rich": "cli"} | dict.fromkeys(("sphinx", "furo", "myst_parser", "sphinx_copybutton", "docutils"), "docs")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ COMMANDS = {
     "plan": Command("tilewise_lab.plan", "how to divide a long sequence among GPUs: strategies compared, one advised"),
     "warm": Command("tilewise_lab.warm", "compile a model's kernels ahead of its first step, with or without its GPU"),
     "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each gives a right answer, or one AttentionError"),
-    "docs": Command("tilewise_lab.docs", "all of this as a small static site: reference, course, results"),
+    "docs": Command(
+        "tilewise_lab.docs", "all of this as a site: how to, reference, course, results; in English and Chinese"
+    ),
     "show-mask": Command("tilewise_lab.show_mask", "a picture of a mask and its tiles: empty, partial, full"),
     "trace": Command("tilewise_lab.trace.command", "watch softmax, attention or autograd at work, step by step"),
     "learn": Command("tilewise_lab.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
@@ -57,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.configure(parser)
         return int(module.run(parser.parse_args(rest)))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        print(f"{CALLED} {name} needs {error.name}: pip install 'tilewise[cli]'", file=sys.stderr)
+        print(f"{CALLED} {name} needs {error.name}: pip install 'tilewise[{extra}]'", file=sys.stderr)
         return 2
     except AttentionError as error:
         print(f"{CALLED} {name}: {error}", file=sys.stderr)

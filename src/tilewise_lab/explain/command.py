@@ -3,6 +3,7 @@
 tilewise explain 4 4096 16 128 --causal --device H200
 tilewise explain 1 2049 16 100 --device A100 --backward --json
 tilewise explain 4 4096 16 128 --device H200 --softcap 30 --alibi
+tilewise explain 4 1 32 128 --hk 8 --kv-lengths 4096 900 17 30000 --page 16 --device H200 --backend triton
 tilewise explain --check calls.json        measure this GPU and compare (needs one)
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
+from typing import Any
 
 from tilewise.costs.devices import DEVICES, ITEMSIZE
 
@@ -22,6 +24,15 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--sk", type=int, help="keys, where they are not as many as queries")
     parser.add_argument("--hk", type=int, help="KV heads, where they are fewer")
     parser.add_argument("--dv", type=int, help="head dim of v, where it differs")
+    parser.add_argument(
+        "--kv-lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens in a KV cache, one for all sequences or one for each",
+    )
+    parser.add_argument("--page", type=int, help="tokens of a page, where the KV cache has pages")
+    parser.add_argument("--split", type=int, help="keys of a KV cache summed at a time (0: never divided)")
     parser.add_argument("--dtype", default="bfloat16", choices=ITEMSIZE)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
@@ -76,6 +87,10 @@ def run(options: Namespace) -> int:
     b, s, h, d = shape
     if options.kernel:
         return show_kernel(options, shape)
+    if options.kv_lengths:
+        told_kv = of_cache(options, shape)
+        print(json.dumps(told_kv.to_dict(), indent=1) if options.json else told_kv)
+        return 0
     keys = b, s if options.sk is None else options.sk, h if options.hk is None else options.hk
     for name, n in ("--sk", keys[1]), ("--hk", keys[2]), ("--dv", d if options.dv is None else options.dv):
         asked.count(name, n)
@@ -100,6 +115,29 @@ def run(options: Namespace) -> int:
     )
     print(json.dumps(told.to_dict(), indent=1) if options.json else told)
     return 0
+
+
+def of_cache(options: Namespace, shape: list[int]) -> Any:
+    """S queries of each sequence, over a cache that has just room for the longest."""
+    import torch
+
+    from tilewise.costs.kv import explain_kv
+    from tilewise.spec import AttentionError
+
+    b, _, h, d = shape
+    lengths = options.kv_lengths * b if len(options.kv_lengths) == 1 else options.kv_lengths
+    if len(lengths) != b:
+        raise AttentionError("--kv-lengths", f"{len(lengths)} numbers", f"1, or {b}: one for each sequence")
+    if options.page is not None and options.page < 1:
+        raise AttentionError("--page", options.page, "1 or more")
+    page = options.page or max(*lengths, 1)
+    pages = -(-max(lengths) // page)
+    table = {"page_table": torch.zeros(b, pages, dtype=torch.int32)} if options.page else {}
+    cache = (b * max(pages, 1), page, options.hk or h)
+    return explain_kv(
+        shape, (*cache, d), (*cache, options.dv or d), lengths, window=options.window and tuple(options.window),
+        split=options.split, backend=options.backend, device=options.device, dtype=options.dtype, **table,
+    )  # fmt: skip
 
 
 def show_kernel(options: Namespace, shape: list[int]) -> int:
