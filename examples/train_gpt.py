@@ -1,8 +1,8 @@
 """A small GPT, trained from one seed and on one stream of text with tilewise and with torch, and their losses compared.
 
-    python examples/train_gpt.py --json losses.json     # on a GPU: 300 steps, head dims 64 and 128, half a minute
-    python examples/train_gpt.py --steps 20             # on a CPU, a smaller model
-    python examples/train_gpt.py --draw losses.json     # docs/train-gpt.svg, with matplotlib
+    ./run example train_gpt --json losses.json     # on a GPU: 300 steps, head dims 64 and 128, half a minute
+    ./run example train_gpt --steps 20             # on a CPU, a smaller model
+    ./run example train_gpt --draw losses.json     # docs/train-gpt.svg, with matplotlib
 
 Two runs that differ by nothing but rounding drift apart, because training is chaotic. So torch is run twice, with the
 kernel of its choice and with its formula, and the distance between those two is the noise by which ours is judged.

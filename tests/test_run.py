@@ -20,6 +20,8 @@ def run(monkeypatch, tmp_path):
     loader = SourceFileLoader("run_script", str(SCRIPT))
     module = module_from_spec(spec_from_loader("run_script", loader))
     loader.exec_module(module)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/train_gpt.py").touch()
     (tmp_path / "pyproject.toml").write_bytes((SCRIPT.parent / "pyproject.toml").read_bytes())
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
@@ -170,8 +172,11 @@ def test_workers(run, args, expected):
 
 
 def test_plan(run, steps):
-    assert run.plan("bench", ["--quick"], "python") == [(None, ["tilewise_lab", "bench", "--quick"])]
-    assert [line[0] for _, line in run.plan("lint", [], "python")] == ["ruff", "ruff", "mypy"]
+    assert run.plan("bench", ["--quick"], "python") == [(None, ["-m", "tilewise_lab", "bench", "--quick"])]
+    assert [line[1] for _, line in run.plan("lint", [], "python")] == ["ruff", "ruff", "mypy"]
+    gpt = str(run.ROOT / "examples/train_gpt.py")
+    for name in ("train_gpt", "train_gpt.py"):
+        assert run.plan("example", [name, "--steps", "3"], "python") == [(None, [gpt, "--steps", "3"])]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +190,7 @@ def test_plan(run, steps):
     ],
 )
 def test_slow_tests_are_left_out_unless_wanted(run, steps, typed, given):
-    assert run.plan("test", typed, "python") == [(run.ROOT, ["pytest", *given])]
+    assert run.plan("test", typed, "python") == [(run.ROOT, ["-m", "pytest", *given])]
 
 
 def test_step_shows_output_only_on_failure(run, capfd):
@@ -206,3 +211,20 @@ def test_step_shows_output_only_on_failure(run, capfd):
 def test_advice_fits_the_failure(run, capsys, output, advice):
     run.explain(run.SetupError("a step", output))
     assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"), [([], "./run example NAME, of:"), (["gtp"], "no example 'gtp'; there are:")]
+)
+def test_examples_are_listed(run, capsys, typed, said):
+    with pytest.raises(SystemExit, match="2"):
+        run.plan("example", typed, "python")
+    assert said in (err := capsys.readouterr().err)
+    assert "train_gpt" in err
+
+
+def test_threads_sleep_unless_the_caller_says_how(run, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert run.environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert run.environment()["OMP_WAIT_POLICY"] == "ACTIVE"

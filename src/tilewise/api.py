@@ -86,7 +86,7 @@ def attention_varlen(
 @takes_options
 def check(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **options: Unpack[Options],
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, layout: str = "bshd", **options: Unpack[Options],
 ) -> None:  # fmt: skip
     """Everything that can be wrong with a call of `attention` (with cu_seqlens: `attention_varlen`), contents included.
 
@@ -104,6 +104,7 @@ def check(
     """
     cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     longest, given = (max_seqlen_q, max_seqlen_k), checks.options_of(options)
+    q, k, v = checks.arranged(q, k, v, layout)
     request = checks.request_of(q, k, v, cu, longest, given)
     checks.contents(request, longest, given)
     dispatch.choose(request)

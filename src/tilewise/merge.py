@@ -17,7 +17,7 @@ from .spec import AttentionError
 State = tuple[Tensor, Tensor]
 
 
-def merge(*parts: State) -> State:
+def merge(*parts: State, layout: str = "bshd") -> State:
     """Attention over the union of disjoint sets of keys, from `attention(..., return_lse=True)` over each of them.
 
     >>> out, lse = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 3)  # (batch, tokens, heads, dim), (batch, heads, tokens)
@@ -25,19 +25,23 @@ def merge(*parts: State) -> State:
     >>> all(torch.equal(x, y) for x, y in zip(merge((out, lse), nothing), (out, lse)))
     True
 
-    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). Differentiable, even
-    where nothing was seen. A single part is given back as it is.
+    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). Of calls with
+    layout="bhsd", whose out is (B, H, S, D), that must be said here too: where there are as many tokens as heads, no
+    shape tells. Differentiable, even where nothing was seen. A single part is given back as it is.
     """
     if not parts:
         raise AttentionError("parts to merge", "none", "(out, lse) of at least one")
+    if layout not in ("bshd", "bhsd"):
+        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
+    heads_first = layout == "bhsd"
     for n, part in enumerate(parts):
-        _check(f"part {n}", part, parts[0])
+        _check(f"part {n}", part, parts[0], heads_first)
     if len(parts) == 1:
         return parts[0]
     dtype = reduce(torch.promote_types, (out.dtype for out, _ in parts))
     exact = torch.promote_types(dtype, torch.float32)  # rounded once, however many there are
-    out, lse = reduce(union, ((out.to(exact), lse.mT) for out, lse in parts))
-    return out.to(dtype), lse.mT
+    out, lse = reduce(union, ((out.to(exact), lse if heads_first else lse.mT) for out, lse in parts))
+    return out.to(dtype), lse if heads_first else lse.mT
 
 
 def union(a: State, b: State) -> State:
@@ -68,17 +72,25 @@ def union(a: State, b: State) -> State:
     return o.to(torch.promote_types(o_a.dtype, o_b.dtype)), lse
 
 
-def _check(name: str, part: object, first: State) -> None:
+def _check(name: str, part: object, first: State, heads_first: bool) -> None:
     if not (isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
         raise AttentionError(name, type(part).__name__, "(out, lse), as attention(..., return_lse=True) returns them")
     out, lse = part
+    if heads_first and (out.dim() != 4 or lse.shape != out.shape[:-1]):
+        raise AttentionError(
+            f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
+            "out (batch, heads, tokens, dim), lse (batch, heads, tokens)",
+        )  # fmt: skip
     if out.dim() not in (3, 4) or lse.dim() != out.dim() - 1:
         raise AttentionError(
             f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
             "out (batch, tokens, heads, dim), lse (batch, heads, tokens), or both without a batch",
         )  # fmt: skip
     *batch, tokens, heads, _ = out.shape
-    if tuple(lse.shape) != (*batch, heads, tokens):
-        raise AttentionError(f"lse of {name}", tuple(lse.shape), f"(.., heads, tokens), {(*batch, heads, tokens)}")
+    if not heads_first and tuple(lse.shape) != (*batch, heads, tokens):
+        hint = "; or layout='bhsd', if that is out's" if lse.shape == out.shape[:-1] and batch else ""
+        raise AttentionError(
+            f"lse of {name}", tuple(lse.shape), f"(.., heads, tokens), {(*batch, heads, tokens)}{hint}"
+        )
     if out.shape != first[0].shape:
         raise AttentionError(f"out of {name}", tuple(out.shape), f"that of part 0, {tuple(first[0].shape)}")

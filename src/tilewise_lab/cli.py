@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from importlib import import_module
 from tilewise import __version__
 from tilewise.spec import AttentionError
 
+CALLED = os.environ.get("TILEWISE_CALLED", "tilewise")  # what was typed: `./run`, from a checkout
 # What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.
 EXTRAS = {"rich": "cli"} | dict.fromkeys(("sphinx", "furo", "myst_parser", "sphinx_copybutton", "docutils"), "docs")
 
@@ -54,17 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     try:
         module = import_module(command.module)
-        parser = argparse.ArgumentParser(prog=f"tilewise {name}", description=_sentence(command.summary))
+        parser = argparse.ArgumentParser(prog=f"{CALLED} {name}", description=_sentence(command.summary))
         module.configure(parser)
         return int(module.run(parser.parse_args(rest)))
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        print(f"tilewise {name} needs {error.name}: pip install 'tilewise[{extra}]'", file=sys.stderr)
+        print(f"{CALLED} {name} needs {error.name}: pip install 'tilewise[{extra}]'", file=sys.stderr)
         return 2
     except AttentionError as error:
-        print(f"tilewise {name}: {error}", file=sys.stderr)
+        print(f"{CALLED} {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -73,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _top_level(word: str, rest: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
-        prog="tilewise",
-        usage="tilewise <command> [options]",
+        prog=CALLED,
+        usage=f"{CALLED} <command> [options]",
         description="Exact attention for PyTorch, computed tile by tile.",
         epilog="commands:\n"
         + "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
-        + "\n\n`tilewise <command> --help` says more about one of them.",
+        + f"\n\n`{CALLED} <command> --help` says more about one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tilewise {__version__}")

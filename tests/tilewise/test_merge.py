@@ -103,6 +103,24 @@ def test_as_many_parts_as_there_are() -> None:
     assert tilewise.merge(parts[0]) == parts[0]
 
 
+def test_parts_with_their_heads_first() -> None:
+    """Even where tokens == heads, and no shape tells."""
+    q, k, v = (torch.randn(2, 4, 4, 8) for _ in range(3))
+    whole = tilewise.attention(q, k, v, return_lse=True, layout="bhsd")
+    parts = [
+        tilewise.attention(q, k[:, :, cut], v[:, :, cut], return_lse=True, layout="bhsd")
+        for cut in (slice(1), slice(1, 4))
+    ]
+    assert_close(tilewise.merge(*parts, layout="bhsd"), whole)
+    out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    with pytest.raises(tilewise.AttentionError, match="layout='bhsd'"):
+        tilewise.merge((out, lse), (out, lse))
+    with pytest.raises(tilewise.AttentionError, match=r"\(batch, heads, tokens, dim\)"):
+        tilewise.merge((out, lse.mT), (out, lse), layout="bhsd")
+    with pytest.raises(tilewise.AttentionError, match="layout: found 'hsd'"):
+        tilewise.merge((out, lse), layout="hsd")
+
+
 def test_packed_parts() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(6, 2, 8) for _ in range(3))

@@ -94,6 +94,7 @@ FOREIGN = {
     "return_softmax_lse": "return_lse=True",
     "s_aux": "sinks=",
     "learnable_sink": "sinks=",
+    "layout": "packed tensors, (tokens, heads, dim), without it",
 }
 
 
@@ -368,14 +369,21 @@ def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tenso
         if size is None and found != 1:
             raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
         if found not in (1, size):
-            raise AttentionError(f"{name} of bias", found, f"{size} or 1")
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1{_perhaps_swapped(q)}")
     _check_term("bias", bias, q, [tuple(bias.shape)])
     return bias
 
 
+def _perhaps_swapped(q: Tensor) -> str:
+    """A hint, where something does not fit and there are more heads than tokens."""
+    swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
+    return "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if swapped else ""
+
+
 def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
     if tuple(tensor(name, x).shape) not in shapes:
-        raise AttentionError(f"shape of {name}", tuple(x.shape), " or ".join(map(str, shapes)))
+        expected = " or ".join(map(str, shapes)) + _perhaps_swapped(q)
+        raise AttentionError(f"shape of {name}", tuple(x.shape), expected)
     if x.dtype not in DTYPES:
         raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
     if x.device != q.device and not q.is_meta:

@@ -16,7 +16,12 @@ WORTH = 1.02  # a gain below this is not worth a word
 
 
 def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Iterator[Advice]:
-    """The largest gain first; then what has no number."""
+    """What looks like a mistake, then the largest gain first; then what has no number."""
+    call = found.call
+    if call.lengths is None and call.heads > call.n_q > 1 and call.kv_heads > call.n_k > 1:
+        yield Advice(
+            f"{call.heads} heads and {call.n_q} tokens: if the tensors are (batch, heads, tokens, dim), layout='bhsd'"
+        )
     if not found.kernels:
         return
     gains = [*_wave(found, estimate), *_dtype(found, estimate), *_host(found), *_heads(found, estimate)]

@@ -73,12 +73,18 @@ class Device:
         return asdict(self)
 
 
+def _rates(half: float, single: float, capability: int) -> dict[str, float]:
+    """float64: half of float32 on the GPUs of data centres, 1/64 on all others (1/32 before sm_86)."""
+    share = 2 if capability in (60, 70, 80, 90, 100) else 64 if capability >= 86 else 32
+    return {"float16": half, "bfloat16": half, "float32": single, "float64": single / share}
+
+
 def _gpu(
     name: str, capability: int, sms: int, ghz: float, gbps: float, memory: int, l2: int, shared: int,
     half: float, single: float, threads: int = 2048,
 ) -> Device:  # fmt: skip
     """half, single: TFLOP/s of 16-bit tensor cores with float32 sums, and of float32 units."""
-    rates = {"float16": half * 1e12, "bfloat16": half * 1e12, "float32": single * 1e12, "float64": single * 1e12 / 2}
+    rates = _rates(half * 1e12, single * 1e12, capability)
     return Device(
         name, capability, sms, ghz * 1e9, gbps * 1e9, memory * GB, l2 * MB, shared * KB, (shared + 1) * KB, rates,
         threads=threads,
@@ -108,6 +114,8 @@ def device(name: str | None = None) -> Device:
     """
     import torch
 
+    if name is not None and not isinstance(name, str):
+        raise AttentionError("device", repr(name), f"{', '.join(DEVICES)}, 'cuda' or 'cpu'")
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -143,7 +151,6 @@ def here(name: str, properties: Any) -> Device:
     half = sms * clock * {80: 2048, 90: 4096, 100: 8192}.get(capability, 1024)  # FLOPs per SM and clock
     single = sms * clock * (128 if capability == 80 else 256)
     shared = getattr(properties, "shared_memory_per_block_optin", 99 * KB)
-    rates = {"float16": half, "bfloat16": half, "float32": single, "float64": single / 2}
     return Device(
         name=name,
         capability=capability,
@@ -154,7 +161,7 @@ def here(name: str, properties: Any) -> Device:
         l2=getattr(properties, "L2_cache_size", known.l2 if known else 4 * MB),
         shared=shared,
         shared_sm=getattr(properties, "shared_memory_per_multiprocessor", shared + KB),
-        rates=known.rates if known else rates,
+        rates=known.rates if known else _rates(half, single, capability),
         threads=getattr(properties, "max_threads_per_multi_processor", 2048),
     )
 

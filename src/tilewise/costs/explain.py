@@ -68,7 +68,7 @@ def explain(
     compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
     """
     asked = checks.options_of(options)
-    tensors = [_tensor(x, dtype) for x in (q, k, v)]
+    tensors = [_tensor(name, x, dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
     tensors = q, k, v = tensors if layout == "bshd" else list(checks.swapped(layout, *tensors))
     if cu_seqlens_q is None:
         request, lengths = checks.dense(q, k, v, asked), None
@@ -133,12 +133,18 @@ def estimate(call: Call, backward: bool, device: Device, backend: str, reason: s
     )
 
 
-def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
+def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if dtype not in ITEMSIZE:
         raise AttentionError("dtype", repr(dtype), " or ".join(ITEMSIZE))
-    return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")
+    try:
+        sizes = torch.Size(x)
+    except TypeError:
+        sizes = torch.Size((-1,))
+    if any(n < 0 for n in sizes):
+        raise AttentionError(name, repr(x), "a tensor, or the sizes of one, (batch, tokens, heads, dim)")
+    return torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
 
 
 def _offsets(cu: Tensor | Shape) -> Tensor:
@@ -165,7 +171,7 @@ def _call(request: Request, lengths: tuple[tuple[int, int], ...] | None, terms: 
 
 
 def _device(q: Tensor, name: str | None) -> Device:
-    return device_named(name or {"meta": None}.get(q.device.type, str(q.device)))
+    return device_named({"meta": None}.get(q.device.type, str(q.device)) if name is None else name)
 
 
 def _resources(

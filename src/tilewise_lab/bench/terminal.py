@@ -77,7 +77,7 @@ def show(results: Results, files: Sequence[Path]) -> None:
         f"\n[bold]tilewise bench[/] on {device}, torch {results.machine['torch']}, commit {commit}\n", highlight=False
     )
     for title, cells in groups(results):
-        console.print(speed_table(title, cells, results.unit()), "")
+        console.print(fitting_table(title, cells, results.unit(), console.width), "")
     if results.memory:
         console.print(memory_table(results), "")
     console.print(standings_table(results), "")
@@ -106,18 +106,26 @@ def groups(results: Results) -> Iterator[tuple[str, list[Cell]]]:
         yield "other cases, time of one call", other
 
 
-def speed_table(title: str, cells: Sequence[Cell], unit: Unit) -> Table:
+def fitting_table(title: str, cells: Sequence[Cell], unit: Unit, width: int) -> Table:
+    """With a column for everyone, or where that is too wide for the terminal, our fastest and the best peer alone."""
+    table = speed_table(title, cells, unit)
+    wide = Console(width=1000).measure(table).maximum > width
+    return speed_table(f"{title}; the page has everyone", cells, unit, everyone=False) if wide else table
+
+
+def speed_table(title: str, cells: Sequence[Cell], unit: Unit, *, everyone: bool = True) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    is_grid = title.endswith(unit.name)
-    for head in ("D", "mask", "length") if is_grid else ("case", "size"):
-        table.add_column(head, justify="right" if head in ("D", "length") else "left")
+    is_grid = cells[0].group in ("forward", "backward")
+    for head in ("D", "mask", "S") if is_grid else ("case", "size"):
+        table.add_column(head, justify="right" if head in ("D", "S") else "left")
     names = list(
         dict.fromkeys(name for cell in cells for name in cell.entries if cell.entries[name].status != "missing")
     )
-    for name in names:
-        table.add_column(short(name), justify="right")
-    for head in ("best peer", "ours / best", "of matmul"):
-        table.add_column(head, justify="right", no_wrap=head == "ours / best")
+    names = names if everyone else []
+    for name in names or ("ours", "peer"):
+        table.add_column(short(name), justify="right", no_wrap=True)
+    for head in ("best", "ours / best", "of mm"):
+        table.add_column(head, justify="right", no_wrap=True)
     for number, cell in enumerate(cells):
         lead = [str(cell.case["dim"]), mask(cell), tokens(cell.case["seq"])] if is_grid else [cell.group, cell.name]
         ratio, share = cell.ratio_to_best(), cell.share_of_ceiling()
@@ -126,13 +134,21 @@ def speed_table(title: str, cells: Sequence[Cell], unit: Unit) -> Table:
         fastest = min(cell.timed(), key=lambda name: cell.seconds(name).median, default=None)
         table.add_row(
             *lead,
-            *(_bold(_shown(cell, name, unit if is_grid else None), name == fastest) for name in names),
+            *(
+                _bold(_shown(cell, name, unit if is_grid else None), name == fastest) if name else ""
+                for name in names or (_our_best(cell), best)
+            ),
             best or "",
             _coloured(ratio) if ratio else "",
             f"{100 * share.median:.0f} %" if share else "",
             end_section=last,
         )
     return table
+
+
+def _our_best(cell: Cell) -> str | None:
+    ours = [name for name in cell.timed() if name.startswith(OURS)]
+    return min(ours, key=lambda name: cell.seconds(name).median, default=None)
 
 
 def mask(cell: Cell) -> str:

@@ -88,3 +88,11 @@ def test_the_slowest_roof_comes_first():
     assert roofs(1e12, 1e9, 1e9, h200, "bfloat16")[0].name == "matrix units"
     assert roofs(1e9, 1e9, 1e9, h200, "bfloat16")[0].name == "exponentials"
     assert roofs(1e9, 1e10, 1e6, h200, "bfloat16")[0].name == "memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("A100", 2), ("H100", 2), ("H200", 2), ("B200", 2), ("RTX 4090", 64), ("L4", 64)]
+)
+def test_float64_is_half_of_float32_in_data_centres_alone(name, share):
+    known = DEVICES[name]
+    assert known.flops("float32") / known.flops("float64") == pytest.approx(share)

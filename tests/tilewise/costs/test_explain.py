@@ -278,4 +278,33 @@ def test_the_command_takes_terms(capsys):
     assert "softcap, bias, alibi_slopes, dropout_p:" in said
     assert "the same bits every time" in said
     assert cli.main(["explain", "--softcap", "-1", "--device", "A100"]) == 2
-    assert "softcap: found -1.0" in capsys.readouterr().out
+    assert "softcap: found -1.0" in capsys.readouterr().err
+
+
+TINY = (1, 16, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"q": (1, -16, 8, 64)}, "q: found (1, -16, 8, 64); expected a tensor, or the sizes of one"),
+        ({"q": "abc"}, "q: found 'abc'; expected a tensor"),
+        ({"k": None}, "k: found None; expected a tensor"),
+        ({"q": (1, 16, 8, 1000)}, "head dim of q: found 1000; expected 1 to 512"),
+        ({"device": 3}, "device: found 3; expected A100"),
+        ({"device": ""}, "device: found ''; expected A100"),
+        ({"is_causal": True}, "argument: found is_causal=; expected causal=True"),
+    ],
+)
+def test_explain_refuses_as_attention_does(asked, said):
+    with pytest.raises(tilewise.AttentionError) as error:
+        explain(**({"q": TINY, "k": TINY, "v": TINY, "device": "H200"} | asked))
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "said"), [((1, 8, 512, 64), "bshd", True), ((1, 8, 512, 64), "bhsd", False)]
+)
+def test_what_looks_like_another_layout_is_said(shape, layout, said):
+    found = explain(shape, shape, shape, device="H200", layout=layout)
+    assert any("layout='bhsd'" in advice.text for advice in found.advice) is said
