@@ -318,7 +318,7 @@ def test_documents_name_files_that_exist(document):
 
 WITH_EXAMPLES = [
     "README.md", "docs/mods.md", "docs/from-hugging-face.md", "docs/from-sdpa.md", "docs/from-flash-attn.md",
-    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md",
+    "docs/from-flexattention.md", "docs/from-xformers.md", "docs/faq.md", "docs/distributed.md",
 ]  # fmt: skip
 
 
