@@ -3,7 +3,7 @@
 A subcommand is a module with two functions:
 
     configure(parser)    adds its arguments to an argparse parser
-    run(options) -> int  does the work and returns the exit status
+    run(options) -> int  does the work and returns the exit status; an AttentionError is said in one line, and is 2
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tilewise import __version__
+from tilewise.spec import AttentionError
 
-EXTRAS = {"rich", "markdown_it", "pygments"}  # what `pip install 'tilewise[cli]'` brings
+# What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.
+EXTRAS = {"rich": "cli"} | dict.fromkeys(("sphinx", "furo", "myst_parser", "sphinx_copybutton", "docutils"), "docs")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ COMMANDS = {
     "plan": Command("tilewise_lab.plan", "how to divide a long sequence among GPUs: strategies compared, one advised"),
     "warm": Command("tilewise_lab.warm", "compile a model's kernels ahead of its first step, with or without its GPU"),
     "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each gives a right answer, or one AttentionError"),
-    "docs": Command("tilewise_lab.docs", "all of this as a small static site: reference, course, results"),
+    "docs": Command(
+        "tilewise_lab.docs", "all of this as a site: how to, reference, course, results; in English and Chinese"
+    ),
     "show-mask": Command("tilewise_lab.show_mask", "a picture of a mask and its tiles: empty, partial, full"),
     "trace": Command("tilewise_lab.trace.command", "watch softmax, attention or autograd at work, step by step"),
     "learn": Command("tilewise_lab.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
@@ -54,9 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.configure(parser)
         return int(module.run(parser.parse_args(rest)))
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        print(f"tilewise {name} needs {error.name}: pip install 'tilewise[cli]'", file=sys.stderr)
+        print(f"tilewise {name} needs {error.name}: pip install 'tilewise[{extra}]'", file=sys.stderr)
+        return 2
+    except AttentionError as error:
+        print(f"tilewise {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +129,26 @@ def test_what_is_not_for_nested_tensors() -> None:
     for given, words in (((q, dense, dense), "of q, k and v"), ((strided,) * 3, "jagged"), ((flat,) * 3, "heads")):
         with pytest.raises(tilewise.AttentionError, match=words):
             tilewise.attention(*given)
+
+
+LOADED = """
+import sys, torch, tilewise
+packaged = torch._inductor.aoti_load_package(sys.argv[1])
+q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))
+torch.testing.assert_close(packaged(q, k, v), 2 * tilewise.attention(q, k, v, causal=True, softcap=20.0))
+"""
+
+
+@pytest.mark.slow
+def test_aotinductor_packages_a_module(tmp_path: Path) -> None:
+    """Compiled ahead of time, and loaded by a program that imports tilewise."""
+
+    class Twice(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = tilewise.attention(q, k, v, causal=True, softcap=20.0)
+            return 2 * out
+
+    with torch.no_grad():
+        exported = torch.export.export(Twice(), tuple(torch.randn(2, 16, 4, 8) for _ in range(3)))
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "twice.pt2"))
+    subprocess.run([sys.executable, "-c", LOADED, package], check=True)

@@ -98,7 +98,7 @@ def check(scripts: Path) -> None:
 def lacks(told: subprocess.CompletedProcess[str]) -> bool:
     """Whether a command said what it needs, and nothing else; torch warns that it has no numpy."""
     *warnings, said = told.stderr.splitlines() or [""]
-    sentence = re.fullmatch(r"tilewise \S+ needs \w+: pip install 'tilewise\[cli\]'", said)
+    sentence = re.fullmatch(r"tilewise \S+ needs \w+: pip install 'tilewise\[(cli|docs)\]'", said)
     return told.returncode == 2 and sentence is not None and "Traceback" not in "".join(warnings)
 
 

@@ -15,11 +15,11 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
-PLACES = 256  # addresses for which a TMA descriptor is kept
+PLACES = 256  # addresses for which a TMA descriptor is kept, and kernels whose parameters are known
 MAP_CELLS = 16  # of a TMA descriptor
 FORMATS = {
     "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
@@ -170,6 +170,7 @@ def _is_known(binary: Any, args: Sequence[Any]) -> bool:
     return found[: len(sizes)] == sizes and found[len(sizes) :] in ([], [8], [8, 8])
 
 
+@lru_cache(PLACES)
 def parameter_sizes(ptx: str) -> list[int]:
     """Bytes of each parameter of the kernel.
 

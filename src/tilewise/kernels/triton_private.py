@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 import triton
 
 try:
@@ -47,10 +47,10 @@ class Compiler:
 _compiler: Compiler | None = None
 
 
-@cache
 def remember_key() -> None:
     """Triton names what it keeps by a hash of all its own files, which every process takes up to a second to read. We
-    keep that hash beside the kernels, for files of these sizes and times."""
+    keep that hash beside the kernels, for files of these sizes and times; and begin when Triton is imported, in a
+    thread, while the kernels' own modules are read."""
     from triton.runtime import cache as module
 
     if not hasattr(module, "triton_key"):
@@ -69,6 +69,16 @@ def remember_key() -> None:
     module.triton_key = lambda: key
 
 
+def _quietly() -> None:
+    with suppress(OSError):  # a folder that cannot be written: Triton takes its hash itself
+        remember_key()
+
+
+_remembering = Thread(target=_quietly, name="tilewise-key", daemon=True)
+if torch.cuda.is_available():
+    _remembering.start()
+
+
 @contextmanager
 def side_by_side() -> Iterator[None]:
     """Within, `kernel.warmup` of what is not compiled yet returns at once, with a `future` and a `result()`."""
@@ -78,8 +88,8 @@ def side_by_side() -> Iterator[None]:
         return
     if _compiler is None or _compiler.process != os.getpid():  # threads do not survive a fork
         _compiler = Compiler()
-    with suppress(OSError):
-        remember_key()
+    if _remembering.ident is not None:
+        _remembering.join()
     before = active_mode.set(_compiler)
     try:
         yield

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise_lab.bench.cases import Case, Inputs
+from tilewise_lab.bench.results import Entry
 
 BUDGET = 2.0
 ELEMENTS = 2**26  # of a (rows, keys) matrix held at once
@@ -159,3 +160,21 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, tiled:
 
 def distance(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).abs().max())
+
+
+def note(entry: Entry, errors: Mapping[str, Error]) -> None:
+    """Write errors down, the largest of each tensor so far."""
+    for name, error in errors.items():
+        found, limit = entry.errors.get(name, (0.0, error.limit))
+        entry.errors[name] = [None if None in (found, error.found) else max(found or 0.0, error.found or 0.0), limit]
+
+
+def condemn(entry: Entry, errors: Mapping[str, Error], when: str = "") -> None:
+    """A wrong answer loses its status and its times, however many right ones there were."""
+    bad = {name: error for name, error in errors.items() if not error.ok}
+    if bad and entry.status == "ok":
+        words = (
+            f"{n} is not finite" if e.found is None else f"{n} is off by {e.found:.1e}, allowed {e.limit:.1e}"
+            for n, e in bad.items()
+        )
+        entry.status, entry.reason, entry.times = "wrong", when + "; ".join(words), []

@@ -92,6 +92,24 @@ class HostClock:
         return lambda: found
 
 
+class StepClock:
+    """What a training loop sees: a few steps in a row, the device waited for before the first and after the last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.in_a_row = device, 3 if device.type == "cuda" else 1
+
+    def start(self, calls: Sequence[Work]) -> Callable[[], list[float]]:
+        found = []
+        for work in calls:
+            synchronize(self.device)
+            began = time.perf_counter()
+            for _ in range(self.in_a_row):
+                work()
+            synchronize(self.device)
+            found.append((time.perf_counter() - began) / self.in_a_row)
+        return lambda: found
+
+
 def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 

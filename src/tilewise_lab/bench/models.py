@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
+from torch.utils.checkpoint import checkpoint
 
 from tilewise_lab.bench.providers import Attention
 from tilewise_lab.bench.settings import Model
@@ -80,17 +81,36 @@ def layer_steps(
     return steps, step(naive, dtype), step(naive, torch.float64)
 
 
+def head_by_head(attention: Attention) -> Attention:
+    """The same, with no more than the scores of one head in memory at once, forward and backward."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat([checkpoint(attention, *head, use_reentrant=False) for head in heads], dim=2)
+
+    return attend
+
+
+MODES: dict[str, Callable[[nn.Module], Callable[[Tensor, Tensor], Tensor]]] = {  # of settings.MODES
+    "eager": lambda gpt: gpt,
+    "compiled": lambda gpt: torch.compile(gpt),
+    "graphs": lambda gpt: torch.compile(gpt, mode="reduce-overhead"),
+}
+
+
 def gpt_steps(
     size: Model,
     attentions: dict[str, Attention],
     naive: Attention,
     device: torch.device,
     dtype: torch.dtype,
-    compiled: bool,
+    mode: str,
 ) -> tuple[dict[str, Step], Step, Step]:
-    """One training step with each attention (weights in float32, AdamW, autocast where the dtype is a short one).
+    """One training step with each attention (weights in float32, AdamW, autocast where the dtype is a short one); then
+    with torch's own, eager, and with the textbook's in float64.
 
-    A step returns the gradients it used. The naive ones do not train.
+    A step returns the gradients it used. The rate of learning is 0, so that every step has the same answer, the last
+    one too: a CUDA graph replays from the third on.
     """
     torch.manual_seed(0)
     model = Gpt(size, naive).to(device)
@@ -105,10 +125,11 @@ def gpt_steps(
     def training(attention: Attention) -> Step:
         gpt = copy.deepcopy(model)
         _use(gpt, attention)
-        run = torch.compile(gpt) if compiled else gpt
-        optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, fused=device.type == "cuda")
+        run = MODES[mode](gpt)
+        optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.0, fused=device.type == "cuda")
 
         def step() -> Sequence[Tensor]:
+            torch.compiler.cudagraph_mark_step_begin()
             grads = gradients(gpt, run, dtype)
             for parameter, grad in zip(gpt.parameters(), grads, strict=True):
                 parameter.grad = grad
@@ -117,12 +138,13 @@ def gpt_steps(
 
         return step
 
-    def still(kind: torch.dtype) -> Step:
+    def still(attention: Attention, kind: torch.dtype) -> Step:
         gpt = copy.deepcopy(model).to(kind)
+        _use(gpt, attention)
         return lambda: gradients(gpt, gpt, kind)
 
     steps = {name: training(attention) for name, attention in attentions.items()}
-    return steps, still(torch.float32), still(torch.float64)
+    return steps, still(attentions["sdpa"], torch.float32), still(head_by_head(naive), torch.float64)
 
 
 def _use(gpt: Gpt, attention: Attention) -> None:

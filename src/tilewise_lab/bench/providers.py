@@ -73,8 +73,21 @@ class Provider:
             raise RefusedError("its output carries no gradient")
         return lambda: _named(torch.autograd.grad(out, inputs, x.dout, retain_graph=True))
 
+    def recorded(self, case: Case, x: Inputs) -> Answer:
+        """A forward that leaves what its backward needs."""
+        leaves = x.leaves()
+        attention = self.bind(case, leaves)
+        return lambda: {"out": attention(*leaves[:3]).detach()}
+
+    def step(self, case: Case, x: Inputs) -> Answer:
+        """Forward and backward, as in training."""
+        leaves = x.leaves()
+        inputs, attention = leaves[:3], self.bind(case, leaves)
+        return lambda: _named(torch.autograd.grad(attention(*inputs), inputs, x.dout))
+
     def answer(self, case: Case, which: str, x: Inputs) -> Answer:
-        return self.backward(case, x) if which == "backward" else self.forward(case, x)
+        ways = {"forward": self.forward, "backward": self.backward, "recorded": self.recorded, "step": self.step}
+        return ways[which](case, x)
 
     def version(self) -> str:
         return f"torch {torch.__version__}"
@@ -339,6 +352,26 @@ class FlashAttn3(FlashAttn):
         if torch.cuda.get_device_capability(device)[0] != 9:
             return "only for Hopper GPUs (compute capability 9.x)"
         return None if (self.folder / "fa3.py").exists() else f"no fa3.py in {self.folder.name}"
+
+    def bind(self, case: Case, x: Inputs) -> Attention:
+        if self.folder is None:
+            return super().bind(case, x)
+        fa3, options = _load(self.folder), self._options(case, x)
+
+        class Attend(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                out, lse = fa3.forward(q, k, v, **options)
+                ctx.save_for_backward(q, k, v, out, lse)
+                found: Tensor = out
+                return found
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                return fa3.backward(grads[0], *ctx.saved_tensors, **options)
+
+        attention: Attention = Attend.apply
+        return attention
 
     def forward(self, case: Case, x: Inputs) -> Answer:
         if self.folder is None:

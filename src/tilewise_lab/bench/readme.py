@@ -19,7 +19,7 @@ from tilewise_lab.bench.charts import label
 from tilewise_lab.bench.compare import Agreement, compare, halves
 from tilewise_lab.bench.machine import slug
 from tilewise_lab.bench.page import memory_rows
-from tilewise_lab.bench.results import Cell, Results, Unit, geometric_mean, load
+from tilewise_lab.bench.results import OURS, Cell, Results, Unit, geometric_mean, load
 from tilewise_lab.bench.summary import bars, standings
 from tilewise_lab.demo.words import duration, tokens
 from tilewise_lab.explain.check import Measured
@@ -30,12 +30,14 @@ PLOTS = Path("bench/plots")
 PREDICTED = Path("docs/explain-h200.svg")
 EXPLORER = Path("src/tilewise_lab/explore/measured.json")
 AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
+APART = ("forward", "backward", "gpt ", "overhead", "cold")  # groups with tables of their own
 MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
 
 
 def kept_name(results: Results) -> str:
-    """2026-11-15-nvidia-h200.json"""
-    return f"{results.machine['date'][:10]}-{slug(results.machine['device'])}.json"
+    """2026-11-15-nvidia-h200.json; of a run without the grid, with what it has: 2026-11-16-nvidia-h200-gpt-cold.json"""
+    what = [] if results.of("forward", "backward") else dict.fromkeys(x.group.split()[0] for x in results.cells)
+    return "-".join([results.machine["date"][:10], slug(results.machine["device"]), *what]) + ".json"
 
 
 def newest(path: Path, device: str) -> Path:
@@ -52,10 +54,10 @@ def newest(path: Path, device: str) -> Path:
 
 
 def latest(root: Path) -> list[Results]:
-    """The newest result of every device."""
+    """The newest result of every device, and of what was measured apart from the grid: GPUs first, grids first."""
     by_device = {path.stem[11:]: path for path in kept(root)}
     found = [load(path) for path in by_device.values()]
-    return sorted(found, key=lambda results: results.machine["kind"] != "cuda")
+    return sorted(found, key=lambda results: (results.machine["kind"] != "cuda", not results.of("forward")))
 
 
 def kept(root: Path) -> list[Path]:
@@ -193,11 +195,65 @@ def cases(everything: list[Results], document: Path) -> str:
     def rows(results: Results) -> Iterator[list[str]]:
         for cell in results.cells:
             ours, best, ratio = cell.chosen(), cell.best_peer(), cell.ratio_to_best()
-            if ours and best and ratio and cell.group not in ("forward", "backward"):
+            if ours and best and ratio and not cell.group.startswith(APART):
                 theirs = f"{label(best)} {duration(cell.seconds(best).median)}"
                 yield [cell.group, cell.name, duration(cell.seconds(ours).median), theirs, f"{ratio.median:.2f}"]
 
     return _by_device(everything, lambda results: _table(head, rows(results), left=2))
+
+
+def models(everything: list[Results], document: Path) -> str:
+    """Training steps as their user sees them: the time, and how many times as fast as with torch's own attention."""
+
+    def part(results: Results) -> str:
+        groups = dict.fromkeys(cell.group for cell in results.cells if cell.group.startswith("gpt "))
+        sizes = dict.fromkeys(cell.name for cell in results.of(*groups))
+        cells = {(cell.group, cell.name): cell for cell in results.of(*groups)}
+        head = ["training step", *(group.removeprefix("gpt ") for group in groups)]
+        rows = [[size, *(_versus(cells.get((group, size)), "sdpa") for group in groups)] for size in sizes]
+        return _table(head, rows, left=1)
+
+    return _by_device(everything, part)
+
+
+def host(everything: list[Results], document: Path) -> str:
+    """What a call on small tensors keeps the host, for everyone."""
+
+    def part(results: Results) -> str:
+        cells = results.of("overhead")
+        names = list(dict.fromkeys(name for cell in cells for name in cell.timed()))
+        words = [cell.name.partition(", ")[2] or "forward, no gradient wanted" for cell in cells]
+        rows = [[said, *(_time(cell, name) for name in names)] for said, cell in zip(words, cells, strict=True)]
+        return _table(["host time of a small call", *map(label, names)], rows, left=1)
+
+    return _by_device(everything, part)
+
+
+def cold(everything: list[Results], document: Path) -> str:
+    """Seconds of a program's first calls."""
+
+    def part(results: Results) -> str:
+        rows = [
+            [
+                cell.name,
+                *(duration(cell.seconds(name).median) if name in cell.timed() else "–" for name in (OURS, "sdpa")),
+            ]
+            for cell in results.of("cold")
+        ]
+        return _table(["first calls of a program", OURS, label("sdpa")], rows, left=1)
+
+    return _by_device(everything, part)
+
+
+def _time(cell: Cell, name: str) -> str:
+    return duration(cell.seconds(name).median) if name in cell.timed() else "–"
+
+
+def _versus(cell: Cell | None, peer: str) -> str:
+    if cell is None or OURS not in cell.timed():
+        return "–"
+    ratio = f" ({cell.ratio(OURS, peer).median:.2f}×)" if peer in cell.timed() else ""
+    return duration(cell.seconds(OURS).median) + ratio
 
 
 def agreement(everything: list[Results], document: Path) -> str:
@@ -251,8 +307,6 @@ def _ours(results: Results, key: str) -> str | None:
 def memory(everything: list[Results], document: Path) -> str:
     def part(results: Results) -> str:
         names = list(dict.fromkeys(peak.provider for peak in results.memory))
-        if not names:
-            return "Not part of this run: `./run bench memory`.\n"
         return _table(["tokens", *names], memory_rows(results, names), left=0)
 
     return _by_device(everything, part)
@@ -262,15 +316,16 @@ def goals(everything: list[Results], document: Path) -> str:
     verdicts = {None: "", True: "met", False: "missed"}
 
     def part(results: Results) -> str:
+        if not results.of("forward"):
+            return ""
         rows = [[bar.what, bar.said, bar.wanted, verdicts[bar.met]] for bar in bars(results)]
         return _table(["what", "found", "goal", ""], rows, left=1)
 
     return _by_device(everything, part)
 
 
-PARTS: dict[str, Callable[[list[Results], Path], str]] = {
-    part.__name__: part for part in (standing, speed, plot, peers, cases, memory, goals, agreement, explain, example)
-}
+TABLES = standing, speed, plot, peers, cases, models, host, cold, memory, goals, agreement, explain, example
+PARTS: dict[str, Callable[[list[Results], Path], str]] = {part.__name__: part for part in TABLES}
 
 
 def _by_device(everything: list[Results], part: Callable[[Results], str]) -> str:

@@ -21,9 +21,10 @@ TARGETS = {
     "deterministic": "the backward with the same bits in every run",
     "decode": "one query token against a long cache, forward",
     "layer": "a transformer layer, forward and backward",
-    "gpt": "the training step of a small GPT, eager and compiled",
+    "gpt": "the training step of GPTs, small to long: eager, compiled, in CUDA graphs",
     "memory": "peak memory against length",
     "overhead": "what one call costs the host; what `import tilewise` costs",
+    "cold": "a program's first call: with an empty cache, with a full one, with other sizes",
 }
 # target whose cases are the setting of its name: the passes that are timed
 CASES = dict.fromkeys(("gqa", "varlen", "window", "heads"), PASSES) | {
@@ -31,6 +32,7 @@ CASES = dict.fromkeys(("gqa", "varlen", "window", "heads"), PASSES) | {
     "decode": ("forward",),
 }
 DEFAULT = ("forward", "backward", "overhead")
+MODES = ("eager", "compiled", "graphs")
 QUICK = ("forward", "backward", "gqa", "varlen", "window", "layer", "memory", "overhead")
 
 
@@ -65,8 +67,8 @@ class Settings:
     deterministic: tuple[Case, ...]
     decode: tuple[Case, ...]
     layer: Model
-    gpt: Model
-    compiled: bool
+    gpt: tuple[Model, ...]
+    modes: tuple[str, ...]  # of gpt: of MODES
     memory: Case  # its seq is replaced by each of memory_lengths
     memory_lengths: tuple[int, ...]
     rounds: int
@@ -116,8 +118,11 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
                 for batch, keys, heads in ((1, 8192, 32), (16, 8192, 32), (64, 8192, 64), (128, 2048, 64))
             ),
             layer=Model(1, 2048, 16, 4, 4096, 0),
-            gpt=Model(12, 768, 12, 8, 1024, 50304),
-            compiled=not quick,
+            gpt=(
+                Model(12, 768, 12, 8, 1024, 50304), Model(12, 768, 12, 32, 1024, 50304),
+                Model(8, 2048, 16, 4, 4096, 50304), Model(4, 4096, 32, 1, 16384, 50304),
+            )[: 1 if quick else 4],
+            modes=("eager",) if quick else MODES,
             memory=Case(1, 0, 16, 16, 128, True, dtype=dtype),
             memory_lengths=tuple(2**n for n in (range(10, 15) if quick else range(10, 18))),
             rounds=5 if quick else 9, burst=0.02, passes=3, limit=10.0, samples=4,
@@ -136,8 +141,8 @@ def settings(device: torch.device, *, quick: bool = False, dtype: str | None = N
         deterministic=(Case(1, tokens // 2, 8, 8, 64, True, dtype=dtype, deterministic=True),),
         decode=tuple(Case(batch, keys, 8, 2, 64, dtype=dtype, queries=1) for batch, keys in ((1, 2048), (4, 1024))),
         layer=Model(1, 256, 4, 1, tokens // 2, 0),
-        gpt=Model(4, 256, 4, 4, 256, 4096),
-        compiled=not quick,
+        gpt=(Model(4, 256, 4, 4, 256, 4096),),
+        modes=("eager",) if quick else ("eager", "compiled"),
         memory=Case(1, 0, 4, 4, 64, True, dtype=dtype),
         memory_lengths=tuple(2**n for n in range(8, 12 if quick else 14)),
         rounds=5 if quick else 9, burst=0.01 if quick else 0.1, passes=1, limit=1.0 if quick else 8.0,

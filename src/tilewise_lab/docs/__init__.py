@@ -1,20 +1,39 @@
-"""`tilewise docs`: the whole of tilewise as a small static site, from docstrings, lessons, documents and results."""
+"""`tilewise docs`: the whole of tilewise as a site, made by Sphinx, that needs no network to be read."""
 
 from __future__ import annotations
 
+import sys
+import webbrowser
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/docs"), help="the folder (default: %(default)s)")
+    parser.add_argument("--open", action="store_true", help="open the site in a browser when it is done")
     parser.add_argument("--without-explorer", action="store_true", help="leave out the explorer page")
     parser.add_argument("--without-outputs", action="store_true", help="do not run the lessons: words and code only")
 
 
 def run(options: Namespace) -> int:
-    from tilewise_lab.docs.build import build
+    import furo  # noqa: F401 - asked for here, so that what is missing is named before anything runs
+    import myst_parser  # noqa: F401
+    import sphinx_copybutton  # noqa: F401
 
-    pages = build(options.out, explorer=not options.without_explorer, outputs=not options.without_outputs)
-    print(f"{options.out / 'index.html'}: {len(pages)} pages")
+    from tilewise.spec import AttentionError
+    from tilewise_lab.docs.build import build
+    from tilewise_lab.progress import progress
+
+    try:
+        with progress() as show:
+            pages = build(
+                options.out, explorer=not options.without_explorer, outputs=not options.without_outputs, show=show
+            )
+    except AttentionError as error:
+        print(f"tilewise docs: {error}", file=sys.stderr)
+        return 1
+    index = options.out / "index.html"
+    print(f"{index}: {pages} pages, in English and Chinese")
+    if options.open:
+        webbrowser.open(index.resolve().as_uri())
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Sequence
 
 RIGHT, WRONG, NOTE = "green", "red", "dim"
@@ -21,9 +22,18 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], 
         return
     if title:
         print(title)
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    widths = [max(map(width, column)) for column in zip(headers, *cells, strict=True)]
     for row in [list(headers), *cells]:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)).rstrip())
+
+
+def width(text: str) -> int:
+    """In columns of a terminal: Chinese characters take two.
+
+    >>> width("softmax 课")
+    10
+    """
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def _rich_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from tilewise.spec import AttentionError
 from tilewise_lab import bench, cli
-from tilewise_lab.bench import machine, runner
+from tilewise_lab.bench import machine, whole
 from tilewise_lab.bench.results import load
 
 pytest.importorskip("rich", reason="the benchmark's tables need the cli extra")
@@ -22,7 +22,7 @@ def options(*argv):
 
 
 def test_a_run_end_to_end(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "importing", lambda: {"import_ms": 1.0, "import_brings_triton": False})
+    monkeypatch.setattr(whole, "importing", lambda: {"import_ms": 1.0, "import_brings_triton": False})
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", *TINY, "--out", "out", "--keep"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -85,6 +85,6 @@ def test_facts_name_no_place():
 
 
 def test_importing_is_measured_in_a_fresh_process():
-    found = runner.importing(times=1)
+    found = whole.importing(times=1)
     assert 0 < found["import_ms"] < 60_000
     assert found["import_brings_triton"] in (True, False)

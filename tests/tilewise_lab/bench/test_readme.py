@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tilewise_lab.explain import check
 
 H200 = device("H200")
 ROOT = Path(__file__).parents[3]
-DOCUMENT = "before\n<!-- bench:{0} -->\nold\n<!-- /bench:{0} -->\nafter\n"
+DOCUMENT = "before\n<!-- bench:{0} -->\nof yesterday\n<!-- /bench:{0} -->\nafter\n"
 
 
 @pytest.fixture
@@ -20,6 +21,10 @@ def root(tmp_path):
     folder = tmp_path / readme.RESULTS
     folder.mkdir(parents=True)
     results(*grid(), cell("gqa forward")).save(folder / "2026-11-15-nvidia-h200.json")
+    apart = [replace(cell(group), ours="tilewise") for group in ("gpt eager", "overhead", "cold")]
+    for one in apart:
+        one.entries = {"tilewise": one.entries["tilewise-triton"], "sdpa": one.entries["fa2"]}
+    results(*apart).save(folder / "2026-11-15-nvidia-h200-gpt-overhead-cold.json")
     results(*grid(triton=[1.02] * 3), cell("gqa forward")).save(folder / "2026-11-15-nvidia-h200-again.json")
     calls = [(call, which) for call in list(check.calls())[:3] for which in ("forward", "backward")]
     some = [check.Measured(call, "triton", which, 1.0, 0.0) for call, which in calls]
@@ -47,7 +52,7 @@ def test_every_part_fills_its_marker(root, name):
     text = (root / "README.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "old" not in text
+    assert "of yesterday" not in text
     assert len(text) > len(DOCUMENT)
     assert readme.write(root) == []
 
@@ -80,7 +85,8 @@ def test_a_newer_result_replaces_the_older(root):
 
 def test_other_measurements_may_lie_beside_them(root):
     (root / readme.RESULTS / "2026-12-31-sweep.json").write_text('{"tiles": []}')
-    assert [path.name for path in readme.kept(root)] == ["2026-11-15-nvidia-h200.json"]
+    names = ["2026-11-15-nvidia-h200-gpt-overhead-cold.json", "2026-11-15-nvidia-h200.json"]
+    assert [path.name for path in readme.kept(root)] == names
 
 
 def test_plots_are_written_and_shown(root):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from tilewise_lab.bench import runner
+from tilewise_lab.bench import cold, whole
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.measure import CpuClock, Sensors
 from tilewise_lab.bench.providers import OURS, Naive, Provider, RefusedError, Roster, Tilewise, roster
@@ -21,7 +22,7 @@ SMALL = replace(
     gqa=(CASE,), varlen=(replace(CASE, lengths=(3, 9)),), window=(replace(CASE, window=4),),
     heads=(replace(CASE, dim=12), replace(CASE, causal=False, value_dim=6)),
     deterministic=(replace(CASE, deterministic=True),), decode=(replace(CASE, causal=False, kv_heads=1, queries=1),),
-    layer=Model(1, 16, 2, 1, 24, 0), gpt=Model(2, 16, 2, 1, 24, 32),
+    layer=Model(1, 16, 2, 1, 24, 0), gpt=(Model(2, 16, 2, 1, 24, 32),),
     memory=replace(CASE, seq=0), memory_lengths=(64, 256),
 )  # fmt: skip
 
@@ -110,7 +111,8 @@ def test_a_lost_device_ends_the_run(run):
 
 
 def everything(monkeypatch, targets):
-    monkeypatch.setattr(runner, "importing", lambda: {"import_ms": 1.0})
+    monkeypatch.setattr(whole, "importing", lambda: {"import_ms": 1.0})
+    monkeypatch.setattr(cold, "program", lambda run, caller, work, cache: {"first": 2.0, "then window,": 1.0})
     run = Run.of(SMALL, roster(CPU), Sensors())
     results = run.start()
     for _, part in run.parts(targets, results):
@@ -125,7 +127,7 @@ def test_every_target_gives_something(monkeypatch):
     assert groups == {
         "forward", "backward", "gqa forward", "gqa backward", "varlen forward", "varlen backward", "window forward",
         "window backward", "heads forward", "heads backward", "deterministic backward", "decode forward", "layer",
-        "overhead",
+        "overhead", "cold",
     }  # fmt: skip
     assert not results.wrong(ours=True)
     assert not results.wrong(ours=False)
@@ -141,18 +143,56 @@ def test_every_target_gives_something(monkeypatch):
     naive = {peak.length: peak.bytes for peak in results.memory if peak.provider == "naive"}
     assert naive[256] > 8 * naive[64]
     assert results.notes["profiler_us"][OURS] > 0
+    assert [cell.name for cell in results.of("cold")] == [
+        "first forward", "then window, forward", "first forward, cache on disk",
+        "first step", "then window, step", "first step, cache on disk",
+    ]  # fmt: skip
+    assert [set(cell.entries[OURS].errors) for cell in results.of("overhead")] == [
+        {"out", "lse"}, {"out"}, {"dq", "dk", "dv"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("caller", cold.CALLERS)
+def test_a_programs_first_calls(monkeypatch, capsys, caller):
+    monkeypatch.setattr(cold, "OTHER_SIZES", ((1, 3, 1, 8),))
+    kinds = {name: ((1, 4, 4, 8), 2, options) for name, (_, _, options) in cold.KINDS.items()}
+    monkeypatch.setattr(cold, "KINDS", kinds)
+    monkeypatch.setattr(cold, "SIZE", (1, 4, 4, 8))
+    cold.main("cpu", "float32", caller, "step")
+    found = json.loads(capsys.readouterr().out)
+    assert all(seconds > 0 for seconds in found.values())
+    assert {"first", "four other sizes,", "then no mask,"} <= set(found)
+    assert ("then softcap," in found) == (caller == OURS)
 
 
 def test_a_training_step_is_checked(monkeypatch):
     results = everything(monkeypatch, ["gpt"])
     (cell,) = results.cells
     assert cell.group == "gpt eager"
-    assert set(cell.timed()) == {OURS, "sdpa", "naive"}
+    assert set(cell.timed()) == {OURS, "sdpa"}
 
     real = Tilewise.bind
     monkeypatch.setattr(Tilewise, "bind", lambda *args: lambda q, k, v: real(*args)(q, k, v) * 1.01)
     (cell,) = everything(monkeypatch, ["gpt"]).cells
     assert cell.entries[OURS].status == "wrong"
+    assert not cell.entries[OURS].times
+
+
+def test_a_training_step_that_goes_wrong_later_is_wrong(monkeypatch):
+    real, calls = Tilewise.bind, []
+
+    def bind(self, case, x):
+        attention = real(self, case, x)
+
+        def tiring(q, k, v):
+            calls.append(self.name)
+            return attention(q, k, v) * (1 + (self.name == OURS and calls.count(OURS) > 2 * SMALL.gpt[0].layers) / 50)
+
+        return tiring
+
+    monkeypatch.setattr(Tilewise, "bind", bind)
+    (cell,) = everything(monkeypatch, ["gpt"]).cells
+    assert cell.entries[OURS].reason.startswith("after the rounds")
     assert not cell.entries[OURS].times
 
 

@@ -1,0 +1,86 @@
+"""The site, for Sphinx. `./run docs` brings the pages together and builds them in both languages."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.search.zh import SearchChinese
+
+import tilewise
+from tilewise_lab.docs import docstrings
+from tilewise_lab.docs.build import INVENTORIES
+
+project = "tilewise"
+version = release = tilewise.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
+exclude_patterns = ["files", "_build"]
+
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+highlight_language = "none"  # of blocks that name none
+autodoc_typehints = "description"
+autodoc_mock_imports = ["transformers", "diffusers"]  # described here, and not needed for it
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+inventories = Path(__file__).parent / "inventories"  # fetched where there is a network
+intersphinx_mapping = {
+    name: (url, str(inventories / f"{name}.inv"))
+    for name, url in INVENTORIES.items()
+    if (inventories / f"{name}.inv").exists()
+}
+
+pygments_dark_style = "github-dark"
+html_theme = "furo"
+html_title = "tilewise"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_theme_options = {"top_of_page_buttons": ["view"]}  # whose template is the switch of languages
+html_copy_source = False
+html_show_copyright = False
+html_math_renderer = "mathml"  # drawn by the browser: no script, no font, no network
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
+class Pairs(SearchChinese):
+    """Chinese has no spaces: every two neighbouring characters are a word, in the pages and in what is asked."""
+
+    language_name = "English"  # the stemmer of the words that are Latin: Sphinx looks for it by this name
+
+    def split(self, text: str) -> list[str]:
+        self.latin_terms.update(re.findall(r"[a-zA-Z0-9_]+", text))
+        return [
+            part
+            for word in re.findall(r"[a-zA-Z0-9_]+|[\u4e00-\u9fff]+", text)
+            for part in ([word] if word.isascii() else map("".join, pairwise(word)))
+        ]
+
+    js_splitter_code = r"""
+function splitQuery(query) {
+  const pairs = (word) => Array.from(word).slice(1).map((letter, i) => word[i] + letter);
+  const words = query.match(/[a-zA-Z0-9_]+|[\u4e00-\u9fff]+/g) || [];
+  return words.flatMap((word) => (word.charCodeAt(0) < 128 ? [word] : pairs(word)));
+}
+"""
+
+
+def formula(translator: object, node: nodes.math | nodes.math_block) -> None:
+    block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("autodoc-skip-member", docstrings.skip)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
+    app.add_search_language(Pairs)
