@@ -3,7 +3,7 @@
     contiguous    one stretch for each rank; the halo of a window is then its neighbour's end
     zigzag        two stretches for each rank, the r-th and the r-th from the end: causal work is the same for all
     striped       every n-th token: the same to within a row, for any length
-    document      packed documents: long ones zigzag, short ones whole, so that work and tokens are even
+    document      packed documents: whole where that is even, in work and in tokens; long ones zigzag over some ranks
 
 Documents lie one after the other in a stream; a dense sequence is one document. Nothing needs to divide anything: a
 rank may hold a token more than another, or none.
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SMALL = 0.02  # of a rank's share, in work and in tokens: a document below this stays whole
+PARTS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.01)  # of a rank's share: a document above it is cut, tried in turn
+EVEN = 0.03  # more than its share may the busiest rank have
 
 
 class Run(NamedTuple):
@@ -92,35 +93,43 @@ def document(lengths: Sequence[int], ranks: int) -> list[Shard]:
     """
     >>> [sum(run.size for run in shard) for shard in document([64, 1, 1, 1, 1], 2)]
     [34, 34]
+    >>> [len(shard) for shard in document([512] * 16, 8)]  # two whole documents each: nobody needs another's keys
+    [2, 2, 2, 2, 2, 2, 2, 2]
+
+    Documents that are cut cost traffic, those that are not cost balance: the coarsest cut that is even is taken.
     """
-    if ranks == 1:
-        return contiguous(lengths, 1)
+    found = min_over = None
+    for part in PARTS:
+        shards, over = _even(lengths, ranks, part)
+        if min_over is None or over < min_over:
+            found, min_over = shards, over
+        if over <= EVEN:
+            break
+    return [joined(x) for x in found or ()]
+
+
+def _even(lengths: Sequence[int], ranks: int, part: float) -> tuple[list[list[Run]], float]:
+    """Documents cut, zigzag, where they are more than this part of a rank's share, of work or of tokens; the largest
+    pieces dealt first, each to whom it burdens least. And how much more the busiest has than its share."""
     pairs = [n * (n + 1) // 2 for n in lengths]
-    total, tokens = max(1, sum(pairs)), max(1, sum(lengths))
-    loads = [max(p / total, n / tokens) for p, n in zip(pairs, lengths, strict=True)]
+    scale = torch.tensor([ranks / max(1, sum(pairs)), ranks / max(1, sum(lengths))], dtype=torch.float64)
+    pieces: list[tuple[float, int, int, int]] = []  # (load, document, which of, so many)
+    for d, (n, p) in enumerate(zip(lengths, pairs, strict=True)):
+        load = max(p * float(scale[0]), n * float(scale[1]))
+        k = min(ranks, max(1, -int(-load // part)))
+        pieces += [(load / k, d, m, k) for m in range(k)]
     shards: list[list[Run]] = [[] for _ in range(ranks)]
-    work, held = [0.0] * ranks, [0.0] * ranks
-    small = [d for d, load in enumerate(loads) if load * ranks <= SMALL]
-    spare = 0
-    for d, n in enumerate(lengths):
-        if loads[d] * ranks <= SMALL:
-            continue
-        ends = cut(n, 2 * ranks)
-        for p, (a, b) in enumerate(pairwise(ends)):
-            r = (min(p, 2 * ranks - 1 - p) + spare) % ranks
-            if a < b:
-                shards[r].append(Run(d, a, 1, b - a))
-                work[r] += (b * (b + 1) - a * (a + 1)) / 2 / total
-                held[r] += (b - a) / tokens
-        spare += n % ranks  # the next document's tokens that are left over go to others
-    for d in sorted(small, key=loads.__getitem__, reverse=True):
-        n = lengths[d]
-        r = min(range(ranks), key=lambda r: (max(work[r] + pairs[d] / total, held[r] + n / tokens), held[r]))
-        work[r] += pairs[d] / total
-        held[r] += n / tokens
-        if n:
-            shards[r].append(Run(d, 0, 1, n))
-    return [joined(x) for x in shards]
+    held = torch.zeros(2, ranks, dtype=torch.float64)
+    for _, d, m, k in sorted(pieces, key=lambda x: -x[0]):
+        ends = cut(lengths[d], 2 * k)
+        stretches = [(ends[0], ends[2])] if k == 1 else [(ends[x], ends[x + 1]) for x in (m, 2 * k - 1 - m)]
+        work = sum(b * (b + 1) - a * (a + 1) for a, b in stretches) / 2
+        own = scale * torch.tensor([work, float(sum(b - a for a, b in stretches))], dtype=torch.float64)
+        after = held + own[:, None]
+        r = int((after.amax(0) + after.sum(0) * 1e-6).argmin())
+        held[:, r] = after[:, r]
+        shards[r] += [Run(d, a, 1, b - a) for a, b in stretches if a < b]
+    return shards, float(held.max()) - 1
 
 
 LAYOUTS: dict[str, Callable[[Sequence[int], int], list[Shard]]] = {

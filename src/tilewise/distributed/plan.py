@@ -23,7 +23,7 @@ from ..spec import AttentionError, Window
 from ..spec import band as band_of
 from . import layout as layouts
 from .layout import LAYOUTS, Run, Shard
-from .tiles import Band, Call, Piece, Tile, calls, count, fused, pieces, tiles
+from .tiles import Band, Call, Piece, Tile, by_document, calls, count, fused, pieces, tiles
 
 if TYPE_CHECKING:
     from .simulate import Simulation
@@ -116,8 +116,21 @@ class Plan:
 
     def work(self, station: int, source: int) -> list[Tile]:
         """The tiles of a station's queries and the keys of another, in rows of both."""
-        return tiles(self.asking(station), pieces(self.held[source]), self.band)
+        queries, keys = self._asked[station], self._kept[source]
+        return [x for d in sorted(queries.keys() & keys.keys()) for x in tiles(queries[d], keys[d], self.band)]
 
+    @cached_property
+    def _kept(self) -> list[dict[int, list[Piece]]]:
+        """The keys of each station, by document."""
+        return [by_document(pieces(held)) for held in self.held]
+
+    @cached_property
+    def _asked(self) -> list[dict[int, list[Piece]]]:
+        if self.strategy != "tree":
+            return self._kept
+        return [by_document(self.asking(s)) for s in range(self.stations)]
+
+    @lru_cache(1 << 16)  # noqa: B019 - plans are few, and forgotten together
     def wants(self, station: int, source: int) -> tuple[tuple[int, int], ...]:
         """The rows of `source` that are sent to a station which gathers keys: of a halo, those it sees."""
         if self.strategy != "halo":
@@ -147,7 +160,7 @@ class Plan:
                 sent += b - a
         return sorted(found, key=lambda x: x[2]) if gathers else found
 
-    @lru_cache(4096)  # noqa: B019 - plans are few, and forgotten together
+    @lru_cache(4096)  # noqa: B019
     def calls(self, station: int, sources: tuple[int, ...], placed: bool, alone: bool) -> list[Call]:
         """What a station computes with the keys of these sources, kept as `buffer` says. `placed`: mods or dropout ask
         for positions, so that tiles must not be put together; `alone`: one tile to a call, as a bias wants it."""

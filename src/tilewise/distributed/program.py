@@ -13,6 +13,7 @@ and the tests read them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from .plan import GATHERING, Plan
@@ -58,6 +59,7 @@ Step = Post | Compute | Wait | Merge
 Program = list[Step]
 
 
+@lru_cache(1024)
 def program(plan: Plan, rank: int, backward: bool = False) -> Program:
     """
     >>> from tilewise.distributed import plan

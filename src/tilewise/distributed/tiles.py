@@ -115,14 +115,17 @@ def tile(q: Piece, k: Piece, band: Band) -> Tile | None:
     return Tile(q.row + a, q.row + b, k.row + c, k.row + d, lo, hi, q.run.document, i_0, j_0, q.run.step)
 
 
+def by_document(some: Iterable[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in some:
+        found.setdefault(piece.run.document, []).append(piece)
+    return found
+
+
 def tiles(queries: Iterable[Piece], keys: Iterable[Piece], band: Band) -> list[Tile]:
     """All that these queries and keys have to compute."""
-    by_document: dict[int, list[Piece]] = {}
-    for k in keys:
-        by_document.setdefault(k.run.document, []).append(k)
-    return [
-        found for q in queries for k in by_document.get(q.run.document, ()) if (found := tile(q, k, band)) is not None
-    ]
+    of = by_document(keys)
+    return [found for q in queries for k in of.get(q.run.document, ()) if (found := tile(q, k, band)) is not None]
 
 
 def fused(found: Sequence[Tile]) -> list[Tile]:

@@ -171,6 +171,18 @@ def test_packed_documents_are_even_in_work_and_in_tokens(seed):
     assert max(counts) <= 1.05 * sum(counts) / ranks
 
 
+def test_documents_are_cut_only_where_that_is_needed():
+    """What fits stays whole, and costs no message; a long one is cut, and the short ones beside it are not."""
+    assert sent_rows(plan(8, cu_seqlens=range(0, 32 * 512 + 1, 512), causal=True)) == {}
+    lengths = [4096, *[512] * 240]
+    ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    made = plan(16, cu_seqlens=ends, causal=True)
+    assert made.imbalance() <= 0.05
+    assert all(run.size == 512 for shard in made.shards for run in shard if run.document)
+    every = sent_rows(plan(16, cu_seqlens=ends, causal=True, strategy="allgather"))["kv"]
+    assert sent_rows(made)["kv"] < every / 10
+
+
 def test_a_thousand_ranks_take_no_time():
     start = time.perf_counter()
     for strategy in ("ring", "two-level", "ulysses"):

@@ -6,10 +6,13 @@ import json
 import time
 
 import pytest
+import torch
 
 from tilewise import AttentionError
-from tilewise.distributed import plan
+from tilewise.distributed import cluster, execute, plan
+from tilewise.distributed.heads import Exchange
 from tilewise.distributed.program import Post, program
+from tilewise.spec import Request, Spec
 
 SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
 
@@ -38,6 +41,43 @@ def test_bytes_are_those_of_the_messages(words):
     assert found.sent.tolist() == [bytes_of(made, r) for r in range(8)]
     if words["strategy"] != "ring":  # whose gradients go one hop more, home, when all is done
         assert made.simulate(**SHAPE, backward=True).sent.tolist() == [bytes_of(made, r, True) for r in range(8)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("words", [{"strategy": "ring"}, {"strategy": "allgather"}, {"window": (70, 0)}], ids=str)
+def test_what_is_sent_is_what_the_plan_says(words, backward):
+    """The bytes of the messages themselves."""
+    made = plan(4, seqlen=301, **words)
+    q, k, v = (torch.randn(1, 301, n, 64) for n in (16, 4, 4))
+    sent = [0] * 4
+
+    def spied(rank, steps):
+        """The steps, their messages weighed."""
+        try:
+            asked = next(steps)
+            while True:
+                if isinstance(asked, Exchange):
+                    sent[rank] += sum(x.numel() * x.element_size() for _, x in asked.sends)
+                yield asked
+                asked = next(steps)
+        except StopIteration as stop:
+            return stop.value
+
+    before, after = made.band
+    whole = Request(q, k, v, Spec(0.1, before, after))
+    ranks = range(4)
+    requests = [whole._replace(**{x: made.shard(getattr(whole, x), rank=r) for x in "qkv"}) for r in ranks]
+    drive = [spied(r, execute.forward(made, r, requests[r])) for r in ranks]
+    saved = [x[2] for x in cluster.rehearse(drive)]
+    if backward:
+        sent[:] = [0] * 4
+        grads = [torch.randn_like(x.out) for x in saved]
+        wanted = (False, False)
+        drive = [spied(r, execute.backward(made, r, requests[r], saved[r], grads[r], None, wanted)) for r in ranks]
+        cluster.rehearse(drive)
+    row = 2 * 64 * 4 * 4  # of keys and values, in float32
+    moves = [[m for step in program(made, r, backward) if isinstance(step, Post) for m in step.sends] for r in ranks]
+    assert sent == [sum(m.rows for m in of) * row for of in moves]
 
 
 def test_faster_links_and_less_work_take_less_time():
@@ -73,6 +113,8 @@ def test_a_thousand_ranks():
     found = plan(1024, seqlen=1 << 20, causal=True).simulate()
     assert found.plan.strategy == "two-level"
     assert found.compute.shape == (128,)
+    same = plan(8, seqlen=1 << 20, causal=True, strategy="two-level").simulate("8xH200+400G", ranks=1024)
+    assert same.to_dict() == found.to_dict()
     assert time.perf_counter() - start < 10
 
 
