@@ -1,13 +1,41 @@
 # %% [markdown]
 # # 1. Attention, and why it is slow
 #
-# Every token asks a question (its row of Q), every token offers an answer (its row of V) under a label (its row of K).
-# Attention mixes the answers, weighted by how well question and label agree:
+# Every token asks a question (its row of $Q$), every token offers an answer (its row of $V$) under a label (its row of
+# $K$). Attention mixes the answers, weighted by how well question and label agree:
 #
-#     O = softmax(Q Kᵀ / √d) V        Q, K (N, d)   S = Q Kᵀ (N, N)   P = softmax(S) (N, N)   O (N, d)
+# $$O = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{D}}\right) V$$
 #
-# The matrices Q, K, V, O grow with the length N. The two in the middle grow with N². This lesson measures what that
-# costs, and finds that the arithmetic is not the problem.
+# The symbols are the same in every lesson, in the library and on the page:
+#
+# | symbol | shape | what |
+# |---|---|---|
+# | $Q$, $K$, $V$ | $(N, D)$ | queries, keys, values of $N$ tokens, $D$ numbers each (the head dim) |
+# | $S = Q K^\top / \sqrt{D}$ | $(N, N)$ | scores |
+# | $P = \mathrm{softmax}(S)$ | $(N, N)$ | weights, row by row |
+# | $O = P V$ | $(N, D)$ | output |
+# | $m$, $l$, $L$ | $(N)$ | of each row of $S$: its maximum, its denominator, its logsumexp $L = m + \log l$ (`lse` in code) |
+#
+# $Q$, $K$, $V$, $O$ grow with the length $N$. The two in the middle grow with $N^2$. This lesson measures what that costs, and finds that the arithmetic is not the problem. First the whole of attention, in the three lines that it takes:
+
+# %% [markdown] lang="zh"
+# # 1. 注意力，以及它为什么慢
+#
+# 每个 token 都提出一个问题（它在 $Q$ 中的那一行），每个 token 也都带着一个标签（它在 $K$ 中的那一行）给出一个答案（它在 $V$ 中的那一行）。注意力按照问题与标签的契合程度，把所有答案加权混合：
+#
+# $$O = \mathrm{softmax}\left(\frac{Q K^\top}{\sqrt{D}}\right) V$$
+#
+# 整个课程、代码库和演示页面使用同一套符号：
+#
+# | 符号 | 形状 | 含义 |
+# |---|---|---|
+# | $Q$, $K$, $V$ | $(N, D)$ | $N$ 个 token 的查询、键、值，每个 $D$ 维（头维度） |
+# | $S = Q K^\top / \sqrt{D}$ | $(N, N)$ | 分数 |
+# | $P = \mathrm{softmax}(S)$ | $(N, N)$ | 权重，逐行归一化 |
+# | $O = P V$ | $(N, D)$ | 输出 |
+# | $m$, $l$, $L$ | $(N)$ | $S$ 每一行的最大值、分母，以及 logsumexp $L = m + \log l$（代码里叫 `lse`） |
+#
+# $Q$、$K$、$V$、$O$ 随长度 $N$ 增长，中间的两个矩阵随 $N^2$ 增长。这一课量一量这要付出什么代价，并且会发现：问题不在算术运算。先看完整的注意力，只要三行：
 
 # %%
 import math
@@ -17,29 +45,43 @@ import torch
 import tilewise
 from tilewise.costs.cost import Call, naive_steps, traffic
 from tilewise.costs.devices import device
-from tilewise.reference import attention as rung
 from tilewise_lab.learn import measured, picture, show
 from tilewise_lab.machine import budget
 
+
+def attention(q, k, v):
+    s = q @ k.T / math.sqrt(q.shape[-1])  # (N, N): every question with every label
+    p = torch.softmax(s, -1)  # (N, N): each row is a distribution
+    return s, p, p @ v  # (N, D): the answers, mixed
+
+
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4) for _ in range(3))
-s = rung.scores(q, k)
-p = torch.softmax(s, -1)
-o = p @ v
+s, p, o = attention(q, k, v)
 show(["matrix", "shape"], [["Q", tuple(q.shape)], ["S", tuple(s.shape)], ["P", tuple(p.shape)], ["O", tuple(o.shape)]])
 assert s.shape == p.shape == (8, 8)
 assert o.shape == q.shape
 assert torch.allclose(p.sum(-1), torch.ones(8))  # softmax works row by row: each row of P is a distribution
+assert torch.allclose(o, tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0], atol=1e-6)
 
 # %% [markdown]
 # ## Many heads, and the part that matters
 #
-# A transformer layer runs several attentions side by side, on projections of the same tokens:
+# A transformer layer runs several attentions side by side, on projections of the same tokens $X$:
 #
-#     head_i = Attention(X W_i^Q, X W_i^K, X W_i^V)        MultiHead(X) = Concat(head_1 .. head_h) W^O
+# $$\begin{aligned} \mathrm{head}_i &= \mathrm{Attention}(X W_i^Q, X W_i^K, X W_i^V) \\ \mathrm{MultiHead}(X) &= \mathrm{Concat}(\mathrm{head}_1, \ldots, \mathrm{head}_H) W^O \end{aligned}$$
 #
 # The projections are ordinary matrix products, which GPUs do well. FlashAttention, and tilewise, only touch the
 # `Attention(...)` in the middle. Here is the whole layer, with tilewise inside; it agrees with torch's own.
+
+# %% [markdown] lang="zh"
+# ## 多头，以及真正要紧的那一部分
+#
+# Transformer 的一层会并排运行好几个注意力，各自作用在同一批 token $X$ 的不同投影上：
+#
+# $$\begin{aligned} \mathrm{head}_i &= \mathrm{Attention}(X W_i^Q, X W_i^K, X W_i^V) \\ \mathrm{MultiHead}(X) &= \mathrm{Concat}(\mathrm{head}_1, \ldots, \mathrm{head}_H) W^O \end{aligned}$$
+#
+# 投影是普通的矩阵乘法，GPU 本来就擅长。FlashAttention（以及 tilewise）只管中间的 `Attention(...)`。下面是完整的一层，里面用的是 tilewise；结果与 torch 自带的一致。
 
 
 # %%
@@ -68,8 +110,11 @@ assert torch.allclose(a, b, atol=1e-5)
 assert torch.allclose(x_ours.grad, x_theirs.grad, atol=1e-4)
 
 # %% [markdown]
-# How much of the layer is attention? The projections cost 8·N·width² FLOPs, attention 4·N²·width: the longer the
-# sequence, the larger attention's share. At N = 2·width they are equal.
+# How much of the layer is attention? The projections cost $8 N W^2$ FLOPs for a model of width $W$, attention
+# $4 N^2 W$: the longer the sequence, the larger attention's share. At $N = 2 W$ they are equal.
+
+# %% [markdown] lang="zh"
+# 一层里注意力占多大比例？模型宽度为 $W$ 时，投影需要 $8 N W^2$ 次浮点运算，注意力需要 $4 N^2 W$ 次：序列越长，注意力的占比越大；$N = 2 W$ 时两者相等。
 
 # %%
 width = 2048
@@ -100,10 +145,15 @@ if layer:
 # %% [markdown]
 # ## The bill for memory
 #
-# A GPU has two memories that matter here. **HBM** is what the box says: 80 GB, and far away. **Shared memory** is next to
-# the arithmetic: a hundred times smaller per processor, and an order of magnitude faster. A textbook implementation
-# runs one kernel per step, and each kernel reads its inputs from HBM and writes its outputs back. For 4096 tokens P
+# A GPU has two memories that matter here. **HBM** is what the box says: 80 GB, and far away. **Shared memory** is next
+# to the arithmetic: a hundred times smaller per processor, and an order of magnitude faster. A textbook implementation
+# runs one kernel per step, and each kernel reads its inputs from HBM and writes its outputs back. For 4096 tokens $P$
 # alone has 16.8 million entries, 64 MiB in float32, *per head*, and it is read and written several times.
+
+# %% [markdown] lang="zh"
+# ## 内存的账单
+#
+# 这里要紧的是 GPU 的两种存储。**HBM**（显存）就是包装盒上写的那个：80 GB，但离得远。**共享内存**紧挨着运算单元：每个处理器分到的容量小得多，速度却快一个数量级。教科书式的实现每一步启动一个 kernel，每个 kernel 都从 HBM 读入、再写回 HBM。4096 个 token 时，光 $P$ 就有 1680 万个元素，float32 下 64 MiB，而且是*每个头*这么多，还要来回读写好几遍。
 
 # %%
 assert budget.weights(4096) == (16_777_216, 64 * 2**20)
@@ -123,10 +173,15 @@ assert bill.naive > 15 * bill.least
 # %% [markdown]
 # ## Which roof?
 #
-# Divide the work by the traffic: **arithmetic intensity**, in FLOPs per byte. A device has a ridge, its FLOP/s over its
-# bytes/s. Left of it, the arithmetic units wait for memory; right of it, memory waits for them. Naive attention stands
-# on the left, on every GPU. If the (N, N) matrices stayed on the chip, it would stand far on the right. *That* is the
-# whole idea of FlashAttention: not fewer FLOPs, but fewer bytes.
+# Divide the work by the traffic: **arithmetic intensity**, in FLOPs per byte. A device has a ridge, its FLOP/s over
+# its bytes/s. Left of it, the arithmetic units wait for memory; right of it, memory waits for them. Naive attention
+# stands on the left, on every GPU. If the $(N, N)$ matrices stayed on the chip, it would stand far on the right.
+# *That* is the whole idea of FlashAttention: not fewer FLOPs, but fewer bytes.
+
+# %% [markdown] lang="zh"
+# ## 撞上哪个屋顶？
+#
+# 用运算量除以数据搬运量，得到**算术强度**，单位是 FLOP/字节。每个设备都有一条屋脊线：它的峰值 FLOP/s 除以带宽。在屋脊左边，运算单元等内存；在右边，内存等运算单元。朴素注意力在任何 GPU 上都站在左边。如果 $(N, N)$ 的矩阵不离开芯片，它就会远远站到右边。FlashAttention 的*全部*想法就是这个：不是少算，而是少搬。
 
 # %%
 call = Call(4, 4096, 4096, 16, 16, 64, 64)
@@ -161,9 +216,14 @@ picture("01_roofline", draw)
 # %% [markdown]
 # ## The obstacle
 #
-# So: cut Q, K, V into blocks that fit into shared memory, compute a piece of O there, write it back, go on to the
-# next. Matrix products allow that. Softmax does not, at first sight: the weight of *one* key is divided by a sum over
-# *all* keys, which the block has not seen. A weight computed from half of a row is simply wrong:
+# So: cut $Q$, $K$, $V$ into blocks that fit into shared memory, compute a piece of $O$ there, write it back, go on to
+# the next. Matrix products allow that. Softmax does not, at first sight: the weight of *one* key is divided by a sum
+# over *all* keys, which the block has not seen. A weight computed from half of a row is simply wrong:
+
+# %% [markdown] lang="zh"
+# ## 障碍
+#
+# 那么就把 $Q$、$K$、$V$ 切成放得进共享内存的小块，在里面算出 $O$ 的一块，写回去，再算下一块。矩阵乘法允许这样分块。softmax 乍看不行：*一个*键的权重要除以对*所有*键的求和，而这一块并没有看到全部的键。只用半行算出来的权重就是错的：
 
 # %%
 half_a_row = torch.softmax(s[:, :4], -1)
@@ -179,3 +239,8 @@ assert math.isclose(float(p[0, :4].sum() + p[0, 4:].sum()), 1.0, rel_tol=1e-5)
 #
 # **Exercise.** Write `intensity(n, d, itemsize)`: FLOPs per byte of one head's naive forward, from scratch. Count the
 # two products (2 FLOPs per multiply-add) and every matrix that each of the three kernels reads or writes.
+
+# %% [markdown] lang="zh"
+# 接下来的几课把 softmax 拆开，直到它可以一块一块地、精确地算出来。
+#
+# **练习。** 从零写出 `intensity(n, d, itemsize)`：单个头的朴素前向的算术强度（FLOP/字节）。数清两个矩阵乘法（一次乘加算 2 FLOP），以及三个 kernel 各自读写的每个矩阵。

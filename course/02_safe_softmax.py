@@ -3,31 +3,64 @@
 #
 # Softmax turns scores into weights: positive, at most one, adding up to one.
 #
-#     softmax(x)_i = exp(x_i) / Σ_j exp(x_j)
+# $$\mathrm{softmax}(x)_i = \frac{\exp(x_i)}{\sum_j \exp(x_j)}$$
 #
-# Written like that, it breaks. The exponential of 100 is 2.7·10⁴³, and float32 ends at 3.4·10³⁸. The repair is one line
-# of algebra, and it is the line that everything later hangs on.
+# Written like that, it breaks. The exponential $e^{100}$ is $2.7 \cdot 10^{43}$, and float32 ends at
+# $3.4 \cdot 10^{38}$. The repair is one line of algebra, and it is the line that everything later hangs on. Both
+# versions, the second as three loops, because the loops are what later lessons remove:
+
+# %% [markdown] lang="zh"
+# # 2. 安全的 softmax
+#
+# softmax 把分数变成权重：都是正数，都不超过 1，加起来等于 1。
+#
+# $$\mathrm{softmax}(x)_i = \frac{\exp(x_i)}{\sum_j \exp(x_j)}$$
+#
+# 照这样写会出问题。$e^{100}$ 约为 $2.7 \cdot 10^{43}$，而 float32 最大只到 $3.4 \cdot 10^{38}$。补救只需要一行代数，后面的一切都建立在这一行上。下面是两个版本；第二个写成三个循环，因为后面的课要消掉的正是这些循环：
 
 # %%
 import math
 
 import torch
 
-from tilewise.reference import softmax as rung
+from tilewise.reference import softmax as reference
 from tilewise_lab.learn import picture, show
 from tilewise_lab.trace.softmax import loads
 
+
+def naive(x):
+    e = torch.exp(x)
+    return e / e.sum(-1, keepdim=True)
+
+
+def safe(x):
+    n = x.shape[-1]
+    m = x.new_full(x.shape[:-1], -torch.inf)
+    l = torch.zeros_like(m)
+    for i in range(n):
+        m = torch.maximum(m, x[..., i])  # first pass: the maximum
+    for i in range(n):
+        l = l + torch.exp(x[..., i] - m)  # second pass: the denominator
+    return torch.stack([torch.exp(x[..., i] - m) / l for i in range(n)], -1)  # third pass: the weights
+
+
 x = torch.tensor([3.0, 2.0, 5.0, 1.0])
-p = rung.naive(x)
+p = naive(x)
 print(p)
 assert bool((p > 0).all())
 assert bool((p <= 1).all())
 assert math.isclose(float(p.sum()), 1.0, rel_tol=1e-6)
+assert torch.equal(safe(x), reference.safe(x))  # the library's reference, against which its kernels are tested
 
 # %% [markdown]
 # ## Where it breaks
 #
-# exp overflows where x passes log(largest number): 88.72 in float32, 11.09 in float16. Then inf / inf is no number.
+# $\exp$ overflows where $x$ passes the logarithm of the largest number: 88.72 in float32, 11.09 in float16. Then $\infty / \infty$ is no number.
+
+# %% [markdown] lang="zh"
+# ## 在哪里出问题
+#
+# 当 $x$ 超过最大浮点数的对数时，$\exp$ 就溢出：float32 是 88.72，float16 是 11.09。接着 $\infty / \infty$ 得到的不是数。
 
 # %%
 rows = []
@@ -35,22 +68,32 @@ for dtype in (torch.float32, torch.float16):
     limit = math.log(torch.finfo(dtype).max)
     for value in (limit - 0.1, limit + 0.1, 100.0):
         y = torch.tensor([1.0, value], dtype=dtype)
-        rows.append([str(dtype)[6:], f"{value:.2f}", rung.naive(y).tolist()[1], round(rung.safe(y).tolist()[1], 4)])
+        rows.append([str(dtype)[6:], f"{value:.2f}", naive(y).tolist()[1], round(safe(y).tolist()[1], 4)])
 show(["dtype", "x", "naive", "safe"], rows)
 assert [round(math.log(torch.finfo(t).max), 2) for t in (torch.float32, torch.float16)] == [88.72, 11.09]
-assert rung.naive(torch.tensor([1.0, 100.0])).isnan().any()
-assert rung.safe(torch.tensor([1.0, 100.0])).isfinite().all()
+assert naive(torch.tensor([1.0, 100.0])).isnan().any()
+assert safe(torch.tensor([1.0, 100.0])).isfinite().all()
 
 # %% [markdown]
 # ## The repair
 #
-# Multiply numerator and denominator by the same c and nothing changes. Take c inside the exponent, as k = -log c:
+# Multiply numerator and denominator by the same $c$ and nothing changes. Take $c$ inside the exponent, as
+# $k = -\log c$:
 #
-#     exp(x_i) / Σ exp(x_j)  =  c·exp(x_i) / Σ c·exp(x_j)  =  exp(x_i - k) / Σ exp(x_j - k)
+# $$\frac{\exp(x_i)}{\sum_j \exp(x_j)} = \frac{c \cdot \exp(x_i)}{\sum_j c \cdot \exp(x_j)} = \frac{\exp(x_i - k)}{\sum_j \exp(x_j - k)}$$
 #
-# Any k will do, in exact arithmetic. With k = max x no exponent is above 0, so every exponential lies in (0, 1], and the
-# largest is exactly 1: the denominator can be neither infinite nor zero. (The shift makes the numbers smaller, not the
-# work: there are as many exponentials as before.)
+# Any $k$ will do, in exact arithmetic. With $k = \max(x)$ no exponent is above 0, so every exponential lies in
+# $(0, 1]$, and the largest is exactly 1: the denominator can be neither infinite nor zero. (The shift makes the
+# numbers smaller, not the work: there are as many exponentials as before.)
+
+# %% [markdown] lang="zh"
+# ## 补救
+#
+# 分子和分母同乘一个 $c$，结果不变。把 $c$ 放进指数里，记 $k = -\log c$：
+#
+# $$\frac{\exp(x_i)}{\sum_j \exp(x_j)} = \frac{c \cdot \exp(x_i)}{\sum_j c \cdot \exp(x_j)} = \frac{\exp(x_i - k)}{\sum_j \exp(x_j - k)}$$
+#
+# 在精确算术里，任何 $k$ 都行。取 $k = \max(x)$，则没有一个指数大于 0，每一项都落在 $(0, 1]$，最大的一项恰好是 1：分母既不会是无穷，也不会是零。（平移变小的是数值，不是计算量：要算的指数一个也没少。）
 
 # %%
 exact = torch.softmax(x.double(), -1)
@@ -86,19 +129,26 @@ picture("02_shift", draw)
 # %% [markdown]
 # ## Three passes
 #
-# As an algorithm, with m for the maximum and l for the denominator:
+# As an algorithm, with $m$ for the maximum and $l$ for the denominator:
 #
-#     m ← -∞;  for i: m ← max(m, x_i)
-#     l ← 0;   for i: l ← l + exp(x_i - m)
-#              for i: y_i ← exp(x_i - m) / l
+# $$\begin{aligned} m &\leftarrow -\infty; \quad \text{for every } i: \quad m \leftarrow \max(m, x_i) \\ l &\leftarrow 0; \quad \text{for every } i: \quad l \leftarrow l + \exp(x_i - m) \\ & \quad \text{for every } i: \quad y_i \leftarrow \exp(x_i - m) / l \end{aligned}$$
 #
-# The second loop needs the first one's m, the third the second one's l: they cannot be swapped. Each loop is O(N) time
-# and reads every element once: O(N) memory *accesses* (the extra storage is two numbers). In total each element is
-# loaded three times. `loads` below wraps the reference's own code and counts.
+# The second loop needs the first one's $m$, the third the second one's $l$: they cannot be swapped. Each loop is
+# $O(N)$ time and reads every element once: $O(N)$ memory *accesses* (the extra storage is two numbers). In total each
+# element is loaded three times. `loads` below watches our own `safe` and counts.
+
+# %% [markdown] lang="zh"
+# ## 三遍扫描
+#
+# 写成算法，用 $m$ 表示最大值，$l$ 表示分母：
+#
+# $$\begin{aligned} m &\leftarrow -\infty; \quad \text{for every } i: \quad m \leftarrow \max(m, x_i) \\ l &\leftarrow 0; \quad \text{for every } i: \quad l \leftarrow l + \exp(x_i - m) \\ & \quad \text{for every } i: \quad y_i \leftarrow \exp(x_i - m) / l \end{aligned}$$
+#
+# 第二个循环需要第一个循环得到的 $m$，第三个需要第二个的 $l$：顺序不能换。每个循环的时间是 $O(N)$，每个元素读一次：访存*次数*是 $O(N)$（额外的存储只有两个数）。加起来每个元素要读三遍。下面的 `loads` 盯着我们自己写的 `safe` 来数。
 
 # %%
-assert loads(rung.safe, torch.randn(100)) == 3
-y = rung.safe(x)
+assert loads(safe, torch.randn(100)) == 3
+y = safe(x)
 print(y)
 assert torch.allclose(y, torch.tensor([0.112457, 0.041371, 0.830953, 0.015219]), atol=1e-6)
 m, l = x.double().max(), torch.exp(x.double() - x.max()).sum()
@@ -111,21 +161,35 @@ assert round(float(m + l.log()), 6) == 5.185182
 # And the order matters: run the second loop before the first has finished, with whatever maximum is known, and the
 # denominator is wrong. (Why that mistake is worth making is the next lesson.)
 
+# %% [markdown] lang="zh"
+# 顺序确实要紧：如果第一个循环还没跑完，就用当时已知的最大值去跑第二个循环，分母就错了。（为什么这个错误值得一犯，下一课再说。）
+
 # %%
-too_early = [float(state.l) for state in rung.wrong_local_max_states(x)][-1]
-print(f"with the maximum of the moment: l = {too_early:.6f} instead of {l:.6f}")
-assert not math.isclose(too_early, float(l), rel_tol=0.1)
+m, l_early = torch.tensor(-torch.inf), torch.tensor(0.0)
+for x_i in x:
+    m = torch.maximum(m, x_i)
+    l_early = l_early + torch.exp(x_i - m)
+print(f"with the maximum of the moment: l = {l_early:.6f} instead of {l:.6f}")
+assert not math.isclose(l_early, float(l), rel_tol=0.1)
 
 # %% [markdown]
 # ## Row by row
 #
 # For a matrix, every row is its own softmax: nothing is shared, so all rows can run at once.
 
+# %% [markdown] lang="zh"
+# ## 逐行进行
+#
+# 对矩阵来说，每一行都是独立的 softmax：行与行之间什么也不共享，所以所有行可以同时进行。
+
 # %%
 matrix = torch.randn(5, 7)
-assert torch.allclose(rung.safe(matrix), torch.softmax(matrix, -1), atol=1e-6)
-assert torch.equal(rung.safe(matrix)[2], rung.safe(matrix[2]))
+assert torch.allclose(safe(matrix), torch.softmax(matrix, -1), atol=1e-6)
+assert torch.equal(safe(matrix)[2], safe(matrix[2]))
 
 # %% [markdown]
-# **Exercise.** Write `log_softmax(x)`, the logarithm of softmax, so that it survives x = [0, -1000]: the softmax of the
-# second element is 0 in any float, but its logarithm is -1000.
+# **Exercise.** Write `log_softmax(x)`, the logarithm of softmax, so that it survives $x = [0, -1000]$: the softmax of
+# the second element is 0 in any float, but its logarithm is $-1000$.
+
+# %% [markdown] lang="zh"
+# **练习。** 写出 `log_softmax(x)`，即 softmax 的对数，要经得起 $x = [0, -1000]$ 的考验：第二个元素的 softmax 在任何浮点格式里都是 0，但它的对数是 $-1000$。

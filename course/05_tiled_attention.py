@@ -1,9 +1,14 @@
 # %% [markdown]
 # # 5. Tiled attention: wrong first, then right
 #
-# Lesson 4 computed (Q Kᵀ) V block by block, lesson 3 found softmax's denominator block by block. Put together they make
-# exact attention that never holds a row of weights. But first the obvious way, because it is wrong in an instructive
-# way, and because several explanations of FlashAttention print exactly that.
+# Lesson 4 computed $(Q K^\top) V$ block by block, lesson 3 found softmax's denominator block by block. Put together
+# they make exact attention that never holds a row of weights. But first the obvious way, because it is wrong in an
+# instructive way, and because several explanations of FlashAttention print exactly that.
+
+# %% [markdown] lang="zh"
+# # 5. 分块注意力：先错一次，再做对
+#
+# 第 4 课一块一块地算出了 $(Q K^\top) V$，第 3 课一块一块地求出了 softmax 的分母。合在一起，就是从不持有一整行权重的精确注意力。不过先看最容易想到的做法：它错得很有启发，而且好几篇讲 FlashAttention 的文章印的正是它。
 
 # %%
 import math
@@ -16,20 +21,44 @@ from tilewise_lab.learn import picture, show
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4, dtype=torch.float64) for _ in range(3))
-exact = rung.naive(q, k, v)
+
+
+def scores(q, k):
+    return q @ k.T / math.sqrt(q.shape[-1])
+
+
+exact = torch.softmax(scores(q, k), -1) @ v  # what every other way is measured against
 
 # %% [markdown]
-# ## softmax*
+# ## softmax without its division
 #
-# Call softmax without its division softmax*: the exponentials, shifted by the maximum *of the block*.
+# Call it $\mathrm{softmax}^\ast$: the exponentials, shifted by the maximum *of the block*.
 #
-#     softmax*(S_ij) = exp(S_ij - rowmax(S_ij))
+# $$\mathrm{softmax}^\ast(S_{ij}) = \exp(S_{ij} - \mathrm{rowmax}(S_{ij}))$$
 #
-# For a block [a b; c d] whose rows have their maxima at a and d it is [e^{a-a} e^{b-a}; e^{c-d} e^{d-d}]: a one in every row.
+# For a block whose rows have their maxima at $a$ and $d$ there is a one in every row:
+#
+# $$\begin{pmatrix} a & b \\ c & d \end{pmatrix} \to \begin{pmatrix} e^{a-a} & e^{b-a} \\ e^{c-d} & e^{d-d} \end{pmatrix}$$
+
+# %% [markdown] lang="zh"
+# ## 不做除法的 softmax
+#
+# 记作 $\mathrm{softmax}^\ast$：只取指数，减去的是*这一块*的行最大值。
+#
+# $$\mathrm{softmax}^\ast(S_{ij}) = \exp(S_{ij} - \mathrm{rowmax}(S_{ij}))$$
+#
+# 如果一块的两行最大值分别在 $a$ 和 $d$，那么每一行里都有一个 1：
+#
+# $$\begin{pmatrix} a & b \\ c & d \end{pmatrix} \to \begin{pmatrix} e^{a-a} & e^{b-a} \\ e^{c-d} & e^{d-d} \end{pmatrix}$$
+
 
 # %%
+def softmax_star(s):
+    return torch.exp(s - s.amax(-1, keepdim=True))
+
+
 a, b, c, d = 2.0, 1.0, 0.0, 3.0
-star = rung.softmax_star(torch.tensor([[a, b], [c, d]], dtype=torch.float64))
+star = softmax_star(torch.tensor([[a, b], [c, d]], dtype=torch.float64))
 by_hand = [[math.exp(a - a), math.exp(b - a)], [math.exp(c - d), math.exp(d - d)]]
 print(star)
 assert torch.allclose(star, torch.tensor(by_hand, dtype=torch.float64))
@@ -37,13 +66,28 @@ assert torch.allclose(star, torch.tensor(by_hand, dtype=torch.float64))
 # %% [markdown]
 # ## Wrong
 #
-# P_ij = softmax(S_ij) for each block, O_i += P_ij V_j. Every block normalises by its own sum, so with four blocks of
-# keys the weights of a row add up to four. (Using softmax* without any correction is no better: each block is then
-# shifted by a different maximum, and their sums cannot be added.)
+# $P_{ij} = \mathrm{softmax}(S_{ij})$ for each block, and $O_i = \sum_j P_{ij} V_j$. Every block normalises by its own sum, so with four blocks of keys the weights of a row add up to four. (Using $\mathrm{softmax}^\ast$ without any correction is no better: each block is then shifted by a different maximum, and their sums cannot be added.)
+
+# %% [markdown] lang="zh"
+# ## 错误的做法
+#
+# 每一块各自取 $P_{ij} = \mathrm{softmax}(S_{ij})$，再令 $O_i = \sum_j P_{ij} V_j$。每一块都用自己的和来归一化，于是键有四块时，一行的权重加起来等于四。（直接用 $\mathrm{softmax}^\ast$ 而不修正也不行：每块减去的最大值各不相同，它们的和不能相加。）
+
 
 # %%
-wrong = rung.wrong_local_softmax(q, k, v, rows=2, columns=2)
-weight = rung.wrong_local_softmax(q, k, torch.ones(8, 1, dtype=torch.float64), rows=2, columns=2)
+def wrong_local_softmax(q, k, v, rows, columns):
+    o = []
+    for q_i in q.split(rows):
+        o_i = 0
+        for k_j, v_j in zip(k.split(columns), v.split(columns), strict=True):
+            p = softmax_star(scores(q_i, k_j))
+            o_i = o_i + (p / p.sum(-1, keepdim=True)) @ v_j  # each block by its own sum: WRONG
+        o.append(o_i)
+    return torch.cat(o)
+
+
+wrong = wrong_local_softmax(q, k, v, rows=2, columns=2)
+weight = wrong_local_softmax(q, k, torch.ones(8, 1, dtype=torch.float64), rows=2, columns=2)
 print(f"weights of a row add up to {weight.mean():.4f}; largest error of the output {(wrong - exact).abs().max():.2f}")
 assert torch.allclose(weight, torch.full((8, 1), 4.0, dtype=torch.float64))
 assert (wrong - exact).abs().max() > 1
@@ -51,32 +95,74 @@ assert (wrong - exact).abs().max() > 1
 # %% [markdown]
 # ## Right
 #
-# A block of rows Q_i keeps three things: m (the maximum of each row so far), l (its denominator so far), O (its numerator
-# so far). At the start m = -∞, l = 0, O = 0. For every block of keys:
+# A block of rows $Q_i$ keeps three things: $m$ (the maximum of each row so far), $l$ (its denominator so far), $O$
+# (its numerator so far). At the start $m = -\infty$, $l = 0$, $O = 0$. For every block of keys:
 #
-#     S = Q_i K_jᵀ/√d               m' = max(m, rowmax(S))          P = exp(S - m')
-#     l ← l·exp(m - m') + rowsum(P)         O ← diag(exp(m - m'))·O + P V_j         m ← m'
+# $$\begin{aligned} S &= Q_i K_j^\top / \sqrt{D} \\ m' &= \max(m, \mathrm{rowmax}(S)) \\ P &= \exp(S - m') \\ \alpha &= \exp(m - m') \\ l &\leftarrow \alpha l + \mathrm{rowsum}(P) \\ O &\leftarrow \mathrm{diag}(\alpha) O + P V_j \\ m &\leftarrow m' \end{aligned}$$
 #
-# and after the last block O ← diag(l)⁻¹ O. The correction is lesson 3's, applied to the numerator too. diag(x)·O scales
-# each row by its own number; its inverse divides.
+# and after the last block $O \leftarrow \mathrm{diag}(l)^{-1} O$. The correction $\alpha$ is lesson 3's, applied to the
+# numerator too. $\mathrm{diag}(\alpha) O$ scales each row by its own number; its inverse divides.
+#
+# This is the whole algorithm. Read it line by line beside the formulas, and change it: leave out an $\alpha$, and the
+# assertions below tell you.
+
+# %% [markdown] lang="zh"
+# ## 正确的做法
+#
+# 一块查询 $Q_i$ 记住三样东西：$m$（每行到目前为止的最大值）、$l$（到目前为止的分母）、$O$（到目前为止的分子）。开始时 $m = -\infty$，$l = 0$，$O = 0$。对每一块键：
+#
+# $$\begin{aligned} S &= Q_i K_j^\top / \sqrt{D} \\ m' &= \max(m, \mathrm{rowmax}(S)) \\ P &= \exp(S - m') \\ \alpha &= \exp(m - m') \\ l &\leftarrow \alpha l + \mathrm{rowsum}(P) \\ O &\leftarrow \mathrm{diag}(\alpha) O + P V_j \\ m &\leftarrow m' \end{aligned}$$
+#
+# 最后一块之后，$O \leftarrow \mathrm{diag}(l)^{-1} O$。修正因子 $\alpha$ 就是第 3 课的那个，只是现在也用到分子上。$\mathrm{diag}(\alpha) O$ 让每一行乘上自己的数；取逆就是除。
+#
+# 这就是整个算法。请对照公式逐行阅读，也请动手改：漏掉一个 $\alpha$，下面的断言就会告诉你。
+
 
 # %%
+def nothing(q_i, v):
+    zero = q_i.new_zeros(q_i.shape[0])
+    return zero - torch.inf, zero, q_i.new_zeros(q_i.shape[0], v.shape[1])
+
+
+def step(state, q_i, k_j, v_j):
+    m_old, l, o = state
+    s = scores(q_i, k_j)
+    m = torch.maximum(m_old, s.amax(-1))
+    p = torch.exp(s - m[:, None])
+    alpha = torch.exp(m_old - m)
+    return m, alpha * l + p.sum(-1), alpha[:, None] * o + p @ v_j
+
+
+def tiled_attention(q, k, v, rows, columns):
+    out = []
+    for q_i in q.split(rows):
+        state = nothing(q_i, v)
+        for k_j, v_j in zip(k.split(columns), v.split(columns), strict=True):
+            state = step(state, q_i, k_j, v_j)
+        _, l, o = state
+        out.append(o / l[:, None])
+    return torch.cat(out)
+
+
+assert torch.allclose(tiled_attention(q, k, v, rows=2, columns=2), exact)
+assert torch.allclose(tiled_attention(q, k, v, rows=3, columns=5), rung.fa2(q, k, v, rows=4, columns=2)[0])
+
 x, o = torch.rand(2, dtype=torch.float64) + 0.5, torch.randn(2, 4, dtype=torch.float64)
 assert torch.allclose(torch.diag(x) @ o, x[:, None] * o)
 assert torch.allclose(torch.linalg.inv(torch.diag(x)), torch.diag(1 / x))
-assert torch.equal(rung.rescale(x, o), x[:, None] * o)
 
-start = rung.nothing(q[:2], v)
-assert start.m.tolist() == [-math.inf] * 2
-assert start.l.tolist() == [0, 0]
-assert start.o.abs().sum() == 0
+state = nothing(q[:2], v)
+assert state[0].tolist() == [-math.inf] * 2
+assert state[1].tolist() == [0, 0]
+assert state[2].abs().sum() == 0
 
 rows = []
-for j, state in enumerate(rung.states(q[:2], k, v, columns=2), 1):
+for j in range(1, 5):
+    state = m, l, o = step(state, q[:2], k[2 * j - 2 : 2 * j], v[2 * j - 2 : 2 * j])
     seen = rung.naive(q[:2], k[: 2 * j], v[: 2 * j])
-    so_far = rung.rescale(1 / state.l, state.o)
+    so_far = o / l[:, None]
     assert torch.allclose(so_far, seen)  # the invariant: O / l is attention over the keys seen so far
-    rows.append([j, *(f"{value:.3f}" for value in (*state.m, *state.l)), f"{(so_far - exact[:2]).abs().max():.3f}"])
+    rows.append([j, *(f"{value:.3f}" for value in (*m, *l)), f"{(so_far - exact[:2]).abs().max():.3f}"])
 show(["block", "m₁", "m₂", "l₁", "l₂", "distance to the final output"], rows)
 assert torch.allclose(so_far, exact[:2])
 
@@ -86,9 +172,16 @@ assert torch.allclose(so_far, exact[:2])
 #
 # ## Where everything lives
 #
-# Below, the same computation through a far memory (HBM) and a near one (SRAM). Blocks of Q, K, V go in, blocks of O come
-# out; S and P exist for one step, near the processor, and are never stored. Try it yourself with
+# Below, the same computation through a far memory (HBM) and a near one (SRAM). Blocks of $Q$, $K$, $V$ go in, blocks
+# of $O$ come out; $S$ and $P$ exist for one step, near the processor, and are never stored. Try it yourself with
 # `tilewise trace attention --sq 8 --sk 8 --block 2`.
+
+# %% [markdown] lang="zh"
+# 每一块之后，状态里就是对已见过的键的*精确*注意力。没有任何近似，最后的除法只做一次。
+#
+# ## 东西都放在哪里
+#
+# 下面让同样的计算经过远处的内存（HBM）和近处的内存（SRAM，即共享内存）。$Q$、$K$、$V$ 的块进来，$O$ 的块出去；$S$ 和 $P$ 只在处理器旁边存在一步，从不写出。可以自己试试 `tilewise trace attention --sq 8 --sk 8 --block 2`。
 
 # %%
 told = trace.attention(8, 8, d=4, rows=2, columns=2)
@@ -104,7 +197,7 @@ assert longer["totals"]["peak"] == told["totals"]["peak"]  # eight times the len
 def draw(left, right):
     for axes, title, values in (
         (left, "wrong: local softmax", (wrong - exact).abs()),
-        (right, "right: online softmax", (rung.fa2(q, k, v, 2, 2)[0] - exact).abs()),
+        (right, "right: online softmax", (tiled_attention(q, k, v, 2, 2) - exact).abs()),
     ):
         image = axes.imshow(values.log10().clamp(-17, 1), vmin=-17, vmax=1, cmap="RdYlGn_r", aspect="auto")
         axes.set(title=title, xlabel="column of O", ylabel="token")
@@ -116,18 +209,26 @@ picture("05_wrong_and_right", draw, panels=(1, 2))
 # %% [markdown]
 # ## Who can work at the same time?
 #
-# Rows of Q do not know of each other: each block of rows is an independent job, one per processor. *Within* a row the
-# blocks of keys come one after the other (or are merged at the end, as lesson 3 allows).
+# Rows of $Q$ do not know of each other: each block of rows is an independent job, one per processor. *Within* a row
+# the blocks of keys come one after the other (or are merged at the end, as lesson 3 allows).
+
+# %% [markdown] lang="zh"
+# ## 谁可以同时工作？
+#
+# $Q$ 的各行互不相识：每块行都是一件独立的工作，一个处理器做一件。*同一*行之内，键的各块一个接一个地来（或者像第 3 课允许的那样，最后再合并）。
 
 # %%
 from concurrent.futures import ThreadPoolExecutor
 
 with ThreadPoolExecutor() as processors:
-    parts = list(processors.map(lambda q_i: rung.fa2(q_i, k, v, rows=2, columns=2)[0], q.split(2)))
+    parts = list(processors.map(lambda q_i: tiled_attention(q_i, k, v, rows=2, columns=2), q.split(2)))
 assert torch.allclose(torch.cat(parts), exact)
 o, lse = rung.split_keys(q, k, v, rows=2, columns=2, chunk=4)
 assert torch.allclose(o, exact)
 
 # %% [markdown]
-# **Exercise.** Write `step(state, s, v)`: one block of the loop above. Scores come in as `s` (some of them may be -∞: masked),
-# and a row that has seen nothing but masked keys must stay (-∞, 0, 0), without a NaN.
+# **Exercise.** Write `step(state, s, v)`: one block of the loop above. Scores come in as `s` (some of them may be
+# $-\infty$: masked), and a row that has seen nothing but masked keys must stay $(-\infty, 0, 0)$, without a NaN.
+
+# %% [markdown] lang="zh"
+# **练习。** 写出 `step(state, s, v)`：上面循环中的一块。分数由 `s` 传入（有些可能是 $-\infty$：被遮住了），一行如果只见过被遮住的键，必须保持 $(-\infty, 0, 0)$，不能出现 NaN。

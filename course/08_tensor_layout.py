@@ -1,12 +1,22 @@
 # %% [markdown]
 # # 8. How a tensor lies in memory
 #
-# Memory is a line of numbered cells. A tensor is a *way of reading* it: a shape, and for each axis a stride, the distance
-# from one element to its neighbour along that axis.
+# Memory is a line of numbered cells. A tensor is a *way of reading* it: a shape, and for each axis a stride, the
+# distance from one element to its neighbour along that axis.
 #
-#     address of x[i, j, k] = start + i·stride₀ + j·stride₁ + k·stride₂
+# $$\text{address of } x_{ijk} = \text{start} + i \cdot \text{stride}_0 + j \cdot \text{stride}_1 + k \cdot \text{stride}_2$$
 #
-# Transposing, slicing, splitting heads: all of it changes the reading, not the memory. Kernels live on this.
+# Transposing, slicing, splitting heads: all of it changes the reading, not the memory. Kernels live on this. The whole
+# of it, as code:
+
+# %% [markdown] lang="zh"
+# # 8. 张量在内存里的样子
+#
+# 内存是一排编了号的格子。张量是*读取它的一种方式*：一个形状，再加上每个轴的步长，即沿着这个轴从一个元素到相邻元素的距离。
+#
+# $$\text{address of } x_{ijk} = \text{start} + i \cdot \text{stride}_0 + j \cdot \text{stride}_1 + k \cdot \text{stride}_2$$
+#
+# 转置、切片、拆分头：改变的都是读法，不是内存。kernel 就靠这个吃饭。全部写成代码：
 
 # %%
 import math
@@ -15,13 +25,29 @@ import torch
 
 import tilewise
 from tilewise_lab.learn import picture, show
-from tilewise_lab.machine.layout import Layout, strides
+from tilewise_lab.machine.layout import Layout
+
+
+def strides(shape):
+    """Row-major: the last axis is contiguous, and each axis steps over all that come after it."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def offset(index, strides):
+    return sum(i * stride for i, stride in zip(index, strides, strict=True))
+
 
 # %% [markdown]
 # ## Row-major
 #
-# A vector of 7 has stride 1. A (2, 3) matrix stored row after row has strides (3, 1): the next row is three cells away. In
-# general stride_i is the product of all sizes after i: [a, b, c] → [bc, c, 1]. Column-major is the other way round.
+# A vector of 7 has stride 1. A (2, 3) matrix stored row after row has strides (3, 1): the next row is three cells
+# away. In general the stride of an axis is the product of all sizes after it: $[a, b, c] \to [b c, c, 1]$.
+# Column-major is the other way round.
+
+# %% [markdown] lang="zh"
+# ## 行主序
+#
+# 长度 7 的向量步长是 1。一行接一行存放的 (2, 3) 矩阵步长是 (3, 1)：下一行在三格之外。一般地，一个轴的步长是它后面所有大小的乘积：$[a, b, c] \to [b c, c, 1]$。列主序则反过来。
 
 # %%
 memory = [1, 2, 3, 5, 8, 13]
@@ -31,17 +57,25 @@ assert strides([7]) == [1]
 assert strides([2, 3]) == [3, 1] == list(x.stride())
 assert strides([2, 4, 3]) == [12, 3, 1]
 for shape in ([7], [2, 3], [2, 4, 3], [5, 1, 2, 3]):
-    assert strides(shape) == list(torch.empty(shape).stride())
-assert memory[Layout.row_major([2, 3]).offset([1, 2])] == x[1, 2] == 13
+    assert strides(shape) == list(torch.empty(shape).stride()) == Layout.row_major(shape).strides
+assert memory[offset([1, 2], strides([2, 3]))] == x[1, 2] == 13
 assert Layout.column_major([2, 3]).strides == [1, 2]
 
 # %% [markdown]
 # ## Reshape and transpose
 #
-# Reshape (2, 3) to (3, 2): strides (2, 1), the same cells in the same order, nothing moves. Transpose: shape (3, 2) too, but
-# strides (1, 3), and the elements are no longer read in the order in which they lie. Such a tensor is not *contiguous*;
-# torch's `.view` refuses to reshape it, and `.reshape` quietly **copies** it. (That reshape never moves data is only true
+# Reshape (2, 3) to (3, 2): strides (2, 1), the same cells in the same order, nothing moves. Transpose: shape (3, 2)
+# too, but
+# strides (1, 3), and the elements are no longer read in the order in which they lie. Such a tensor is not
+# *contiguous*;
+# torch's `.view` refuses to reshape it, and `.reshape` quietly **copies** it. (That reshape never moves data is only
+# true
 # where the data is contiguous.)
+
+# %% [markdown] lang="zh"
+# ## reshape 与转置
+#
+# 把 (2, 3) reshape 成 (3, 2)：步长 (2, 1)，同样的格子、同样的顺序，什么也没移动。转置：形状也是 (3, 2)，但步长是 (1, 3)，元素不再按存放的顺序被读到。这样的张量不是*连续的*；torch 的 `.view` 拒绝改变它的形状，`.reshape` 则悄悄**复制**一份。（说 reshape 从不移动数据，只有数据连续时才成立。）
 
 # %%
 reshaped, transposed = x.reshape(3, 2), x.T
@@ -82,9 +116,15 @@ picture("08_layouts", draw, panels=(1, 3), size=(9, 3.6))
 # %% [markdown]
 # ## Why attention cares
 #
-# One projection makes Q, K and V side by side: a (B, N, 3, H, d) tensor whose slices are strided views. Some libraries
-# keep heads before tokens (B, H, N, d), some after. A kernel that takes strides takes all of them as they are; one that
-# does not must copy first, and a copy of Q, K and V costs as much traffic as the whole of tiled attention.
+# One projection makes $Q$, $K$ and $V$ side by side: a (B, N, 3, H, D) tensor whose slices are strided views. Some
+# libraries keep heads before tokens (B, H, N, D), some after. A kernel that takes strides takes all of them as they
+# are; one that does not must copy first, and a copy of $Q$, $K$ and $V$ costs as much traffic as the whole of tiled
+# attention.
+
+# %% [markdown] lang="zh"
+# ## 注意力为什么在乎
+#
+# 一次投影会把 $Q$、$K$、$V$ 并排算出来：一个 (B, N, 3, H, D) 的张量，切片是带步长的视图。有的库把头放在 token 前面 (B, H, N, D)，有的放在后面。接受步长的 kernel 照单全收；不接受的必须先复制，而复制一遍 $Q$、$K$、$V$ 的搬运量，和整个分块注意力一样多。
 
 # %%
 torch.manual_seed(0)
@@ -108,7 +148,11 @@ dout = torch.randn(b, h, n, d).transpose(1, 2)
 assert torch.equal(dq, dq2)
 
 # %% [markdown]
-# Offsets can be large: batch · tokens · heads · d passes 2³¹ before memory is full, so tilewise computes them in 64 bits.
+# Offsets can be large: batch · tokens · heads · D passes $2^{31}$ before memory is full, so tilewise computes them in
+# 64 bits.
+
+# %% [markdown] lang="zh"
+# 偏移量可以很大：内存还没满，batch · token 数 · 头数 · D 就超过了 $2^{31}$，所以 tilewise 用 64 位来算。
 
 # %%
 largest = Layout.row_major([64, 8192, 64, 128])
@@ -117,5 +161,8 @@ assert largest.offset([63, 8191, 63, 127]) > 2**31
 assert math.prod(largest.shape) - 1 == largest.offset([63, 8191, 63, 127])
 
 # %% [markdown]
-# **Exercise.** Write `split_heads(shape, strides, heads)`: shape and strides of the view (B, N, H, d) of a (B, N, H·d) tensor
-# with any strides, and `swap(shape, strides, a, b)`: the transpose. No data, only arithmetic.
+# **Exercise.** Write `split_heads(shape, strides, heads)`: shape and strides of the view (B, N, H, D) of a (B, N, H·D)
+# tensor with any strides, and `swap(shape, strides, a, b)`: the transpose. No data, only arithmetic.
+
+# %% [markdown] lang="zh"
+# **练习。** 写出 `split_heads(shape, strides, heads)`：步长任意的 (B, N, H·D) 张量，看成 (B, N, H, D) 的视图时的形状和步长；再写出 `swap(shape, strides, a, b)`：转置。不碰数据，只做算术。

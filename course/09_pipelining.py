@@ -1,8 +1,14 @@
 # %% [markdown]
 # # 9. Software pipelining
 #
-# A loop loads A, loads B, multiplies, stores. While it loads, the multiplier is idle; while it multiplies, the memory is
-# idle. One unit in four is ever busy. But iteration 2's load does not depend on iteration 1's product: start it early.
+# A loop loads $A$, loads $B$, multiplies, stores. While it loads, the multiplier is idle; while it multiplies, the
+# memory is idle. One unit in four is ever busy. But iteration 2's load does not depend on iteration 1's product: start
+# it early. Both plans, in a line each:
+
+# %% [markdown] lang="zh"
+# # 9. 软件流水线
+#
+# 一个循环：读 $A$，读 $B$，相乘，写回。读的时候乘法器闲着，乘的时候内存闲着，四个单元里永远只有一个在忙。但第 2 次迭代的读取并不依赖第 1 次迭代的乘积：那就提前开始。两种安排，各一行：
 
 # %%
 # needs: compiler
@@ -11,19 +17,38 @@ import torch
 from tilewise.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, show
 from tilewise_lab.machine import pipeline
+from tilewise_lab.machine.pipeline import Slot
+
+
+def sequential(iterations, stages=4):
+    """Iteration i occupies unit s in slot i · stages + s."""
+    return [Slot(s, i, i * stages + s) for i in range(iterations) for s in range(stages)]
+
+
+def pipelined(iterations, stages=4):
+    """The next iteration enters a unit as soon as the one before has left it: slot i + s."""
+    return [Slot(s, i, i + s) for i in range(iterations) for s in range(stages)]
+
 
 # %% [markdown]
 # ## 28 slots, or 10
 #
-# Four stages and seven iterations, one slot each. One after the other: 28 slots. Overlapped: a **prologue** in which the pipe
+# Four stages and seven iterations, one slot each. One after the other: 28 slots. Overlapped: a **prologue** in which
+# the pipe
 # fills, a **steady state** in which every unit works (each on another iteration), an **epilogue** in which it drains.
 
+# %% [markdown] lang="zh"
+# ## 28 个时隙，还是 10 个
+#
+# 四个阶段，七次迭代，每个占一个时隙。一个接一个：28 个时隙。重叠起来：先是**序幕**（prologue），流水线逐渐填满；然后是**稳态**，每个单元都在忙（各忙各的迭代）；最后是**尾声**（epilogue），流水线排空。
+
 # %%
-one, overlapped = pipeline.sequential(7), pipeline.pipelined(7)
+one, overlapped = sequential(7), pipelined(7)
 print(
     f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}"
 )
 assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
+assert pipeline.slots(pipeline.pipelined(7)) == 10
 assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
 busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
 assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
@@ -52,11 +77,18 @@ picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
 # %% [markdown]
 # ## What it takes
 #
-# Two things. The operations must be **asynchronous**: a load is started here and waited for elsewhere (it has nothing to do
-# with out-of-order execution, which GPUs do not have). And every iteration in flight needs a buffer of its own: here four
-# instead of one. On a GPU the buffers are tiles in shared memory, so `num_stages` is bounded by
+# Two things. The operations must be **asynchronous**: a load is started here and waited for elsewhere (it has nothing
+# to do with out-of-order execution, which GPUs do not have). And every iteration in flight needs a buffer of its own:
+# here four instead of one. On a GPU the buffers are tiles in shared memory, so `num_stages` is bounded by
 #
-#     kept + num_stages · streamed ≤ shared memory
+# $$\text{kept} + \text{num\_stages} \cdot \text{streamed} \le \text{shared memory}$$
+
+# %% [markdown] lang="zh"
+# ## 需要什么
+#
+# 两样东西。操作必须是**异步**的：在这里发起读取，在别处等它完成（这与乱序执行无关，GPU 没有乱序执行）。另外，每个在途的迭代都要有自己的缓冲区：这里是四个而不是一个。在 GPU 上，缓冲区就是共享内存里的块，所以 `num_stages` 受限于
+#
+# $$\text{kept} + \text{num\_stages} \cdot \text{streamed} \le \text{shared memory}$$
 
 # %%
 assert pipeline.in_flight(one) == 1
@@ -92,10 +124,17 @@ if times:
 # %% [markdown]
 # ## What Triton does with a loop
 #
-# You write `tl.load` and `tl.dot` in a `for`; Triton makes the prologue, the copies that do not wait, the buffers and the
-# waits. It also chooses which thread holds which element (layouts), uses the matrix units, and widens loads. All of that
+# You write `tl.load` and `tl.dot` in a `for`; Triton makes the prologue, the copies that do not wait, the buffers and
+# the
+# waits. It also chooses which thread holds which element (layouts), uses the matrix units, and widens loads. All of
+# that
 # can be read, stage by stage: the program as written (ttir), on layouts and buffers (ttgir), in assembly (ptx, sass).
 # `tilewise explain --kernel --device H200` prints this for any shape.
+
+# %% [markdown] lang="zh"
+# ## Triton 怎样处理一个循环
+#
+# 你在 `for` 里写 `tl.load` 和 `tl.dot`；序幕、不等待的复制、缓冲区和等待，都由 Triton 生成。它还决定哪个线程持有哪个元素（布局），启用矩阵单元，加宽读取。这一切都可以逐级读到：写下的程序（ttir），有了布局和缓冲区的程序（ttgir），汇编（ptx、sass）。`tilewise explain --kernel --device H200` 可以对任何形状打印出来。
 
 # %%
 if has_triton("the compiler's stages"):
@@ -112,9 +151,21 @@ if has_triton("the compiler's stages"):
 # %% [markdown]
 # ## The same idea, one level up
 #
-# Put the layers of a model on several devices and send batches through: while GPU₂ works on batch 1, GPU₁ has batch 2 and
-# GPU₃ batch 0. Prologue and epilogue are now called the *bubble*: with p devices and m batches, a share of
-# (p - 1) / (m + p - 1) of the time is idle. More batches, smaller bubble.
+# Put the layers of a model on several devices and send batches through: while GPU 2 works on batch 1, GPU 1 has batch
+# 2 and GPU 3 batch 0. Prologue and epilogue are now called the *bubble*: with $p$ devices and $b$ batches a share of
+#
+# $$\frac{p - 1}{b + p - 1}$$
+#
+# of the time is idle. More batches, smaller bubble.
+
+# %% [markdown] lang="zh"
+# ## 同样的想法，高一个层次
+#
+# 把模型的各层放到几个设备上，让一批批数据流过：GPU 2 处理第 1 批时，GPU 1 在处理第 2 批，GPU 3 在处理第 0 批。序幕和尾声现在叫做*气泡*：$p$ 个设备、$b$ 批数据时，空闲时间的比例是
+#
+# $$\frac{p - 1}{b + p - 1}$$
+#
+# 批数越多，气泡越小。
 
 # %%
 print("at time 2:", {f"GPU{unit + 1}": f"batch {batch}" for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)})
@@ -150,8 +201,14 @@ def draw_devices(axes):
 picture("09_bubble", draw_devices, size=(8, 2.6))
 
 # %% [markdown]
-# FlashAttention's loop is such a pipeline: while block j is multiplied, block j + 1 of K and V is already on its way from
-# HBM. On Hopper (lesson 14) the stages are even done by different warps.
+# FlashAttention's loop is such a pipeline: while block $j$ is multiplied, block $j + 1$ of $K$ and $V$ is already on
+# its way from HBM. On Hopper (lesson 14) the stages are even done by different warps.
 #
-# **Exercise.** Write `finish(iterations, durations)`: when the last iteration leaves a pipeline whose stages take different
-# times. Each unit serves one iteration at a time, in order; an iteration enters a stage when it has left the one before.
+# **Exercise.** Write `finish(iterations, durations)`: when the last iteration leaves a pipeline whose stages take
+# different times. Each unit serves one iteration at a time, in order; an iteration enters a stage when it has left the
+# one before.
+
+# %% [markdown] lang="zh"
+# FlashAttention 的循环就是这样一条流水线：第 $j$ 块还在相乘，$K$ 和 $V$ 的第 $j + 1$ 块已经在从 HBM 来的路上。在 Hopper 上（第 14 课），各阶段甚至由不同的 warp 来做。
+#
+# **练习。** 写出 `finish(iterations, durations)`：各阶段耗时不同的流水线，最后一次迭代何时离开。每个单元一次只服务一个迭代，按顺序来；一个迭代离开前一阶段后才进入下一阶段。

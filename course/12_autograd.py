@@ -1,27 +1,40 @@
 # %% [markdown]
 # # 12. Derivatives, from a slope to autograd
 #
-# The backward pass is one idea applied many times: near a point, every smooth function is linear. Its derivative is that linear map,
-# and the derivative of a chain is the product of the maps. This lesson builds it up from one number to whole matrices.
+# The backward pass is one idea applied many times: near a point, every smooth function is linear. Its derivative is
+# that linear map, and the derivative of a chain is the product of the maps. This lesson builds it up from one number
+# to whole matrices.
+
+# %% [markdown] lang="zh"
+# # 12. 导数：从斜率到自动求导
+#
+# 反向传播是把一个想法用上许多遍：在一点附近，每个光滑函数都是线性的。它的导数就是这个线性映射，而一串函数的导数就是这些映射的乘积。这一课从一个数一直讲到整个矩阵。
 
 # %%
+import math
 from itertools import pairwise
 
 import torch
 
 from tilewise.reference import matmul
 from tilewise_lab.learn import picture, show
-from tilewise_lab.trace.command import show_graph
-from tilewise_lab.trace.graph import Value, notes_example
+from tilewise_lab.trace import graph
 
 torch.manual_seed(0)
 
 # %% [markdown]
 # ## One number in, one number out
 #
-#     f(x + Δ) ≈ f(x) + f'(x)·Δ
+# $$f(x + \Delta) \approx f(x) + f'(x) \cdot \Delta$$
 #
-# The error of this line shrinks with Δ²: halve the step and it falls to a quarter.
+# The error of this line shrinks with $\Delta^2$: halve the step and it falls to a quarter.
+
+# %% [markdown] lang="zh"
+# ## 一个数进，一个数出
+#
+# $$f(x + \Delta) \approx f(x) + f'(x) \cdot \Delta$$
+#
+# 这条直线的误差随 $\Delta^2$ 缩小：步长减半，误差降到四分之一。
 
 
 # %%
@@ -52,31 +65,89 @@ picture("12_first_order", draw)
 # %% [markdown]
 # ## A chain
 #
-# If y = g(x) and z = f(y), a step Δx becomes g'(x)Δx, and that becomes f'(y)g'(x)Δx. Derivatives along a path multiply; where paths
-# meet, they add. A program that remembers what it computed can do this by itself, from the end to the start. Ours is a hundred lines
-# (`tilewise/trace/graph.py`); here it is at work on φ = (a·w₁ + b₁)², with ∂φ/∂w₁ = 1 · 2y₂ · 1 · a = 2a(aw₁ + b₁):
+# If $y = g(x)$ and $z = f(y)$, a step $\Delta x$ becomes $g'(x) \Delta x$, and that becomes $f'(y) g'(x) \Delta x$.
+# Derivatives along a path multiply; where paths meet, they add. A program that remembers what it computed can do this
+# by itself, from the end to the start. Here is one, whole: a number, what it was made from, and its derivative by each
+# of those. At work on
+#
+# $$\varphi = (a w_1 + b_1)^2 \quad y_1 = a w_1 \quad y_2 = y_1 + b_1 \quad \partial \varphi / \partial w_1 = 2 y_2 \cdot 1 \cdot a = 2 a (a w_1 + b_1)$$
+
+# %% [markdown] lang="zh"
+# ## 链条
+#
+# 如果 $y = g(x)$，$z = f(y)$，那么一步 $\Delta x$ 变成 $g'(x) \Delta x$，再变成 $f'(y) g'(x) \Delta x$。沿一条路径，导数相乘；几条路径汇合处，导数相加。一个记得自己算过什么的程序，可以自己从终点往起点做这件事。下面就是一个，完完整整：一个数、它由什么得来、以及对每个来源的导数。用它来算
+#
+# $$\varphi = (a w_1 + b_1)^2 \quad y_1 = a w_1 \quad y_2 = y_1 + b_1 \quad \partial \varphi / \partial w_1 = 2 y_2 \cdot 1 \cdot a = 2 a (a w_1 + b_1)$$
+
 
 # %%
-graph = notes_example(a=2.0, w1=3.0, b1=1.0)
-show_graph(graph)
-by_name = {node["name"]: node for node in graph["nodes"]}
-assert by_name["φ"]["value"] == 49
-assert by_name["w1"]["gradient"] == 2 * 2 * (2 * 3 + 1) == 28
+class Value:
+    def __init__(self, value, made_from=()):
+        self.value, self.made_from, self.gradient = value, made_from, 0.0
+
+    def __add__(self, other):
+        return Value(self.value + other.value, ((self, 1.0), (other, 1.0)))
+
+    def __mul__(self, other):
+        return Value(self.value * other.value, ((self, other.value), (other, self.value)))
+
+    def __pow__(self, n):
+        return Value(self.value**n, ((self, n * self.value ** (n - 1)),))
+
+    def exp(self):
+        return Value(math.exp(self.value), ((self, math.exp(self.value)),))
+
+    def order(self, seen=None):
+        """Everything this was made from, each value after its own sources."""
+        seen = {} if seen is None else seen
+        if self not in seen:
+            for source, _ in self.made_from:
+                source.order(seen)
+            seen[self] = None
+        return list(seen)
+
+    def backward(self):
+        self.gradient = 1.0
+        for value in reversed(self.order()):
+            for source, local in value.made_from:
+                source.gradient += value.gradient * local  # along a path: times; where paths meet: plus
+
+
+a, w1, b1 = Value(2.0), Value(3.0), Value(1.0)
+y1 = a * w1
+y2 = y1 + b1
+phi = y2**2
+phi.backward()
+names = {"a": a, "w₁": w1, "b₁": b1, "y₁": y1, "y₂": y2, "φ": phi}
+show(["", "value", "∂φ/∂"], [[name, x.value, x.gradient] for name, x in names.items()])
+assert phi.value == 49
+assert w1.gradient == 2 * 2 * (2 * 3 + 1) == 28
 
 x, y = Value(0.7), Value(-0.3)
-z = (x * y).exp() / (x * x + 1.0)
+z = (x * y).exp() * (x * x + Value(1.0)) ** -1
 z.backward()
 tx, ty = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.7, -0.3))
 tz = (tx * ty).exp() / (tx * tx + 1)
 tz.backward()
+gx, gy = graph.Value(0.7), graph.Value(-0.3)  # the library's own, which draws its graph on the page
+((gx * gy).exp() / (gx * gx + 1.0)).backward()
 assert abs(x.gradient - tx.grad.item()) < 1e-12
 assert abs(y.gradient - ty.grad.item()) < 1e-12
+assert abs(gx.gradient - tx.grad.item()) + abs(gy.gradient - ty.grad.item()) < 1e-12
 
 # %% [markdown]
 # ## Many in, one out: the gradient
 #
-# y_new ≈ y_old + ∇f · Δx. The gradient is the direction in which f grows fastest, so walking against it makes f smaller: gradient
-# descent.
+# $$f(x + \Delta x) \approx f(x) + \nabla f \cdot \Delta x$$
+#
+# The gradient is the direction in which $f$ grows fastest, so walking against it makes $f$ smaller: gradient descent.
+
+# %% [markdown] lang="zh"
+# ## 多进一出：梯度
+#
+# $$f(x + \Delta x) \approx f(x) + \nabla f \cdot \Delta x$$
+#
+# 梯度是 $f$ 增长最快的方向，所以逆着它走，$f$ 就变小：梯度下降。
 
 # %%
 target = torch.tensor([3.0, -1.0])
@@ -93,8 +164,14 @@ assert losses == sorted(losses, reverse=True)
 # %% [markdown]
 # ## Many in, many out: the Jacobian
 #
-# For f: ℝⁿ → ℝᵐ the linear map is an m × n matrix, Δy ≈ J Δx, one row per output. For tensors it is a tensor with all the axes of the
-# output and all of the input, and "times" becomes a contraction over the shared axes.
+# For $f: \mathbb{R}^n \to \mathbb{R}^m$ the linear map is an $m \times n$ matrix, $\Delta y \approx J \Delta x$, one
+# row per output. For tensors it is a tensor with all the axes of the output and all of the input, and "times" becomes
+# a contraction over the shared axes.
+
+# %% [markdown] lang="zh"
+# ## 多进多出：雅可比矩阵
+#
+# 对 $f: \mathbb{R}^n \to \mathbb{R}^m$，线性映射是一个 $m \times n$ 矩阵，$\Delta y \approx J \Delta x$，每个输出一行。对张量来说，它是一个拥有输出的全部轴和输入的全部轴的张量，“乘”就变成了对公共轴的缩并。
 
 
 # %%
@@ -113,13 +190,20 @@ assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 # %% [markdown]
 # ## The Jacobian that is never built
 #
-# Y = X W with X (N, M) and W (M, D). ∂Y/∂X has N·D·N·M entries. For N = M = 1024 and D = 2048 these are 2.2·10¹² numbers, 8.8 TB in
-# float32. Nobody stores that, because nobody needs it: what is asked for is the *product* of the gradient dY with it, and that
-# is a matrix product again:
+# $Y = X W$ with $X$ $(N, M)$ and $W$ $(M, D)$. The Jacobian $\partial Y / \partial X$ has $N D N M$ entries. For $N = M = 1024$ and $D = 2048$ these are $2.2 \cdot 10^{12}$ numbers, 8.8 TB in float32. Nobody stores that, because nobody needs it: what is asked for is the *product* of the gradient $dY$ with it, and that is a matrix product again:
 #
-#     dX = dY Wᵀ        dW = Xᵀ dY
+# $$dX = dY W^\top \quad dW = X^\top dY$$
 #
-# The shapes alone tell you: dX must be (N, M), and from dY (N, D) and W (M, D) there is one way to get there.
+# The shapes alone tell you: $dX$ must be $(N, M)$, and from $dY$ and $W$ there is one way to get there.
+
+# %% [markdown] lang="zh"
+# ## 从不构造的雅可比矩阵
+#
+# $Y = X W$，其中 $X$ 是 $(N, M)$，$W$ 是 $(M, D)$。雅可比 $\partial Y / \partial X$ 有 $N D N M$ 个元素。$N = M = 1024$、$D = 2048$ 时就是 $2.2 \cdot 10^{12}$ 个数，float32 下 8.8 TB。没有人会存它，因为没有人需要它：要的只是梯度 $dY$ 与它的*乘积*，而这又是矩阵乘法：
+#
+# $$dX = dY W^\top \quad dW = X^\top dY$$
+#
+# 光看形状就知道：$dX$ 必须是 $(N, M)$，而用 $dY$ 和 $W$ 凑出它只有一种办法。
 
 # %%
 entries = 1024 * 2048 * 1024 * 1024
@@ -145,5 +229,8 @@ show(
 )
 
 # %% [markdown]
-# **Exercise.** Add two operations to a small autograd: `tanh` and `maximum` (of two values; the larger one gets the gradient). Return the
-# value and the local derivatives.
+# **Exercise.** Add two operations to the library's small autograd: `tanh` and `maximum` (of two values; the larger one
+# gets the gradient). Return the value and the local derivatives.
+
+# %% [markdown] lang="zh"
+# **练习。** 给库里的微型自动求导加两个运算：`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）。返回数值和局部导数。

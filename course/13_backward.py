@@ -1,9 +1,14 @@
 # %% [markdown]
 # # 13. The backward, by hand and in tiles
 #
-# The forward is S = QKᵀ/√d, P = softmax(S), O = PV. Given dO, what are dQ, dK, dV? Read the chain from its end, with lesson 12's two rules
-# for products and one new rule for softmax. Then the surprise: the tiled backward needs *nothing* that the forward did not already
-# keep, except one number per row.
+# The forward is $S = Q K^\top / \sqrt{D}$, $P = \mathrm{softmax}(S)$, $O = P V$. Given $dO$, what are $dQ$, $dK$,
+# $dV$? Read the chain from its end, with lesson 12's two rules for products and one new rule for softmax. Then the
+# surprise: the tiled backward needs *nothing* that the forward did not already keep, except one number per row.
+
+# %% [markdown] lang="zh"
+# # 13. 反向传播：手推一遍，再分块
+#
+# 前向是 $S = Q K^\top / \sqrt{D}$，$P = \mathrm{softmax}(S)$，$O = P V$。给定 $dO$，$dQ$、$dK$、$dV$ 是什么？从末端往回读这条链，用第 12 课的两条矩阵乘法规则，再加一条 softmax 的新规则。然后会有一个惊喜：分块的反向传播所需要的东西，前向*全都*已经留下了，只差每行一个数。
 
 # %%
 # needs: interpreter
@@ -26,67 +31,149 @@ n, d = 12, 4
 q, k, v, do = (torch.randn(n, d, dtype=torch.float64) for _ in range(4))
 
 # %% [markdown]
-# ## Softmax's Jacobian
+# ## The Jacobian of softmax
 #
-# For one row p = softmax(s):
+# For one row $p = \mathrm{softmax}(s)$:
 #
-#     ∂p_j/∂s_k = p_j (1 - p_j) if j = k, else -p_j p_k        that is  J = diag(p) - p pᵀ
+# $$\partial p_j / \partial s_k = p_j (1 - p_j) \text{ if } j = k \text{, else } -p_j p_k \quad \text{that is} \quad J = \mathrm{diag}(p) - p p^\top$$
 #
-# It is symmetric, and its rows sum to zero: adding a constant to all scores changes nothing (lesson 2). Multiplied with a
-# gradient dP it needs no matrix: dS = P ∘ (dP - rowsum(P ∘ dP)).
+# It is symmetric, and its rows sum to zero: adding a constant to all scores changes nothing (lesson 2). Multiplied
+# with a gradient $dP$ it needs no matrix:
+#
+# $$dS = P \circ (dP - \mathrm{rowsum}(P \circ dP))$$
+
+# %% [markdown] lang="zh"
+# ## softmax 的雅可比矩阵
+#
+# 对一行 $p = \mathrm{softmax}(s)$：
+#
+# $$\partial p_j / \partial s_k = p_j (1 - p_j) \text{ if } j = k \text{, else } -p_j p_k \quad \text{that is} \quad J = \mathrm{diag}(p) - p p^\top$$
+#
+# 它是对称的，每行之和为零：所有分数加上同一个常数，什么也不变（第 2 课）。与梯度 $dP$ 相乘并不需要构造矩阵：
+#
+# $$dS = P \circ (dP - \mathrm{rowsum}(P \circ dP))$$
+
 
 # %%
+def softmax_jacobian(p):
+    return torch.diag(p) - torch.outer(p, p)
+
+
+def softmax_vjp(p, dp):
+    return p * (dp - (p * dp).sum(-1, keepdim=True))
+
+
 s = torch.randn(5, dtype=torch.float64)
 p = torch.softmax(s, -1)
-jacobian = gradient.softmax_jacobian(p)
+jacobian = softmax_jacobian(p)
 assert torch.allclose(jacobian, torch.autograd.functional.jacobian(lambda t: torch.softmax(t, -1), s))
+assert torch.allclose(jacobian, gradient.softmax_jacobian(p))
 assert torch.allclose(jacobian, jacobian.T)
 assert torch.allclose(jacobian.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-15)
 assert torch.isclose(jacobian[1, 1], p[1] * (1 - p[1]))
 assert torch.isclose(jacobian[0, 2], -p[0] * p[2])
 dp = torch.randn(5, dtype=torch.float64)
-assert torch.allclose(gradient.softmax_vjp(p, dp), jacobian @ dp)
+assert torch.allclose(softmax_vjp(p, dp), jacobian @ dp)
 
 # %% [markdown]
 # ## By hand
 #
-#     dV = Pᵀ dO          dP = dO Vᵀ          dS = P ∘ (dP - rowsum(P ∘ dP))          dQ = dS K/√d          dK = dSᵀ Q/√d
+# $$\begin{aligned} dV &= P^\top dO \\ dP &= dO V^\top \\ dS &= P \circ (dP - \mathrm{rowsum}(P \circ dP)) \\ dQ &= dS K / \sqrt{D} \\ dK &= dS^\top Q / \sqrt{D} \end{aligned}$$
 #
-# (The 1/√d belongs to S, so it is in dQ and dK. It is easily forgotten, and then everything trains, only worse.)
+# (The $1 / \sqrt{D}$ belongs to $S$, so it is in $dQ$ and $dK$. It is easily forgotten, and then everything trains,
+# only worse.)
+
+# %% [markdown] lang="zh"
+# ## 手推
+#
+# $$\begin{aligned} dV &= P^\top dO \\ dP &= dO V^\top \\ dS &= P \circ (dP - \mathrm{rowsum}(P \circ dP)) \\ dQ &= dS K / \sqrt{D} \\ dK &= dS^\top Q / \sqrt{D} \end{aligned}$$
+#
+# （$1 / \sqrt{D}$ 属于 $S$，所以 $dQ$ 和 $dK$ 里都有它。它很容易被忘掉，忘了以后一切照样能训练，只是效果变差。）
+
 
 # %%
+def by_hand(q, k, v, do):
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.softmax(q @ k.T * scale, -1)
+    dv = p.T @ do
+    dp = do @ v.T
+    ds = softmax_vjp(p, dp) * scale
+    return ds @ k, ds.T @ q, dv
+
+
 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 expected = torch.autograd.grad(rung.naive(*leaves), leaves, do)
-found = gradient.naive(q, k, v, do)
-for name, a, b in zip(("dQ", "dK", "dV"), found, expected, strict=True):
+found = by_hand(q, k, v, do)
+for name, a, b, c in zip(("dQ", "dK", "dV"), found, expected, gradient.naive(q, k, v, do), strict=True):
     print(name, f"{(a - b).abs().max():.1e}")
     assert torch.allclose(a, b)
+    assert torch.allclose(a, c)
 
 # %% [markdown]
 # ## In tiles
 #
-# Two things stand in the way of doing this block by block: P, which was never stored, and rowsum(P ∘ dP), which needs the whole row.
+# Two things stand in the way of doing this block by block: $P$, which was never stored, and
+# $\mathrm{rowsum}(P \circ dP)$, which needs the whole row.
 #
-# *P is one exponential away.* The forward kept the logsumexp L, so P_ij = exp(S_ij - L_i), any block of it, in any order, exact.
+# *$P$ is one exponential away.* The forward kept the logsumexp $L$, so $P_{ij} = \exp(S_{ij} - L_i)$, any block of it,
+# in any order, exact.
 #
-# *The row sum is known beforehand.* Σ_j P_ij dP_ij = Σ_j P_ij (dO_i · V_j) = dO_i · Σ_j P_ij V_j = dO_i · O_i. So D = rowsum(dO ∘ O), one number per row.
+# *The row sum is known beforehand:*
+#
+# $$\delta_i = \sum_j P_{ij} dP_{ij} = \sum_j P_{ij} (dO_i \cdot V_j) = dO_i \cdot \sum_j P_{ij} V_j = dO_i \cdot O_i$$
+#
+# So $\delta = \mathrm{rowsum}(dO \circ O)$, one number per row (`delta` in code). That is the whole backward:
+
+# %% [markdown] lang="zh"
+# ## 分块
+#
+# 要一块一块地做，有两个障碍：从未存下来的 $P$，以及需要整行的 $\mathrm{rowsum}(P \circ dP)$。
+#
+# *$P$ 只差一个指数。* 前向留下了 logsumexp $L$，所以 $P_{ij} = \exp(S_{ij} - L_i)$：任何一块，任何顺序，都是精确的。
+#
+# *行和事先就知道：*
+#
+# $$\delta_i = \sum_j P_{ij} dP_{ij} = \sum_j P_{ij} (dO_i \cdot V_j) = dO_i \cdot \sum_j P_{ij} V_j = dO_i \cdot O_i$$
+#
+# 所以 $\delta = \mathrm{rowsum}(dO \circ O)$，每行一个数（代码里叫 `delta`）。这就是整个反向传播：
+
 
 # %%
+def tiled_backward(q, k, v, o, lse, do, rows, columns):
+    scale = 1 / math.sqrt(q.shape[-1])
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (do * o).sum(-1)
+    for first_j in range(0, len(k), columns):
+        j = slice(first_j, first_j + columns)
+        for first_i in range(0, len(q), rows):
+            i = slice(first_i, first_i + rows)
+            p = torch.exp(q[i] @ k[j].T * scale - lse[i, None])  # computed again
+            ds = p * (do[i] @ v[j].T - delta[i, None]) * scale
+            dv[j] += p.T @ do[i]
+            dk[j] += ds.T @ q[i]
+            dq[i] += ds @ k[j]
+    return dq, dk, dv
+
+
 o, lse = rung.fa2(q, k, v, rows=4, columns=4)
 P = torch.softmax(rung.scores(q, k), -1)
 assert torch.allclose(torch.exp(rung.scores(q, k) - lse[:, None]), P)
-D = (do * o).sum(-1)
-assert torch.allclose(D, (P * (do @ v.T)).sum(-1))
+delta = (do * o).sum(-1)
+assert torch.allclose(delta, (P * (do @ v.T)).sum(-1))
+for a, b in zip(tiled_backward(q, k, v, o, lse, do, rows=4, columns=4), expected, strict=True):
+    assert torch.allclose(a, b)
 for a, b in zip(gradient.tiled(q, k, v, o, lse, do, rows=4, columns=4), expected, strict=True):
     assert torch.allclose(a, b)
 
 # %% [markdown]
 # ## Who owns a sum?
 #
-# dK_j and dV_j are sums over queries, dQ_i a sum over keys. In a single loop over key blocks every program wants to add to every dQ_i: through
-# HBM, with atomic additions whose order changes from run to run. tilewise's portable backward makes *two* passes instead: the owners of
-# keys sum dK and dV, then the owners of queries sum dQ. Seven products instead of five, but every sum has one owner and one order: two
-# runs agree bit for bit.
+# $dK_j$ and $dV_j$ are sums over queries, $dQ_i$ a sum over keys. In a single loop over key blocks every program wants to add to every $dQ_i$: through HBM, with atomic additions whose order changes from run to run. tilewise's portable backward makes *two* passes instead: the owners of keys sum $dK$ and $dV$, then the owners of queries sum $dQ$. Seven products instead of five, but every sum has one owner and one order: two runs agree bit for bit.
+
+# %% [markdown] lang="zh"
+# ## 和归谁所有？
+#
+# $dK_j$ 和 $dV_j$ 是对查询求和，$dQ_i$ 是对键求和。如果只对键块做一个循环，每个程序都要往每个 $dQ_i$ 里加：得经过 HBM，用原子加法，而原子加法的顺序每次运行都不同。tilewise 的通用反向 kernel 改为走*两*遍：键的主人累加 $dK$ 和 $dV$，然后查询的主人累加 $dQ$。七次乘法而不是五次，但每个和只有一个主人、一种顺序：两次运行逐位相同。
 
 # %%
 totals = {
@@ -103,8 +190,12 @@ assert "dq" not in totals["two"]["loaded"]
 assert trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)["error"] < 1e-12
 
 # %% [markdown]
-# On Hopper there is a third way: a single loop, five products, and dQ summed in HBM after all, by wide atomic additions or, with
-# `deterministic=True`, in a fixed order for which the programs wait. There the two products saved are worth more than the traffic.
+# On Hopper there is a third way: a single loop, five products, and $dQ$ summed in HBM after all, by wide atomic
+# additions or, with `deterministic=True`, in a fixed order for which the programs wait. There the two products saved
+# are worth more than the traffic.
+
+# %% [markdown] lang="zh"
+# 在 Hopper 上还有第三种办法：一个循环，五次乘法，$dQ$ 还是在 HBM 里累加，用宽的原子加法；或者在 `deterministic=True` 时按固定的顺序来，程序之间互相等待。在那里，省下的两次乘法比搬运更值钱。
 
 # %%
 times = measured("sums")
@@ -115,8 +206,14 @@ if times:
 # %% [markdown]
 # ## In Triton, as a node of autograd
 #
-# `tilewise.attention` is one node: Q, K, V → O, with this backward. Checked against finite differences in float64, and the Triton kernels
-# against float64 in the interpreter; through the logsumexp as well, which adds one term, dL, to D.
+# `tilewise.attention` is one node: $Q, K, V \to O$, with this backward. Checked against finite differences in float64,
+# and the Triton kernels against float64 in the interpreter; through the logsumexp as well, which takes one term, $dL$,
+# from $\delta$.
+
+# %% [markdown] lang="zh"
+# ## 在 Triton 里，作为自动求导的一个节点
+#
+# `tilewise.attention` 是一个节点：$Q, K, V \to O$，反向就是上面这样。它在 float64 下与有限差分核对过；Triton kernel 在解释器里与 float64 核对过；经过 logsumexp 的梯度也一样，它从 $\delta$ 里减去一项 $dL$。
 
 # %%
 small = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -143,7 +240,12 @@ if has_triton("the Triton backward"):
 # %% [markdown]
 # ## What is kept
 #
-# Nothing N × N, forward or backward. The gradient costs Q, K, V, O and one logsumexp per row.
+# Nothing $N \times N$, forward or backward. The gradient costs $Q$, $K$, $V$, $O$ and one logsumexp per row.
+
+# %% [markdown] lang="zh"
+# ## 要留下什么
+#
+# 没有任何 $N \times N$ 的东西，前向和反向都没有。梯度的代价只是 $Q$、$K$、$V$、$O$，以及每行一个 logsumexp。
 
 # %%
 lengths = [256, 1024, 4096, 16384]
@@ -163,4 +265,8 @@ assert math.isclose(kept[3] / kept[2], 4)
 assert stored_p[3] / stored_p[2] == 16
 
 # %% [markdown]
-# **Exercise.** Write `block_gradients(q, k, v, do, lse, delta)` for one block: its contributions to dQ, dK and dV, from its own rows alone.
+# **Exercise.** Write `block_gradients(q, k, v, do, lse, delta)` for one block: its contributions to $dQ$, $dK$ and
+# $dV$, from its own rows alone.
+
+# %% [markdown] lang="zh"
+# **练习。** 为一块写出 `block_gradients(q, k, v, do, lse, delta)`：只用它自己的那些行，算出它对 $dQ$、$dK$ 和 $dV$ 的贡献。

@@ -1,9 +1,16 @@
 # %% [markdown]
 # # 14. Hopper: warps with different jobs
 #
-# Lesson 9's pipeline had all warps do everything. On Hopper (H100, H200) copies and matrix products are asynchronous machines of their own:
-# **TMA** fetches whole tiles, **wgmma** multiplies them, and both only raise a flag (an *mbarrier*) when they are done. So one warp fetches, and
+# Lesson 9's pipeline had all warps do everything. On Hopper (H100, H200) copies and matrix products are asynchronous
+# machines of their own:
+# **TMA** fetches whole tiles, **wgmma** multiplies them, and both only raise a flag (an *mbarrier*) when they are
+# done. So one warp fetches, and
 # others compute, and while the tensor cores work for one warpgroup, the other one takes its exponentials.
+
+# %% [markdown] lang="zh"
+# # 14. Hopper：分工不同的 warp
+#
+# 第 9 课的流水线里，所有 warp 什么都做。在 Hopper（H100、H200）上，复制和矩阵乘法各有自己的异步引擎：**TMA** 搬来整块数据，**wgmma** 把它们相乘，做完只竖起一面旗（*mbarrier*）。于是一个 warp 专门搬运，其他 warp 计算；tensor core 为一个 warpgroup 干活时，另一个正在算它的指数。
 
 # %%
 # needs: compiler
@@ -16,9 +23,14 @@ from tilewise_lab.learn import has_triton, picture, show
 # %% [markdown]
 # ## Why two groups
 #
-# Per tile of 128 × 128 scores at D = 128 the tensor cores of an SM need 4·128·128·128 FLOPs, and the special-function units 128·128
-# exponentials. At D = 64 the products halve and the exponentials do not: they take *as long as* the products. Whatever is not
-# overlapped is lost.
+# Per tile of 128 × 128 scores at $D = 128$ the tensor cores of an SM need $4 \cdot 128 \cdot 128 \cdot 128$ FLOPs, and
+# the special-function units $128 \cdot 128$ exponentials. At $D = 64$ the products halve and the exponentials do not:
+# they take *as long as* the products. Whatever is not overlapped is lost.
+
+# %% [markdown] lang="zh"
+# ## 为什么要两组
+#
+# 每块 128 × 128 的分数，$D = 128$ 时，一个 SM 的 tensor core 要做 $4 \cdot 128 \cdot 128 \cdot 128$ 次浮点运算，特殊函数单元要算 $128 \cdot 128$ 个指数。$D = 64$ 时乘法减半，指数却不减：它们和乘法*一样久*。凡是没有重叠的时间，都是损失。
 
 # %%
 h200 = device("H200")
@@ -34,9 +46,17 @@ assert full.pairs / (h200.exps * h200.sms * h200.clock) > 0.9 * full.flops() / h
 # %% [markdown]
 # ## The flags
 #
-# A ring of two buffers, a producer that fills and a consumer that empties. Each buffer has two barriers: *full* (the copy has arrived) and
-# *empty* (it may be overwritten). Take a wait away and the consumer reads what is not there yet. tilewise runs its Hopper kernels on a CPU
-# in an emulator whose copies arrive late, and which raises on every race and deadlock; here is the whole forward, and its timeline.
+# A ring of two buffers, a producer that fills and a consumer that empties. Each buffer has two barriers: *full* (the
+# copy has arrived) and
+# *empty* (it may be overwritten). Take a wait away and the consumer reads what is not there yet. tilewise runs its
+# Hopper kernels on a CPU
+# in an emulator whose copies arrive late, and which raises on every race and deadlock; here is the whole forward, and
+# its timeline.
+
+# %% [markdown] lang="zh"
+# ## 旗子
+#
+# 一个由两个缓冲区组成的环，生产者填，消费者取。每个缓冲区有两个屏障：*full*（数据到了）和 *empty*（可以覆盖了）。少等一次，消费者就会读到还没到的数据。tilewise 在 CPU 上用模拟器运行它的 Hopper kernel，模拟器里的复制会迟到，任何竞争和死锁都会报错；下面是整个前向，以及它的时间线。
 
 # %%
 timeline = []
@@ -82,7 +102,13 @@ if timeline:
 # %% [markdown]
 # ## A wait too few
 #
-# The emulator's word on a missing barrier is worth more than a lucky run on a GPU. A ring buffer in ten lines, right and wrong:
+# The emulator's word on a missing barrier is worth more than a lucky run on a GPU. A ring buffer in ten lines, right
+# and wrong:
+
+# %% [markdown] lang="zh"
+# ## 少等了一次
+#
+# 漏掉一个屏障时，模拟器的一句话比在 GPU 上侥幸跑通更有价值。十行的环形缓冲区，对的和错的：
 
 
 # %%
@@ -108,8 +134,15 @@ assert ring(8, 2, wait_for_empty=True) == list(range(8))
 assert ring(8, 2, wait_for_empty=False) != list(range(8))
 
 # %% [markdown]
-# That is the whole way from a softmax that overflows to a kernel that keeps a GPU busy. `docs/` tells the rest: what was measured, what was
-# tried, what failed.
+# That is the whole way from a softmax that overflows to a kernel that keeps a GPU busy. The next lessons go on from
+# the merge of lesson 3: to decoding, to many GPUs, to an attention of your own, and to a kernel that you write
+# yourself. `docs/` tells the rest: what was measured, what was tried, what failed.
 #
-# **Exercise.** Barriers alternate: a wait names the *phase* it waits for. Write `phases(iteration, buffers)`: which buffer iteration i uses, and
-# the phase (0 or 1) in which the consumer waits for it to be full and the producer for it to be empty.
+# **Exercise.** Barriers alternate: a wait names the *phase* it waits for. Write `phases(iteration, buffers)`: which
+# buffer an iteration uses, and the phase (0 or 1) in which the consumer waits for it to be full and the producer for
+# it to be empty.
+
+# %% [markdown] lang="zh"
+# 从会溢出的 softmax，到让 GPU 一直忙碌的 kernel，整条路就是这样。后面几课从第 3 课的合并继续往前走：走向解码，走向多个 GPU，走向你自己的注意力，最后是你自己写的 kernel。其余的在 `docs/` 里：测了什么，试了什么，哪些失败了。
+#
+# **练习。** 屏障的相位交替变化：等待时要指明等的是哪个*相位*。写出 `phases(iteration, buffers)`：某次迭代用哪个缓冲区，以及消费者等它变满、生产者等它变空时的相位（0 或 1）。

@@ -60,7 +60,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 # Of slow tests that are many alike, one in so many runs, always the same; with --all they all do.
 ONE_IN = {
-    "test_rehearse.py": 24, "test_bounds.py": 24, "test_transformers.py": 12, "test_processes.py": 5, "test_sdpa.py": 5,
+    "test_bounds.py": 24, "test_transformers.py": 12, "test_sdpa.py": 5,
     "test_origin.py": 5, "test_train_context_parallel.py": 3, "test_kv_compile.py": 4, "test_backward.py": 8,
     "test_backward_wide.py": 4, "test_compile.py": 5, "test_targets.py": 5, "test_backward_compile.py": 5,
 }  # fmt: skip

@@ -36,18 +36,20 @@ RULES = {
     "api": Rule("spec checks ops dispatch"),
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
+    "cache.memory": Rule("cache.request dispatch spec torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
         "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
-        " kernels.portable.limits kernels.portable.profile"
+        " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
+    "reference.threads": Rule("torch_private"),
     "reference.kv": Rule("reference mods spec cache.request"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
@@ -76,13 +78,15 @@ RULES = {
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
-    "kernels.portable.kv_launch": Rule("cache.request kernels spec triton"),
+    "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
+    "kernels.portable.kv_launch": Rule("cache.memory cache.request kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
     "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
+    "kernels.hopper.kv_launch": Rule("cache.request kernels"),
     "kernels.hopper.profile": Rule(
         "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
         " kernels.portable.tiles"
@@ -90,33 +94,42 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
+    "costs.kv": Rule("costs cache checks dispatch spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
     "integrations": Rule("integrations api mods spec"),
     "integrations.flash_registry": Rule("api checks spec"),
-    "integrations.hf_masks": Rule("integrations mods spec transformers"),
-    "integrations.transformers": Rule("integrations api spec transformers"),
+    "integrations.hf_masks": Rule("integrations distributed mods spec transformers"),
+    "integrations.hf_sharded": Rule("distributed spec"),
+    "integrations.transformers": Rule("integrations api distributed spec transformers"),
+    "integrations.hf_cache": Rule("cache"),
+    "integrations.steps": Rule("cache"),
+    "integrations.vllm": Rule("integrations", lazy="vllm"),
+    "integrations.vllm_backend": Rule("integrations mods spec vllm"),
+    "integrations.sglang": Rule("integrations", lazy="integrations sglang"),
+    "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api cache merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
-    "lab.cli": Rule("tilewise"),
+    "lab.cli": Rule("tilewise spec"),
+    "lab.asked": Rule("spec"),
     "lab.picture": Rule("mods"),
     "lab.progress": Rule("", lazy="rich"),
-    "lab.show_mask": Rule("lab.picture tilewise mods spec"),
+    "lab.show_mask": Rule("lab.asked lab.picture tilewise mods spec"),
     "lab.machine": Rule("lab.machine spec"),
     "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper kernels.shapes spec"),
-    "lab.trace": Rule("lab.trace reference spec tilewise", lazy="rich"),
-    "lab.explain": Rule("lab.explain costs", lazy="tilewise dispatch kernels.gpu spec lab.bench triton"),
+    "lab.trace": Rule("lab.asked lab.trace reference spec tilewise", lazy="rich"),
+    "lab.explain": Rule("lab.explain costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"),
     "lab.learn": Rule("lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
     "lab.learn.kernels": Rule("kernels.tile triton"),
-    "lab.explore": Rule("lab.explore lab.trace lab.machine costs mods reference spec"),
+    "lab.explore": Rule("lab.explore lab.plan costs kernels.portable.kv_tiles spec"),
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
-    "lab.demo": Rule("lab.demo tilewise rich"),
-    "lab.bench": Rule("lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.demo": Rule("lab.asked lab.demo lab.progress tilewise rich", lazy="lab.asked"),
+    "lab.bench": Rule("lab.asked lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
@@ -275,7 +288,10 @@ def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
     assert not found, "\n".join(found)
 
 
-NO_EXAMPLES = ("kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__")
+NO_EXAMPLES = (
+    "kernels", "lab.interpreter", "lab.learn.kernels", "lab.explore.hopper", "lab.__main__",
+    "integrations.vllm_backend", "integrations.sglang_backend",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])

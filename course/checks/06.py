@@ -8,4 +8,8 @@ def check(answer):
             total = trace.attention(n, n, d=d, rows=rows, columns=columns, order=order)["totals"]
             exact = sum(total["loaded"].values()) + sum(total["stored"].values())
             got = answer.hbm_bytes(n, d, rows, columns, order)
-            expect(got == exact, f"{order}, n {n}, d {d}, blocks of {rows} and {columns}: {exact} bytes, not {got}")
+            expect(
+                got == exact,
+                f"{order}, n {n}, d {d}, blocks of {rows} and {columns}: {exact} bytes, not {got}",
+                f"{order}，n {n}，d {d}，块大小 {rows} 和 {columns}：应为 {exact} 字节，而不是 {got}",
+            )

@@ -17,11 +17,16 @@ def check(answer):
             expect(
                 a.shape == q[i].shape and b.shape == k[j].shape and c.shape == v[j].shape,
                 "dQ, dK, dV have the shapes of q, k, v",
+                "dQ、dK、dV 的形状与 q、k、v 相同",
             )
             dq[i] += a
             dk[j] += b
             dv[j] += c
-    expect(torch.allclose(dv, exact[2]), "dV = Pᵀ dO with P = exp(S - lse)")
-    expect(not torch.allclose(dq, 2 * exact[0]), "the 1/√D belongs to dQ and dK as well")
-    expect(torch.allclose(dq, exact[0]), "dQ = dS K / √D with dS = P ∘ (dO Vᵀ - delta)")
-    expect(torch.allclose(dk, exact[1]), "dK = dSᵀ Q / √D")
+    expect(torch.allclose(dv, exact[2]), "dV = Pᵀ dO with P = exp(S - lse)", "dV = Pᵀ dO，其中 P = exp(S - lse)")
+    expect(not torch.allclose(dq, 2 * exact[0]), "the 1/√D belongs to dQ and dK as well", "dQ 和 dK 里也要有 1/√D")
+    expect(
+        torch.allclose(dq, exact[0]),
+        "dQ = dS K / √D with dS = P ∘ (dO Vᵀ - delta)",
+        "dQ = dS K / √D，其中 dS = P ∘ (dO Vᵀ - delta)",
+    )
+    expect(torch.allclose(dk, exact[1]), "dK = dSᵀ Q / √D", "dK = dSᵀ Q / √D，用的是 dS 的转置")

@@ -1,15 +1,12 @@
 // The controls of a widget, from a list; native inputs, so that a keyboard works everywhere.
-import { choices, h, offline, t } from "./core.js";
+import { h, t } from "./core.js";
 
-/** One control. `spec.kind`: choice, select, range, toggle, text. */
-export function control(id, endpoint, spec, state, set) {
-  const name = `${id}-${spec.key}${spec.group ?? ""}`;
-  const allowed = choices(endpoint, spec.key);
-  return kinds[offline && spec.kind === "text" ? "select" : spec.kind]({
+/** One control. `spec.kind`: choice, select, range, toggle. */
+export function control(id, spec, state, set) {
+  return kinds[spec.kind]({
     ...spec,
-    name,
-    allowed,
-    options: spec.options?.filter((value) => !allowed || spec.free || allowed.map(String).includes(String(value))) ?? allowed ?? [],
+    name: `${id}-${spec.key}${spec.group ?? ""}`,
+    options: spec.options ?? [],
     value: state[spec.key],
     change: (value) => set({ [spec.key]: value, ...spec.also }),
   });
@@ -47,7 +44,7 @@ const kinds = {
           h("option", { value: String(value), selected: String(value) === String(spec.value) }, named(spec, value))))),
 
   range: (spec) => {
-    const values = spec.allowed ?? spec.values;
+    const { values } = spec;
     const at = (value) => (values ? nearest(values, value) : value);
     const output = h("output", {});
     const input = h("input", {
@@ -61,7 +58,7 @@ const kinds = {
       input.setAttribute("aria-valuetext", String(value));
     };
     input.show(spec.value);
-    return h("label.field.range", {}, h("span", {}, label(spec), " ", output), values?.length === 1 ? null : input);
+    return h("label.field.range", {}, h("span", {}, label(spec), " ", output), input);
   },
 
   toggle: (spec) =>
@@ -71,13 +68,6 @@ const kinds = {
         onchange: (event) => spec.change(event.target.checked ? 1 : 0),
       }),
       h("span", {}, label(spec))),
-
-  text: (spec) =>
-    h("label.field.text", {}, h("span", {}, label(spec)),
-      h("input", {
-        type: "text", name: spec.name, value: spec.value, autocomplete: "off", spellcheck: "false", inputmode: spec.inputmode,
-        onchange: (event) => spec.change(event.target.value.trim()),
-      })),
 };
 
 function nearest(values, value) {

@@ -1,6 +1,6 @@
 // What every widget is made of: elements, numbers, state in the URL, data from the library.
 import { select } from "d3-selection";
-import { words } from "./words.js";
+import { words } from "./words/index.js";
 
 /** h("p.note", {title: "x"}, "text", child): an HTML element. */
 export function h(tag, props = {}, ...children) {
@@ -18,18 +18,21 @@ export function h(tag, props = {}, ...children) {
   return node;
 }
 
-/** An SVG of a given view box, as a d3 selection. */
-export function picture(parent, width, height, title) {
-  return select(parent)
-    .append("svg")
-    .attr("viewBox", `0 0 ${width} ${height}`)
-    .attr("role", "img")
-    .attr("aria-label", title);
+/** An SVG of so many pixels, never scaled: its text is as large as it says. As a d3 selection. "group" if parts of it
+    can be touched. */
+export function picture(parent, width, height, title, role = "img") {
+  return select(parent).append("svg").attr("width", width).attr("height", height).attr("role", role).attr("aria-label", title);
 }
 
-/** The width of a wide picture: its text must stay readable on a phone. */
-export const small = () => innerWidth < 640;
-export const room = () => (small() ? 400 : 760);
+export const small = () => innerWidth < 760;
+
+let wide = 0; // of every figure: measured once, since asking makes the browser lay out what was drawn so far
+export const measure = (figure) => (wide = figure.clientWidth);
+
+/** The widths of two columns side by side, the first with this share; on a phone, both are all there is. */
+export const halves = (share) => {
+  return small() ? [wide, wide] : [Math.floor((wide - 30) * share), Math.floor((wide - 30) * (1 - share))];
+};
 
 export const MINUS = "−";
 
@@ -37,13 +40,12 @@ export const MINUS = "−";
 export const form = {
   fixed(x, digits = 6) {
     if (x === null || x === undefined) return "–";
-    if (x === "-inf") return `${MINUS}∞`;
-    if (x === "inf") return "∞";
-    if (x === "nan") return "NaN";
+    if (x === -Infinity) return `${MINUS}∞`;
+    if (x === Infinity) return "∞";
     return x.toFixed(digits).replace("-", MINUS);
   },
   short(x) {
-    if (typeof x !== "number") return form.fixed(x);
+    if (!Number.isFinite(x)) return form.fixed(x);
     const size = Math.abs(x);
     if (x !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2).replace(/-/g, MINUS);
     return String(Number(x.toPrecision(4))).replace("-", MINUS);
@@ -61,6 +63,7 @@ export const form = {
     return `${Number(x.toPrecision(3))} ${unit}`;
   },
   seconds(x) {
+    if (x < 1e-9) return "0 s";
     for (const [size, unit] of [[1, "s"], [1e-3, "ms"]])
       if (x >= size) return `${Number((x / size).toPrecision(3))} ${unit}`;
     return `${Number((x / 1e-6).toPrecision(3))} µs`;
@@ -70,7 +73,8 @@ export const form = {
 const sub = { 0: "₀", 1: "₁", 2: "₂", 3: "₃", 4: "₄", 5: "₅", 6: "₆", 7: "₇", 8: "₈", 9: "₉" };
 export const below = (n) => String(n).replace(/\d/g, (digit) => sub[digit]);
 
-// State: "#at=tiles&tiles.bq=4&lang=zh". What has its default value is not written.
+// State: "#text=3+2+5+1&rows=2&tiles.step=4&lang=zh". What has its default value is not written; a key without a dot
+// belongs to the example that all chapters share.
 
 export const address = new URLSearchParams(location.hash.slice(1));
 const listeners = new Set();
@@ -93,10 +97,12 @@ addEventListener("hashchange", () => {
   listeners.forEach((listener) => listener());
 });
 
+const named = (id, key) => (id ? `${id}.${key}` : key);
+
 export function read(id, defaults) {
   return Object.fromEntries(
     Object.entries(defaults).map(([key, value]) => {
-      const found = address.get(`${id}.${key}`);
+      const found = address.get(named(id, key));
       if (found === null) return [key, value];
       if (typeof value === "number") return [key, Number.isFinite(Number(found)) ? Number(found) : value];
       return [key, found];
@@ -107,7 +113,7 @@ export function read(id, defaults) {
 export function write(id, defaults, patch) {
   remember(
     Object.fromEntries(
-      Object.entries(patch).map(([key, value]) => [`${id}.${key}`, String(value) === String(defaults[key]) ? null : value]),
+      Object.entries(patch).map(([key, value]) => [named(id, key), String(value) === String(defaults[key]) ? null : value]),
     ),
     { quiet: true },
   );
@@ -122,30 +128,34 @@ export function t(key, values = {}) {
   return text[language() === "zh" ? 1 : 0].replace(/\{(\w+)\}/g, (_, name) => values[name]);
 }
 
-// Data: computed by the library, now (a server) or when this page was written (a copy).
+// What the browser does not compute: the cost model, the emulated kernel, plans for many GPUs. The library answers, now
+// (a server) or when this page was written (a copy); both offer the same choices.
 
 const copy = window.TILEWISE;
 export const offline = Boolean(copy);
-export const choices = (endpoint, key) => copy?.grid[endpoint]?.[key];
 const answers = new Map();
 
-export class NotHere extends Error {}
-
-export async function ask(endpoint, params) {
-  const query = Object.keys(params).sort().map((key) => `${key}=${params[key]}`).join("&");
-  const key = `${endpoint}?${query}`;
-  if (!answers.has(key)) answers.set(key, offline ? fromCopy(key) : fromServer(endpoint, params));
+export function ask(endpoint, params = {}) {
+  const key = `${endpoint}?${Object.keys(params).sort().map((name) => `${name}=${params[name]}`).join("&")}`;
+  if (offline) {
+    if (!(key in copy)) throw new Error(t("offline.missing"));
+    return copy[key];
+  }
+  if (!answers.has(key)) {
+    const coming = fromServer(endpoint, params);
+    answers.set(key, coming);
+    coming.then((found) => answers.set(key, found), () => answers.delete(key));
+  }
   return answers.get(key);
 }
 
-async function fromCopy(key) {
-  const found = copy.answers[key];
-  if (found === undefined) throw new NotHere(key);
-  return found;
-}
-
 async function fromServer(endpoint, params) {
-  const response = await fetch(`data/${endpoint}?${new URLSearchParams(params)}`);
+  let response;
+  try {
+    response = await fetch(`data/${endpoint}?${new URLSearchParams(params)}`);
+  } catch {
+    throw new Error(t("server.gone"));
+  }
   const body = await response.json();
   if (!response.ok) throw new Error(body.error);
   return body;

@@ -1,32 +1,38 @@
-// A chapter: its words, the controls of its widget, the figure, and what to do when an answer is not there.
-import { NotHere, ask, h, offline, read, t, write } from "./core.js";
+// A chapter: its words, the controls of its widget, and the figure, drawn anew whenever something changes.
+import { ask, h, read, t, write } from "./core.js";
 import { control, follow, stepper } from "./controls.js";
+import { example, isShared, share, shared } from "./example.js";
 
 export class Stage {
-  constructor(widget, number) {
-    this.widget = widget;
+  constructor(widget, number, everyone) {
+    Object.assign(this, { widget, number, everyone, turn: 0 });
     this.node = h("section", { id: widget.id, "aria-labelledby": `${widget.id}-title` });
-    this.number = number;
-    this.visible = false;
   }
 
+  /** The example's state and the widget's own. */
   get state() {
-    return read(this.widget.id, this.widget.defaults);
+    return { ...shared(), ...read(this.widget.id, this.widget.defaults) };
   }
 
   set = (patch) => {
-    write(this.widget.id, this.widget.defaults, patch);
-    this.update();
+    const entries = Object.entries(patch);
+    const common = entries.filter(([key]) => isShared(key));
+    write(this.widget.id, this.widget.defaults, Object.fromEntries(entries.filter(([key]) => !isShared(key))));
+    if (common.length) share(Object.fromEntries(common));
+    if (common.length) this.everyone();
+    else this.update();
   };
 
   /** Everything anew: the language has changed, or the address. */
   build() {
-    const { id, endpoint, controls, steps } = this.widget;
-    this.figure = h("div.figure", {});
+    const { id, controls, steps, tall } = this.widget;
+    this.seen = null;
+    const [state, set] = [this.state, this.set];
+    this.figure = h("div.figure", tall ? { style: `min-height:${tall[innerWidth < 760 ? 1 : 0]}px` } : {});
     this.notice = h("p.notice", { role: "status", hidden: true });
-    this.parts = controls.map((spec) => [spec, control(id, endpoint, spec, this.state, this.set)]);
-    this.stepper = steps ? stepper(this.set) : null;
-    const card = h("div.card", { tabindex: steps ? "0" : undefined, onkeydown: (event) => this.key(event), "aria-label": t(`${id}.title`) },
+    this.parts = controls.map((spec) => [spec, control(id, spec, state, set)]);
+    this.stepper = steps ? stepper(set) : null;
+    const card = h("div.card", { role: "group", tabindex: steps ? "0" : undefined, onkeydown: (event) => this.key(event), "aria-label": t(`${id}.title`) },
       h("div.controls", {}, this.parts.map(([, node]) => node)),
       this.stepper?.node,
       this.notice,
@@ -38,7 +44,6 @@ export class Stage {
       h("p.lead", { html: t(`${id}.lead`) }),
       card,
       h("p.after", { html: t(`${id}.after`) }));
-    if (this.visible) this.update();
   }
 
   key(event) {
@@ -48,39 +53,51 @@ export class Stage {
     if (!button.disabled) button.click();
   }
 
-  show() {
-    if (this.visible) return;
-    this.visible = true;
+  /** The example has changed: draw anew if this chapter looks at what has. */
+  follow() {
+    const now = shared();
+    const seen = JSON.stringify((this.widget.follows ?? Object.keys(now)).map((key) => now[key]));
+    if (seen === this.seen) return;
+    this.seen = seen;
     this.update();
   }
 
-  async update() {
+  /** Draw at once where the answer is at hand, else when it comes. */
+  update() {
     const state = this.state;
-    const turn = (this.turn = (this.turn ?? 0) + 1);
+    const turn = ++this.turn;
     for (const [spec, node] of this.parts) {
       node.hidden = Boolean(spec.when && !spec.when(state));
       follow(node, state[spec.key]);
     }
     try {
-      const data = await this.widget.ask(state, ask);
-      if (turn !== this.turn) return;
-      this.notice.hidden = true;
-      if (this.stepper) {
-        const last = this.widget.steps(data, state);
-        state.step = Math.min(state.step, last);
-        this.stepper.update(state.step, last);
-      }
-      this.widget.draw(this.figure, data, state, this.set);
-      this.node.dataset.ready = JSON.stringify(state);
+      const answer = this.widget.ask?.(state, ask) ?? {};
+      if (!(answer instanceof Promise)) return this.draw(answer, state);
+      answer.then((found) => turn === this.turn && this.draw(found, state)).catch((error) => turn === this.turn && this.refuse(error));
     } catch (error) {
-      if (turn !== this.turn) return;
-      this.notice.hidden = false;
-      if (error instanceof NotHere) this.notice.innerHTML = t("offline.missing");
-      else if (offline || !(error instanceof TypeError)) this.notice.textContent = error.message;
-      else this.notice.textContent = t("server.gone");
-      this.node.dataset.ready = "notice";
-      if (!(error instanceof NotHere) && !error.message) throw error;
+      this.refuse(error);
     }
+  }
+
+  draw(answer, state) {
+    this.notice.hidden = true;
+    const data = this.widget.compute ? this.widget.compute(example(state.text), state, answer) : answer;
+    if (this.stepper) {
+      const last = this.widget.steps(data, state);
+      state.step = Math.min(state.step, last);
+      this.stepper.update(state.step, last);
+    }
+    const focused = this.figure.contains(document.activeElement) && document.activeElement.dataset.key;
+    this.widget.draw(this.figure, data, state, this.set);
+    if (focused) this.figure.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+    this.node.dataset.ready = JSON.stringify(state);
+  }
+
+  refuse(error) {
+    this.notice.hidden = false;
+    this.notice.textContent = error.message;
+    this.node.dataset.ready = "notice";
+    if (!error.message || error instanceof TypeError || error instanceof ReferenceError) throw error;
   }
 }
 

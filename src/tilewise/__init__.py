@@ -17,6 +17,7 @@ from .spec import AttentionError
 if TYPE_CHECKING:
     from . import compat, integrations
     from .costs.explanation import Explanation
+    from .costs.kv import KvExplanation
     from .costs.warm import Warmed
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
@@ -35,6 +36,7 @@ __all__ = [
     "compat",
     "dropout_mask",
     "explain",
+    "explain_kv",
     "integrations",
     "mask_mod",
     "merge",
@@ -88,6 +90,22 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
     see `tilewise.costs.explain.explain`. Nothing is launched.
     """
     from .costs.explain import explain as told_by
+
+    told = told_by(*args, **options)
+    if show:
+        print(told)
+    return told
+
+
+def explain_kv(*args: Any, show: bool = True, **options: Any) -> "KvExplanation":
+    """What a call with a KV cache reads, how its keys are dealt to processors, what binds it; printed and returned.
+
+        tilewise.explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
+
+    The arguments are those of `attention_kv` (shapes will do), and `device`, `dtype`: see `tilewise.costs.kv`.
+    Nothing is launched.
+    """
+    from .costs.kv import explain_kv as told_by
 
     told = told_by(*args, **options)
     if show:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .kernels.gpu import Gpu, gpu_of
 from .kernels.hopper import limits as hopper
 from .kernels.hopper import profile as hopper_profile
+from .kernels.portable import kv_profile
 from .kernels.portable import limits as portable
 from .kernels.portable import profile as portable_profile
 from .kernels.profile import Profile, Shapes
@@ -42,6 +43,7 @@ class Backend(NamedTuple):
     forward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
     backward: Callable[[Shapes, Gpu], list[Profile]] = _nothing
     cache: str = ""  # the module that serves KV caches: plan(request, ..), attend(request, ..), append(request)
+    kv: Any = None  # how it deals their keys to programs: deal(request, gpu, processors), ranges(dealt, ..)
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -54,11 +56,12 @@ def _never(request: Request, gpu: Gpu | None) -> None:
 BACKENDS = (  # in the order in which `auto` asks them
     Backend(
         "hopper", "tilewise.kernels.hopper.launch", hopper.obstacle, hopper.yields, "kernels for this GPU",
-        hopper_profile.forward, hopper_profile.backward,
+        hopper_profile.forward, hopper_profile.backward, "tilewise.kernels.hopper.kv_launch",
     ),
     Backend(
         "triton", "tilewise.kernels.portable.launch", portable.obstacle, portable.yields, "portable kernels",
         portable_profile.forward, portable_profile.backward, "tilewise.kernels.portable.kv_launch",
+        kv_profile,
     ),
     Backend(
         "reference", "tilewise.reference", _never, _never, "torch, on any device", cache="tilewise.reference.kv"

@@ -52,6 +52,11 @@ def is_forward_mode() -> bool:
     return bool(_forward_ad._current_level >= 0)
 
 
+def is_intercepted() -> bool:
+    """Whether a mode looks at every op of this thread."""
+    return _modes() > 0
+
+
 def is_watched(*tensors: Tensor) -> bool:
     """Whether something traces, transforms or intercepts torch's calls, and must see the registered op.
 

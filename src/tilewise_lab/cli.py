@@ -3,7 +3,7 @@
 A subcommand is a module with two functions:
 
     configure(parser)    adds its arguments to an argparse parser
-    run(options) -> int  does the work and returns the exit status
+    run(options) -> int  does the work and returns the exit status; an AttentionError is said in one line, and is 2
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tilewise import __version__
+from tilewise.spec import AttentionError
 
 # What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.
 EXTRAS = {"rich": "cli"} | dict.fromkeys(("sphinx", "furo", "myst_parser", "sphinx_copybutton", "docutils"), "docs")
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra is None:
             raise
         print(f"tilewise {name} needs {error.name}: pip install 'tilewise[{extra}]'", file=sys.stderr)
+        return 2
+    except AttentionError as error:
+        print(f"tilewise {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

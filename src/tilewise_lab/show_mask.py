@@ -11,7 +11,7 @@ import torch
 
 from tilewise import mods
 from tilewise.spec import AttentionError
-from tilewise_lab import picture
+from tilewise_lab import asked, picture
 
 EXAMPLES: dict[str, tuple[float, ...]] = {
     "causal": (),
@@ -56,17 +56,16 @@ def number(text: str) -> int | float:
 
 
 def run(options: Namespace) -> int:
-    keys = options.keys or options.queries
+    keys = options.queries if options.keys is None else options.keys
     drawn: mods.BlockMask | picture.Heat
-    try:
-        mod = mod_named(options.mod, options.numbers, options.queries)
-        if mod.kind == "score":
-            drawn = picture.heat(mod, options.queries, keys, h=options.head)
-        else:
-            drawn = mods.block_mask(mod, options.queries, keys, block=(options.block, options.block))
-    except AttentionError as error:
-        print(error)
-        return 2
+    asked.place(options.out)
+    for name, n in ("--queries", options.queries), ("--keys", keys), ("--block", options.block):
+        asked.count(name, n, 1 << 15, ", of which a picture can be drawn")
+    mod = mod_named(options.mod, options.numbers, options.queries)
+    if mod.kind == "score":
+        drawn = picture.heat(mod, options.queries, keys, h=options.head)
+    else:
+        drawn = mods.block_mask(mod, options.queries, keys, block=(options.block, options.block))
     file, words = picture.draw(drawn)
     if options.out.suffix == ".html":
         options.out.write_text(picture.html(drawn), encoding="utf-8")
@@ -84,7 +83,7 @@ def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
     """
     file, _, function = name.rpartition(":")
     if file:
-        found = runpy.run_path(file).get(function)
+        found = runpy.run_path(str(asked.file(Path(file), "mod"))).get(function)
         if found is None:
             raise AttentionError(
                 f"a mod in {file}", f"no {function!r}", "a function decorated with mask_mod or score_mod"

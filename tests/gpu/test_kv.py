@@ -274,3 +274,19 @@ def test_time_grows_with_the_keys_alone() -> None:
         torch.cuda.synchronize()
         times.append(events[0].elapsed_time(events[1]))
     assert times[0] < 1.5 * times[1]
+
+
+MANY = [KvCase((700, 4097, 0, 333), queries=300, page=page, dim=dim, heads=8, kv_heads=2) for page, dim in (
+    (0, 128), (8, 64), (16, 128), (24, 128), (64, 128), (256, 128), (16, 256), (64, 192),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_many_queries_on_hopper(case: KvCase) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    for variant in (case, case.but(queries=(300, 1000, 1, 2), padding=9), case.but(layout="interleaved")):
+        x = inputs(variant, torch.bfloat16, "cuda")
+        compare(call(x, backend="hopper"), x)
+        x.options |= {"window": (200, 0)}
+        compare(call(x, backend="hopper"), x, window=(200, 0))

@@ -68,3 +68,34 @@ def test_python_dash_m():
     command = [sys.executable, "-m", "tilewise_lab", "--version"]
     said = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
     assert said.stdout == f"tilewise {tilewise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("demo --quick --device cuda:99", "--device: found 'cuda:99'"),
+        ("demo --device tpu", "--device: found 'tpu'; expected cpu"),
+        ("demo --out no/such/page.html", "--out: found 'no/such/page.html', whose folder does not exist"),
+        ("demo --out .", "--out: found '.', a folder"),
+        ("bench --device cuda:99", "--device: found 'cuda:99'"),
+        ("bench --report no.json", "--report: found 'no.json', which does not exist"),
+        ("trace attention --sq 0", "--sq: found 0; expected 1 or more"),
+        ("trace attention --block -1", "--block: found -1"),
+        ("trace attention --sq 100000", "tiles to show: found 200000; expected at most 4096"),
+        ("trace softmax nan inf", "x: found nan; expected finite numbers"),
+        ("trace autograd 1", "expected three, a w1 b1"),
+        ("explain --fit missing.json", "--fit: found 'missing.json', which does not exist"),
+        ("explain 1 16 8 1000", "head dim of q: found 1000; expected 1 to 512"),
+        ("explain 1 0 8 64", "shape: found 1 0 8 64"),
+        ("explain --device tpu", "device: found 'tpu'"),
+        ("show-mask nofile.py:x", "mod: found 'nofile.py', which does not exist"),
+        ("show-mask causal --block 0", "--block: found 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_2(typed, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(typed.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith(f"tilewise {typed.split()[0]}: ")
+    assert err.count("\n") == 1

@@ -17,7 +17,7 @@ from tilewise_lab.demo.measure import CONTENDERS, TENSORS, Error, Results, Run, 
 pytest.importorskip("rich", reason="the demo's tables need the cli extra")
 from tilewise_lab.demo import charts, page, report
 
-CPU = Setting.choose("cpu", quick=True)
+CPU = Setting.choose(torch.device("cpu"), quick=True)
 
 
 def made_up(peaks: dict[str, list[int | None]]) -> Results:
@@ -68,6 +68,14 @@ def test_out_of_memory_is_said():
     assert report.runs_table(results).row_count == len(CPU.lengths)
 
 
+@pytest.mark.parametrize(("load", "said"), [(100.0, True), (0.1, False)])
+def test_a_busy_machine_is_said(load, said, capsys, tmp_path):
+    results = replace(made_up({name: [2**20, 2**21, 2**22] for name in CONTENDERS}), load=load)
+    report.show(results, tmp_path / "page.html")
+    assert ("of a busy machine" in capsys.readouterr().out) is said
+    assert ("of a busy machine" in page.render(results)) is said
+
+
 def test_contenders_agree():
     q, k, v = (torch.randn(2, 33, 4, 16, dtype=torch.float64) for _ in range(3))
     ours, sdpa, naive = (attention(q, k, v) for attention in CONTENDERS.values())
@@ -87,7 +95,10 @@ def test_errors_are_those_of_the_dtype(dtype):
     found = measure.errors(setting, dtype)
     assert [error.tensor for error in found] == list(TENSORS)
     for error in found:
-        assert 0.01 * torch.finfo(dtype).eps < error.torch < 100 * torch.finfo(dtype).eps
+        for found_by in (error.naive, error.sdpa):
+            if found_by is not None:
+                assert 0.01 * torch.finfo(dtype).eps < found_by < 100 * torch.finfo(dtype).eps
+    assert [error.tensor for error in found if error.sdpa is None] == ["lse"]
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,34 @@
-import { form, h, t } from "../core.js";
+import { form, h, halves, t } from "../core.js";
+import { KINDS, mask } from "../math/masks.js";
 import { readouts } from "../stage.js";
 
-const KINDS = ["causal", "window", "globals", "document", "prefix", "dilated", "image", "blocks", "strided"];
 const SIZED = new Set(["window", "globals", "prefix", "dilated", "image", "blocks", "strided"]);
 
 export const masks = {
   id: "masks",
-  endpoint: "mask",
-  defaults: { kind: "causal", n: 128, block: 16, size: 16, causal: 0, q: 70 },
+  follows: [],
+  defaults: { kind: "window", block: 16, size: 16, also: 0, q: 70 },
   controls: [
     { kind: "select", key: "kind", label: "masks.kind", names: "masks.kind", options: KINDS },
     { kind: "range", key: "size", label: "masks.size", values: [1, 2, 4, 8, 12, 16, 24, 32], when: (s) => SIZED.has(s.kind) },
     { kind: "choice", key: "block", label: "masks.block", options: [16, 32] },
     { kind: "range", key: "q", label: "masks.q", min: 0, max: 127 },
-    { kind: "toggle", key: "causal", label: "masks.causal", when: (s) => !["causal", "strided"].includes(s.kind) },
+    { kind: "toggle", key: "also", label: "masks.causal", when: (s) => !["causal", "strided"].includes(s.kind) },
   ],
-  ask({ kind, n, block, size, causal }, ask) {
-    return ask("mask", { kind, n, block, size: SIZED.has(kind) ? size : 16, causal: ["causal", "strided"].includes(kind) ? 0 : causal });
+  compute(one, { kind, block, size, also }) {
+    return mask({ kind, block, size: SIZED.has(kind) ? size : 16, causal: ["causal", "strided"].includes(kind) ? 0 : also });
   },
 
   draw(figure, data, state, set) {
-    const rows = data.rows.map((row) => [...row].flatMap((digit) => [8, 4, 2, 1].map((bit) => Boolean(parseInt(digit, 16) & bit))));
+    const { rows } = data;
+    const [left] = halves(0.58);
     const q = Math.min(state.q, data.n - 1);
     const [empty, part, full] = data.kinds;
     const all = empty + part + full;
     const sees = rows[q].filter(Boolean).length;
     figure.replaceChildren(
       h("div.columns", {},
-        canvas(data, rows, q, set),
+        canvas(Math.min(left, 560), data, rows, q, set),
         h("div", {},
           readouts([
             ["masks.pairs", form.percent(data.pairs / data.n ** 2), "pairs"],
@@ -58,11 +59,18 @@ const CODE = {
   blocks: ({ size }) => `mask_mod=block_diagonal(${2 * size})`,
   strided: ({ size }) => `mask_mod=strided_sparse(${size})`,
 };
-const code = (state) => `attention(q, k, v, ${CODE[state.kind](state)}${Number(state.causal) && !["causal", "strided"].includes(state.kind) ? ", causal=True" : ""})`;
+const code = (state) => `attention(q, k, v, ${CODE[state.kind](state)}${Number(state.also) && !["causal", "strided"].includes(state.kind) ? ", causal=True" : ""})`;
 
-function canvas(data, rows, q, set) {
-  const unit = Math.max(2, Math.floor(640 / data.n));
-  const node = h("canvas", { width: data.n * unit, height: data.n * unit, role: "img", "aria-label": t("masks.picture"), onclick: (event) => set({ q: Math.floor((event.offsetY / node.clientHeight) * data.n) }) });
+function canvas(width, data, rows, q, set) {
+  const unit = 5;
+  const node = h("canvas", { width: data.n * unit, height: data.n * unit, role: "img", "aria-label": t("masks.picture"), style: `width:${width}px;height:${width}px` });
+  const told = h("p.small.pair", {}, t("masks.axes"));
+  node.addEventListener("pointermove", (event) => {
+    const [i, j] = [event.offsetY, event.offsetX].map((at) => Math.max(0, Math.min(data.n - 1, Math.floor((at / width) * data.n))));
+    const kind = ["masks.is.empty", "masks.is.part", "masks.is.full"][data.tiles[Math.floor(i / data.block)][Math.floor(j / data.block)]];
+    told.textContent = `${t(rows[i][j] ? "masks.sees" : "masks.hidden", { i, j })} ${t(kind)}`;
+  });
+  node.addEventListener("click", (event) => set({ q: Math.min(data.n - 1, Math.floor((event.offsetY / width) * data.n)) }));
   const style = getComputedStyle(document.documentElement);
   const paint = (name) => style.getPropertyValue(name);
   const at = node.getContext("2d");
@@ -94,5 +102,5 @@ function canvas(data, rows, q, set) {
     }
   at.strokeStyle = paint("--ink");
   at.strokeRect(0, q * unit, data.n * unit, unit);
-  return h("div.matrix", {}, node, h("p.small", {}, t("masks.axes")));
+  return h("div.matrix", {}, node, told);
 }

@@ -1,20 +1,25 @@
 import { axisBottom, axisLeft } from "d3-axis";
 import { scaleLinear } from "d3-scale";
-import { form, h, picture, room, small, t } from "../core.js";
+import { form, h, halves, picture, small, t } from "../core.js";
+import { matmulWaves } from "../math/machine.js";
+import { draggable } from "../touch.js";
+import { DEVICES } from "./roof.js";
 import { readouts } from "../stage.js";
 
 export const waves = {
   id: "waves",
-  endpoint: "waves",
+  follows: [],
+  tall: [494, 848],
   defaults: { what: "matmul", device: "A100", tile: "256x128", heads: 16, n: 1793 },
   controls: [
-    { kind: "select", key: "device", label: "roof.device", options: ["A100", "A100-40GB", "H100", "H200", "RTX 4090", "L4", "B200"] },
-    { kind: "choice", key: "what", label: "waves.what", names: "waves.what", options: ["matmul", "attention"], free: true },
+    { kind: "select", key: "device", label: "roof.device", options: DEVICES },
+    { kind: "choice", key: "what", label: "waves.what", names: "waves.what", options: ["matmul", "attention"] },
     { kind: "choice", key: "tile", label: "waves.tile", options: ["256x128", "128x128", "128x64", "64x64"], when: (s) => s.what === "matmul" },
     { kind: "range", key: "heads", label: "roof.h", values: [8, 16, 32], when: (s) => s.what === "attention" },
     { kind: "range", key: "n", label: "waves.n", min: 256, max: 4096 },
   ],
-  ask: ({ what, device, tile, heads }, ask) => (what === "matmul" ? ask("waves", { device, tile }) : ask("grid", { device, heads })),
+  ask: ({ what, device, heads }, ask) => ask(...(what === "matmul" ? ["gpus"] : ["grid", { device, heads }])),
+  compute: (one, { what, device, tile }, told) => (what === "matmul" ? matmulWaves(tile.split("x").map(Number), told[device].sms) : told),
 
   draw(figure, data, state, set) {
     const n = Math.max(data.low, Math.min(data.high, state.n));
@@ -28,7 +33,7 @@ export const waves = {
         ["waves.efficiency", form.percent(efficiency), "efficiency", efficiency < 0.7 ? "bad" : efficiency > 0.85 ? "good" : ""],
         ["waves.idle", String(data.sms - last), "idle"],
       ]),
-      chart(data, n, efficiency, set, t(`waves.x.${state.what}`)),
+      chart(halves(1)[0], data, n, efficiency, set, t(`waves.x.${state.what}`)),
       ...(state.what === "attention" ? [h("p.small", {}, t("waves.attention", { tile: data.tile[0] }))] : []),
       h("div.waves", {}, machines(data, waves, last)),
       cliffs(data, n, set),
@@ -36,10 +41,10 @@ export const waves = {
   },
 };
 
-function chart(data, n, efficiency, set, words) {
-  const [width, height, left, top, bottom] = [room(), 220, 46, 14, 40];
+function chart(width, data, n, efficiency, set, words) {
+  const [height, left, top, bottom] = [220, 46, 14, 40];
   const node = h("div", {});
-  const svg = picture(node, width, height, t("waves.picture"));
+  const svg = picture(node, width, height, t("waves.picture"), "group");
   const x = scaleLinear([data.low, data.high], [left, width - 14]);
   const y = scaleLinear([0, 1], [height - bottom, top]);
   svg.append("g").attr("transform", `translate(0 ${height - bottom})`).call(axisBottom(x).tickValues(small() ? [1024, 2048, 3072, 4096] : [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]).tickFormat(String).tickSizeOuter(0));
@@ -49,12 +54,12 @@ function chart(data, n, efficiency, set, words) {
   svg.append("path").attr("d", `${points}H${x(data.high)}V${y(0)}H${x(data.low)}Z`).attr("fill", "var(--s0w)");
   svg.append("path").attr("d", `${points}H${x(data.high)}`).attr("fill", "none").attr("stroke", "var(--s0)").attr("stroke-width", 2);
   svg.append("line").attr("x1", x(n)).attr("x2", x(n)).attr("y1", top).attr("y2", height - bottom).attr("stroke", "var(--s2)").attr("stroke-width", 2);
-  svg.append("circle").attr("cx", x(n)).attr("cy", y(efficiency)).attr("r", 6).attr("fill", "var(--s2)").attr("stroke", "var(--card)").attr("stroke-width", 2);
-  svg.append("text").attr("class", `halo strong ${x(n) > width - 60 ? "end" : ""}`).attr("x", x(n) + (x(n) > width - 60 ? -8 : 8)).attr("y", top + 10).style("fill", "var(--s2)").text(`n = ${n}`);
-  svg.style("cursor", "crosshair").on("click", (event) => {
-    const box = svg.node().getBoundingClientRect();
-    set({ n: Math.round(Math.max(data.low, Math.min(data.high, x.invert(((event.clientX - box.left) / box.width) * width)))) });
+  const here = (event) => x.invert(event.clientX - svg.node().getBoundingClientRect().x);
+  draggable(svg.append("circle").attr("class", "grip").attr("cx", x(n)).attr("cy", y(efficiency)).attr("r", 9).style("cursor", "ew-resize"), {
+    key: "waves-n", label: words, value: n, min: data.low, max: data.high, at: here, set: (value) => set({ n: value }),
   });
+  svg.append("text").attr("class", `halo strong ${x(n) > width - 60 ? "end" : ""}`).attr("x", x(n) + (x(n) > width - 60 ? -8 : 8)).attr("y", top + 10).style("fill", "var(--s2)").text(`n = ${n}`);
+  svg.style("cursor", "crosshair").on("click", (event) => set({ n: Math.round(Math.max(data.low, Math.min(data.high, here(event)))) }));
   return node;
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..dispatch import choose, serving, signature
 from ..spec import LIMIT, Spec
 from ..torch_private import is_watched
+from .memory import Ran
 from .request import (
     APPEND,
     ATTEND,
@@ -47,16 +48,18 @@ def _plan_of(ledger: Tensor, request: KvRequest) -> None:
     call.backend.plan(request, ledger, call.recordings)
 
 
-def _attend_of(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> None:
+def _attend_of(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> Ran | None:
     call = _call_of(request, request.spec, request.split, request.most, request.places.new)
-    call.backend.attend(request, out, lse, ledger, room, call.recordings)
+    ran: Ran | None = call.backend.attend(request, out, lse, ledger, room, call.recordings)
+    return ran
 
 
-def _append_of(request: AppendRequest, backend: str) -> None:
+def _append_of(request: AppendRequest, backend: str) -> Ran | None:
     written = Written(request.k_new, request.k, request.v, Spec(1.0, backend=backend), request)
     interleaved = request.rotary is not None and request.rotary.interleaved
     call = _call_of(written, backend, interleaved, request.places.new)
-    call.backend.append(request, call.recordings)
+    ran: Ran | None = call.backend.append(request, call.recordings)
+    return ran
 
 
 class Written(NamedTuple):
@@ -137,15 +140,16 @@ def plan(ledger: Tensor, request: KvRequest) -> None:
         _plan_of(ledger, request)
 
 
-def attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> None:
-    if is_watched(*request.call[:3]):
-        torch.ops.tilewise.attend_kv(out, lse, room, ledger, *attend_arguments(request))
-    else:
-        _attend_of(out, lse, room, ledger, request)
+def attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> Ran | None:
+    """What ran, here and below, where it was recorded and nobody watched."""
+    if not is_watched(*request.call[:3]):
+        return _attend_of(out, lse, room, ledger, request)
+    torch.ops.tilewise.attend_kv(out, lse, room, ledger, *attend_arguments(request))
+    return None
 
 
-def append(request: AppendRequest, backend: str) -> None:
-    if is_watched(request.k_new, request.v_new, request.k, request.v):
-        torch.ops.tilewise.append_kv(request.k, request.v, request.turned, *append_arguments(request, backend))
-    else:
-        _append_of(request, backend)
+def append(request: AppendRequest, backend: str) -> Ran | None:
+    if not is_watched(request.k_new, request.v_new, request.k, request.v):
+        return _append_of(request, backend)
+    torch.ops.tilewise.append_kv(request.k, request.v, request.turned, *append_arguments(request, backend))
+    return None

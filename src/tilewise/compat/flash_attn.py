@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..cache.api import attention_kv
+from ..cache.plans import Plans
 from ..cache.request import Rotary
 from ..spec import AttentionError
 from . import bert_padding
@@ -125,8 +126,14 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Attention over a KV cache, after new keys and values were written into it: see `tilewise.attention_kv`, which has
-    no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. num_splits says how to
-    compute, and is not needed."""
+    no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. With num_splits=1 the keys of
+    a sequence are never divided; other numbers say how to compute, and are not needed.
+
+    >>> cache, q, new = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    >>> lengths = torch.tensor([5, 20], dtype=torch.int32)
+    >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
+    torch.Size([2, 1, 4, 16])
+    """
     if (k is None) != (v is None) or (k is None and rotary_cos is not None):
         raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
     words = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
@@ -134,7 +141,8 @@ def flash_attn_with_kvcache(
     if plain:  # with a gradient
         out, lse = attention(q, k_cache, v_cache, **words)
     else:
-        cache = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
+        cache: dict[str, Any] = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
+        cache["split"] = 0 if num_splits == 1 else None
         turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
         out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words | cache)
     return (out, lse) if return_softmax_lse else out
@@ -142,21 +150,36 @@ def flash_attn_with_kvcache(
 
 def over_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, lengths: Any,
-    rotary: dict[str, Any], words: dict[str, Any],
+    rotary: dict[str, Any], words: dict[str, Any], plans: Plans | None = None, rotary_lengths: Any = None,
 ) -> Any:  # fmt: skip
     """(out, lse) of tilewise.attention_kv. flash-attn turns queries by their places if there is a band, and all of them
-    by the first of these if there is none."""
+    by the first of these if there is none; places count from `rotary_lengths`, where they are not the cache's."""
     if lengths is None:
         lengths = k_cache.shape[1] - (0 if k is None else k.shape[1])
     words = {name: x for name, x in words.items() if name not in ("dropout_p", "deterministic") and x is not None}
     if k is not None:
         words |= {"k_new": k, "v_new": v}
     if rotary["cos"] is not None:
-        if not words["causal"] and "window" not in words and q.dim() == 4:
-            start = torch.as_tensor(lengths, device=q.device).expand(q.shape[0])
-            rotary = rotary | {"q_positions": start[:, None].expand(q.shape[:2])}
+        banded = words["causal"] or "window" in words
+        if rotary_lengths is not None or not banded:
+            own = torch.as_tensor(lengths if rotary_lengths is None else rotary_lengths, device=q.device)
+            cu_q, cu_new = words.get("cu_seqlens_q"), words.get("cu_seqlens_new", words.get("cu_seqlens_q"))
+            rotary = rotary | {"positions": _places(k, cu_new, own), "q_positions": _places(q, cu_q, own, banded)}
         words["rotary"] = Rotary(**rotary)
+    if plans is not None:
+        words["plan"] = plans.of(q, k_cache, v_cache, lengths, words)
     return attention_kv(q, k_cache, v_cache, lengths, **words)
+
+
+def _places(x: Any, cu: Tensor | None, starts: Tensor, one_by_one: bool = True) -> Tensor:
+    """The place of every token, dense or packed, where its sequence's first is at `starts`; or that of the first."""
+    if x.dim() == 4:
+        step = torch.arange(x.shape[1], device=x.device) * int(one_by_one)
+        return starts.expand(x.shape[0])[:, None] + step
+    assert cu is not None
+    t = torch.arange(x.shape[0], device=x.device)
+    b = torch.bucketize(t, cu[1:], right=True).clamp(max=max(cu.shape[0] - 2, 0))
+    return starts.expand(cu.shape[0] - 1)[b] + (t - cu[b]) * int(one_by_one)
 
 
 def _parts(packed: Tensor, name: str, axis: int, n: int) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..cache.plans import Plans
 from ..merge import merge
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
@@ -125,22 +126,37 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention over a KV cache: see `tilewise.attention_kv`."""
-    for name, x in (("qv", qv), ("rotary_seqlens", rotary_seqlens), ("attention_chunk", attention_chunk or None)):
-        if x is not None:
-            raise AttentionError(f"{name} over a KV cache", "one", "none")
+    """Attention over a KV cache: see `tilewise.attention_kv`, and flash-attn 2's. scheduler_metadata is one of
+    `get_scheduler_metadata`. With a page table, cache_batch_idx says which of its rows are whose."""
+    if qv is not None:
+        raise AttentionError("qv over a KV cache", "one", "none")
+    if attention_chunk and cache_leftpad is not None:
+        raise AttentionError("attention_chunk", f"{attention_chunk} beside cache_leftpad", "one of the two")
     words = _options(
-        softmax_scale, causal, window_size, 0, softcap, False, q_descale=q_descale, k_descale=k_descale,
+        softmax_scale, causal, window_size, attention_chunk, softcap, False, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale,
     )  # fmt: skip
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
     words |= {
         "cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q,
+        "cu_seqlens_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q, "split": 0 if num_splits == 1 else None,
     }  # fmt: skip
     turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-    out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words)
+    out, lse = over_cache(
+        q, k_cache, v_cache, k, v, cache_seqlens, turned, words, scheduler_metadata, rotary_seqlens
+    )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
 
-def get_scheduler_metadata(*args: Any, **words: Any) -> None:
-    """Of FlashAttention-3's own schedule: there is none here, and None is what `scheduler_metadata` is given then."""
+def get_scheduler_metadata(
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False, window_size: Window = BOTH_WAYS,
+    attention_chunk: int = 0, has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Plans:  # fmt: skip
+    """Plans (`tilewise.plan_kv`) for the layers of a step, to be given to each of them; the next step has its own.
+    The first layer's call fills them, from what it is given: they are no tensor, and cannot be copied into one."""
+    return Plans()

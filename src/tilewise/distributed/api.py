@@ -16,18 +16,19 @@ from ..spec import AttentionError, Request, band
 from . import ops
 from .plan import Plan
 
-_in_use: list[Plan] = []  # of the process, not of a thread: autograd has threads of its own
+_in_use: list[Plan | None] = []  # of the process, not of a thread: autograd has threads of its own
 
 
 @contextmanager
-def use(plan: Plan) -> Iterator[Plan]:
+def use(plan: Plan | None) -> Iterator[Plan | None]:
     """Attention within is over this plan, wherever a model's adapter asks (`current`), or `attention` is given none.
 
         with tilewise.distributed.use(plan):
             logits = model(plan.shard(tokens), position_ids=plan.positions()[None])
             loss(logits, plan.labels(tokens)).backward()
 
-    The backward belongs inside where layers are checkpointed, which compute attention once more.
+    The backward belongs inside where layers are checkpointed, which compute attention once more. Within `use(None)`
+    there is no plan: for a part of a model that each rank computes whole, such as one that looks at images.
     """
     _in_use.append(plan)
     try:
@@ -56,7 +57,7 @@ def attention(
     or with a batch of 1. Exact: the same as `attention` (`attention_varlen`) over all tokens, to float32's rounding of
     the sums, for everything that takes: mods, ALiBi and dropout go by positions in the whole (give the same `seed` to
     get the mask of one GPU), sinks count once. The band is the plan's: causal and window, if said here, must be the
-    same.
+    same (`plan.banded` has the tokens of a plan and another band).
 
     A bias has this rank's rows and all tokens' columns, in the order of the sequence: (B or 1, H or 1, rows or 1,
     tokens or 1). Gradients of what all ranks have (sinks, slopes, the tensors of mods, broadcast biases) are this
@@ -108,7 +109,8 @@ def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, rank: 
     options = checks.options_of(given)
     said = band(options["causal"], options["window"])
     if said not in ((None, None), plan.band):
-        raise AttentionError("causal and window", said, f"the plan's, {plan.band}, or nothing: the plan knows")
+        raise AttentionError("causal and window", said, f"the plan's, {plan.band}, or nothing: the plan knows; for a"
+                             " layer with another window, plan=plan.banded(causal=..., window=...)")  # fmt: skip
     if isinstance(options["mask_mod"], BlockMask):
         raise AttentionError("mask_mod", "a block mask, whose tiles lie in one sequence on one GPU",
                              "the mask mod it was made of")  # fmt: skip

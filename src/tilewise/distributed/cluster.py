@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
         )
     if mesh is None:
         mesh = dist.group.WORLD
+    if isinstance(mesh, dist.ProcessGroup):
+        return dist.get_world_size(mesh), mesh, None
     if hasattr(mesh, "get_group"):
         if mesh.ndim > 2:
             raise AttentionError(
@@ -35,9 +38,7 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
         node = mesh.shape[1] if mesh.ndim == 2 else None
         group = flattened(mesh)
         return dist.get_world_size(group), group, node
-    if not isinstance(mesh, dist.ProcessGroup):
-        raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
-    return dist.get_world_size(mesh), mesh, None
+    raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
 
 
 def rank_of(plan: Plan) -> int:
@@ -50,16 +51,16 @@ def rank_of(plan: Plan) -> int:
     return dist.get_rank(plan.group)
 
 
-_met: set[int] = set()
+_met: WeakSet[Any] = WeakSet()  # groups that have done something together
 
 
 def run(plan: Plan, steps: Any, device: torch.device) -> Any:
     """The steps of this rank; its messages go through the group of the plan. On a GPU they have NCCL's own stream: what
     is computed between a post and its wait overlaps them."""
     group = plan.group
-    if group is not None and device.type == "cuda" and id(group) not in _met:
+    if group is not None and device.type == "cuda" and group not in _met:
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks in what a group does first
-        _met.add(id(group))
+        _met.add(group)
     under_way: dict[int, tuple[list[Any], Exchange]] = {}
     order: dict[tuple[str, int], int] = defaultdict(int)
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..mods.program import Mod
-from ..spec import AttentionError
+from ..spec import AttentionError, Window
+from ..spec import band as band_of
 from . import layout as layouts
 from .layout import LAYOUTS, Run, Shard
 from .tiles import Band, Call, Piece, Tile, calls, count, fused, pieces, tiles
@@ -37,8 +38,8 @@ PLANS: dict[int, Plan] = {}
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Made by `tilewise.distributed.plan`. Ranks are grouped into `stations` of `width` neighbours, which exchange
-    heads
-    for tokens (Ulysses); keys and values travel from station to station. Without that exchange a station is a rank."""
+    heads for tokens (Ulysses); keys and values travel from station to station. Without that exchange a station is a
+    rank."""
 
     ranks: int
     lengths: tuple[int, ...]
@@ -250,11 +251,24 @@ class Plan:
         order = torch.cat([self.index(r, parts[0].device) for r in range(self.ranks)])
         return torch.cat(parts, dim).index_select(dim, order.argsort())
 
-    def simulate(self, machine: str = "8xH200+400G", **shape: Any) -> Simulation:
-        """What a pass would take on a cluster: see `tilewise.distributed.simulate`."""
+    def banded(self, *, causal: bool = False, window: Window | None = None) -> Plan:
+        """The same tokens on the same ranks, seen through another band: for layers of a model whose windows differ.
+
+        >>> from tilewise.distributed import plan
+        >>> plan(8, seqlen=65536, causal=True).banded(window=(1023, 0))
+        <plan: 65536 tokens on 8 ranks, window (1023, 0), halo, zigzag>
+        """
+        from .planning import again
+
+        band = band_of(causal, window)
+        return self if band == self.band else again(self, band=band)
+
+    def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
+        """What a pass would take on a cluster: see `tilewise.distributed.simulate`. With `ranks`: of so many."""
+        from .planning import again
         from .simulate import simulate
 
-        return simulate(self, machine, **shape)
+        return simulate(self if ranks is None else again(self, ranks=ranks), machine, **shape)
 
     def explain(self) -> str:
         """The plan in words."""

@@ -12,7 +12,7 @@ from ..mods.program import Mod
 from ..spec import AttentionError, Window
 from ..spec import band as band_of
 from .cluster import group_of
-from .layout import LAYOUTS
+from .layout import LAYOUTS, starts
 from .plan import PLANS, REMEMBERED, STRATEGIES, Plan
 from .tiles import Band
 
@@ -76,6 +76,22 @@ def plan(
             _made.clear()
         made = _made[key] = Plan(*named, mask, group, node)
     return made
+
+
+def again(of: Plan, *, ranks: int | None = None, band: Band | None = None) -> Plan:
+    """The same sequence on other ranks, in thought; or seen through another band, with its tokens where they are."""
+    given: dict[str, Any] = {"cu_seqlens": starts(of.lengths)} if of.packed else {"seqlen": of.tokens}
+    mesh, strategy, layout = of.group or of.ranks, of.strategy, of.layout
+    if ranks is not None:
+        mesh, strategy = ranks, "auto" if ranks == 1 else strategy
+    if band is None:
+        band = of.band
+    elif _strategy(of.ranks, of.lengths, band, of.node, None, of.packed) == "halo":
+        strategy = "halo"
+    elif strategy == "halo":
+        strategy = "ring"
+    return plan(mesh, **given, window=band, mask=of.mask, strategy=strategy, layout=layout,
+                queries=max(1, of.queries), node=of.node)  # fmt: skip
 
 
 def _strategy(ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool) -> str:

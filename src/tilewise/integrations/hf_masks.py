@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
+from ..distributed import Plan, current
 from ..mods import document
 from ..mods.modifier import mask_mod
 from ..mods.program import Mod
 from ..spec import AttentionError
 from .bands import table
+from .hf_sharded import whole_padding
 
 FAR = 2**30
 
@@ -53,14 +55,17 @@ class Mask(BlockMask):
     window: (before, after) of `tilewise.attention`, for the keys that take part.
     mod: a mask mod, or None.
     segments: of a padded batch, offsets of its rows' pieces, queries and keys, for `attention_varlen`; or None.
+    plan: of a model in `tilewise.distributed.use`, the plan of layers with this mask, whose window and mod are then of
+        the whole sequence; or None. `checked`: whether positions have been compared with the plan's, or need not be.
     """
 
     def __init__(
         self, shape: tuple[int, int, int, int], *, keys: int | None = None,
         window: tuple[int | None, int | None] | None = None, mod: Mod | None = None,
-        segments: tuple[Tensor, Tensor] | None = None,
+        segments: tuple[Tensor, Tensor] | None = None, plan: Plan | None = None, checked: bool = True,
     ) -> None:  # fmt: skip
         self.sizes, self.keys, self.window, self.mod, self.segments = shape, keys, window, mod, segments
+        self.plan, self.checked = plan, checked
 
     @property
     def shape(self) -> tuple[int, int, int, int]:  # type: ignore[override]
@@ -93,6 +98,9 @@ def make_mask(
     """
     shape = (batch_size, 1, q_length, kv_length)
     parts = _parts(mask_function, local_size, use_vmap, config, others)
+    plan = current()
+    if plan is not None:
+        return _sharded(plan, shape, parts, attention_mask)
     if parts is None:
         return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
     tracing = torch.compiler.is_compiling() or isinstance(attention_mask, torch.fx.Proxy)
@@ -128,6 +136,21 @@ def make_mask(
     if min(side for side in (*window, 0) if side is not None) < 0:
         return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
     return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
+
+
+def _sharded(
+    plan: Plan, shape: tuple[int, int, int, int], parts: list[tuple[str, Any]] | None, padding: Tensor | None
+) -> Mask:
+    """The mask of layers whose tokens are sharded. Document ids are left out: they come from positions that jump where
+    this rank's tokens do; the plan knows the documents."""
+    if parts is None:
+        raise AttentionError("the attention mask of a model in use(plan)", "one that only a table of its pairs says",
+                             "causal, windowed or full attention; plan(mask=...) adds a mask mod to it")  # fmt: skip
+    before, after, _ = _band(parts)
+    band = None if before >= FAR else before, None if after >= FAR else after
+    whole = whole_padding(plan, padding)
+    mod = None if whole is None else valid_keys(whole)
+    return Mask(shape, mod=mod, plan=plan.banded(window=band), checked=padding is not None)
 
 
 def _mod(valid: Tensor | None, ids: Tensor | None) -> Mod | None:

@@ -3,6 +3,7 @@
     import tilewise.integrations.transformers                    # registers; or call register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
     model.set_attn_implementation("tilewise")                    # or a model that is there already
+    serve(model).generate_batch(prompts)                         # continuous batching
 
 Tested with transformers 5.17 and 5.22; with others it warns once, and works or raises. What a model asks for and cannot
 be had (attention weights, a mask of unknown kind) raises; nothing is left out silently.
@@ -10,7 +11,6 @@ be had (attention weights, a mask of unknown kind) raises; nothing is left out s
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -20,29 +20,49 @@ import transformers
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..distributed import current
 from ..spec import AttentionError
+from . import hf_cache
 from .bands import table
 from .hf_masks import Mask, make_mask
+from .hf_sharded import attend, check_positions
 
 NAME = "tilewise"
+SERVING = "tilewise_flash"  # since 5.22 only "sdpa", "eager" and names with "flash" in them may serve
 TESTED = ((5, 17), (5, 22))
 
 
 def register(*, look: bool = True) -> None:
-    """Make "tilewise" (and "paged|tilewise", for continuous batching) known to transformers.
+    """Make "tilewise" known to transformers (and, for continuous batching, "paged|tilewise": see `serve`).
 
     look: once a forward, read the padding mask, to leave it out where there is no padding (as transformers' own mask
         functions do): this waits for the GPU. With look=False nothing is read back, and a padding mask is asked about
         every pair.
     """
-    found = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if not TESTED[0] <= found <= TESTED[1]:
+    if not TESTED[0] <= _version() <= TESTED[1]:
         first, last = (".".join(map(str, v)) for v in TESTED)
         text = f"tilewise was tested with transformers {first} to {last}; this is {transformers.__version__}"
         warnings.warn(text, stacklevel=2)
-    for name in (NAME, f"paged|{NAME}"):
+    for name in (NAME, f"paged|{NAME}", SERVING):
         transformers.AttentionInterface.register(name, attention_forward)
         transformers.AttentionMaskInterface.register(name, partial(make_mask, look=False) if not look else make_mask)
+
+
+def serve(model: Any) -> Any:
+    """Let a model's continuous batching (`generate_batch`, `continuous_batching_context_manager`) attend with tilewise.
+
+    transformers 5.17 takes "paged|tilewise". 5.22 takes no registered name but one with "flash" in it, and where such a
+    name is set by `set_attn_implementation` it looks for that kernel on the Hub; so here it is set in the config.
+    """
+    if _version() >= (5, 22):
+        model.config._attn_implementation = SERVING
+    else:
+        model.set_attn_implementation(f"paged|{NAME}")
+    return model
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def attention_forward(
@@ -59,17 +79,40 @@ def attention_forward(
     """
     if output_attentions:
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
-    if cache is not None:
-        key, value = _updated(cache, key, value, module.layer_idx, others)
-        sliding_window = sliding_window or getattr(module, "sliding_window", None)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    plan = attention_mask.plan if isinstance(attention_mask, Mask) else current()
+    if plan is not None:
+        refused = {"cu_seq_lens_q": cu_seq_lens_q, "cache": cache, "position_bias": position_bias}
+        if isinstance(attention_mask, Mask):
+            options["mask_mod"] = attention_mask.mod
+            if not attention_mask.checked:
+                check_positions(plan, others.get("position_ids"))
+                attention_mask.checked = True  # once is enough
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            plan = plan.banded(causal=causal, window=_window(sliding_window, causal))
+            refused["attention_mask"] = attention_mask
+        return attend(plan, query, key, value, options | {"dropout_p": dropout}, refused), None
+    sliding_window = sliding_window or (None if cache is None else getattr(module, "sliding_window", None))
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        if isinstance(cu_seq_lens_k, dict):  # of hybrid models, by the kind of layer
-            cu_seq_lens_k = cu_seq_lens_k["full_attention" if sliding_window is None else "sliding_attention"]
+        by_layer = cu_seq_lens_k if isinstance(cu_seq_lens_k, dict) else {}  # of continuous batching
+        if by_layer:
+            cu_seq_lens_k = by_layer["full_attention" if sliding_window is None else "sliding_attention"]
+        offsets = cu_seq_lens_q, cu_seq_lens_k
         causal = cache is not None or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        window = None if sliding_window is None else (sliding_window - 1, None if causal else sliding_window - 1)
+        options |= {"causal": causal, "window": _window(sliding_window, causal)}
         _check_packed(attention_mask, cache, position_bias)
-        return _packed(query, key, value, (cu_seq_lens_q, cu_seq_lens_k), causal=causal, window=window, **options), None
+        if cache is not None:
+            pool = hf_cache.pool_of(cache, module.layer_idx)
+            found = pool and hf_cache.attend(pool, query, key, value, offsets, others, **options)
+            if found is not None:
+                return found, None
+            named = {"cu_seq_lens_k": by_layer}
+            key, value = hf_cache.gathered(cache, key, value, module.layer_idx, others | named)
+        return _packed(query, key, value, offsets, dropout_p=dropout, **options), None
+    if cache is not None:
+        raise AttentionError("a paged cache", "without cu_seq_lens_q and cu_seq_lens_k", "both, of its sequences")
+    options["dropout_p"] = dropout
     n_q, n_k = query.shape[2], key.shape[2]
     if position_bias is not None:
         options["bias"] = position_bias
@@ -96,14 +139,8 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _updated(cache: Any, key: Tensor, value: Tensor, layer: int, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A paged cache takes the new keys and values and gives all, (1, Hk, T, D)."""
-    if "kwargs" in inspect.signature(cache.update).parameters:
-        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=others)
-        return k, v
-    places = {"read_index": others["read_index"], "write_index": others["write_index"]}
-    k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, **places)  # before 5.22: (T, Hk, D)
-    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+def _window(size: int | None, causal: bool) -> tuple[int, int | None] | None:
+    return None if size is None else (size - 1, None if causal else size - 1)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], **options: Any) -> Tensor:

@@ -57,9 +57,10 @@ def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None])
 def launch(
     key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[], Sequence[Launch]],
     recordings: dict[Hashable, Recording] | None, ahead: Callable[[], Sequence[Launch]] | None = None,
-) -> None:  # fmt: skip
+) -> Recording | None:  # fmt: skip
     """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`. `ahead`
-    are launches that will follow: where there is something to compile, they are compiled too."""
+    are launches that will follow: where there is something to compile, they are compiled too. Returns what was
+    recorded, to be run `again`; of the interpreter nothing is."""
     recording = None if recordings is None else recordings.get(key)
     first: Any = tensors[0]
     if recording is None:
@@ -67,10 +68,17 @@ def launch(
         if not runs_on_gpu(first):
             for made in launches:
                 made()
-            return
+            return None
         recording = record(launches, compiled(launches, ahead), tensors)
         if recordings is not None:
             recordings[key] = recording
+    again(recording, tensors)
+    return recording
+
+
+def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:
+    """Run recorded launches with tensors that look like those of the recording."""
+    first: Any = tensors[0]
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     if recording.direct is None or is_hooked():
         for step in recording.steps:

@@ -278,7 +278,12 @@ def _differentiated(wanted: Any, call: Call | None, upstream: Upstream, request:
     terms = wanted[3:]
     if not any(terms):
         return *grads, *(None,) * len(terms)
-    found = iter(torch.ops.tilewise.term_gradients(*upstream, list(terms), *arguments(request)))
+    if is_dtensor(*request[:3]):
+        from .dtensor import term_gradients
+
+        found = iter(term_gradients(upstream, list(terms), request))
+    else:
+        found = iter(torch.ops.tilewise.term_gradients(*upstream, list(terms), *arguments(request)))
     return *grads, *(next(found) if wants else None for wants in terms)
 
 

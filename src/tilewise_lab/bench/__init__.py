@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewise.spec import AttentionError
+from tilewise_lab import asked
 from tilewise_lab.bench.settings import DEFAULT, MODES, QUICK, TARGETS, Settings, check, settings
 
 if TYPE_CHECKING:
@@ -66,14 +66,6 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """0 if all is well, 1 if tilewise was wrong or the gate is shut, 2 if the request cannot be met."""
-    try:
-        return _run(options)
-    except AttentionError as error:
-        print(f"tilewise bench: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: Namespace) -> int:
     from tilewise_lab.bench import readme, terminal
     from tilewise_lab.bench.compare import FLOOR, compare
     from tilewise_lab.bench.results import load
@@ -88,10 +80,12 @@ def _run(options: Namespace) -> int:
             print(path)
         return 0
     if options.compare:
-        before, after = map(load, options.compare)
+        before, after = (load(asked.file(path, "--compare")) for path in options.compare)
         terminal.show_comparison(compare(before, after, floor))
         return 0
-    results = load(options.report) if options.report else _measure(options)
+    if options.gate and not options.gate.exists():
+        raise AttentionError("--gate", f"{str(options.gate)!r}, which does not exist", "a result or a folder of them")
+    results = load(asked.file(options.report, "--report")) if options.report else _measure(options)
     terminal.show(results, _write(results, options.out, keep=options.keep, again=options.again))
     if options.gate:
         comparison = compare(load(readme.newest(options.gate, results.machine["device"])), results, floor)
@@ -107,7 +101,7 @@ def _measure(options: Namespace) -> Results:
     from tilewise_lab.bench.runner import Run
     from tilewise_lab.bench.terminal import watch
 
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = asked.device(options.device)
     folder = options.fa3 or os.environ.get("TILEWISE_FA3")
     peers = tuple(options.peers) if options.peers else None
     everyone = roster(device, peers, Path(folder).resolve() if folder else None)

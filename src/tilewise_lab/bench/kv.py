@@ -25,6 +25,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise.spec import AttentionError
+from tilewise_lab import asked
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.kv_cases import GROUPS, KvCase, KvInputs, exact, inputs, small
 from tilewise_lab.bench.measure import HostClock, Work, clock_for, rounds, synchronize
@@ -35,7 +36,7 @@ TOLERANCE = 0.02  # of the largest result: some roundings of bfloat16
 
 
 def run(options: Namespace) -> int:
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = asked.device(options.device)
     peers = _peers(Path(options.serving or os.environ.get("TILEWISE_SERVING", SERVING)), device)
     groups = options.groups or [*GROUPS, "host", "append"]
     for name in groups:

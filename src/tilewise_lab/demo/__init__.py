@@ -14,9 +14,11 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """0 if every error is within its budget, else 1."""
+    from tilewise_lab import asked
     from tilewise_lab.demo import measure, page, report
 
-    setting = measure.Setting.choose(options.device, quick=options.quick)
+    asked.place(options.out)
+    setting = measure.Setting.choose(asked.device(options.device), quick=options.quick)
     results = report.watch(setting)
     options.out.write_text(page.render(results), encoding="utf-8")
     report.show(results, options.out)

@@ -66,7 +66,7 @@ def lines(title: str, series: Mapping[str, Points], form: Callable[[float], str]
 
 
 def dots(title: str, errors: Sequence[Error]) -> str:
-    """One row per error: a dot at its ratio to torch's own, the budget a line it must not cross."""
+    """One row per error: a dot at its ratio to naive attention's, the budget a line it must not cross."""
     step, left, right, top = 19, 122, 54, 30
     rows = [(top + step * (n + n // 5 * 0.5), error) for n, error in enumerate(errors)]
     height = int(rows[-1][0]) + 52
@@ -80,12 +80,12 @@ def dots(title: str, errors: Sequence[Error]) -> str:
             yield f'<path class="{kind}" d="M{x(mark):.1f} {top - 14}V{floor}"/>'
             yield text(x(mark), floor + 16, f"{mark:g}x", "tick middle")
         yield text(x(BUDGET), top - 20, "budget", "tick middle")
-        yield text((left + WIDTH - right) / 2, height - 4, "error, as a multiple of naive torch's", "tick middle")
+        yield text((left + WIDTH - right) / 2, height - 4, "error, as a multiple of naive attention's", "tick middle")
         for n, (py, error) in enumerate(rows):
             if n % 5 == 0:
                 yield text(0, py + 4, error.dtype, "name")
             px = x(min(max(error.ratio, x.low), x.high))
-            hint = f"{error.dtype} {error.tensor}: {error.ours:.2e}, naive torch {error.torch:.2e}"
+            hint = f"{error.dtype} {error.tensor}: {error.ours:.2e}, naive {error.naive:.2e}"
             yield text(left - 10, py + 4, error.tensor, "tick end")
             yield f'<path class="grid" d="M{left} {py:.1f}H{WIDTH - right}"/>'
             yield f'<path class="stem" d="M{left} {py:.1f}H{px:.1f}"/>'

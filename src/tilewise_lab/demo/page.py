@@ -24,6 +24,7 @@ def render(results: Results) -> str:
     right = sum(error.ok for error in results.errors)
     return template.substitute(
         machine=escape(setting.machine),
+        busy=f"<p>When this was measured, {escape(results.busy)}.</p>" if results.busy else "",
         torch=escape(torch.__version__),
         date=datetime.date.today().isoformat(),
         dtype=str(setting.dtype).removeprefix("torch."),
@@ -38,12 +39,22 @@ def render(results: Results) -> str:
         growth=_growth(results),
         memory=charts.lines("peak memory against length", memory, binary, 2),
         speed=charts.lines("time against length", seconds, duration, 10),
-        errors=charts.dots("errors beside torch's own", results.errors),
+        errors=charts.dots("errors beside naive attention's", results.errors),
         memory_table=_table(["tokens", *CONTENDERS], _rows(results, lambda run: binary(run.peak))),
         speed_table=_table(["tokens", *CONTENDERS], _rows(results, lambda run: duration(run.seconds))),
         errors_table=_table(
-            ["dtype", "tensor", "tilewise", "naive torch", "ratio"],
-            ([e.dtype, e.tensor, f"{e.ours:.2e}", f"{e.torch:.2e}", ratio(e.ratio)] for e in results.errors),
+            ["dtype", "tensor", *CONTENDERS, "tilewise / naive"],
+            (
+                [
+                    e.dtype,
+                    e.tensor,
+                    f"{e.ours:.2e}",
+                    "-" if e.sdpa is None else f"{e.sdpa:.2e}",
+                    f"{e.naive:.2e}",
+                    ratio(e.ratio),
+                ]
+                for e in results.errors
+            ),
         ),
     )
 

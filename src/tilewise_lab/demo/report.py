@@ -7,32 +7,30 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewise_lab.demo import measure
 from tilewise_lab.demo.measure import BUDGET, CONTENDERS, Results, Setting
 from tilewise_lab.demo.words import binary, duration, ratio
+from tilewise_lab.progress import progress
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def watch(setting: Setting) -> Results:
-    """Run everything behind progress bars."""
-    results = Results(setting)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress, warnings.catch_warnings():
+    """Run everything, and show how far it is."""
+    results = Results(setting, load=measure.load())
+    total = len(DTYPES) + 1 + len(setting.lengths)
+    with progress(every=2.0) as say, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch tells how it multiplies on this CPU
-        checking = progress.add_task("checking against float64", total=len(DTYPES))
-        measuring = progress.add_task("measuring", total=1 + len(setting.lengths))
-        for dtype in DTYPES:
+        for done, dtype in enumerate(DTYPES):
+            say(f"checking {str(dtype).removeprefix('torch.')} against float64", done, total)
             results.errors.extend(measure.errors(setting, dtype))
-            progress.advance(checking)
-        list(measure.runs(setting, setting.lengths[0]))  # warm up: compile, and allocate what is kept between calls
-        for length in setting.lengths:
-            progress.update(measuring, description=f"measuring {length} tokens", advance=1)
+        say("warming up", len(DTYPES), total)  # to compile, and to allocate what is kept between calls
+        list(measure.runs(setting, setting.lengths[0]))
+        for done, length in enumerate(setting.lengths, len(DTYPES) + 1):
+            say(f"measuring {length} tokens", done, total)
             results.runs.extend(measure.runs(setting, length))
-        progress.advance(measuring)
     return results
 
 
@@ -43,7 +41,9 @@ def show(results: Results, page: Path) -> None:
     console.print(errors_table(results), "")
     console.print(runs_table(results), "")
     right = sum(error.ok for error in results.errors)
-    verdict = f"{right} of {len(results.errors)} errors within {BUDGET:g}x torch's own"
+    verdict = f"{right} of {len(results.errors)} errors within {BUDGET:g}x naive attention's"
+    if results.busy:
+        console.print(f"[yellow]{results.busy}[/]", soft_wrap=True)
     console.print(
         f"[bold {'green' if results.passed else 'red'}]{verdict}[/]; the pictures are in {page}", soft_wrap=True
     )
@@ -51,9 +51,10 @@ def show(results: Results, page: Path) -> None:
 
 def errors_table(results: Results) -> Table:
     table = Table(title="largest error against float64, causal, forward and backward", title_justify="left")
-    for name, justify in ("dtype", "left"), ("tensor", "left"), ("tilewise", "right"), ("naive torch", "right"):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("ratio", justify="right")
+    for name in ("dtype", "tensor"):
+        table.add_column(name)
+    for name in (*CONTENDERS, "tilewise / naive"):
+        table.add_column(name, justify="right")
     table.add_column(f"≤ {BUDGET:g}x", justify="center")
     for error in results.errors:
         first = error.tensor == measure.TENSORS[0]
@@ -61,7 +62,8 @@ def errors_table(results: Results) -> Table:
             error.dtype if first else "",
             error.tensor,
             f"{error.ours:.1e}",
-            f"{error.torch:.1e}",
+            "-" if error.sdpa is None else f"{error.sdpa:.1e}",
+            f"{error.naive:.1e}",
             ratio(error.ratio),
             "[green]yes[/]" if error.ok else "[bold red]no[/]",
             end_section=error.tensor == measure.TENSORS[-1],

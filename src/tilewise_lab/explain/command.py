@@ -3,6 +3,7 @@
 tilewise explain 4 4096 16 128 --causal --device H200
 tilewise explain 1 2049 16 100 --device A100 --backward --json
 tilewise explain 4 4096 16 128 --device H200 --softcap 30 --alibi
+tilewise explain 4 1 32 128 --hk 8 --kv-lengths 4096 900 17 30000 --page 16 --device H200 --backend triton
 tilewise explain --check calls.json        measure this GPU and compare (needs one)
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
+from typing import Any
 
 from tilewise.costs.devices import DEVICES, ITEMSIZE
 
@@ -22,6 +24,15 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--sk", type=int, help="keys, where they are not as many as queries")
     parser.add_argument("--hk", type=int, help="KV heads, where they are fewer")
     parser.add_argument("--dv", type=int, help="head dim of v, where it differs")
+    parser.add_argument(
+        "--kv-lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens in a KV cache, one for all sequences or one for each",
+    )
+    parser.add_argument("--page", type=int, help="tokens of a page, where the KV cache has pages")
+    parser.add_argument("--split", type=int, help="keys of a KV cache summed at a time (0: never divided)")
     parser.add_argument("--dtype", default="bfloat16", choices=ITEMSIZE)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument(
@@ -63,44 +74,70 @@ def run(options: Namespace) -> int:
 
     from tilewise.costs.explain import explain
     from tilewise.spec import AttentionError
+    from tilewise_lab import asked
     from tilewise_lab.explain import check
 
-    try:
-        if options.check:
-            return check.run(options.check)
-        if options.fit:
-            return check.show_fit(options.fit)
-        shape = options.shape or [4, 4096, 16, 128]
-        if len(shape) != 4:
-            raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, for example 4 4096 16 128")
-        b, s, h, d = shape
-        if options.kernel:
-            return show_kernel(options, shape)
-        keys = b, options.sk or s, options.hk or h
-        told = explain(
-            shape,
-            (*keys, d),
-            (*keys, options.dv or d),
-            causal=options.causal,
-            window=options.window and tuple(options.window),
-            softcap=options.softcap,
-            alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
-            bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
-            if options.bias
-            else None,
-            dropout_p=options.dropout,
-            deterministic=options.deterministic,
-            backend=options.backend,
-            backward=options.backward,
-            device=options.device,
-            dtype=options.dtype,
-            compiled=not options.no_compile,
-        )
-    except AttentionError as error:
-        print(f"tilewise explain: {error}")
-        return 2
+    if options.check:
+        return check.run(asked.place(options.check, "--check"))
+    if options.fit:
+        return check.show_fit([asked.file(path, "--fit") for path in options.fit])
+    shape = options.shape or [4, 4096, 16, 128]
+    if len(shape) != 4 or min(shape) < 1:
+        raise AttentionError("shape", " ".join(map(str, shape)), "B S H D, each 1 or more, for example 4 4096 16 128")
+    b, s, h, d = shape
+    if options.kernel:
+        return show_kernel(options, shape)
+    if options.kv_lengths:
+        told_kv = of_cache(options, shape)
+        print(json.dumps(told_kv.to_dict(), indent=1) if options.json else told_kv)
+        return 0
+    keys = b, s if options.sk is None else options.sk, h if options.hk is None else options.hk
+    for name, n in ("--sk", keys[1]), ("--hk", keys[2]), ("--dv", d if options.dv is None else options.dv):
+        asked.count(name, n)
+    told = explain(
+        shape,
+        (*keys, d),
+        (*keys, options.dv or d),
+        causal=options.causal,
+        window=options.window and tuple(options.window),
+        softcap=options.softcap,
+        alibi_slopes=torch.empty(h, device="meta") if options.alibi else None,
+        bias=torch.empty(1, h, s, keys[1], dtype=getattr(torch, options.dtype), device="meta")
+        if options.bias
+        else None,
+        dropout_p=options.dropout,
+        deterministic=options.deterministic,
+        backend=options.backend,
+        backward=options.backward,
+        device=options.device,
+        dtype=options.dtype,
+        compiled=not options.no_compile,
+    )
     print(json.dumps(told.to_dict(), indent=1) if options.json else told)
     return 0
+
+
+def of_cache(options: Namespace, shape: list[int]) -> Any:
+    """S queries of each sequence, over a cache that has just room for the longest."""
+    import torch
+
+    from tilewise.costs.kv import explain_kv
+    from tilewise.spec import AttentionError
+
+    b, _, h, d = shape
+    lengths = options.kv_lengths * b if len(options.kv_lengths) == 1 else options.kv_lengths
+    if len(lengths) != b:
+        raise AttentionError("--kv-lengths", f"{len(lengths)} numbers", f"1, or {b}: one for each sequence")
+    if options.page is not None and options.page < 1:
+        raise AttentionError("--page", options.page, "1 or more")
+    page = options.page or max(*lengths, 1)
+    pages = -(-max(lengths) // page)
+    table = {"page_table": torch.zeros(b, pages, dtype=torch.int32)} if options.page else {}
+    cache = (b * max(pages, 1), page, options.hk or h)
+    return explain_kv(
+        shape, (*cache, d), (*cache, options.dv or d), lengths, window=options.window and tuple(options.window),
+        split=options.split, backend=options.backend, device=options.device, dtype=options.dtype, **table,
+    )  # fmt: skip
 
 
 def show_kernel(options: Namespace, shape: list[int]) -> int:

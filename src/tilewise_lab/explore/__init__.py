@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -21,10 +22,21 @@ def run(options: Namespace) -> int:
         path = export(options.export)
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, needs no server and no network")
         return 0
-    with serve(options.port) as server:
+    if not 0 <= options.port <= 65535:
+        return _refuse(f"--port {options.port} is no port: 1 to 65535, or 0 for any free one")
+    try:
+        server = serve(options.port)
+    except OSError as error:
+        return _refuse(f"port {options.port} cannot be served ({error.strerror}): --port 0 takes any free one")
+    with server:
         url = f"http://127.0.0.1:{server.server_address[1]}/"
         print(f"{url}  (Ctrl-C to stop)", flush=True)
         if not options.no_open:
             webbrowser.open(url)
         server.serve_forever()
     return 0
+
+
+def _refuse(sentence: str) -> int:
+    print(f"tilewise explore: {sentence}", file=sys.stderr)
+    return 2

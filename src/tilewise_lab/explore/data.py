@@ -1,10 +1,10 @@
-"""What the page asks for, and the part of the library that answers: the page itself computes nothing.
+"""What the page asks the library for; the arithmetic of one small example it does itself, by the rules of the traces.
 
->>> answer("softmax", {"x": "3,2,5,1"})["right"]["lse"]
-5.18518...
+>>> answer("roof", {"device": "A100", "s": "1024"})["binding"]
+'matrix units'
 
 An endpoint is a function whose annotated keyword arguments are the query; its value is JSON. `GRID` lists, for every
-endpoint, what an exported copy of the page holds.
+endpoint, the choices that the page offers: whoever reads a copy of the page can choose no less.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from tilewise import mods
-from tilewise.costs import cost, devices, explain, predict, roofline
-from tilewise.costs import waves as wave
-from tilewise.reference import attention as rung
-from tilewise.reference import gradient
+from tilewise.costs import cost, devices, explain, predict
+from tilewise.kernels.portable import kv_tiles
 from tilewise.spec import AttentionError
-from tilewise_lab import trace
-from tilewise_lab.machine import coalesce, pipeline
-from tilewise_lab.machine.layout import Layout
-from tilewise_lab.trace.plain import plain
+from tilewise_lab.plan import command as plan_command
 
 Json = dict[str, Any]
-Numbers = Sequence[float]
 ENDPOINTS: dict[str, Callable[..., Json]] = {}
+SHOWN = 8  # ranks whose work is drawn
+WIDE = 2048  # heads times their dim, of the calls under the roofline
 
 
 def endpoint(function: Callable[..., Json]) -> Callable[..., Json]:
@@ -49,16 +43,18 @@ def answer(name: str, query: Mapping[str, str]) -> Json:
     known = inspect.signature(function, eval_str=True).parameters
     unknown = [key for key in query if key not in known]
     if unknown:
-        raise AttentionError(f"parameters of {name}", ", ".join(unknown), ", ".join(known))
+        raise AttentionError(f"parameters of {name}", ", ".join(unknown), ", ".join(known) or "none")
     return function(**{key: _read(key, known[key].annotation, text) for key, text in query.items()})
 
 
 def _read(key: str, kind: Any, text: str) -> Any:
+    expected = "a word" if kind is str else f"a number ({kind.__name__})"
     try:
-        return [float(part) for part in text.split(",") if part.strip()] if kind == Numbers else kind(text)
+        if text.strip():
+            return kind(text)
     except ValueError:
-        expected = "numbers, with commas between them" if kind == Numbers else f"a number ({kind.__name__})"
-        raise AttentionError(key, repr(text), expected) from None
+        pass
+    raise AttentionError(key, repr(text), expected)
 
 
 def _within(key: str, value: int, low: int, high: int) -> None:
@@ -66,67 +62,33 @@ def _within(key: str, value: int, low: int, high: int) -> None:
         raise AttentionError(key, value, f"{low} to {high}")
 
 
-def _one_of(key: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise AttentionError(key, repr(value), " or ".join(map(repr, known)))
+@endpoint
+def gpus() -> Json:
+    """The devices the page knows: processors, peak in bfloat16, bytes per second, and how a KV cache is dealt there."""
+    found = {}
+    for name, one in devices.DEVICES.items():
+        tile = kv_tiles.tile(one.capability, 2, 128, 4)
+        found[name] = {
+            "sms": one.sms, "peak": one.flops("bfloat16"), "bandwidth": one.bandwidth,
+            "unit": tile.block_n, "programs": one.sms * tile.per,
+        }  # fmt: skip
+    return found
 
 
 @endpoint
-def softmax(*, x: Numbers) -> Json:
-    _within("how many numbers", len(x), 1, 16)
-    return trace.softmax(x)
-
-
-@endpoint
-def tiles(
-    *, n: int = 8, rows: int = 2, columns: int = 2, order: str = "fa2", mask: str = "none", width: int = 2,
-    backward: int = 0,
-) -> Json:  # fmt: skip
-    """One head of n queries and n keys, head dim 4, in 16 bit. mask: none, causal, window (`width` keys each side)."""
-    for key, value, high in (("n", n, 64), ("rows", rows, n), ("columns", columns, n)):
-        _within(key, value, 1, high)
-    _within("tiles", -(-n // rows) * -(-n // columns), 1, 1024)
-    _one_of("mask", mask, ("none", "causal", "window"))
-    traced = trace.attention(
-        n, n, d=4, rows=rows, columns=columns, order=order, causal=mask == "causal",
-        window=(width, width) if mask == "window" else None, backward=bool(backward), itemsize=2,
-    )  # fmt: skip
-    head = ("order", "rows", "columns", "sq", "sk", "before", "after", "backward", "skipped", "totals", "error")
-    kept = ("phase", "i", "j", "loads", "stores", "resident", "sram", "loaded", "stored", "flops")
-    call = cost.Call(1, n, n, 1, 1, 4, 4, "float16")
-    return {
-        **{key: traced[key] for key in head},
-        "steps": [{key: _words(step[key]) for key in kept} for step in traced["steps"]],
-        "naive": cost.traffic(call, backward=bool(backward), masked=mask != "none").naive,
-    }
-
-
-def _words(x: Any) -> Any:
-    """[["q", 0], ["k", 1]] as "q0 k1": loads and stores are most of a trace."""
-    return " ".join(f"{name}{block}" for name, block in x) if isinstance(x, list) else x
-
-
-@endpoint
-def roof(
-    *, device: str = "H200", b: int = 4, s: int = 4096, h: int = 16, d: int = 128, causal: int = 0, backward: int = 0
-) -> Json:
-    """The roofline of a device, where a bfloat16 call lies on it, and the calls that were measured there."""
-    shape = b, s, h, d
+def roof(*, device: str = "H200", b: int = 4, s: int = 4096, d: int = 128, causal: int = 0, backward: int = 0) -> Json:
+    """Where a bfloat16 call of a model 2048 wide lies under the roofline of a device, and what would help."""
+    _within("d", d, 1, 512)
+    shape = b, s, WIDE // d, d
     told = explain.explain(shape, shape, shape, causal=bool(causal), backward=bool(backward), device=device)
     found = told.to_dict()
-    kernels = [
-        {key: k[key] for key in ("name", "programs", "slots", "waves", "wave_efficiency")} for k in found["kernels"]
-    ]
-    kept = ("flops", "bytes", "intensity", "roofs", "binding", "seconds", "advice")
+    first = found["kernels"][0]
     return {
-        **{key: found[key] for key in kept},
-        "kernels": kernels,
-        "backend": told.backend,
-        "peak": told.device.flops(told.call.dtype),
-        "bandwidth": told.device.bandwidth,
-        "attainable": roofline.attainable(found["intensity"]["naive"], told.device, told.call.dtype),
-        "curve": roofline.curve(told.device, told.call.dtype, lo=0.5, hi=16384.0, points=2),
-    }
+        "flops": told.flops, "naive": told.traffic.naive, "tiled": told.traffic.tiled, "binding": told.binding,
+        "seconds": found["seconds"]["call"], "backend": told.backend,
+        "grid": [first["programs"], first["slots"], first["waves"], first["wave_efficiency"]],
+        "advice": [[one.text, one.gain] for one in told.advice],
+    }  # fmt: skip
 
 
 @endpoint
@@ -149,24 +111,8 @@ def measured(*, device: str = "H200") -> Json:
 
 
 @endpoint
-def waves(*, device: str = "A100", tile: str = "256x128") -> Json:
-    """For n from 256 to 4096: blocks of an n × n product, waves, efficiency; only where one of them changes."""
-    sms = devices.device(device).sms
-    rows, columns = (int(size) for size in tile.split("x"))
-    sizes = range(256, 4097)
-    found = [wave.waves(wave.matmul_blocks(n, n, (rows, columns)), sms) for n in sizes]
-    steps = [
-        [n, w.blocks, w.waves, w.efficiency]
-        for i, (n, w) in enumerate(zip(sizes, found, strict=True))
-        if i == 0 or w != found[i - 1]
-    ]
-    cliffs = wave.cliffs(sizes, (rows, columns), sms)
-    return {"sms": sms, "tile": [rows, columns], "low": 256, "high": 4096, "steps": steps, "cliffs": cliffs}
-
-
-@endpoint
 def grid(*, device: str = "H200", heads: int = 16) -> Json:
-    """The same for the grid of attention: a forward of one sequence of n tokens, head dim 128."""
+    """Waves of attention's own grid, for n from 256 to 4096: a forward of one sequence of n tokens, head dim 128."""
     _within("heads", heads, 1, 256)
     where = devices.device(device)
     shape = 1, 4096, heads, 128
@@ -186,66 +132,6 @@ def grid(*, device: str = "H200", heads: int = 16) -> Json:
 
 
 @endpoint
-def layout(*, shape: str = "2x3", view: str = "same") -> Json:
-    """A row-major tensor, and a view of the same memory: same, transpose (its last two axes), or a shape like 3x2."""
-    sizes = [int(size) for size in shape.split("x")]
-    before = Layout.row_major(sizes)
-    if view == "transpose" and len(sizes) < 2:
-        raise AttentionError("view", "a transpose of one axis", "two axes or more")
-    if view == "transpose":
-        after = before.transpose(len(sizes) - 2, len(sizes) - 1)
-    else:
-        after = before if view == "same" else before.reshape([int(size) for size in view.split("x")])
-    made = torch.empty(sizes).as_strided(after.shape, after.strides)
-    return {
-        "before": {"shape": before.shape, "strides": before.strides},
-        "shape": after.shape, "strides": after.strides, "offsets": after.offsets(), "contiguous": after.contiguous,
-        "torch": {"contiguous": made.is_contiguous(), "copies": made.reshape(-1).data_ptr() != made.data_ptr()},
-    }  # fmt: skip
-
-
-@endpoint
-def coalescing(*, pattern: str = "warp", columns: int = 64, itemsize: int = 4, instant: int = 0) -> Json:
-    """One load of a warp from a row-major matrix: its lanes share a row, or each thread has a row of its own."""
-    _one_of("pattern", pattern, ("warp", "thread"))
-    _within("columns", columns, 1, 1 << 20)
-    _one_of("itemsize", str(itemsize), ("1", "2", "4", "8"))
-    lanes = (coalesce.row_per_warp if pattern == "warp" else coalesce.row_per_thread)(columns, instant)
-    return {"elements": lanes, "line": coalesce.LINE, "sector": coalesce.SECTOR} | coalesce.touched(
-        lanes, itemsize
-    )._asdict()
-
-
-@endpoint
-def loop(*, iterations: int = 7, stages: int = 4) -> Json:
-    """A loop of stages, one after the other and overlapped."""
-    _within("iterations", iterations, 1, 32)
-    _within("stages", stages, 1, 4)
-    plans = {"sequential": pipeline.sequential(iterations, stages), "pipelined": pipeline.pipelined(iterations, stages)}
-    return {name: _plan(plan) for name, plan in plans.items()} | {"names": pipeline.STAGES[-stages:]}
-
-
-@endpoint
-def gpus(*, count: int = 4, batches: int = 4) -> Json:
-    """Pipeline parallelism: all forwards, then all backwards."""
-    _within("GPUs", count, 1, 8)
-    _within("batches", batches, 1, 32)
-    return _plan(pipeline.forward_backward(count, batches)) | {
-        "bubble": pipeline.bubble(count, batches),
-        "batches": batches,
-    }
-
-
-def _plan(plan: list[pipeline.Slot]) -> Json:
-    return {
-        "slots": [[slot.unit, slot.iteration, slot.start, slot.length, slot.phase] for slot in plan],
-        "length": pipeline.slots(plan),
-        "utilisation": pipeline.utilisation(plan),
-        "in_flight": pipeline.in_flight(plan),
-    }
-
-
-@endpoint
 @cache
 def hopper() -> Json:
     """What tilewise's own Hopper kernel does, in the emulator: one program, 384 queries and keys, head dim 128."""
@@ -258,107 +144,62 @@ def hopper() -> Json:
         raise AttentionError("emulated kernel", found, "Triton, and a kernel that the emulator can run") from error
 
 
-@endpoint
-def autograd(*, a: float = 2.0, w: float = 3.0, b: float = 1.0) -> Json:
-    return trace.notes_example(a, w, b)
+MASKS = {"full": (), "causal": ("--causal",), "window": ("--window", "4096", "0")}
 
 
 @endpoint
-def flash(*, n: int = 4, d: int = 2, seed: int = 0) -> Json:
-    """Every matrix of attention and of its gradient, for n queries and keys, from the reference."""
-    _within("n", n, 1, 8)
-    _within("d", d, 1, 8)
-    made = torch.Generator().manual_seed(seed)
-    q, k, v, do = torch.randn(4, n, d, generator=made, dtype=torch.float64)
-    o, lse = rung.fa2(q, k, v, rows=n, columns=n)
-    s, delta = rung.scores(q, k), (do * o).sum(-1)
-    p, ds = gradient.block(q, k, v, do, lse, delta)
-    dq, dk, dv = gradient.tiled(q, k, v, o, lse, do, rows=2, columns=2)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    exact = torch.autograd.grad(rung.naive(leaves[0], leaves[1], leaves[2]), leaves, do)
-    values = {
-        "q": q, "k": k, "v": v, "s": s, "lse": lse[:, None], "p": p, "o": o, "do": do, "delta": delta[:, None],
-        "dp": do @ v.mT, "ds": ds, "dq": dq, "dk": dk, "dv": dv,
-    }  # fmt: skip
-    error = max(float((x - y).abs().max()) for x, y in zip((dq, dk, dv), exact, strict=True))
-    return {"values": plain(values), "error": error}
-
-
-def _document(n: int) -> mods.Mod:
-    ends = torch.tensor([0, n * 3 // 8, n * 5 // 8, n], dtype=torch.int32)
-    return mods.document(cu_seqlens=ends, tokens=n)
-
-
-# Each mask at length n, with one size of its own.
-MASKS: dict[str, Callable[[int, int], mods.Mod]] = {
-    "causal": lambda n, size: mods.window_with_globals(n, 0),
-    "window": lambda n, size: mods.window_with_globals(size, 0),
-    "globals": lambda n, size: mods.window_with_globals(size, 4),
-    "document": lambda n, size: _document(n),
-    "prefix": lambda n, size: mods.prefix_lm(torch.tensor([2 * size])),
-    "dilated": lambda n, size: mods.dilated_window(size, 3),
-    "image": lambda n, size: mods.neighbourhood_2d(16, max(1, size // 4)),
-    "blocks": lambda n, size: mods.block_diagonal(2 * size),
-    "strided": lambda n, size: mods.strided_sparse(size),
-}
-
-
-@endpoint
-def mask(*, kind: str = "causal", n: int = 128, block: int = 16, size: int = 16, causal: int = 0) -> Json:
-    """Who sees whom, and what each tile is: 0 nobody, 1 partly, 2 full. Rows of pairs as hexadecimal digits."""
-    _one_of("kind", kind, tuple(MASKS))
-    _within("n", n, 16, 512)
-    _within("size", size, 1, n)
-    mod = MASKS[kind](n, size)
-    causal = causal or kind == "causal"
-    tiles = mods.block_mask(mod, n, n, block=(block, block), causal=bool(causal)).tiles[0, 0]
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    seen = torch.as_tensor(mod(0, 0, i, j)).expand(n, n)
-    if causal:
-        seen = seen & (j <= i)
-    digits = (seen.view(n, n // 4, 4).int() * torch.tensor([8, 4, 2, 1])).sum(-1).tolist()
+@cache
+def plans(*, tokens: str = "128k", ranks: int = 16, mask: str = "causal", machine: str = "8xH200+400G") -> Json:
+    """Every strategy to divide a sequence among GPUs, simulated: what `tilewise plan` prints, and who works when."""
+    if mask not in MASKS:
+        raise AttentionError("mask", repr(mask), " or ".join(map(repr, MASKS)))
+    _within("ranks", ranks, 2, 1024)
+    parser = ArgumentParser()
+    plan_command.configure(parser)
+    options = parser.parse_args(MASKS[mask])
+    try:
+        options.seqlen = plan_command.number(tokens)
+    except ArgumentTypeError as error:
+        raise AttentionError("tokens", repr(tokens), "a number like 4096, 128k or 1M") from error
+    options.ranks, options.machine = ranks, machine
+    found = plan_command.compare(options)
+    best = plan_command.advised(found)
     return {
-        "n": n,
-        "block": block,
-        "pairs": int(seen.sum()),
-        "kinds": [int((tiles == kind).sum()) for kind in range(3)],
-        "tiles": tiles.tolist(),
-        "rows": ["".join(f"{digit:x}" for digit in row) for row in digits],
-    }
+        "advice": best.plan.strategy,
+        "strategies": [
+            {
+                "name": one.plan.strategy, "layout": one.plan.layout, "refusal": one.refusal, "time": one.time,
+                "efficiency": one.efficiency, "exposed": one.exposed, "sent": one.sent, "memory": one.memory,
+                "width": one.plan.width,
+                "passes": [{"time": x.time, "bars": _bars(x.to_dict(SHOWN)["bars"])} for x in one.passes],
+            }
+            for one in found
+        ],
+    }  # fmt: skip
 
 
-# What a copy holds: for each endpoint, lists of values whose every combination is answered.
-ORDERS, SWITCH = ("fa1", "fa2"), (0, 1)
+def _bars(bars: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """[station, hops, microseconds from, to]: what is drawn, with the digits that are."""
+    return [[x["station"], x["step"], round(x["start"] * 1e6, 1), round(x["end"] * 1e6, 1)] for x in bars]
+
+
+SWITCH, DEVICES = (0, 1), tuple(devices.DEVICES)
 GRID: dict[str, dict[str, Sequence[Any]]] = {
-    "softmax": {"x": ("3,2,5,1", "1,2,3,4,5,6", "6,5,4,3,2,1", "100,101,99", "-2,-1,-4", "2,2,2,2,2,2,2,2")},
-    "tiles": {
-        "n": (8, 12), "rows": (2, 4), "columns": (2, 4), "order": ORDERS, "mask": ("none", "causal", "window"),
-        "width": (2,), "backward": SWITCH,
-    },
+    "gpus": {},
     "roof": {
-        "device": tuple(devices.DEVICES), "b": (4,), "s": (256, 1024, 4096), "h": (16,), "d": (64, 128),
+        "device": DEVICES, "s": (256, 1024, 4096, 16384), "b": (1, 4), "d": (64, 128),
         "causal": SWITCH, "backward": SWITCH,
     },
-    "measured": {"device": tuple(devices.DEVICES)},
-    "waves": {"device": tuple(devices.DEVICES), "tile": ("256x128", "128x128", "128x64", "64x64")},
-    "grid": {"device": tuple(devices.DEVICES), "heads": (8, 16, 32)},
-    "layout": {"shape": ("7", "2x3", "2x4x3", "4x6"), "view": ("same",)},
-    "coalescing": {
-        "pattern": ("warp", "thread"), "columns": (8, 16, 32, 64, 4096), "itemsize": (2, 4), "instant": (0, 1, 2, 3),
-    },
-    "loop": {"iterations": tuple(range(1, 9)), "stages": (2, 3, 4)},
-    "gpus": {"count": (2, 3, 4), "batches": (1, 2, 4, 8)},
+    "measured": {"device": DEVICES},
+    "grid": {"device": DEVICES, "heads": (8, 16, 32)},
     "hopper": {},
-    "autograd": {"a": (1, 2), "w": (-1, 3), "b": (0, 1)},
-    "flash": {"n": (4,), "d": (2,), "seed": (0, 1, 2)},
-    "mask": {"kind": tuple(MASKS), "n": (128,), "block": (16, 32), "size": (8, 16), "causal": SWITCH},
+    "plans": {
+        "tokens": ("128k", "1M"), "ranks": (8, 16, 64), "mask": tuple(MASKS), "machine": ("8xH200+400G", "8xH100+200G"),
+    },
 }  # fmt: skip
-VIEWS = {"2x3": ("transpose", "3x2", "6"), "2x4x3": ("transpose", "8x3", "4x6"), "4x6": ("transpose", "6x4", "24")}
 
 
 def combinations(name: str) -> Iterator[dict[str, Any]]:
     grid = GRID[name]
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
-    if name == "layout":
-        yield from ({"shape": shape, "view": view} for shape, views in VIEWS.items() for view in views)

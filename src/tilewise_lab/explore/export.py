@@ -29,21 +29,20 @@ def export(folder: Path) -> Path:
 
 
 def answers() -> str:
-    """{grid, answers: {"endpoint?key=value&...": JSON}} for a script; keys in alphabetical order, as the page asks."""
+    """{"endpoint?key=value&...": JSON} for a script; keys in alphabetical order, as the page asks."""
     found = {}
     for name in GRID:
         for query in combinations(name):
             text = {key: str(value) for key, value in query.items()}
             with contextlib.suppress(AttentionError):  # no Triton, no emulated kernel: the page says that it lacks it
                 found[f"{name}?" + "&".join(f"{key}={text[key]}" for key in sorted(text))] = answer(name, text)
-    whole = {"grid": GRID, "answers": rounded(found)}
-    return json.dumps(whole, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps(rounded(found), ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
 
 
 def rounded(x: object) -> object:
-    """Floats with the nine digits that are ever shown: a third of the file."""
+    """Floats with more digits than are ever shown: a third of the file."""
     if isinstance(x, float):
-        return float(f"{x:.9g}")
+        return float(f"{x:.7g}")
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

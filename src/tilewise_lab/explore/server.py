@@ -25,7 +25,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         name = url.path.lstrip("/") or "index.html"
         if name.startswith("data/"):
-            self.answer(name.removeprefix("data/"), dict(parse_qsl(url.query)))
+            self.answer(name.removeprefix("data/"), dict(parse_qsl(url.query, keep_blank_values=True)))
         elif name in TYPES:
             self.send(HTTPStatus.OK, (STATIC / name).read_bytes(), TYPES[name])
         else:

@@ -3,9 +3,10 @@
 picture   draw with matplotlib into a file, or say kindly that it is not installed
 measured  what a GPU says: this one, or else the one whose numbers are kept in the course
 expect    one line of a checker
+step      of an exercise that is graded step by step
 """
 
 from tilewise_lab.learn.lab import measured
-from tilewise_lab.learn.tools import expect, has_triton, picture, show
+from tilewise_lab.learn.tools import expect, has_triton, picture, show, step
 
-__all__ = ["expect", "has_triton", "measured", "picture", "show"]
+__all__ = ["expect", "has_triton", "measured", "picture", "show", "step"]

@@ -9,7 +9,9 @@ from types import ModuleType
 
 from tilewise.spec import AttentionError
 from tilewise_lab.learn import progress
-from tilewise_lab.learn.course import lesson
+from tilewise_lab.learn.course import chosen, lesson
+from tilewise_lab.learn.language import language, say
+from tilewise_lab.learn.tools import not_written
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -31,12 +33,14 @@ def verdict(number: int, answer: Path) -> str | None:
     except AssertionError as error:
         return str(error) or traceback.format_exc(limit=-1)
     except NotImplementedError:
-        return "not written yet: replace the `raise NotImplementedError`"
+        return not_written()
     except AttentionError:
         raise
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} (line {where.lineno} of {Path(where.filename).name})"
+        file = Path(where.filename).name
+        place = say(f"line {where.lineno} of {file}", f"{file} 第 {where.lineno} 行")
+        return f"{type(error).__name__}: {error} ({place})"
     return None
 
 
@@ -44,21 +48,27 @@ def grade(number: int, answer: Path) -> int:
     hint = verdict(number, answer)
     if hint is None:
         progress.note("solved", number)
-        print(f"✓ right. Lesson {number} is solved.")
+        print(say(f"✓ right. Lesson {number} is solved.", f"✓ 正确。第 {number} 课完成。"))
         return 0
-    print(f"✗ not yet: {hint}")
+    print(say(f"✗ not yet: {hint}", f"✗ 还不对：{hint}"))
     return 1
 
 
 def hand_out(number: int, folder: Path | None = None) -> int:
     """Write the exercise to exercise_NN.py in the working directory; an answer in the making is not overwritten."""
     path = (folder or Path.cwd()) / f"exercise_{number:02}.py"
+    grading = f"tilewise learn --check {number} {path.name}"
     if path.exists():
-        print(f"{path.name} is here already; grade it with: tilewise learn --check {number} {path.name}")
+        print(say(f"{path.name} is here already; grade it with: {grading}", f"{path.name} 已经在这里；批改：{grading}"))
         return 1
-    path.write_text(lesson(number).beside("exercises").read_text(encoding="utf-8"), encoding="utf-8")
-    print(f"{path.name} is yours to fill in; then: tilewise learn --check {number} {path.name}")
+    path.write_text(exercise(number, language()), encoding="utf-8")
+    print(say(f"{path.name} is yours to fill in; then: {grading}", f"{path.name} 已写好，填完之后批改：{grading}"))
     return 0
+
+
+def exercise(number: int, lang: str) -> str:
+    """Its file, as a reader of that language gets it."""
+    return chosen(lesson(number).beside("exercises").read_text(encoding="utf-8"), lang)
 
 
 def reveal(number: int) -> int:

@@ -5,6 +5,8 @@ tilewise learn 3                     lesson 3, cell by cell
 tilewise learn 3 --exercise          its exercise, as a file to fill in
 tilewise learn --check 3 answer.py   grade your answer
 tilewise learn 3 --solution          one way to solve it
+tilewise learn 3 --lang zh           in Chinese (en: English; else as LANG says)
+tilewise learn --notebooks FOLDER    all of them as Jupyter notebooks
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--exercise", action="store_true", help="write the lesson's exercise to a file here")
     parser.add_argument("--check", nargs=2, metavar=("LESSON", "FILE"), help="grade an answer")
     parser.add_argument("--solution", action="store_true", help="print one")
+    parser.add_argument("--lang", choices=("en", "zh"), help="the language of lessons, exercises and hints")
+    parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write the lessons as Jupyter notebooks")
     parser.add_argument("--quiet", action="store_true", help="run the code, print only what it prints")
     parser.add_argument("--pause", action="store_true", help="wait for Enter between cells")
     parser.add_argument(
@@ -34,9 +38,13 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    from tilewise_lab.learn import check, lab, play
+    from tilewise_lab.learn import check, lab, language, notebook, play
 
+    if options.lang:
+        language.use(options.lang)
     try:
+        if options.notebooks:
+            return notebook.write_all(options.notebooks)
         if options.check:
             number, answer = options.check
             return check.grade(int(number), Path(answer))

@@ -1,4 +1,9 @@
-"""Lessons: where they are, what is in them. A lesson is a script of `# %%` cells; Markdown cells are comments."""
+"""Lessons: where they are, what is in them.
+
+A lesson is a script of `# %%` cells; Markdown cells are comments. Its words are there twice, in cells marked
+`# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once. Formulas are LaTeX, `$..$` and
+`$$..$$`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ class Cell:
     kind: str  # "markdown" or "code"
     text: str
     line: int  # of its first line in the file
+    lang: str = ""  # of words: "en" or "zh"
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,24 @@ class Lesson:
     path: Path
 
     @cached_property
-    def cells(self) -> list[Cell]:
-        return list(parse(self.path.read_text(encoding="utf-8")))
+    def all_cells(self) -> list[Cell]:
+        return parse(self.path.read_text(encoding="utf-8"))
 
-    @cached_property
-    def title(self) -> str:
+    def cells_in(self, lang: str) -> list[Cell]:
+        """The words in one language, and the code."""
+        return [cell for cell in self.all_cells if cell.lang in ("", lang)]
+
+    @property
+    def cells(self) -> list[Cell]:
+        return self.cells_in("en")
+
+    def title_in(self, lang: str) -> str:
         """The first heading: "# 3. Online softmax" -> "Online softmax"."""
-        return re.sub(r"^# \d+\. ", "", next(c.text for c in self.cells if c.kind == "markdown").splitlines()[0])
+        return re.sub(r"^# \d+\. ", "", next(c.text for c in self.cells_in(lang) if c.lang).splitlines()[0])
+
+    @property
+    def title(self) -> str:
+        return self.title_in("en")
 
     @cached_property
     def needs(self) -> str:
@@ -50,22 +67,45 @@ class Lesson:
         return self.path.parent / folder / f"{self.number:02}.py"
 
 
+MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?')
+
+
 def parse(source: str) -> list[Cell]:
     """
-    >>> [(cell.kind, cell.text) for cell in parse("# %% [markdown]\\n# # Title\\n# text\\n# %%\\nx = 1\\n")]
-    [('markdown', '# Title\\ntext'), ('code', 'x = 1')]
+    >>> source = '# %% [markdown]\\n# # Title\\n# %% [markdown] lang="zh"\\n# # 标题\\n# %%\\nx = 1\\n'
+    >>> [(cell.kind, cell.lang, cell.text) for cell in parse(source)]
+    [('markdown', 'en', '# Title'), ('markdown', 'zh', '# 标题'), ('code', '', 'x = 1')]
     """
     cells = []
-    kind, lines, first = "", [], 0
+    kind, lang, lines, first = "", "", [], 0
     for number, line in enumerate([*source.splitlines(), "# %%"], 1):
-        if not line.startswith("# %%"):
+        marker = MARKER.match(line)
+        if not marker:
             lines.append(line)
             continue
-        text = "\n".join(line.removeprefix("#").removeprefix(" ") if kind == "markdown" else line for line in lines)
+        text = "\n".join(line.removeprefix("#").removeprefix(" ") if lang else line for line in lines)
         if kind and text.strip():
-            cells.append(Cell(kind, text.strip("\n") if kind == "code" else text.strip(), first))
-        kind, lines, first = ("markdown" if "[markdown]" in line else "code"), [], number + 1
+            blank = 0 if lang else len(text) - len(text.lstrip("\n"))
+            cells.append(Cell(kind, text.strip("\n") if kind == "code" else text.strip(), first + blank, lang))
+        words, chosen = marker.groups()
+        kind, lang = ("markdown", chosen or "en") if words else ("code", "")
+        lines, first = [], number + 1
     return cells
+
+
+def chosen(source: str, lang: str) -> str:
+    """An exercise in one language: its docstrings hold both, with --- between them.
+
+    >>> quotes = 3 * chr(34)
+    >>> print(chosen(f"{quotes}English --- 中文{quotes}", "zh").strip(chr(34)))
+    中文
+    """
+
+    def one(both: re.Match[str]) -> str:
+        english, between, chinese = both.groups()
+        return f'"""{chinese if lang == "zh" else english + between[:1].strip(" ")}"""'
+
+    return re.sub(r'"""((?:(?!""").)*?)(\s+)---\s+(.*?)"""', one, source, flags=re.S)
 
 
 def lessons() -> list[Lesson]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewise_lab.learn.course import home
+from tilewise_lab.learn.language import say
 
 Found = dict[str, Any]
 EXPERIMENTS: dict[str, Callable[[], Found]] = {}
@@ -35,14 +36,17 @@ def measured(name: str) -> Found | None:
     assert name in EXPERIMENTS, f"no experiment {name!r}; there are {', '.join(EXPERIMENTS)}"
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
-        print(f"(measuring on this {where})")
+        print(say(f"(measuring on this {where})", f"（正在这块 {where} 上测量）"))
         return EXPERIMENTS[name]() | {"device": where}
     for path in sorted((home() / "measured").glob("*.json")):
         record = json.loads(path.read_text())
         if name in record["found"]:
-            print(f"(no GPU here: numbers kept from an {record['device']}, {record['when']})")
-            return dict(record["found"][name]) | {"device": record["device"]}
-    print("(no GPU here, and no numbers are kept: this part waits for one)")
+            gpu, when = record["device"], record["when"]
+            print(
+                say(f"(no GPU here: numbers kept from an {gpu}, {when})", f"（这里没有 GPU：数据来自 {gpu}，{when}）")
+            )
+            return dict(record["found"][name]) | {"device": gpu}
+    print(say("(no GPU here, and no numbers are kept: this part waits for one)", "（没有 GPU，也没有保存的数据）"))
     return None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import Cell, Lesson, lesson, lessons
+from tilewise_lab.learn.formulas import for_terminal
+from tilewise_lab.learn.language import language, say
 
 
 def contents() -> int:
@@ -23,10 +25,17 @@ def contents() -> int:
     rows = []
     for one in lessons():
         mark = "✓" if one.number in done["solved"] else "·" if one.number in done["read"] else ""
-        rows.append([one.number, one.title, mark])
-    table("How FlashAttention works, in lessons that run", ["", "lesson", ""], rows)
-    solved = len(done["solved"])
-    print(f"\n{solved} of {len(rows)} exercises solved. `tilewise learn {min(next_one(done), len(rows))}` goes on.")
+        rows.append([one.number, one.title_in(language()), mark])
+    title = say("How FlashAttention works, in lessons that run", "FlashAttention 是怎样工作的：可以运行的课程")
+    table(title, ["", say("lesson", "课"), ""], rows)
+    solved, following = len(done["solved"]), min(next_one(done), len(rows))
+    print()
+    print(
+        say(
+            f"{solved} of {len(rows)} exercises solved. `tilewise learn {following}` goes on.",
+            f"已完成 {solved} / {len(rows)} 道练习。接着学：`tilewise learn {following}`",
+        )
+    )
     return 0
 
 
@@ -49,7 +58,8 @@ def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path 
     run(one, quiet=quiet, pause=pause)
     progress.note("read", number)
     if not quiet:
-        print(f"\nAn exercise comes with this lesson: tilewise learn {number} --exercise")
+        command = f"tilewise learn {number} --exercise"
+        print("\n" + say(f"An exercise comes with this lesson: {command}", f"这一课有一道练习：{command}"))
     return 0
 
 
@@ -64,7 +74,7 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
     printed: takes what each cell prints, in place of the terminal.
     """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
-    for cell in one.cells:
+    for cell in one.cells_in(language()):
         if not quiet:
             display(cell)
         if cell.kind == "code":
@@ -86,11 +96,12 @@ def display(cell: Cell) -> None:
         from rich.padding import Padding
         from rich.syntax import Syntax
     except ModuleNotFoundError:
-        print(f"\n{cell.text}\n" if cell.kind == "markdown" else "\n".join(f"    {x}" for x in cell.text.splitlines()))
+        code = "\n".join(f"    {x}" for x in cell.text.splitlines())
+        print(f"\n{for_terminal(cell.text)}\n" if cell.kind == "markdown" else code)
         return
     console = Console()
     if cell.kind == "markdown":
-        console.print(Markdown(cell.text))
+        console.print(Markdown(for_terminal(cell.text)))
     else:
         console.print(
             Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))

@@ -11,14 +11,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Weights(NamedTuple):
+class Size(NamedTuple):
     elements: int
     bytes: int
 
 
-def weights(n: int, itemsize: int = 4, heads: int = 1) -> Weights:
+def weights(n: int, itemsize: int = 4, heads: int = 1) -> Size:
     """P (N, N): quadratic in the length."""
-    return Weights(heads * n * n, heads * n * n * itemsize)
+    return Size(heads * n * n, heads * n * n * itemsize)
+
+
+def jacobian(n: int, m: int, d: int, itemsize: int = 4) -> Size:
+    """∂Y/∂X of Y (N, D) = X (N, M) W (M, D): every entry of Y by every entry of X. Nobody builds it.
+
+    >>> f"{jacobian(1024, 1024, 2048).bytes / 1e12:.1f} TB"
+    '8.8 TB'
+    """
+    return Size(n * d * n * m, n * d * n * m * itemsize)
 
 
 def tile_bytes(rows: int, columns: int, itemsize: int = 4) -> int:

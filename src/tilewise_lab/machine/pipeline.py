@@ -43,6 +43,26 @@ def pipelined(iterations: int, stages: int = len(STAGES)) -> list[Slot]:
     return [Slot(s, i, i + s, phase=phase(i + s)) for i in range(iterations) for s in range(stages)]
 
 
+def issued(order: Sequence[tuple[int, int]], *, asynchronous: bool) -> list[Slot]:
+    """(iteration, stage) on a core that starts operations in this order and no other, as those of a GPU do.
+
+    An operation starts when its unit is free and the stage before it is done. Asynchronous: the core goes on at once,
+    and only waits where it must. Otherwise it waits for each, and no order of the same operations saves a slot.
+
+    >>> order = [(slot.iteration, slot.unit) for slot in sorted(pipelined(7), key=lambda slot: slot.start)]
+    >>> [slots(issued(order, asynchronous=way)) for way in (False, True)]
+    [28, 10]
+    """
+    clock, done, free = 0, dict[tuple[int, int], int](), dict[int, int]()
+    plan = []
+    for i, stage in order:
+        start = max(clock, done.get((i, stage - 1), 0), free.get(stage, 0))
+        plan.append(Slot(stage, i, start))
+        done[i, stage] = free[stage] = start + 1
+        clock = start if asynchronous else start + 1
+    return plan
+
+
 def slots(plan: Sequence[Slot]) -> int:
     """How long a plan takes."""
     return max(slot.stop for slot in plan)

@@ -17,8 +17,9 @@ The JSON:
              loads, stores   [[name, block], ...] moved for this step, names as in `totals`
              resident  [[name, block], ...] in SRAM at its end
              sram, loaded, stored, flops     bytes in SRAM; bytes and FLOPs so far
-             m, l, factor, s, p              forward: running maximum and denominator after the step, the correction
-                       of the old ones, the scores ("-inf" where hidden) and the weights exp(s - m)
+             m, l, o, factor, s, p           forward: running maximum, denominator and output (of FA2 yet to be divided
+                       by l) after the step, the correction of the old ones, the scores ("-inf" where hidden) and the
+                       weights exp(s - m)
              p, ds     backward: the weights exp(s - lse), and the gradient of q·k
     skipped  [[i, j], ...] tiles that no row sees
     totals   loaded, stored: {name: bytes}; flops, visited, skipped, peak (bytes of SRAM)
@@ -28,7 +29,7 @@ The JSON:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,18 +63,18 @@ def attention(
     itemsize: int = 4,
     sram: int | None = None,
     seed: int = 0,
+    tensors: Sequence[Tensor] | None = None,
 ) -> dict[str, Any]:
     """`owners`: "two" runs tilewise's backward (dK and dV by the owners of keys, dQ by those of queries), "one" the
-    single loop in which dQ goes through HBM, once per tile. `sram`: the most bytes SRAM may hold."""
+    single loop in which dQ goes through HBM, once per tile. `sram`: the most bytes SRAM may hold.
+    `tensors`: q, k, v, do to use, in float64; by default they are drawn from `seed`."""
     if order not in ("fa1", "fa2"):
         raise AttentionError("order", repr(order), "'fa1' or 'fa2'")
     before, after = band_of(causal, window)
     tile = _Tiles(sq, sk, rows, columns, before, after)
     make = torch.Generator().manual_seed(seed)
-    q, k, v, do = (
-        torch.randn(*shape, generator=make, dtype=torch.float64)
-        for shape in ((sq, d), (sk, d), (sk, dv or d), (sq, dv or d))
-    )
+    shapes = (sq, d), (sk, d), (sk, dv or d), (sq, dv or d)
+    q, k, v, do = tensors or (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in shapes)
     statistic = q.new_zeros(sq)
     memory = Memory(
         {name: x.split(size) for name, x, size in (
@@ -148,7 +149,7 @@ def _fa2(memory: Memory, tiles: _Tiles) -> Iterator[dict[str, Any]]:
         some = state.l.masked_fill(state.l == 0, 1.0)
         memory.store("o", i, rung.rescale(1 / some, state.o))
         memory.store("lse", i, state.m + state.l.log())
-        yield _step(memory, "finish", i, None, m=state.m, l=state.l)
+        yield _step(memory, "finish", i, None, m=state.m, l=state.l, o=memory.hbm["o"][i])
         memory.drop("q", "o", "m", "l")
 
 
@@ -163,7 +164,7 @@ def _fa1(memory: Memory, tiles: _Tiles) -> Iterator[dict[str, Any]]:
             for name, x in (("m", new.m), ("l", new.l), ("o", rung.rescale(1 / some, new.o))):
                 memory.store(name, i, memory.keep(name, i, x))
             step["stores"] = memory.take_events()[1]
-            yield step | _counts(memory)
+            yield step | _counts(memory) | {"o": memory.sram["o", i]}
             memory.drop("q", "o", "m", "l")
         memory.drop("k", "v")
 
@@ -180,7 +181,7 @@ def _tile(memory: Memory, old: rung.State, i: int, j: int, hide: Tensor | None) 
     for name, x in (("m", new.m), ("l", new.l), ("o", new.o)):
         memory.keep(name, i, x)
     factor = correction(old.m, new.m)
-    step = _step(memory, "forward", i, j, masked=hide is not None, m=new.m, l=new.l, factor=factor, s=s, p=p)
+    step = _step(memory, "forward", i, j, masked=hide is not None, m=new.m, l=new.l, o=new.o, factor=factor, s=s, p=p)
     memory.drop("p")
     return new, step
 

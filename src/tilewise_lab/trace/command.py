@@ -9,11 +9,15 @@ tilewise trace autograd
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from tilewise.spec import AttentionError
+from tilewise_lab import asked
 from tilewise_lab.trace.show import NOTE, RIGHT, WRONG, number, numbers, table
+
+STEPS = 4096  # more are nothing to read
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -42,22 +46,28 @@ def configure(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     from tilewise_lab import trace
 
-    try:
-        if options.kind == "softmax":
-            found, show = trace.softmax(options.x), show_softmax
-        elif options.kind == "autograd":
-            found, show = trace.notes_example(*options.values), show_graph
-        else:
-            window = options.window and tuple(options.window)
-            found = trace.attention(
-                options.sq, options.sk, d=options.d, rows=options.block, columns=options.block, order=options.order,
-                causal=options.causal, window=window, backward=options.backward, owners=options.owners,
-                sram=options.sram,
-            )  # fmt: skip
-            show = show_attention
-    except AttentionError as error:
-        print(f"tilewise trace: {error}")
-        return 2
+    if options.kind == "softmax":
+        for x in options.x:
+            if not math.isfinite(x):
+                raise AttentionError("x", x, "finite numbers, for example 3 2 5 1")
+        found, show = trace.softmax(options.x), show_softmax
+    elif options.kind == "autograd":
+        if len(options.values) != 3:
+            raise AttentionError("values", f"{len(options.values)} of them", "three, a w1 b1, for example 2 3 1")
+        found, show = trace.notes_example(*options.values), show_graph
+    else:
+        for name in ("sq", "sk", "d", "block"):
+            asked.count(f"--{name}", getattr(options, name))
+        steps = math.ceil(options.sq / options.block) * math.ceil(options.sk / options.block)
+        if steps > STEPS:
+            raise AttentionError("tiles to show", steps, f"at most {STEPS}: a smaller --sq and --sk, a larger --block")
+        window = options.window and tuple(options.window)
+        found = trace.attention(
+            options.sq, options.sk, d=options.d, rows=options.block, columns=options.block, order=options.order,
+            causal=options.causal, window=window, backward=options.backward, owners=options.owners,
+            sram=options.sram,
+        )  # fmt: skip
+        show = show_attention
     if options.json:
         print(json.dumps(found, indent=1))
     else:

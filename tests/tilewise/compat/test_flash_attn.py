@@ -204,6 +204,69 @@ def test_pages() -> None:
         assert_close(packed[b], expected[0, 0])
 
 
+def test_rows_of_a_page_table() -> None:
+    q, k, v = made(1, 12)
+    table = torch.tensor([[9, 9, 9], [1, 4, 2], [3, 0, 5]], dtype=torch.int32)
+    pages = [torch.full((6, 4, 2, 8), torch.nan, dtype=torch.float64) for _ in "kv"]
+    for page, x in zip(pages, (k, v), strict=True):
+        page[table.long()[[2, 1]].flatten()] = x.reshape(6, 4, 2, 8)
+    words = {"cache_seqlens": torch.tensor([5, 12], dtype=torch.int32), "page_table": table}
+    rows = torch.tensor([2, 1], dtype=torch.int32)
+    out = flash_attn_3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=rows, num_splits=1, **words)
+    for b, n in enumerate((5, 12)):
+        assert_close(out[b : b + 1], naive(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_rotation_by_lengths_of_its_own(causal: bool, packed: bool) -> None:
+    """rotary_seqlens: where the new tokens' angles begin, whatever is in the cache."""
+    q, k, v = made(3, 12)
+    k_new, v_new = (torch.randn(2, 3, 2, 8, dtype=torch.float64) for _ in "kv")
+    lengths, own = (torch.tensor(x, dtype=torch.int32) for x in ([4, 7], [1, 6]))
+    angles = torch.rand(12, 4, dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    at = own[:, None].long() + torch.arange(3)
+    new, asked = (
+        turned(k_new, cos, sin, at, True),
+        turned(q, cos, sin, at if causal else at[:, :1].expand(-1, 3), True),
+    )
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    words = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3} if packed else {}
+    given = [x.flatten(0, 1) if packed else x for x in (q, k_new, v_new)]
+    out = flash_attn_3.flash_attn_with_kvcache(
+        given[0], k.clone(), v.clone(), *given[1:], rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+        rotary_seqlens=own, causal=causal, **words,
+    ).view(2, 3, 4, 8)  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        keys, values = torch.cat([k[b, :n], new[b]]), torch.cat([v[b, :n], v_new[b]])
+        assert_close(out[b : b + 1], naive(asked[b : b + 1], keys[None], values[None], causal=causal)[0])
+
+
+def test_chunks_over_a_cache() -> None:
+    q, k, v = made(3, 12)
+    lengths = torch.tensor([5, 12], dtype=torch.int32)
+    words = {"cache_seqlens": lengths, "causal": True, "attention_chunk": 4}
+    out = flash_attn_3.flash_attn_with_kvcache(q, k, v, **words)
+    for b, n in enumerate(lengths.tolist()):
+        rows = q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]
+        assert_close(out[b : b + 1], flash_attn_3.flash_attn_func(*rows, causal=True, attention_chunk=4))
+    with pytest.raises(tilewise.AttentionError, match="beside cache_leftpad"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_leftpad=lengths, **words)
+
+
+def test_a_schedule_is_shared_by_layers() -> None:
+    q, k, v = made(1, 12)
+    lengths = torch.tensor([5, 12], dtype=torch.int32)
+    schedule = flash_attn_3.get_scheduler_metadata(2, 1, 12, 4, 2, 8, lengths, torch.float64, causal=True)
+    words = {"cache_seqlens": lengths, "causal": True}
+    plain = flash_attn_3.flash_attn_with_kvcache(q, k, v, **words)
+    for window in ((-1, -1), (-1, -1), (3, 0), (3, 0)):
+        out = flash_attn_3.flash_attn_with_kvcache(q, k, v, window_size=window, scheduler_metadata=schedule, **words)
+        assert torch.equal(out, plain) == (window == (-1, -1))
+    assert len(schedule) == 2
+
+
 # The parameters of flash-attn 2.8.3 and of FlashAttention-3, in their order.
 SIGNATURES = {
     flash_attn.flash_attn_func: "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
@@ -222,6 +285,9 @@ SIGNATURES = {
     " cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale"
     " softmax_scale causal window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits"
     " pack_gqa sm_margin return_softmax_lse",
+    flash_attn_3.get_scheduler_metadata: "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim"
+    " cache_seqlens qkv_dtype headdim_v cu_seqlens_q cu_seqlens_k_new cache_leftpad page_size max_seqlen_k_new causal"
+    " window_size attention_chunk has_softcap num_splits pack_gqa sm_margin",
     flash_attn_3.flash_attn_qkvpacked_func: "qkv softmax_scale causal q_descale k_descale v_descale window_size"
     " attention_chunk softcap deterministic num_heads_q sm_margin return_attn_probs",
 }

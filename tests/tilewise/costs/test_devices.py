@@ -70,6 +70,7 @@ def test_occupancy_is_what_the_scarcest_resource_allows():
     assert h200.blocks_per_sm(shared=112 * KB, registers=128, warps=4) == 2
     assert h200.blocks_per_sm(shared=1 * KB, registers=255, warps=8) == 1
     assert h200.blocks_per_sm(shared=0, registers=32, warps=32) == 2
+    assert h200.blocks_per_sm(shared=0, registers=16, warps=32) == 2  # 2048 threads of an SM are 64 warps of 32
 
 
 def test_the_roofline_has_a_slope_and_a_flat():

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ from tilewise.costs.explain import estimate, explain
 from tilewise_lab import cli
 
 SHAPE = (4, 4096, 16, 128)
-COMPILES = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
 
 
 def told(*shape, **options):
@@ -129,29 +130,58 @@ def test_heads_must_divide():
         explain((1, 8, 4, 64), (1, 8, 3, 64), (1, 8, 3, 64), device="H200")
 
 
+COMPILE = """
+import contextlib, io, json, sys
+from tilewise.costs.explain import explain
+from tilewise_lab import cli
+
+shape = (1, 512, 4, 64)
+found = explain(shape, shape, shape, device=sys.argv[1], backend="triton", compiled=True)
+used = found.resources["forward"]
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    cli.main(["explain", *map(str, shape), "--kernel", "--device", sys.argv[1], "--backend", "triton"])
+kernel = found.to_dict()["kernels"][0]
+print(json.dumps([used.registers, used.shared, used.spills, kernel, str(found), said.getvalue()]))
+"""
+
+
+@cache
+def compiled(device: str) -> tuple[Any, ...]:
+    """Registers, shared memory and spills of the forward, its line of the explanation, all of it, and its stages; in a
+    process of its own: here Triton interprets."""
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(tilewise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", COMPILE, device], check=True, env=env, capture_output=True, text=True)
+    return tuple(json.loads(done.stdout))
+
+
 def test_registers_and_shared_memory_come_from_the_compiler():
-    """In a process of its own: here Triton interprets."""
-    pytest.importorskip("triton")
-    code = (
-        "from tilewise.costs.explain import explain\n"
-        "found = explain(*[(1, 512, 4, 64)] * 3, device='H200', backend='triton', compiled=True)\n"
-        "used = found.resources['forward']\n"
-        "assert 0 < used.registers <= 255 and 0 < used.shared <= found.device.shared and used.spills == 0\n"
-        "assert f'{used.registers} registers' in str(found)\n"
-        "assert found.to_dict()['kernels'][0]['registers'] == used.registers\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=COMPILES)
+    registers, shared, spills, kernel, words, _ = compiled("A100")
+    tile = kernel["tile"]
+    assert 0 < registers <= 255
+    assert 2 * 64 * (tile["block_m"] + tile["block_n"]) <= shared <= device_named("A100").shared  # Q and K, at least
+    assert spills == 0
+    assert kernel["registers"] == registers
+    assert f"{registers} registers" in words
 
 
-def test_stages_show_the_pipeline():
-    """cp.async and the matrix units, read from the compiled forward: `tilewise explain --kernel`."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tilewise_lab", "explain", "1", "512", "4", "64", "--kernel", "--device"]
-    for device, unit in (("A100", "mma.sync"), ("H200", "wgmma.mma_async")):
-        said = subprocess.run([*command, device], check=True, env=COMPILES, capture_output=True, text=True).stdout
-        assert "cp.async" in said
-        assert unit in said
-        assert "0 bytes spilled" in said
+def test_loads_are_in_flight_while_the_matrix_units_work():
+    """HBM -> SRAM by copies that do not wait: as many buffers as stages, and a wait for the oldest alone."""
+    *_, said = compiled("A100")
+    seen = {line.split()[1]: int(line.split()[2]) for line in said.splitlines() if len(line.split()) > 3}
+    assert {"async_copy", "async_wait", "cp.async", "LDGSTS", "mma.sync"} <= set(seen)
+
+
+def test_every_stage_of_the_compiler_is_shown():
+    """ttir as written, ttgir with layouts and buffers, ptx, and what the SM executes: `tilewise explain --kernel`."""
+    *_, said = compiled("H200")
+    seen = {(line.split()[0], line.split()[1]) for line in said.splitlines() if len(line.split()) > 3}
+    assert {
+        ("ttir", "tt.load"), ("ttir", "tt.dot"), ("ttir", "tt.reduce"), ("ttgir", "local_alloc"),
+        ("ttgir", "async_copy"), ("ttgir", "warp_group_dot"), ("ptx", "cp.async"), ("ptx", "wgmma.mma_async"),
+        ("ptx", "ex2.approx"), ("sass", "HGMMA"), ("sass", "LDGSTS"), ("sass", "MUFU"),
+    } <= seen  # fmt: skip
+    assert "0 bytes spilled" in said
 
 
 def test_hopper_kernels_are_known():

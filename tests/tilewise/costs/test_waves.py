@@ -46,3 +46,10 @@ def test_a_schedule_lies_between_its_bounds(work, slots):
 @given(st.integers(1, 300), st.integers(1, 20))
 def test_equal_blocks_are_waves(blocks, slots):
     assert schedule([1] * blocks, slots).finish == waves(blocks, slots).waves
+
+
+def test_a_core_for_every_output():
+    """(100, K) by (K, 100) wants 10,000 cores; 8 x 8 outputs in blocks of 4 x 2 want 8, and a ragged edge one more."""
+    assert matmul_blocks(100, 100, tile=(1, 1)) == 100 * 100 == 10_000
+    assert matmul_blocks(8, 8, tile=(4, 2)) == 8
+    assert matmul_blocks(9, 8, tile=(4, 2)) == 12

@@ -20,7 +20,8 @@ from transformers import masking_utils  # noqa: E402
 
 import tilewise  # noqa: E402
 import tilewise.integrations.transformers as integration  # noqa: E402
-from tests.tilewise.integrations.hf_models import BOS, EOS, MODELS, PAD, TOKENS, VOCABULARY, WINDOW, build, inputs  # noqa: E402
+from tests.tilewise.integrations.hf_models import BOS, MODELS, PAD, TOKENS, VOCABULARY, WINDOW, build, inputs  # noqa: E402
+from tilewise.integrations import hf_cache  # noqa: E402
 from tilewise.integrations.hf_masks import Mask, make_mask  # noqa: E402
 
 QUICK = ("llama", "mistral", "gemma2", "gpt_oss", "bert", "modernbert", "t5", "vit")
@@ -353,20 +354,33 @@ def test_another_version_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.register()
 
 
-@pytest.mark.slow
-def test_continuous_batching() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of `generate`, prompt by prompt; layers without a window gather nothing once something is cached."""
     pytest.importorskip("psutil", reason="transformers measures memory with psutil")
-    found = []
-    for implementation in ("paged|tilewise", "paged|eager"):
-        model = build("llama", implementation)
-        model.generation_config.pad_token_id, model.generation_config.eos_token_id = PAD, EOS
-        config = transformers.GenerationConfig(
-            max_new_tokens=6, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=PAD
-        )
-        prompts = [[BOS, 5, 6, 7], [BOS, 9], [BOS, *range(10, 22)]]
-        try:
-            out = model.generate_batch(inputs=prompts, generation_config=config)
-        except ValueError as error:
-            pytest.skip(f"transformers {transformers.__version__} takes no registered names for it: {error}")
-        found.append(sorted(tuple(x.generated_tokens) for x in out.values()))
-    assert found[0] == found[1]
+    in_place, select = [], torch.index_select
+    monkeypatch.setattr(
+        hf_cache, "attend", lambda *a, _f=hf_cache.attend, **k: in_place.append(_f(*a, **k)) or in_place[-1]
+    )
+    gathers: list[int] = []
+    monkeypatch.setattr(torch, "index_select", lambda *a, **k: gathers.append(1) or select(*a, **k))
+    model = integration.serve(build(name, "eager"))
+    words = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": VOCABULARY, "pad_token_id": PAD}
+    prompts = [[BOS, 5, 6, 7], [BOS, 9], [BOS, *range(10, 22)]]
+    config = transformers.ContinuousBatchingConfig(**{PAGE: 16}, num_blocks=16, max_batch_tokens=64)
+    out = model.generate_batch(prompts, transformers.GenerationConfig(**words), config)
+    found = {tuple(x.prompt_ids): list(x.generated_tokens) for x in out.values()}
+    assert sum(x is not None for x in in_place) == 4 * sum(kind == "full" for kind in kinds(model))
+    assert bool(gathers) == ("sliding" in kinds(model))
+    model.set_attn_implementation("eager")
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **words)[0, len(prompt) :]
+        assert found[tuple(prompt)] == alone.tolist()
+
+
+PAGE = "page_size" if "page_size" in vars(transformers.ContinuousBatchingConfig()) else "block_size"
+
+
+def kinds(model: Any) -> list[str]:
+    return [kind.partition("_")[0] for kind in getattr(model.config, "layer_types", None) or ["full"] * 2]

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.tile import Work, band, locate, visible
+from tilewise.kernels.portable.forward import stream_keys
+from tilewise.kernels.tile import Law, Terms, Work, band, locate, visible
 
 
 @triton.jit
@@ -65,3 +66,20 @@ def neighbour_probe(x, n):
     """Each program adds to its place what the next one has."""
     me = tl.program_id(0)
     tl.store(x + me, tl.load(x + me) + tl.load(x + me + 1, mask=me + 1 < n, other=0))
+
+
+@triton.jit
+def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts, PLAN: tl.constexpr):
+    """(acc, m, l) of `stream_keys` over each part of the keys, and the bits of their elements."""
+    part = tl.program_id(0)
+    w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
+    found, top, total = stream_keys(
+        q, k, v, w, part, parts, Law(before, after, scale, Terms(), None, None), PLAN, False
+    )
+    i = part * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
+    tl.store(m + i, top)
+    tl.store(l + i, total)
+    tl.store(acc + i[:, None] * PLAN.BLOCK_DV + tl.arange(0, PLAN.BLOCK_DV)[None, :], found)
+    tl.store(bits, found.dtype.primitive_bitwidth)
+    tl.store(bits + 1, top.dtype.primitive_bitwidth)
+    tl.store(bits + 2, total.dtype.primitive_bitwidth)

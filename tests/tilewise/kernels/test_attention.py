@@ -72,7 +72,7 @@ sizes = st.integers(1, 35)
 windows = st.tuples(*(st.one_of(st.none(), st.integers(0, 40)) for _ in range(2)))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     n_q=sizes, n_k=sizes, d=st.integers(1, 40), dv=st.integers(1, 40), group=st.sampled_from((1, 2)), window=windows,
     layouts=st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(4))), dtype=st.sampled_from(DTYPES),
@@ -84,7 +84,7 @@ def test_any_call(n_q, n_k, d, dv, group, window, layouts, dtype, scale, seed) -
     budget.check(run(inputs, "triton"), inputs)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=4).map(tuple),
     window=windows, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31),
@@ -109,14 +109,13 @@ def test_tile(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's tiles come from its table")
-@pytest.mark.parametrize("dims", [(40, 40), (70, 20), (20, 70)], ids=str)
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize(("dims", "apart"), [((40, 20), False), ((20, 40), True)], ids=["together", "apart"])
 def test_products_of_a_few_columns_at_a_time(
     dims: tuple[int, int], apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d, dv = dims
     case = Case(
-        batch=1, n_q=37, n_k=45, heads=4, kv_heads=2, d=d, dv=dv, before=9, after=20, lengths=((20, 15), (17, 30))
+        batch=1, n_q=37, n_k=45, heads=2, kv_heads=1, d=d, dv=dv, before=9, after=20, lengths=((20, 15), (17, 30))
     )
     inputs = make(case, DEVICE)
     monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(16, 32, 4, 1, apart, chunk=16))

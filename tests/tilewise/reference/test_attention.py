@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +47,20 @@ def test_without_softmax(shape, blocks) -> None:
     assert_close(attention.without_softmax(q, k, v, *blocks), q @ k.mT @ v / math.sqrt(shape[2]))
 
 
+def test_eight_tokens_are_a_grid_of_four_by_four_tiles() -> None:
+    """Q (8, 128) in 4 blocks of (2, 128), K as many, S a 4 x 4 grid of (2, 2) that no one ever holds: two loops."""
+    q, k, v = inputs(8, 8, 128, 128)
+    tiles = []
+
+    def spy(q_i: Tensor, k_j: Tensor, f=attention.scores) -> Tensor:
+        tiles.append((tuple(q_i.shape), tuple(k_j.shape), tuple(f(q_i, k_j).shape)))
+        return f(q_i, k_j)
+
+    with mock.patch.object(attention, "scores", spy):
+        attention.without_softmax(q, k, v, rows=2, columns=2)
+    assert tiles == [((2, 128), (2, 128), (2, 2))] * 16
+
+
 @every
 def test_fa1(shape, blocks) -> None:
     q, k, v = inputs(*shape)
@@ -76,7 +92,24 @@ def test_weights_of_local_softmax_add_up_to_the_number_of_blocks() -> None:
     assert (attention.wrong_local_softmax(q, k, v, 2, 2) - attention.naive(q, k, v)).abs().max() > 0.5
 
 
-def test_softmax_star() -> None:
+def test_the_step_corrects_what_softmax_per_block_gets_wrong() -> None:
+    """exp(S - m') under the running maximum, O and l rescaled: not softmax(S_ij), as notes have it."""
+    q, k, v = inputs(8, 8, 4, 4)
+    wrong, right = attention.wrong_local_softmax(q, k, v, 2, 2), attention.fa2(q, k, v, 2, 2)[0]
+    assert_close(right, attention.naive(q, k, v))
+    assert not torch.allclose(wrong / 4, right, atol=0.1)  # dividing by the number of blocks does not mend it
+
+
+def test_softmax_star_is_softmax_without_its_denominator() -> None:
+    s = attention.scores(*inputs(8, 8, 16, 1)[:2])
+    p = attention.softmax_star(s)
+    assert torch.equal(p.amax(-1), torch.ones(8).double())
+    assert p.sum(-1).min() > 1
+    assert_close(p / p.sum(-1, keepdim=True), torch.softmax(s, -1))
+
+
+def test_softmax_star_of_a_block() -> None:
+    """S = [a b; c d] with row maxima a and d: P = [e^(a-a) e^(b-a); e^(c-d) e^(d-d)]."""
     a, b, c, d = 1.5, 0.5, -1.0, 2.0
     expected = torch.tensor([[1, math.exp(b - a)], [math.exp(c - d), 1]])
     assert_close(attention.softmax_star(torch.tensor([[a, b], [c, d]])), expected)
@@ -88,16 +121,35 @@ def test_rescale_is_a_diagonal_product() -> None:
     assert_close(attention.rescale(1 / factor, o), torch.diag(factor).inverse() @ o)
 
 
+def test_no_key_has_been_seen() -> None:
+    """m = [-inf, -inf], l = [0, 0], O = 0 (2 x 128), and what comes first replaces all of it."""
+    q, k, v = inputs(8, 8, 128, 128)
+    start = attention.nothing(q[:2], v)
+    assert (start.m.tolist(), start.l.tolist()) == ([-math.inf] * 2, [0, 0])
+    assert torch.equal(start.o, torch.zeros_like(v[:2]))
+    state = attention.step(start, q[:2], k[:2], v[:2])
+    assert_close(state.l, attention.softmax_star(attention.scores(q[:2], k[:2])).sum(-1))
+
+
+def test_blocks_of_rows_do_not_depend_on_one_another() -> None:
+    """Each by a thread of its own, in any order, as programs of a grid: the same bits."""
+    q, k, v = inputs(12, 9, 8, 5)
+    together = attention.fa2(q, k, v, 3, 2)
+    order = [2, 0, 3, 1]
+    with ThreadPoolExecutor(4) as cores:
+        alone = dict(zip(order, cores.map(lambda i: attention.fa2(q.split(3)[i], k, v, 3, 2), order), strict=True))
+    for part, whole in enumerate(together):
+        assert torch.equal(torch.cat([alone[i][part] for i in range(4)]), whole)
+
+
 def test_states_are_exact_attention_over_the_keys_so_far() -> None:
     q, k, v = inputs(8, 8, 128, 128)
-    m, l, o = attention.nothing(q[:2], v)
-    assert (m.tolist(), l.tolist()) == ([-math.inf] * 2, [0, 0])
-    assert torch.equal(o, torch.zeros_like(v[:2]))
     states = list(attention.states(q[:2], k, v, columns=2))
     assert len(states) == 4
     for j, (m, l, o) in enumerate(states, start=1):
         seen = slice(0, 2 * j)
         assert_close(m, attention.scores(q[:2], k[seen]).amax(-1))
+        assert_close(m + l.log(), attention.scores(q[:2], k[seen]).logsumexp(-1))
         assert_close(attention.rescale(1 / l, o), attention.naive(q[:2], k[seen], v[seen]))
 
 
@@ -106,11 +158,3 @@ def test_large_scores_do_not_overflow(rung) -> None:
     q, k, v = inputs(8, 8, 16, 4)
     q = 1e4 * q
     assert_close(rung(q, k, v, 2, 2)[0], attention.naive(q, k, v))
-
-
-def test_blocks_of_the_4096_example() -> None:
-    q = torch.arange(4096.0)[:, None].expand(4096, 64)
-    blocks = q.split(64)
-    assert len(blocks) == 64
-    assert (blocks[0][0, 0], blocks[0][-1, 0], blocks[-1][0, 0], blocks[-1][-1, 0]) == (0, 63, 4032, 4095)
-    assert attention.scores(blocks[0], blocks[0]).shape == (64, 64)

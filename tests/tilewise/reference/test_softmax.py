@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise.reference import softmax
 from tilewise.reference.softmax import State
@@ -130,3 +132,79 @@ def test_masked_elements_count_for_nothing() -> None:
 def test_row_by_row(rung) -> None:
     x = torch.randn(2, 3, 5)
     assert_close(rung(x), torch.softmax(x, -1))
+
+
+class Exponents(TorchFunctionMode):
+    """What exp is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.exp:
+            self.arguments.append(args[0].detach())
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def elements(self) -> int:
+        return sum(x.numel() for x in self.arguments)
+
+
+@pytest.mark.parametrize("rung", [softmax.naive, *CORRECT])
+def test_weights_lie_between_zero_and_one_and_sum_to_one(rung) -> None:
+    weights = rung(torch.tensor([[3.0, 2.0, 5.0, 1.0], [-40.0, 0.0, 40.0, 39.0]], dtype=torch.float64))
+    assert ((weights > 0) & (weights <= 1)).all()
+    assert_close(weights.sum(-1), torch.ones(2).double())
+
+
+@pytest.mark.parametrize("rung", CORRECT)
+def test_no_exponent_is_above_zero(rung) -> None:
+    """So every exponential is in (0, 1], and the largest is 1: the denominator is neither inf nor 0."""
+    with Exponents() as seen:
+        rung(torch.tensor([30.0, 20.0, 500.0, 499.0], dtype=torch.float64))
+    assert max(x.max().item() for x in seen.arguments) == 0
+
+
+def test_a_shift_makes_the_numbers_smaller_and_not_the_work() -> None:
+    """The notes say that it spares computation. Every element takes its exponentials, wherever the row lies."""
+    x, counts, largest = torch.randn(8, dtype=torch.float64), {}, {}
+    for shift in (-300, 0, 300):
+        with Exponents() as seen:
+            softmax.safe(x + shift)
+        counts[shift], largest[shift] = seen.elements, max(e.max().item() for e in seen.arguments)
+    with Exponents() as plain:
+        softmax.naive(x + 300)
+    assert set(counts.values()) == {2 * 8}
+    assert plain.elements == 8
+    assert max(largest.values()) == 0 < plain.arguments[0].max()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_a_pass_reads_every_element_and_keeps_two_numbers() -> None:
+    """The notes' O(n) memory is of accesses: however long the row, what is kept of it is m and l."""
+    x = torch.randn(50)
+    with Largest() as largest:
+        *_, state = softmax.online_states(x)
+    assert largest.elements == 1
+    assert [part.numel() for part in state] == [1, 1]
+
+
+def test_half_a_row_lacks_the_other_halfs_denominator() -> None:
+    """Weights from part of a row are wrong; with the state of the other part they are right."""
+    whole, halves = softmax.safe(X), [softmax.safe(X[:2]), softmax.safe(X[2:])]
+    assert (torch.cat(halves) - whole).abs().max() > 0.5
+    states = [list(softmax.online_states(x))[-1] for x in X.split(2)]
+    both = softmax.merge(*states)
+    shares = [state.l * torch.exp(state.m - both.m) / both.l for state in states]
+    assert_close(torch.cat([share * half for share, half in zip(shares, halves, strict=True)]), whole)

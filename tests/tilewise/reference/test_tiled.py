@@ -328,18 +328,18 @@ def test_only_edge_tiles_are_masked() -> None:
     case = dense(1, n, n, 1, 1)
     masked = []
 
-    def spy(part_tile: tiled.Tile, *rest: Any, f=tiled.hidden) -> Tensor | None:
-        hide = f(part_tile, *rest)
-        if hide is not None:
-            masked.append(hide)
-        return hide
+    def spy(*args: Any, f=tiled.Curtains.of) -> Tensor | None:
+        drawn = f(*args)
+        if drawn is not None:
+            masked.append(drawn)
+        return drawn
 
-    with tiles(tile, tile, align=tile), mock.patch.object(tiled, "hidden", spy):
+    with tiles(tile, tile, align=tile), mock.patch.object(tiled.Curtains, "of", spy):
         case.run(FULL)
         assert not masked
         forward(Request(*case[:3], CAUSAL))
         assert len(masked) == n // tile
-        assert all(hide.any() for hide in masked)
+        assert all(drawn.isinf().any() for drawn in masked)
 
 
 class Largest(TorchDispatchMode):

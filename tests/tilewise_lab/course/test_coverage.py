@@ -1,27 +1,53 @@
-"""COVERAGE.md is complete, and every test it names exists."""
+"""COVERAGE.md is complete, every test it names exists, and every test fails when its row's claim is broken."""
 
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
+import doctest
+import os
+import subprocess
+import sys
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.conftest import INTERPRETED
+from tests.tilewise_lab.course import mutations
+
 ROWS = {"A": 6, "B": 8, "C": 5, "D": 6, "E": 7, "F": 13, "G": 8, "H": 10, "I": 5, "J": 6, "K": 8, "L": 11, "X": 32}
-TABLE = re.findall(r"^\| ([A-Z]\d+) \| (.+) \| `(.+)` \|$", (ROOT / "course" / "COVERAGE.md").read_text(), re.M)
+TABLE = mutations.rows()
+BREAKS = mutations.mutations()
+SHARES = 2
 
 
 def test_no_row_is_missing():
-    assert [row for row, _, _ in TABLE] == [f"{part}{n}" for part, last in ROWS.items() for n in range(1, last + 1)]
+    every = [f"{part}{n}" for part, last in ROWS.items() for n in range(1, last + 1)]
+    assert [*TABLE] == every
+    assert [*dict.fromkeys(one.row for one in BREAKS)] == every
 
 
-@pytest.mark.parametrize(("row", "test"), [(row, test) for row, _, test in TABLE])
-def test_the_named_test_exists(row, test):
-    path, _, name = test.partition("::")
-    function, _, parameter = name.partition("[")
-    defined = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert function in defined, f"{row}: no {function} in {path}"
-    if parameter:
-        assert list((ROOT / "course").glob(f"{int(parameter[:-1]):02}_*.py")), f"{row}: no lesson {parameter}"
+@pytest.mark.parametrize("row", TABLE)
+def test_the_named_test_exists(row):
+    path, _, name = TABLE[row][1].partition("::")
+    body = ast.parse((mutations.ROOT / path).read_text(encoding="utf-8")).body
+    assert name in {node.name for node in body if isinstance(node, ast.FunctionDef)}, f"{row}: no {name} in {path}"
+
+
+@pytest.mark.parametrize("one", BREAKS, ids=lambda one: one.row)
+def test_the_text_to_break_is_there(one):
+    text = (mutations.ROOT / "src" / one.file).read_text(encoding="utf-8")
+    assert one.apply(text) != text
+
+
+def test_the_table_is_read_as_it_is_meant():
+    assert doctest.testmod(mutations).failed == 0
+    assert len(BREAKS) == mutations.DIFF.read_text(encoding="utf-8").count("\n--- ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED or not hasattr(os, "fork"), reason="kernels are interpreted, each change in a fork")
+@pytest.mark.parametrize("share", range(SHARES))
+def test_a_broken_claim_breaks_its_test(share):
+    """That the tests pass as long as nothing is broken, the rest of this run shows."""
+    command = [sys.executable, "-m", "tests.tilewise_lab.course.mutations", "--red", "--share", f"{share}/{SHARES}"]
+    done = subprocess.run(command, cwd=mutations.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,17 @@ from tilewise_lab.learn import check, lab, play, progress
 from tilewise_lab.learn.course import home, lesson, lessons, parse
 
 ROOT = Path(__file__).parents[3]
+learn_folder = Path(check.__file__).parent
 NUMBERS = [one.number for one in lessons()]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the answer is a Triton kernel")
+CHECKED = [pytest.param(n, marks=needs_triton) if n == 18 else n for n in NUMBERS]
 
 
 @pytest.fixture(autouse=True)
 def own_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEWISE_PROGRESS", str(tmp_path / "progress.json"))
     monkeypatch.setenv("TILEWISE_PICTURES", str(tmp_path / "pictures"))
+    monkeypatch.setenv("TILEWISE_LANG", "en")
     monkeypatch.chdir(tmp_path)
 
 
@@ -43,11 +48,13 @@ def test_a_lesson_runs(number, tmp_path, monkeypatch):
     assert list((tmp_path / "pictures").glob(f"{number:02}_*.png"))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", CHECKED)
 def test_the_solution_is_right_and_the_exercise_is_not(number):
     one = lesson(number)
     assert check.verdict(number, one.beside("solutions")) is None
-    assert check.verdict(number, one.beside("exercises")) == "not written yet: replace the `raise NotImplementedError`"
+    assert check.verdict(number, one.beside("exercises")).endswith(
+        "not written yet: replace the `raise NotImplementedError`"
+    )
 
 
 WRONG = {
@@ -84,14 +91,64 @@ WRONG = {
         "belongs to dQ and dK",
     ),
     14: ("def phases(iteration, buffers):\n    return iteration % buffers, 0, 1", "completes phase"),
+    15: (
+        "import torch\ndef combine(parts):\n    o, lse = (torch.stack(x) for x in zip(*parts))\n"
+        "    w = torch.softmax(lse, 0)\n    return (w[..., None] * o).sum(0), lse.logsumexp(0)",
+        "0 · nan is nan",
+    ),
+    16: ("def rank_attention(q, k, v, ranks):\n    yield k, v\n    return q @ k.mT @ v, q[:, 0]", "merge with weights"),
+    17: (
+        "import tilewise\n"
+        "tile_kinds = lambda seen, block: __import__('torch').tensor([[int(t.any()) + int(t.all())"
+        " for t in band.split(block, 1)] for band in seen.split(block)])\n"
+        "mask = tilewise.mask_mod(lambda b, h, q_idx, kv_idx, ids, shared: kv_idx <= q_idx)",
+        "another document",
+    ),
+    18: (
+        "import triton\nimport triton.language as tl\n@triton.jit\n"
+        "def load_tile(x, first, n, D: tl.constexpr, BLOCK: tl.constexpr):\n"
+        "    i = first + tl.arange(0, BLOCK)[:, None]\n    return tl.load(x + i * D + tl.arange(0, D)[None, :])",
+        "step 1 of 6, load_tile: rows past n",
+    ),
 }
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", CHECKED)
 def test_a_usual_mistake_gets_a_hint(number, tmp_path):
     code, hint = WRONG[number]
     (tmp_path / "answer.py").write_text(code)
     assert hint in check.verdict(number, tmp_path / "answer.py")
+
+
+KERNEL_MISTAKES = {
+    "online_step": ("alpha * l + tl.sum(p, 1)", "l + tl.sum(p, 1)", "l must be corrected"),
+    "forward": ("    hidden = j >= n\n", "    hidden = j < 0\n", "keys past n count"),
+    "block_gradient": ("(dp - delta[:, None])", "dp", "δ is missing"),
+    "backward_keys": (
+        'tl.trans(ds), q_tile, input_precision="ieee") * scale',
+        "tl.trans(ds), q_tile)",
+        "lacks the scale",
+    ),
+    "backward_queries": ("acc += tl.dot(ds, k_tile", "acc = tl.dot(ds, k_tile", "dq is wrong"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", KERNEL_MISTAKES)
+def test_a_kernel_is_graded_step_by_step(name, tmp_path):
+    """A mistake in one step of lesson 18 is told as one in that step; so is a step that is not there yet."""
+    old, new, hint = KERNEL_MISTAKES[name]
+    source = lesson(18).beside("solutions").read_text("utf-8")
+    assert old in source
+    (tmp_path / "answer.py").write_text(source.replace(old, new), "utf-8")
+    told = check.verdict(18, tmp_path / "answer.py")
+    assert re.match(rf"step \d of 6, {name}: ", told)
+    assert hint in told
+    missing = re.sub(
+        rf"(def {name}\(.*?:(?:  # fmt: skip)?\n)    ", r"\1    raise NotImplementedError\n    ", source, flags=re.S
+    )
+    (tmp_path / "answer.py").write_text(missing, "utf-8")
+    assert re.match(rf"step \d of 6, {name}: not written yet", check.verdict(18, tmp_path / "answer.py"))
 
 
 def test_errors_in_an_answer_are_reported(tmp_path):
@@ -163,3 +220,16 @@ def test_kept_measurements_are_those_the_lessons_ask_for():
     assert kept["divergence"]["by lane"] > max(kept["divergence"]["left"], kept["divergence"]["right"])
     assert kept["waves"]["2049"] < 0.7 * kept["waves"]["2048"]
     assert kept["coalescing"]["1"] > 4 * kept["coalescing"]["8"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(4, "matmul_naive"), (4, "matmul_tiled"), (7, "vector_add"), (10, "chain")]
+)
+def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name):
+    """`learn.kernels` has it for the measurements and their tests; the lesson has it to be read and changed."""
+    pattern = rf"^( *)@triton\.jit\n *def {name}\(.*?(?=\n\s*\n)"
+    found = [
+        textwrap.dedent(re.search(pattern, path.read_text("utf-8") + "\n\n", re.M | re.S)[0])
+        for path in (lesson(number).path, Path(learn_folder, "kernels.py"))
+    ]
+    assert found[0] == found[1]

@@ -31,11 +31,11 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     contexts, complaints = [], []
 
     def go(url: str, **options: Any) -> Any:
-        width = options.pop("width", 1160)
+        width = options.pop("width", 1280)
         context = browser.new_context(viewport={"width": width, "height": 900}, locale="en-US", **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(30_000)
         page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(url)

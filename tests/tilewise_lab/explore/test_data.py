@@ -1,17 +1,18 @@
-"""The page's answers are the library's, and what it cannot answer it refuses in words."""
+"""What the library answers the page, and what it refuses in words."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 
 import pytest
-import torch
 
-import tilewise
-from tilewise import mods
 from tilewise.costs.devices import device
+from tilewise.costs.explain import explain
 from tilewise.spec import AttentionError
-from tilewise_lab.explore.data import ENDPOINTS, GRID, MASKS, answer, combinations
+from tilewise_lab.cli import main
+from tilewise_lab.explore.data import ENDPOINTS, GRID, answer, combinations
 from tilewise_lab.explore.export import answers, rounded
 
 
@@ -33,16 +34,14 @@ def test_every_endpoint_is_in_the_copy():
     ("name", "query", "said"),
     [
         ("nothing", {}, "endpoint"),
-        ("softmax", {"x": "3,two"}, "numbers, with commas"),
-        ("softmax", {"x": ",".join("1" * 17)}, "1 to 16"),
-        ("softmax", {"x": ""}, "1 to 16"),
-        ("tiles", {"n": "8.5"}, "a number (int)"),
-        ("tiles", {"n": "8", "rows": "9"}, "1 to 8"),
-        ("tiles", {"mask": "round"}, "'none' or 'causal'"),
-        ("tiles", {"size": "8"}, "parameters of tiles"),
+        ("roof", {"s": "two"}, "a number (int)"),
+        ("roof", {"s": ""}, "a number (int)"),
         ("roof", {"device": "Z80"}, "H200"),
-        ("layout", {"shape": "7", "view": "transpose"}, "two axes"),
-        ("mask", {"kind": "hat"}, "'causal'"),
+        ("roof", {"size": "8"}, "parameters of roof"),
+        ("roof", {"d": "0"}, "1 to 512"),
+        ("grid", {"heads": "999"}, "1 to 256"),
+        ("plans", {"mask": "hat"}, "'causal'"),
+        ("plans", {"ranks": "1"}, "2 to 1024"),
     ],
 )
 def test_refusals(name, query, said):
@@ -51,36 +50,29 @@ def test_refusals(name, query, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("causal", [0, 1])
-def test_masks_are_what_attention_sees(kind, causal):
-    """A picture against the keys that attention itself uses: v is a unit matrix, so out holds the weights."""
-    n, size = 32, 8
-    found = answer("mask", {"kind": kind, "n": str(n), "size": str(size), "block": "16", "causal": str(causal)})
-    q = torch.zeros(1, n, 1, 8)
-    v = torch.eye(n)[None, :, None]
-    out = tilewise.attention(
-        q, q, v, mask_mod=MASKS[kind](n, size), causal=bool(causal) or kind == "causal", backend="reference"
-    )[0, :, 0]  # fmt: skip
-    bits = [[bool(int(digit, 16) & bit) for digit in row for bit in (8, 4, 2, 1)] for row in found["rows"]]
-    assert torch.equal(torch.tensor(bits), out > 0)
-    assert found["pairs"] == int((out > 0).sum())
+@pytest.mark.parametrize("query", ["roof?s=", "roof?device=", "plans?tokens=1X", "plans?machine=", "nothing?"])
+def test_the_server_refuses_in_a_sentence(live, query):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{live}data/{query}", timeout=20)
+    assert error.value.code == 400
+    assert len(json.load(error.value)["error"]) > 10
 
 
-def test_tiles_of_a_mask_are_those_of_a_block_mask():
-    found = answer("mask", {"kind": "window", "n": "128", "size": "16", "block": "32"})
-    tiles = mods.block_mask(mods.window_with_globals(16, 0), 128, 128, block=(32, 32)).tiles
-    assert found["tiles"] == tiles[0, 0].tolist()
+@pytest.mark.parametrize("port", [99999, -1, "taken"])
+def test_a_port_that_cannot_be_is_one_sentence(live, capsys, port):
+    wanted = live.rstrip("/").rpartition(":")[2] if port == "taken" else str(port)
+    assert main(["explore", "--no-open", "--port", wanted]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("tilewise explore: ")
+    assert "\n" not in said
+    assert wanted in said
 
 
-@pytest.mark.parametrize(("shape", "view"), [("2x3", "transpose"), ("2x4x3", "transpose"), ("4x6", "6x4")])
-def test_layouts_are_those_of_torch(shape, view):
-    x = torch.arange(torch.Size(map(int, shape.split("x"))).numel()).reshape([int(n) for n in shape.split("x")])
-    x = x.transpose(-1, -2) if view == "transpose" else x.view([int(n) for n in view.split("x")])
-    found = answer("layout", {"shape": shape, "view": view})
-    assert (found["shape"], found["strides"]) == (list(x.shape), list(x.stride()))
-    assert found["offsets"] == x.flatten().tolist()
-    assert found["contiguous"] == x.is_contiguous() == found["torch"]["contiguous"]
+def test_the_roofline_is_what_explain_says():
+    shape = (4, 4096, 16, 128)
+    told = explain(shape, shape, shape, causal=True, backward=True, device="A100")
+    found = answer("roof", {"device": "A100", "causal": "1", "backward": "1"})
+    assert (found["naive"], found["tiled"], found["binding"]) == (told.traffic.naive, told.traffic.tiled, told.binding)
 
 
 def test_measured_calls_are_near_what_the_model_says():
@@ -92,11 +84,22 @@ def test_measured_calls_are_near_what_the_model_says():
     assert answer("measured", {"device": "L4"})["points"] == []
 
 
+def test_plans_are_those_of_the_command(tmp_path, capsys):
+    path = tmp_path / "plans.json"
+    assert main(["plan", "--seqlen", "128k", "--ranks", "16", "--window", "4096", "0", "--json", str(path)]) == 0
+    told = json.loads(path.read_text())
+    found = answer("plans", {"tokens": "128k", "ranks": "16", "mask": "window"})
+    assert found["advice"] == told["advice"]
+    for one, other in zip(found["strategies"], told["strategies"], strict=True):
+        assert [x["time"] for x in one["passes"]] == [x["time"] for x in other["passes"]]
+        assert len(one["passes"][0]["bars"]) == len([x for x in other["passes"][0]["bars"] if x["station"] < 8])
+
+
 def test_rounding_keeps_what_is_shown():
-    assert rounded({"x": [1.23456789012345, 3, "a", (2.0,)]}) == {"x": [1.23456789, 3, "a", [2.0]]}
+    assert rounded({"x": [1.23456789012345, 3, "a", (2.0,)]}) == {"x": [1.234568, 3, "a", [2.0]]}
 
 
 def test_the_copy_cannot_end_its_own_script(monkeypatch):
-    monkeypatch.setattr("tilewise_lab.explore.export.GRID", {"softmax": {"x": ("3,2",)}})
+    monkeypatch.setattr("tilewise_lab.explore.export.GRID", {"gpus": {}})
     monkeypatch.setattr("tilewise_lab.explore.export.answer", lambda name, query: {"text": "</script>"})
     assert "</" not in answers()

@@ -1,34 +1,28 @@
-"""Every widget is operated in a browser, and what it shows is compared with the library."""
+"""The story in a browser: every chapter operated, wide and on a phone, in both languages, live and as a file."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import torch
 
-from tilewise import mods
-from tilewise.costs.devices import device
-from tilewise.costs.explain import explain
-from tilewise.costs.waves import matmul_blocks, waves
-from tilewise.reference import attention as rung
-from tilewise.spec import AttentionError
 from tilewise_lab import trace
 from tilewise_lab.explore.data import answer
-from tilewise_lab.machine import coalesce, pipeline
 
-CHAPTERS = ("softmax", "tiles", "roof", "waves", "layout", "pipeline", "autograd", "masks")
+CHAPTERS = ["softmax", "online", "tiles", "masks", "backward", "layout", "pipeline", "waves", "roof", "cache", "plans"]
+WIDE, PHONE = 1280, 360
 
 
-class Widget:
-    def __init__(self, page, name):
+class Chapter:
+    def __init__(self, page: Any, name: str) -> None:
         self.page, self.name, self.node = page, name, page.locator(f"#{name}")
         self.node.scroll_into_view_if_needed()
         page.wait_for_function(f"document.getElementById('{name}').dataset.ready")
 
-    def shows(self, **values):
+    def shows(self, **values: str) -> None:
         """What the elements with these data-values say; waits for it."""
         from playwright.sync_api import expect
 
@@ -36,31 +30,29 @@ class Widget:
         for name, text in values.items():
             expect(self.node.locator(f"[data-value='{name.replace('_', '-')}']")).to_have_text(text)
 
-    def settled(self, **state):
-        """The picture is that of this state."""
-        self.page.wait_for_function(
-            "([name, state]) => { const now = document.getElementById(name).dataset.ready;"
-            "return Object.entries(state).every(([key, value]) => JSON.parse(now)[key] === value); }",
-            arg=[self.name, state],
-        )
-
-    def slide(self, key, value):
+    def slide(self, key: str, value: float) -> None:
         """Move a slider: to a value, or, where it counts positions, to a position."""
         self.node.locator(f"input[type=range][name={self.name}-{key}]").evaluate(
             "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', {bubbles: true})); }", value
         )
 
-    def choose(self, key, value):
+    def choose(self, key: str, value: object) -> None:
         self.node.locator(f"input[type=radio][name={self.name}-{key}][value='{value}']").check(force=True)
 
-    def select(self, key, value):
+    def select(self, key: str, value: str) -> None:
         self.node.locator(f"select[name={self.name}-{key}]").select_option(value)
 
-    def toggle(self, key):
+    def toggle(self, key: str) -> None:
         self.node.locator(f"input[role=switch][name={self.name}-{key}]").click()
 
-    def step(self, which):
+    def step(self, which: str) -> None:
         self.node.locator(f"[data-step={which}]").click()
+
+    def touch(self, key: str, text: str) -> None:
+        """Tap what has this key; the panel says this."""
+        self.node.locator(f"[data-key='{key}']").first.dispatch_event("click")
+        panel = self.node.locator(f"[data-panel='{key.partition('/')[0]}']")
+        assert text in panel.inner_text(), panel.inner_text()
 
 
 def fixed(x: float, digits: int = 6) -> str:
@@ -74,255 +66,231 @@ def size(x: float) -> str:
     return f"{x} B"
 
 
-def seconds(x: float) -> str:
-    scale, unit = (1e-3, "ms") if x >= 1e-3 else (1e-6, "µs")
-    return f"{float(f'{x / scale:.3g}'):g} {unit}"
-
-
-def percent(x: float, digits: int = 1) -> str:
-    return f"{100 * x:.{digits}f} %"
-
-
-def test_softmax_of_the_readers_numbers(visit, live):
-    widget = Widget(visit(live), "softmax")
-    widget.shows(l="1.185122", factor="0.135335", m="5")  # the notes' example, third element
-    widget.node.locator("input[type=text]").fill("1, 4 2.5")
-    widget.node.locator("input[type=text]").press("Enter")
-    widget.shows(l="0.000000")
-    told = trace.softmax([1, 4, 2.5])
-    for step in told["right"]["steps"]:
-        widget.step("next")
-        widget.shows(l=fixed(step["l"]), factor=fixed(step["factor"]))
-    widget.step("last")
-    widget.shows(
-        sum="1.000000",
-        lse=fixed(told["right"]["lse"]),
-        **{f"p{i}": fixed(p) for i, p in enumerate(told["right"]["out"])},
-    )
-    widget.toggle("fix")
-    widget.shows(l=fixed(told["wrong"]["steps"][-1]["l"]), sum=fixed(sum(told["wrong"]["out"])))
-    assert widget.node.locator(".readouts .bad").count() == 2
-
-
-def test_bad_numbers_are_refused_in_words(visit, live):
-    widget = Widget(visit(live), "softmax")
-    widget.node.locator("input[type=text]").fill("3, two")
-    widget.node.locator("input[type=text]").press("Enter")
-    notice = widget.node.locator(".notice")
-    notice.wait_for()
-    assert "numbers, with commas between them" in notice.inner_text()
-    assert ["400" in complaint for complaint in visit.complaints] == [True]
-    visit.complaints.clear()
-
-
-@pytest.mark.parametrize(("order", "mask", "backward"), [("fa1", "none", False), ("fa2", "causal", True)])
-def test_tiles_count_what_the_trace_counts(visit, live, order, mask, backward):
-    widget = Widget(visit(live), "tiles")
-    widget.choose("order", order)
-    widget.choose("mask", mask)
-    widget.slide("n", 10)
-    widget.slide("rows", 4)
-    if backward:
-        widget.toggle("backward")
-    widget.settled(order=order, mask=mask, n=10, rows=4, backward=int(backward))
-    widget.step("last")
-    told = trace.attention(
-        10, 10, d=4, rows=4, columns=2, order=order, causal=mask == "causal", backward=backward, itemsize=2
-    )
-    end, total = told["steps"][-1], told["totals"]
-    widget.shows(
-        loaded=size(end["loaded"]), stored=size(end["stored"]), moved=size(end["loaded"] + end["stored"]),
-        flops=f"{end['flops']:,}", sram=size(end["sram"]), visited=f"{total['visited']} / {3 * 5}",
-    )  # fmt: skip
-    assert total["visited"] + total["skipped"] == 3 * 5
-    assert widget.node.locator("[data-tile]").count() == 3 * 5
-    widget.step("back")
-    widget.shows(loaded=size(told["steps"][-2]["loaded"]))
-
-
-def test_tiles_play(visit, live):
-    widget = Widget(visit(f"{live}#tiles.step=0"), "tiles")
-    widget.shows(loaded="0 B")
-    widget.step("play")
-    widget.page.wait_for_function("Number(new URLSearchParams(location.hash.slice(1)).get('tiles.step')) >= 2")
-    widget.step("play")
-
-
-def test_roofline_is_what_explain_says(visit, live):
-    widget = Widget(visit(live), "roof")
-    here = {"b": 4, "s": 4096, "h": 16, "d": 128, "causal": 0}
-    (point,) = (p for p in answer("measured", {"device": "H200"})["points"] if here.items() <= p.items())
-    widget.shows(measured=seconds(point["seconds"]))
-    widget.select("device", "A100")
-    widget.toggle("causal")
-    widget.toggle("backward")
-    shape = (4, 4096, 16, 128)
-    told = explain(shape, shape, shape, causal=True, backward=True, device="A100")
-    widget.shows(naive=size(told.traffic.naive), tiled=size(told.traffic.tiled), binding=told.binding)
-    assert widget.node.locator("[data-value=measured]").count() == 0  # no A100 was measured
-    assert widget.node.locator("[data-point=naive]").count() == 1
-
-
 @pytest.mark.parametrize(
-    ("name", "n", "efficiency"), [("A100", 1792, "90.7 %"), ("A100", 1793, "55.6 %"), ("H200", 2049, None)]
+    ("where", "width", "language"),
+    [
+        ("copy", WIDE, "en"),
+        ("copy", PHONE, "zh"),
+        pytest.param("live", PHONE, "en", marks=pytest.mark.slow),
+        pytest.param("live", WIDE, "zh", marks=pytest.mark.slow),
+    ],
 )
-def test_waves(visit, live, name, n, efficiency):
-    widget = Widget(visit(live), "waves")
-    widget.select("device", name)
-    widget.slide("n", n)
-    told = waves(matmul_blocks(n, n, (256, 128)), device(name).sms)
-    widget.shows(
-        blocks=str(told.blocks),
-        waves=str(told.waves),
-        sms=str(told.slots),
-        efficiency=efficiency or percent(told.efficiency),
-    )
-    assert widget.node.locator("figure").count() == told.waves
-    cliff = widget.node.locator("[data-cliff]").last
-    there = int(cliff.get_attribute("data-cliff"))
-    cliff.click()
-    widget.shows(blocks=str(matmul_blocks(there, there, (256, 128))))
-
-
-def test_waves_of_attention(visit, live):
-    widget = Widget(visit(f"{live}#waves.device=H200&waves.n=2049"), "waves")
-    widget.choose("what", "attention")
-    shape = (1, 2049, 16, 128)
-    told = explain(shape, shape, shape, device="H200").kernels[0].waves
-    widget.shows(
-        blocks=f"{told.blocks:,}", waves=str(told.waves), sms=str(told.slots), efficiency=percent(told.efficiency)
-    )
-
-
-def test_layout_and_coalescing(visit, live):
-    widget = Widget(visit(live), "layout")
-    widget.shows(shape="[3, 2]", strides="[1, 3]", contiguous="no", copies="yes", offset="3")
-    widget.choose("shape", "2x4x3")
-    widget.shows(strides=str(list(torch.empty(2, 4, 3).stride())), contiguous="yes")
-    widget.choose("view2x4x3", "transpose")
-    widget.shows(strides=str(list(torch.empty(2, 4, 3).transpose(1, 2).stride())), contiguous="no")
-    widget.choose("part", "coalescing")
-    for pattern, lanes in (("thread", coalesce.row_per_thread(64, 0)), ("warp", coalesce.row_per_warp(64, 0))):
-        widget.choose("pattern", pattern)
-        told = coalesce.touched(lanes, 4)
-        widget.shows(lines=str(told.lines), sectors=str(told.sectors), efficiency=percent(told.efficiency))
-
-
-def test_pipelines(visit, live):
-    widget = Widget(visit(live), "pipeline")
-    widget.shows(sequential="28", pipelined="10")
-    widget.slide("iterations", 6)
-    plan = pipeline.pipelined(6)
-    widget.shows(
-        sequential="24", pipelined=str(pipeline.slots(plan)), busy_after=percent(pipeline.utilisation(plan), 0)
-    )
-    widget.choose("part", "gpus")
-    widget.shows(bubble=percent(pipeline.bubble(4, 4)))
-
-
-def test_the_emulated_kernel(visit, live):
-    try:
-        told = answer("hopper", {})
-    except AttentionError as error:
-        pytest.skip(str(error))
-    widget = Widget(visit(f"{live}#pipeline.part=hopper"), "pipeline")
-    widget.shows(cycles=f"{told['length']:,}")
-    assert widget.node.locator("svg title").count() > 50
-
-
-def test_gradients(visit, live):
-    widget = Widget(visit(live), "autograd")
-    widget.shows(phi="49", dw1="28", da="42", db1="14")
-    widget.slide("a", -1.5)
-    graph = {node["name"]: node for node in trace.notes_example(-1.5, 3.0, 1.0)["nodes"]}
-    widget.shows(phi=f"{graph['φ']['value']:g}", dw1=f"{graph['w1']['gradient']:g}".replace("-", "−"))
-    widget.choose("part", "flash")
-    made = torch.Generator().manual_seed(0)
-    q, k, v, do = torch.randn(4, 4, 2, generator=made, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    dq, dk, _ = torch.autograd.grad(rung.naive(*leaves), leaves, do)
-    widget.shows(matrix="dQ", where="HBM", first=fixed(float(dq[0, 0]), 4))
-    widget.step("back")
-    widget.shows(matrix="dK", first=fixed(float(dk[0, 0]), 4))
-
-
-def test_masks(visit, live):
-    widget = Widget(visit(live), "masks")
-    widget.shows(full="28", part="8", empty="28", sees="71")
-    widget.select("kind", "window")
-    kinds = mods.block_mask(mods.window_with_globals(16, 0), 128, 128, block=(16, 16)).tiles
-    widget.shows(full=str(int((kinds == 2).sum())), part=str(int((kinds == 1).sum())), sees="33")
-
-
-def test_the_address_holds_the_state(visit, live):
-    widget = Widget(visit(live), "softmax")
-    widget.toggle("fix")
-    widget.step("next")
-    widget.shows(l="2.386195")
-    again = Widget(visit(widget.page.url), "softmax")
-    again.shows(l="2.386195")
-    again.page.evaluate("location.hash = '#softmax.step=1'")
-    again.shows(l="1.000000")
-
-
-def test_a_keyboard_is_enough(visit, live):
-    widget = Widget(visit(live), "softmax")
-    card = widget.node.locator(".card")
-    card.focus()
-    for key, l in (("ArrowRight", "1.203438"), ("ArrowLeft", "1.185122"), ("Home", "0.000000"), ("End", "1.203438")):
-        card.press(key)
-        widget.shows(l=l)
-    widget.page.keyboard.press("Tab")
-    assert widget.page.evaluate("document.activeElement.name") == "softmax-x"
-    widget.page.keyboard.press("Tab")
-    widget.page.keyboard.press("Space")
-    widget.shows(l="2.386195")
-
-
-@pytest.mark.parametrize("where", ["live", "copy"])
-def test_two_languages_two_themes_and_a_phone(visit, request, where):
-    """Every chapter is drawn, without a complaint, in both languages; and nothing is wider than a phone."""
-    page = visit(request.getfixturevalue(where), width=390, color_scheme="dark")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    page.locator("#theme").click()
-    assert page.evaluate("document.documentElement.dataset.theme") == "light"
-    headings = []
-    for language in ("en", "zh-Hans"):
-        assert page.evaluate("document.documentElement.lang") == language
-        for name in CHAPTERS:
-            widget = Widget(page, name)
-            assert widget.node.locator(".notice").is_hidden()
-            assert widget.node.locator(".figure").inner_text()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        headings.append(page.locator("h2").all_inner_texts())
+def test_every_chapter_is_operated(visit, request, where, width, language):
+    """One visit, from the top to the bottom, with an example of the reader's own."""
+    url = request.getfixturevalue(where)
+    page = visit(url, width=width, offline=where == "copy", has_touch=width == PHONE)
+    if language == "zh":
         page.locator("#language").click()
-    assert not set(headings[0]) & set(headings[1])
+    assert page.evaluate("document.documentElement.lang") == {"en": "en", "zh": "zh-Hans"}[language]
+    own_example(page)
+    softmax_and_online(page)
+    tiles_and_backward(page)
+    machine(page)
+    serving(page)
+    for name in CHAPTERS:
+        assert page.locator(f"#{name} .notice").is_hidden(), name
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(SMALL_TEXT) == []
+    assert page.evaluate(CUT_OFF) == []
 
 
-def test_the_copy_needs_no_server(visit, copy):
-    page = visit(copy, offline=True)
-    widget = Widget(page, "softmax")
-    widget.select("x", "100,101,99")
-    widget.step("last")
-    widget.shows(lse=fixed(trace.softmax([100, 101, 99])["right"]["lse"]))
-    tiles = Widget(page, "tiles")
-    tiles.choose("order", "fa1")
-    tiles.slide("n", 1)  # the second of the lengths that the copy holds
-    tiles.settled(order="fa1", n=12)
-    tiles.step("last")
-    told = trace.attention(12, 12, d=4, rows=2, columns=2, order="fa1", itemsize=2)["steps"][-1]
-    tiles.shows(loaded=size(told["loaded"]), stored=size(told["stored"]))
-    masks = Widget(page, "masks")
-    masks.select("kind", "document")
-    masks.shows(sees="32")
-    page.evaluate("location.hash = '#softmax.x=9,9,9'")
-    notice = page.locator("#softmax .notice")
-    notice.wait_for()
-    assert "tilewise explore" in notice.inner_text()
+def own_example(page):
+    text, problem = page.locator("#example-text"), page.locator("#example-problem")
+    text.fill("")
+    assert len(problem.inner_text()) > 10  # a sentence, and the page stays as it was
+    assert page.locator("#thread .token").count() == 8
+    text.fill(" ".join("abcdefghijklm"))
+    assert "13" in problem.inner_text()
+    page.locator("[data-preset=sentence]").click()
+    assert page.locator("#thread .token").nth(1).inner_text() == "animal"
+    text.fill("1 4 2.5 3")
+    assert problem.inner_text() == ""
+    assert page.locator("#thread [aria-checked=true]").inner_text() == "3"
 
 
-def test_the_copy_is_small_and_alone(copy):
+def softmax_and_online(page):
+    told = trace.softmax([1, 4, 2.5, 3])
+    chapter = Chapter(page, "softmax")
+    chapter.shows(max="4", total="1.000000")
+    chapter.touch("softmax/1", fixed(told["right"]["out"][1]))
+    chapter.node.locator("[data-key=softmax-x0]").press("ArrowUp")
+    assert page.locator("#example-text").input_value() == "2 4 2.5 3"
+    chapter.node.locator("[data-key=softmax-x0]").press("ArrowDown")  # it has kept the focus
+    online = Chapter(page, "online")
+    online.step("first")
+    online.shows(l="0.000000")
+    for step in told["right"]["steps"]:
+        online.step("next")
+        online.shows(l=fixed(step["l"]), factor=fixed(step["factor"]))
+    online.step("last")
+    online.shows(sum="1.000000", lse=fixed(told["right"]["lse"]))
+    online.toggle("fix")
+    online.shows(l=fixed(told["wrong"]["steps"][-1]["l"]), sum=fixed(sum(told["wrong"]["out"])))
+    online.toggle("fix")
+
+
+def tiles_and_backward(page):
+    page.locator("#example-text").fill("3 2 5 1 4 0 6 2")
+    chapter = Chapter(page, "tiles")
+    told = trace.attention(8, 8, d=4, rows=4, columns=4, itemsize=2)
+    end = told["steps"][-1]
+    chapter.step("last")
+    whole = {"fa2": end["loaded"] + end["stored"]}
+    chapter.shows(loaded=size(end["loaded"]), stored=size(end["stored"]), visited="4 / 4", whole=size(whole["fa2"]))
+    numbers = [chapter.node.locator(f"[data-value={name}]").inner_text() for name in ("whole", "other", "naive")]
+    assert numbers == sorted(numbers), "by default the story is true: FA2 moves less than FA1, FA1 less than naive"
+    chapter.touch("tiles/tile 1,1", "0.37")  # the correction of the last row: e^(5 - 6)
+    grip = chapter.node.locator("[data-key=tiles-columns]")
+    grip.press("ArrowLeft")
+    grip.press("ArrowLeft")
+    assert chapter.node.locator("[data-tile]").count() == 8
+    chapter.choose("order", "fa1")
+    chapter.step("last")
+    told = trace.attention(8, 8, d=4, rows=4, columns=2, order="fa1", itemsize=2)["steps"][-1]
+    chapter.shows(loaded=size(told["loaded"]), stored=size(told["stored"]))
+    page.locator("input[name=causal]").click()
+    chapter.shows(visited="6 / 8")
+    chapter.touch("tiles/q,1", "Q₂")
+    chapter.choose("order", "fa2")
+    masks = Chapter(page, "masks")
+    masks.select("kind", "causal")
+    masks.shows(full="28", part="8", empty="28", sees="71")
+    backward = Chapter(page, "backward")
+    backward.step("last")
+    told = trace.attention(8, 8, d=4, rows=4, columns=2, causal=True, backward=True, itemsize=2)
+    begun = next(step for step in reversed(told["steps"]) if "lse" in [name for name, _ in step["stores"]])
+    backward.shows(loaded=size(told["steps"][-1]["loaded"] - begun["loaded"]))
+    backward.touch("backward/tile 1,0", "dS")
+    backward.choose("part", "matrices")
+    backward.shows(matrix="dQ")
+    backward.touch("matrices/p", "0.00")
+    backward.choose("part", "chain")
+    backward.shows(phi="49", dw1="28")
+    page.locator("input[name=causal]").click()
+
+
+def machine(page):
+    layout = Chapter(page, "layout")
+    layout.shows(shape="[4, 8]", strides="[1, 4]")
+    first = layout.node.locator("[data-key='layout/view 1']")
+    first.focus()
+    first.press("ArrowDown")
+    layout.shows(offset="5")  # row 1, column 1 of the transpose: 1 · 1 + 1 · 4
+    layout.choose("part", "coalescing")
+    layout.shows(lines="32")
+    layout.choose("pattern", "warp")
+    layout.shows(lines="1")
+    pipeline = Chapter(page, "pipeline")
+    pipeline.shows(sequential="28", pipelined="10")
+    pipeline.choose("part", "hopper")
+    pipeline.shows(cycles=f"{answer('hopper', {})['length']:,}")
+    spans = pipeline.node.locator("svg .touch").count()
+    assert spans > 50
+    pipeline.node.locator("[data-remark='2']").click()
+    page.wait_for_function("location.hash.includes('pipeline.zoom=8')")
+    assert pipeline.node.locator("svg .touch").count() < spans
+    waves = Chapter(page, "waves")
+    waves.shows(blocks="120", waves="2", efficiency="55.6 %")
+    waves.node.locator("[data-key=waves-n]").press("ArrowLeft")
+    waves.shows(blocks="98", waves="1", efficiency="90.7 %")
+    waves.select("device", "H200")
+    waves.choose("what", "attention")
+    told = answer("grid", {"device": "H200", "heads": "16"})
+    waves.shows(sms=str(told["sms"]))
+    roof = Chapter(page, "roof")
+    told = answer("roof", {"causal": "0"})
+    roof.shows(naive=size(told["naive"]), tiled=size(told["tiled"]))
+    assert page.evaluate(HIDDEN_POINTS) == []
+    roof.select("device", "A100")
+    roof.slide("s", 1)
+    told = answer("roof", {"device": "A100", "s": "1024"})
+    roof.shows(naive=size(told["naive"]), tiled=size(told["tiled"]), measured="–")
+    assert page.evaluate(HIDDEN_POINTS) == []
+
+
+def serving(page):
+    cache = Chapter(page, "cache")
+    cache.shows(units="444", divided="6 / 12")
+    cache.node.locator("[data-key=cache-0]").press("ArrowLeft")
+    cache.shows(units="440")
+    cache.choose("processors", "H200")
+    cache.touch("cache/program 0", "0")
+    plans = Chapter(page, "plans")
+    told = answer("plans", {"tokens": "1M", "ranks": "64"})
+    plans.shows(advice=told["advice"])
+    plans.node.locator("[data-strategy=ring]").click()
+    assert plans.node.locator("svg .touch").count() == len(told["strategies"][0]["passes"][0]["bars"])
+    plans.toggle("back")
+    plans.choose("mask", "window")
+    plans.shows(advice=answer("plans", {"tokens": "1M", "ranks": "64", "mask": "window"})["advice"])
+
+
+# What is too small to read, what does not fit, and which labels lie on points: lists of words, empty if all is well.
+SEEN = "const seen = (e) => { const b = e.getBoundingClientRect(); return b.width > 0 && b.height > 0; };"
+SMALL_TEXT = f"""() => {{ {SEEN}
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  for (let node; (node = walker.nextNode()); ) {{
+    const e = node.parentElement;
+    if (!node.data.trim() || ["SCRIPT", "STYLE", "SUP", "SUB", "OPTION"].includes(e.tagName) || !seen(e)) continue;
+    const scale = e.ownerSVGElement ? e.getScreenCTM().a : 1;
+    if (parseFloat(getComputedStyle(e).fontSize) * scale < 11) found.push(node.data.trim());
+  }}
+  return found;
+}}"""
+CUT_OFF = f"""() => {{ {SEEN}
+  return [...document.querySelectorAll("main svg text, main p, main dd, main button, main label, main h2")].filter(seen)
+    .filter((e) => !e.closest(".scroll, .tokens, .formula, [clip-path]"))
+    .filter((e) => {{ const b = e.getBoundingClientRect(); return b.left < -1 || b.right > innerWidth + 1; }})
+    .map((e) => e.closest("section")?.id + ": " + e.textContent);
+}}"""
+HIDDEN_POINTS = """() => {
+  const boxes = (what) => [...document.querySelectorAll(`#roof ${what}`)].map((e) => e.getBoundingClientRect());
+  return boxes("[data-label]").flatMap((a) => boxes("[data-point]").filter((b) =>
+    a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top < a.bottom - 3).map((b) => [a.x, b.x]));
+}"""
+
+
+def test_the_address_holds_the_state(visit, copy):
+    page = visit(copy + "#online.step=2&text=9+9+9&theme=dark&rows=2")
+    Chapter(page, "online").shows(l="2.000000")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.locator("#thread select[data-key=rows]").input_value() == "2"
+    page.evaluate("location.hash = '#online.step=1&text=9+9+9'")
+    online = Chapter(page, "online")
+    online.shows(l="1.000000")
+    card = online.node.locator(".card")
+    card.focus()
+    for key, l in (("ArrowRight", "2.000000"), ("End", "3.000000"), ("Home", "0.000000")):
+        card.press(key)
+        online.shows(l=l)
+    online.step("play")
+    page.wait_for_function("Number(new URLSearchParams(location.hash.slice(1)).get('online.step')) >= 2")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), pytest.param(PHONE, "dark", marks=pytest.mark.slow)])
+def test_axe_finds_nothing_serious(visit, copy, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
+    page = visit(copy + "#pipeline.part=hopper", width=width, color_scheme=scheme)
+    found = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    serious = {one["id"]: one["nodes"][0]["html"][:200] for one in found if one["impact"] in ("serious", "critical")}
+    assert serious == {}
+
+
+def test_the_copy_is_small_alone_quick_and_still(visit, copy):
+    """No more than 3 MB and 2 s, nothing loaded, and nothing jumps while a reader scrolls."""
     text = Path(urlsplit(copy).path).read_text(encoding="utf-8")
     assert len(text.encode()) < 3e6
-    loads = re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=["'](?!data:)[^"']*""", text)
-    assert loads == []
+    assert re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=["'](?!data:)[^"']*""", text) == []
+    page = visit(copy, offline=True)
+    took = []
+    for _ in range(3):  # other tests run beside this one
+        took.append(page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        page.reload()
+    assert min(took) < 2000
+    page.evaluate("""() => { window.jumps = 0;
+      new PerformanceObserver((list) => list.getEntries().forEach((e) => (window.jumps += e.value)))
+        .observe({ type: "layout-shift", buffered: true }); }""")
+    for at in range(0, page.evaluate("document.documentElement.scrollHeight"), 1500):
+        page.evaluate(f"scrollTo(0, {at})")
+        page.wait_for_timeout(20)
+    assert page.evaluate("window.jumps") < 0.02

@@ -29,7 +29,7 @@ def test_every_element_has_one_lane(n):
 
 def test_blocks_number_the_elements():
     """8 elements in blocks of 2 on 4 cores; a million in blocks of 32."""
-    assert warps.grid(8, 2) == 4
+    assert (warps.grid(8, 2), warps.grid(9, 2)) == (4, 5)
     assert [warps.element(b, 2, t) for b in range(4) for t in range(2)] == list(range(8))
     assert warps.grid(1_000_000, 32) == 31_250
 
@@ -134,10 +134,27 @@ def test_a_pipeline_keeps_the_order_of_stages(iterations, stages):
     assert pipeline.in_flight(plan) == min(iterations, stages)
 
 
+def test_overlap_takes_operations_that_do_not_wait():
+    """An order of instructions, and asynchronous ones: no core here starts anything out of order."""
+    pipelined, plain = (
+        [(slot.iteration, slot.unit) for slot in sorted(plan, key=lambda slot: slot.start)]
+        for plan in (pipeline.pipelined(7), pipeline.sequential(7))
+    )
+    assert pipeline.slots(pipeline.issued(pipelined, asynchronous=True)) == 10
+    assert pipeline.slots(pipeline.issued(pipelined, asynchronous=False)) == 28
+    assert 10 < pipeline.slots(pipeline.issued(plain, asynchronous=True)) < 28  # and the loop must be rewritten
+    for way in (True, False):
+        plan = pipeline.issued(pipelined, asynchronous=way)
+        assert [slot.start for slot in plan] == sorted(slot.start for slot in plan)
+
+
 def test_buffers_bound_the_stages():
     kept, streamed = 128 * 128 * 2, 2 * 128 * 128 * 2
     fit = {name: pipeline.stages_that_fit(d.shared, kept, streamed) for name, d in DEVICES.items()}
     assert (fit["A100"], fit["H200"], fit["L4"]) == (2, 3, 1)
+    assert pipeline.stages_that_fit(2 * streamed, kept, streamed) == 1  # Q's tile takes the room of the second
+    assert pipeline.stages_that_fit(kept, 2 * kept, streamed) == 0
+    assert pipeline.in_flight(pipeline.pipelined(7, 4)) == 4  # as many buffers as iterations in flight
 
 
 def test_bubbles_are_what_the_plan_leaves_idle():

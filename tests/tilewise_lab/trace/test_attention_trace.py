@@ -68,7 +68,44 @@ def test_fa1_pays_for_its_order():
     assert fa1["flops"] == fa2["flops"]
 
 
+def test_which_loop_is_outside():
+    """FA1 takes a block of keys and meets all queries; FA2, which is ours, a block of queries and all keys."""
+    tiles = [(i, j) for i in range(3) for j in range(2)]
+
+    def visited(**options):
+        return [(s["i"], s["j"]) for s in trace.attention(6, 4, **options)["steps"] if s["phase"] == "forward"]
+
+    assert visited() == visited(order="fa2") == tiles
+    assert visited(order="fa1") == sorted(tiles, key=lambda at: at[::-1])
+
+
+def test_nothing_is_computed_that_was_not_loaded():
+    """HBM -> SRAM -> registers -> HBM: at every tile its blocks of q, k and v are near, and m, l and o are kept."""
+    found = trace.attention(8, 8, rows=2, columns=4, causal=True)
+    for step in found["steps"]:
+        if step["phase"] == "forward":
+            near = {tuple(block) for block in step["resident"]}
+            assert {("q", step["i"]), ("k", step["j"]), ("v", step["j"])} <= near
+            assert {(name, step["i"]) for name in "mlo"} <= near
+            assert not step["stores"]
+        else:
+            assert [name for name, _ in step["stores"]] == ["o", "lse"]
+    moved = [tuple(block) for step in found["steps"] for block in step["loads"]]
+    assert len(moved) == 4 + 2 * found["totals"]["visited"]  # each q once, k and v for every tile
+
+
+def test_blocks_of_queries_and_of_keys_have_sizes_of_their_own():
+    """Q and O in T_r = ⌈N / B_r⌉ blocks of B_r x d, K and V in T_c = ⌈N / B_c⌉ of B_c x d, L has N entries."""
+    found = trace.attention(10, 7, d=5, rows=4, columns=3)
+    sizes = {(s["i"], s["j"]): (len(s["s"]), len(s["s"][0])) for s in found["steps"] if s["phase"] == "forward"}
+    assert sizes == {(i, j): (r, c) for i, r in enumerate((4, 4, 2)) for j, c in enumerate((3, 3, 1))}
+    assert len(found["lse"]) == len(found["out"]) == 10
+    assert found["error"] < 1e-12
+
+
 def test_weights_never_reach_hbm():
+    forward = trace.attention(16, 16, rows=4, columns=4)["totals"]
+    assert set(forward["stored"]) == {"o", "lse"}
     for order in ("fa1", "fa2"):
         found = trace.attention(16, 16, rows=4, columns=4, order=order, backward=True)["totals"]
         assert not {"p", "s", "ds"} & {*found["stored"], *found["loaded"]}

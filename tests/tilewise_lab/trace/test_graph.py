@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -37,6 +38,53 @@ def test_gradients_are_torchs(a, b, c):
     grads = torch.autograd.grad(expected, theirs)
     assert out.value == pytest.approx(expected.item())
     assert [x.gradient for x in mine] == pytest.approx([g.item() for g in grads], rel=1e-9, abs=1e-9)
+
+
+def test_a_derivative_is_right_to_first_order():
+    """f(x + Δ) ≈ f(x) + f'(x) Δ: halve the step, and the error falls to a quarter."""
+
+    def f(x):
+        return x**3 - x * 2.0
+
+    x = Value(1.5)
+    y = f(x)
+    y.backward()
+    errors = [abs(f(Value(1.5 + d)).value - (y.value + x.gradient * d)) for d in (2.0**-i for i in range(4, 12))]
+    assert [a / b for a, b in pairwise(errors)] == pytest.approx([4] * 7, rel=0.02)
+
+
+def test_walking_against_the_gradient_makes_a_function_smaller():
+    """y_new ≈ y_old + ∇f · Δx, so Δx = -η ∇f: the loss falls at every step, to its minimum."""
+    w, losses = [0.0, 0.0], []
+    for _ in range(60):
+        a, b = Value(w[0]), Value(w[1])
+        loss = (a - 3.0) ** 2 + (a + b * 2.0 - 1.0) ** 2
+        loss.backward()
+        losses.append(loss.value)
+        w = [x.value - 0.1 * x.gradient for x in (a, b)]
+    assert w == pytest.approx([3, -1], abs=1e-3)
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_jacobian_has_a_row_for_every_output():
+    """f: ℝ² -> ℝ³, Δy ≈ J Δx: backward from each output makes its row of the (3, 2) matrix."""
+
+    def outputs(x, y):
+        return [x * y, y.exp(), x * x + y]
+
+    def vector(t):
+        return torch.stack(outputs(*t))
+
+    at = torch.tensor([1.3, 0.4], dtype=torch.float64)
+    rows = []
+    for n in range(3):
+        mine = [Value(v) for v in at.tolist()]
+        outputs(*mine)[n].backward()
+        rows.append([x.gradient for x in mine])
+    jacobian = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(vector, at))
+    small = torch.tensor([1e-6, -2e-6], dtype=torch.float64)
+    torch.testing.assert_close(vector(at + small) - vector(at), jacobian @ small, atol=1e-10, rtol=0)
 
 
 def test_a_value_used_twice_collects_both_gradients():

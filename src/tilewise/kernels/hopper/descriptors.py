@@ -18,17 +18,29 @@ def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | Non
     return first, rest[0] if rest else None
 
 
+def both_of_cache(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    first, *rest = (in_a_row(x, rows, width) for width in widths(x.shape[-1]))
+    return first, rest[0] if rest else None
+
+
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """What TMA needs to know of a (batch, token, head, dim) or packed (token, head, dim) tensor; see pipeline.at."""
-    *batch, token, head, one = x.stride()
-    if x.dim() == 4:
-        b, t, h, d = x.shape
-        shape, strides, box = [b, h, t, d], [*batch, head, token, one], (1, 1, rows, width)
-    else:
-        far = FAR.value
-        shape = [2 * far - 1, 2 * far - 1, x.shape[1], far, x.shape[2]]
-        strides, box = [2**34 - token, token, head, token, one], (1, 1, 1, rows, width)
-    return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
+    if x.dim() == 3:
+        return in_a_row(x, rows, width)
+    batch, token, head, one = x.stride()
+    b, t, h, d = x.shape
+    box = (1, 1, rows, width)
+    return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], list(box), layout(box, x.dtype))
+
+
+def in_a_row(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Of tokens in a row, as packed ones are, and those of a cache, whose pages are whole numbers of tokens apart."""
+    *_, token, head, one = x.stride()
+    *_, heads, dim = x.shape
+    far = FAR.value
+    shape = [2 * far - 1, 2 * far - 1, heads, far, dim]
+    box = (1, 1, 1, rows, width)
+    return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
 
 
 def full(x: Tensor, spec: Spec) -> Full:

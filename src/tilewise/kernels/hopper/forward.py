@@ -44,7 +44,9 @@ from .pipeline import (
     blocks,
     board,
     fill,
+    gather,
     hand_back,
+    length_of,
     matrix,
     next_ticket,
     order,
@@ -55,6 +57,7 @@ from .pipeline import (
     release,
     ring,
     room,
+    row_of,
     send,
     store_full,
     take,
@@ -79,6 +82,8 @@ class Plan(NamedTuple):
     PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
     TURNS: bool  # the warpgroups ask for their products one after the other
     LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
+    PAGE: int | None = None  # tokens of a page, where K and V are a cache of pages
+    BOXES: int = 1  # in which a tile of keys comes, each from one page
 
 
 class Target(NamedTuple):
@@ -289,7 +294,8 @@ def skip(pipes, n, end, WG: gl.constexpr, PLAN: gl.constexpr):
 @gluon.jit
 def consume(
     pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms,
-    WG: gl.constexpr, PACKED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
+    WG: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = o.desc.dtype
     STAGES: gl.constexpr = PLAN.STAGES
@@ -299,7 +305,7 @@ def consume(
         pass_turn(TURN, 256)
     n = gl.to_tensor(0)  # blocks so far: use n of both rings is the next one
     r = gl.to_tensor(0)  # tiles so far
-    w = take(pipes.work, r, n_q, n_k, PACKED)
+    w = take(pipes.work, r, n_q, n_k, RAGGED)
     while w.first >= 0:
         lo, hi, _whole = blocks(w.first, w, before, after, ROWS * PLAN.WARPGROUPS, BLOCK_N)
         first = w.first + WG * ROWS
@@ -354,11 +360,11 @@ def consume(
         n += hi - lo
         skip(pipes, stop, n, WG, PLAN)
 
-        w = recall(pipes.work, r, n_q, n_k, PACKED)
+        w = recall(pipes.work, r, n_q, n_k, RAGGED)
         finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, n_q, heads, flag, terms, PACKED, PLAN)
         hand_back(pipes.work, r)
         r += 1
-        w = take(pipes.work, r, n_q, n_k, PACKED)
+        w = take(pipes.work, r, n_q, n_k, RAGGED)
     tma.store_wait(0)
 
 
@@ -444,22 +450,22 @@ def with_sink(m, total, sink, terms):
 
 
 @gluon.jit
-def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN: gl.constexpr):
+def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN: gl.constexpr):
     """Fetch work; post it; copy K_0, Q, K_1, V_0, K_2, V_1 ..: the order in which the consumers need them."""
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
-    PACKED: gl.constexpr = cu_q is not None
+    RAGGED: gl.constexpr = (cu_q is not None) or (cache.lengths is not None)
     ticket = gl.program_id(0)
     n = gl.to_tensor(0)
     r = gl.to_tensor(0)
     while ticket < queue.total:
-        w = find(ticket, queue, cu_q, cu_k, n_q, n_k, ROWS * WARPGROUPS)
+        w = find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, ROWS * WARPGROUPS)
         if w.first < w.n_q:
-            post(pipes.work, r, w, PACKED)
+            post(pipes.work, r, w, RAGGED)
             h = w.h // PLAN.GROUP
             lo, hi, _span = blocks(w.first, w, before, after, ROWS * WARPGROUPS, BLOCK_N)
-            fill(pipes.k, n, k, w.b, h, w.k0, w.n_k, lo * BLOCK_N, STAGES)
+            fetch(pipes.k, n, k, 0, cache, w, h, lo * BLOCK_N, PLAN)
             for wg in gl.static_range(WARPGROUPS):
                 mbarrier.wait(pipes.q.empty.index(wg), phase(r, 1) ^ 1)
                 send(pipes.q, wg, q, w.b, w.h, w.q0, w.n_q, w.first + wg * ROWS)
@@ -467,33 +473,53 @@ def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN: gl
             if short:
                 ticket = next_ticket(queue)
             for j in range(lo + 1, hi):
-                fill(pipes.k, n + 1, k, w.b, h, w.k0, w.n_k, j * BLOCK_N, STAGES)
-                fill(pipes.v, n, v, w.b, h, w.k0, w.n_k, (j - 1) * BLOCK_N, STAGES)
+                fetch(pipes.k, n + 1, k, 0, cache, w, h, j * BLOCK_N, PLAN)
+                fetch(pipes.v, n, v, 1, cache, w, h, (j - 1) * BLOCK_N, PLAN)
                 n += 1
             if not short:
                 ticket = next_ticket(queue)
-            fill(pipes.v, n, v, w.b, h, w.k0, w.n_k, (hi - 1) * BLOCK_N, STAGES)
+            fetch(pipes.v, n, v, 1, cache, w, h, (hi - 1) * BLOCK_N, PLAN)
             n += 1
             r += 1
         else:
             ticket = next_ticket(queue)
-    post(pipes.work, r, Work(0, 0, -1, 0, 0, 0, 0, 0), PACKED)
+    post(pipes.work, r, Work(0, 0, -1, 0, 0, 0, 0, 0), RAGGED)
+
+
+@gluon.jit
+def fetch(pipe, n, x, IS_V: gl.constexpr, cache, w, h, row, PLAN: gl.constexpr):
+    """Keys, or their values, from `row` on, for use n of a ring."""
+    STAGES: gl.constexpr = PLAN.STAGES
+    if cache.lengths is None:
+        fill(pipe, n, x, w.b, h, w.k0, w.n_k, row, STAGES)
+    else:
+        step = cache.step_v if IS_V else cache.step_k
+        if PLAN.PAGE is None:
+            fill(pipe, n, x, w.b, h, w.k0 * step, w.n_k, row, STAGES)
+        else:
+            gather(pipe, n, x, cache, step, w.b, h, w.n_k, row, STAGES, PLAN.PAGE, PLAN.BOXES)
 
 
 @triton.jit
-def find(ticket, queue, cu_q, cu_k, n_q, n_k, BLOCK_M: tl.constexpr):
+def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr):
+    """The ticket-th piece of work. Of a cache, k0 is the row of a dense one that holds the keys."""
     tile, line = order(ticket, queue)
     pid = line * queue.tiles + tile
-    return locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    w = locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    if cache.lengths is None:
+        return w
+    else:
+        return Work(w.b, w.h, w.first, w.q0, w.n_q, row_of(cache, w.b), length_of(cache, w.b), w.r0)
 
 
 @gluon.jit(**ANY_SIZE)
 def forward_kernel(
     q, q_rest, k, k_rest, v, v_rest, o, o_full, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
-    total, lines, tiles, heads, batch, cohort, terms,
+    total, lines, tiles, heads, batch, cohort, terms, cache,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
+    RAGGED: gl.constexpr = PACKED or (cache.lengths is not None)
     WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
     queue = Queue(counter, total, lines, tiles, heads, batch, cohort)
     let_next_start()
@@ -501,36 +527,36 @@ def forward_kernel(
     k = parts(k, k_rest)
     v = parts(v, v_rest)
     q_ring = ring(q, WARPGROUPS, 1)
-    k_ring = ring(k, PLAN.STAGES, WARPGROUPS)
-    v_ring = ring(v, PLAN.STAGES, WARPGROUPS)
+    k_ring = ring(k, PLAN.STAGES, WARPGROUPS, PLAN.BOXES)
+    v_ring = ring(v, PLAN.STAGES, WARPGROUPS, PLAN.BOXES)
     pipes = Pipes(q_ring, k_ring, v_ring, room(o, WARPGROUPS), board(WARPGROUPS))
     o = Target(o, o_full)
     fence_async_shared()
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (
-                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
-                PLAN,
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, RAGGED,
+                SCORE_MOD, MASK_MOD, PLAN,
             )),
             (consume, (
-                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
-                PLAN,
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, RAGGED,
+                SCORE_MOD, MASK_MOD, PLAN,
             )),
-            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
+        ], [4, 1], [232, 40] if PLAN.BOXES > 1 else [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, SCORE_MOD, MASK_MOD,
-                PLAN,
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 0, PACKED, RAGGED,
+                SCORE_MOD, MASK_MOD, PLAN,
             )),
             (consume, (
-                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, SCORE_MOD, MASK_MOD,
-                PLAN,
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, RAGGED,
+                SCORE_MOD, MASK_MOD, PLAN,
             )),
             (consume, (
-                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 2, PACKED, SCORE_MOD, MASK_MOD,
-                PLAN,
+                pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 2, PACKED, RAGGED,
+                SCORE_MOD, MASK_MOD, PLAN,
             )),
-            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, PLAN)),
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -25,12 +25,14 @@ from .careful import careful
 from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
 from .limits import GPU, has_backward
+from .pipeline import Cached
 
 __all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
 
 
 PROCESSORS = 132  # of an H100 and an H200, where none is here to ask
+NO_CACHE = Cached()
 
 
 class State(NamedTuple):
@@ -49,25 +51,8 @@ def forward_launches(
     cu_q, cu_k = request.cu_q, request.cu_k
     size, masked = problem(request), request.is_masked
     plan = plan_of(size, spec, request.bias is not None)._replace(**overrides)
-    on_device = device_terms(request, GPU)
-    mods = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request)}
-    tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
-    lines = size.heads * (1 if size.packed else size.batch)
-    in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
-    rows = ROWS.value
-    forward = Launch(
-        forward_kernel,
-        min(tiles * lines, processors),
-        (
-            *both(q, rows), *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N),
-            # of results in float32 the descriptor is not used, and says no more than the dtype of the weights
-            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
-            state.counter, state.flag if masked else None, cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads, size.batch,
-            max(1, in_l2) * plan.GROUP, on_device,
-        ),
-        mods | {"PLAN": plan, "num_warps": 4},
-    )  # fmt: skip
+    keys = *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N)
+    forward = forward_launch(request, keys, out, lse, state, processors, size, plan)
     if not masked:
         return [forward]
     block_m = 64
@@ -78,14 +63,40 @@ def forward_launches(
         (
             *(view(x) for x in (q, k, v, out)), lse, state.flag, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
-            on_device, total,
+            device_terms(request, GPU), total,
         ),
-        mods | {
+        {
+            "SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request),
             "PLAN": careful(size, block_m, padded(size.d, 64), padded(size.dv, 64)), "EACH": False, "num_warps": 4,
             "launch_pdl": not INTERPRETED,
         },
     )  # fmt: skip
     return [forward, repair]
+
+
+def forward_launch(
+    request: Request, keys: Any, out: Tensor, lse: Tensor, state: State, processors: int, size: Problem, plan: Plan,
+    cache: Cached = NO_CACHE,
+) -> Launch:  # fmt: skip
+    """`keys`: the descriptors of K and V; of a `cache`, from which nothing is left out that the flag would tell of."""
+    q, spec, cu_q, cu_k = request.q, request.spec, request.cu_q, request.cu_k
+    tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
+    lines = size.heads * (1 if size.packed else size.batch)
+    in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
+    rows = ROWS.value
+    return Launch(
+        forward_kernel,
+        min(tiles * lines, processors),
+        (
+            *both(q, rows), *keys,
+            # of results in float32 the descriptor is not used, and says no more than the dtype of the weights
+            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
+            state.counter, state.flag if request.is_masked and cache.lengths is None else None, cu_q, cu_k,
+            size.n_q, size.n_k, spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads,
+            size.batch, max(1, in_l2) * plan.GROUP, device_terms(request, GPU), cache,
+        ),
+        {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "PLAN": plan, "num_warps": 4},
+    )  # fmt: skip
 
 
 @lru_cache(LIMIT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,15 @@ from ..portable.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
+CACHES_RAN = False  # the kernel over KV caches: whether the tests and timings of a GPU ran clean with it
+MANY_QUERIES = 256  # of a sequence, from which on products and not memory are what a cache waits for
+BOX = 8  # rows of a page that a copy must have, at least: as many as shared memory's pattern repeats after
+FAR_TOKENS = 2**30  # that a cache may be long
 
 
-def obstacle(request: Request, gpu: Gpu | None) -> str | None:
+def obstacle(request: Any, gpu: Gpu | None) -> str | None:
     """TMA wants rows of whole 16 bytes, at addresses that are, too."""
-    q, k, v, *_ = request
+    q, k, v = request.q, request.k, request.v
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}, of float16 and bfloat16"
     if gpu is None or gpu.kind == "interpreter":
@@ -29,7 +35,7 @@ def obstacle(request: Request, gpu: Gpu | None) -> str | None:
         return "no triton >= 3.6 installed"
     if k.shape[-2] == 0:
         return "no heads"
-    if request.seed is not None or request.blocks:
+    if isinstance(request, Request) and (request.seed is not None or request.blocks):
         return "a block mask" if request.blocks else "dropout"
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
@@ -39,12 +45,36 @@ def obstacle(request: Request, gpu: Gpu | None) -> str | None:
         *outer, inner = x.stride()
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
             return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
+    return None if isinstance(request, Request) else of_cache(request)
+
+
+def of_cache(request: Any) -> str | None:
+    """What keeps a call with a KV cache from these kernels; an append, which has no places, is the portable ones'."""
+    places = getattr(request, "places", None)
+    if places is None:
+        return None
+    if request.tree is not None or request.split is not None:
+        return "a tree of drafts" if request.tree is not None else "a split of the keys"
+    if places.starts is not None or places.indptr is not None:
+        return "keys that begin later" if places.starts is not None else "a table of pages in one row"
+    page = request.k.shape[1]
+    if places.table is not None and page % BOX:
+        return f"pages of {page} tokens, of multiples of {BOX}"
+    for x in (request.k, request.v):
+        if x.shape[0] > 1 and (x.stride(0) % x.stride(1) or x.stride(0) // x.stride(1) * x.shape[0] > FAR_TOKENS):
+            return "pages that are not a whole number of tokens apart, or too far"
     return None
 
 
-def yields(request: Request, gpu: Gpu | None) -> str | None:
-    """A dense call that reads keys more than it computes, as in decoding."""
+def yields(request: Any, gpu: Gpu | None) -> str | None:
+    """A call that reads keys more than it computes, as in decoding."""
     q, k = request.q, request.k
+    if not isinstance(request, Request):
+        places = getattr(request, "places", None)
+        tokens = q.shape[1] if q.dim() == 4 else 0 if places is None else q.shape[0] // max(places.batch, 1)
+        if places is None or tokens < MANY_QUERIES:
+            return "few queries, which wait for memory"
+        return None if CACHES_RAN else "its kernel over KV caches has not run clean on a GPU, and is asked for by name"
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:
         return "few queries, whose keys the portable kernels divide among programs"
     return None

@@ -65,13 +65,14 @@ def parts(first, rest):
 
 
 @gluon.jit
-def ring(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def ring(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BOXES: gl.constexpr = 1):
+    """Tiles of so many boxes of these descriptors, below each other."""
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, CONSUMERS)
     if len(x) == 1:
-        return Ring((room(x[0], STAGES),), full, empty)
+        return Ring((room(x[0], STAGES, BOXES),), full, empty)
     else:
-        return Ring((room(x[0], STAGES), room(x[1], STAGES)), full, empty)
+        return Ring((room(x[0], STAGES, BOXES), room(x[1], STAGES, BOXES)), full, empty)
 
 
 class Full(NamedTuple):
@@ -94,9 +95,15 @@ def store_full(full, x, b, h, t, n, first, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def room(desc, N: gl.constexpr):
+def room(desc, N: gl.constexpr, BOXES: gl.constexpr = 1):
     """Shared memory for N tiles."""
-    return gl.allocate_shared_memory(desc.dtype, [N] + desc.block_type.shape, desc.layout)  # noqa: RUF005 - Gluon has no unpacking
+    return gl.allocate_shared_memory(desc.dtype, tall(desc.block_type.shape, N, BOXES), desc.layout)
+
+
+@gluon.constexpr_function
+def tall(shape, n, boxes):
+    *outer, rows, columns = shape
+    return [n, *outer, rows * boxes, columns]
 
 
 @gluon.jit
@@ -145,6 +152,72 @@ def send(pipe, stage, x, b, h, t, rows, row):
         mbarrier.expect(full, x[0].block_type.nbytes + x[1].block_type.nbytes)
         copy_in(x[0], at(x[0], b, h, t, rows, row), full, pipe.parts[0].index(stage))
         copy_in(x[1], at(x[1], b, h, t, rows, row, WIDTH), full, pipe.parts[1].index(stage))
+
+
+class Cached(NamedTuple):
+    """Where keys lie that are a KV cache's, which has `lengths`: how many a sequence has, those and the `new` that were
+    added (or as many as `cu_new` says), never more than `most`; on which of `count` pages, by a row of the `table`, the
+    next being `line` further; or, without a table, in which of `count` rows. `step_k` and `step_v`: tokens from a page
+    or row to the next one."""
+
+    lengths: tl.tensor = None
+    cu_new: tl.tensor = None
+    new: tl.tensor = 0
+    most: tl.tensor = 0
+    table: tl.tensor = None
+    line: tl.tensor = 0
+    rows: tl.tensor = None
+    count: tl.tensor = 0
+    step_k: tl.tensor = 0
+    step_v: tl.tensor = 0
+
+
+@triton.jit
+def length_of(cache, b):
+    n = tl.load(cache.lengths + b).to(tl.int32)
+    if cache.cu_new is not None:
+        n += (tl.load(cache.cu_new + b + 1) - tl.load(cache.cu_new + b)).to(tl.int32)
+    return tl.minimum(tl.maximum(n + cache.new, 0), cache.most)
+
+
+@triton.jit
+def clamped(n, count):
+    """What a table says, if it is a number of a page."""
+    return tl.minimum(tl.maximum(n, 0), count - 1).to(tl.int32)
+
+
+@triton.jit
+def row_of(cache, b):
+    """The row of a dense cache."""
+    if cache.rows is None:
+        return b
+    else:
+        return clamped(tl.load(cache.rows + b), cache.count)
+
+
+@gluon.jit
+def gather(pipe, n, x, cache, step, b, h, rows, row, STAGES: gl.constexpr, PAGE: gl.constexpr, BOXES: gl.constexpr):
+    """`fill`, where the tile's rows lie on pages: box by box, none of which leaves its page. A box past the end of the
+    sequence has no page, and is zero."""
+    BOX: gl.constexpr = x[0].block_type.shape[3]
+    WIDTH: gl.constexpr = x[0].block_type.shape[4]
+    stage = n % STAGES
+    full = pipe.full.index(stage)
+    mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
+    if len(x) == 1:
+        mbarrier.expect(full, x[0].block_type.nbytes * BOXES)
+    else:
+        mbarrier.expect(full, (x[0].block_type.nbytes + x[1].block_type.nbytes) * BOXES)
+    pages = cache.table + tl.cast(b, tl.int64) * cache.line
+    for i in gl.static_range(BOXES):
+        first = row + i * BOX
+        left = gl.minimum(gl.maximum(rows - first, 0), BOX)
+        page = clamped(gl.load(pages + first // PAGE, mask=left > 0, other=0), cache.count)
+        t = page * step + first % PAGE
+        copy_in(x[0], at(x[0], b, h, t, left, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
+        if len(x) == 2:
+            part = pipe.parts[1].index(stage).slice(i * BOX, BOX, dim=3)
+            copy_in(x[1], at(x[1], b, h, t, left, 0, WIDTH), full, part)
 
 
 @gluon.jit

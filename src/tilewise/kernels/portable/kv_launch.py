@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import triton
 from torch import Tensor
 
+from ...cache.memory import Ran
 from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
 from ...spec import AttentionError
 from .. import replay
@@ -15,34 +17,15 @@ from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors,
 from ..shapes import padded, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from ..tile import Plan, View
-from . import kv_tiles
+from . import kv_profile, kv_tiles
 from .kv import Cache, attend_kernel
 from .kv_append import Turn, append_kernel
 from .kv_combine import combine_kernel
 from .kv_plan import plan_kernel
-from .kv_tiles import KvTile
+from .kv_profile import Deal
 from .options import precision
 
 CHUNK = 1024  # items that the plan looks at together
-
-
-class Deal(NamedTuple):
-    """What the host knows of a plan: tiles of rows, programs, keys of a unit, and the workspace's slots of rows."""
-
-    tile: KvTile
-    items: int
-    tiles: int
-    programs: int
-    unit: int
-    slots: int
-    rows: int
-
-    @property
-    def numbers(self) -> int:
-        return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
-
-    def floats(self, dim_v: int) -> int:
-        return self.programs * self.slots * self.rows * (dim_v + 1)
 
 
 def row_view(x: Tensor) -> View:
@@ -52,23 +35,9 @@ def row_view(x: Tensor) -> View:
 
 
 def deal(request: KvRequest, gpu: Gpu) -> Deal:
-    q, k, v = request.q, request.k, request.v
-    group = q.shape[-2] // k.shape[-2]
-    known = request.most * group
-    tile = kv_tiles.INTERPRETER
-    if not INTERPRETED:
-        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), known)
+    q = request.q
     processors = multiprocessors(q.device) if q.is_cuda else kv_tiles.INTERPRETED_PROCESSORS
-    if request.call.cu_q is None:
-        tiles = -(-q.shape[1] * group // tile.block_m)
-        items = q.shape[0] * tiles
-    else:
-        tiles = 0
-        items = q.shape[0] * group // tile.block_m + request.places.batch + 1
-    rows = min(tile.block_m, known or tile.block_m)
-    unit = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
-    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows)
+    return kv_profile.deal(request, gpu, processors, kv_tiles.INTERPRETER if INTERPRETED else None)
 
 
 def checked(dealt: Deal, dim_v: int, ledger: Tensor, room: Tensor | None = None) -> Deal:
@@ -98,9 +67,9 @@ def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None =
 def attend(
     request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor,
     recordings: dict[Any, Any] | None = None,
-) -> None:  # fmt: skip
+) -> Ran | None:  # fmt: skip
     if request.q.shape[:-1].numel() == 0:
-        return
+        return None
     gpu = gpu_for(request.q)
     tensors = (*request.tensors(), out, lse, ledger, room)
     key = (
@@ -112,13 +81,23 @@ def attend(
         *replay.layout_of((out, lse, ledger, room), request.tensors()),
     )
     with on(out):
-        replay.launch(key, tensors, lambda: attend_launches(request, out, lse, ledger, room, gpu), recordings)
+        build = lambda: attend_launches(request, out, lse, ledger, room, gpu)  # noqa: E731
+        recording = replay.launch(key, tensors, build, recordings)
+    return None if recording is None else Ran(again, recording, tensors)
 
 
-def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> None:
+def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> Ran | None:
     gpu = gpu_for(request.k_new)
+    tensors = request.tensors()
     with on(request.k):
-        replay.launch("append", request.tensors(), lambda: [append_launch(request, gpu)], recordings)
+        recording = replay.launch("append", tensors, lambda: [append_launch(request, gpu)], recordings)
+    return None if recording is None else Ran(again, recording, tensors)
+
+
+def again(recording: Any, tensors: Sequence[Tensor | None]) -> None:
+    """Launches of a call that looked like this one."""
+    with on(tensors[0]):  # type: ignore[arg-type]
+        replay.again(recording, tensors)
 
 
 def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
@@ -135,7 +114,7 @@ def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
         ),
         {
             "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "BLOCK_M": dealt.tile.block_m,
-            "COST": 0 if request.split else 1, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
+            "COST": dealt.cost, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
             "BLOCK_P": triton.next_power_of_2(dealt.programs + 1), "num_warps": 4, **overlapped(can_overlap(gpu)),
         },
     )  # fmt: skip

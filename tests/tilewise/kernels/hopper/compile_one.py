@@ -12,7 +12,9 @@ import torch
 import triton
 
 import tilewise.mods
+from tilewise.cache.request import KvRequest, Places
 from tilewise.costs.compiled import compile_for
+from tilewise.kernels.hopper.kv_launch import attend_launches
 from tilewise.kernels.hopper.launch import forward_launches, new_state
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
@@ -42,8 +44,9 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
 
 def main(
     d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
-    packed: bool = False, dtype: str = "bfloat16", terms: str = "", partial: bool = False,
+    packed: bool = False, dtype: str = "bfloat16", terms: str = "", partial: bool = False, page: int | None = None,
 ) -> None:  # fmt: skip
+    """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
     heads, batch, dv = 4, 2, dv or d
     outer = (n,) if packed else (batch, n)
     q, k, v, out = (torch.empty(*outer, heads, x, dtype=getattr(torch, dtype)) for x in (d, d, dv, dv))
@@ -56,7 +59,14 @@ def main(
     if partial:  # and somewhere in a larger call, if something asks where
         out, origin = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
         request = request._replace(origin=origin if terms else None)
-    launches = forward_launches(request, out, lse, state, 132)
+    if page is None:
+        launches = forward_launches(request, out, lse, state, 132)
+    else:
+        k, v = (torch.empty(batch if page == 0 else 1024, page or n, heads, x, dtype=q.dtype) for x in (d, dv))
+        table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
+        places = Places(torch.empty(batch, dtype=torch.int32), table)
+        cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
+        launches = attend_launches(cached, out, lse, state, 132)
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(
         json.dumps(

@@ -44,6 +44,12 @@ CALLS = {
     "128 partial": {"d": 128, "after": 0, "partial": True},
     "192 partial, packed": {"d": 192, "after": 0, "partial": True, "packed": True},
     "256 partial": {"d": 256, "after": 0, "partial": True},
+    "64 pages of 16": {"d": 64, "after": 0, "page": 16},
+    "128 pages of 16": {"d": 128, "after": 0, "page": 16},
+    "128 pages of 256, packed": {"d": 128, "after": 0, "page": 256, "packed": True},
+    "128 dense cache": {"d": 128, "after": 0, "page": 0},
+    "192 by 128 pages of 64": {"d": 192, "dv": 128, "after": 0, "page": 64},
+    "256 pages of 16": {"d": 256, "after": 0, "page": 16},
     "128 partial alibi": {"d": 128, "after": 0, "partial": True, "terms": "alibi"},
 }
 ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")

@@ -1,0 +1,247 @@
+"""What a call with a KV cache would do on a device: `tilewise.explain_kv`.
+
+>>> told = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
+>>> told.binding, f"{told.read / 1e9:.2f} GB", f"{told.ranges.each} tiles of keys for each of {told.ranges.busy}"
+('memory', '1.07 GB', '127 tiles of keys for each of 263')
+
+`KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
+
+    call       batch, queries, keys (all sequences), longest, heads, kv_heads, d, dv, dtype, before, after, page, split
+    device     the facts of `devices.Device`
+    backend    name, reason
+    flops      visible pairs only; executed: whole tiles, padding included
+    bytes      read (keys and values that some query of a sequence sees), loaded (the same for each tile of rows: the
+               rest comes from L2), other (queries, results, page table), workspace (of what programs share, both ways)
+    roofs      [{name, seconds}], slowest first; binding: the name of the first
+    plan       None, or tile, programs, busy, items, each, unit, divided, parts, workspace (bytes kept)
+    seconds    device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.cache import checks
+from tilewise.cache.request import KvRequest
+from tilewise.costs import roofline
+from tilewise.costs.devices import ITEMSIZE, Device
+from tilewise.costs.devices import device as device_named
+from tilewise.costs.explanation import amount, band, time
+from tilewise.spec import AttentionError
+
+Shape = Sequence[int]
+# Decoding over dense caches of 32 MB to 4.3 GB, as it was measured on an H200: 21.6 us for 33.5 MB, 75.4 us for 268 MB,
+# 255 us for 1.07 GB, 962 us for 4.29 GB. The paged kernels themselves are still to be fitted.
+BANDWIDTH, FIXED = 0.93, 13e-6
+MATRIX = 0.48  # of the matrix units, where there are many queries: that of the portable forward
+
+
+@dataclass(frozen=True)
+class KvExplanation:
+    request: KvRequest
+    sequences: list[tuple[int, int, int]]  # queries, keys, first valid key
+    device: Device
+    backend: str
+    reason: str
+    dealt: Any  # of the backend's `kv.deal`, or None
+    ranges: Any
+    read: int
+    loaded: int
+    other: int
+    workspace: int
+    flops: int
+    executed: int
+
+    @property
+    def dtype(self) -> str:
+        return str(self.request.q.dtype).removeprefix("torch.")
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.other + self.workspace
+
+    @property
+    def roofs(self) -> list[roofline.Roof]:
+        q = self.request.q
+        pairs = self.flops // (2 * (q.shape[-1] + self.request.v.shape[-1]))
+        return roofline.roofs(self.flops, self.moved, pairs, self.device, self.dtype)
+
+    @property
+    def binding(self) -> str:
+        return self.roofs[0].name
+
+    @property
+    def seconds(self) -> float:
+        memory = self.moved / (BANDWIDTH * self.device.bandwidth)
+        matrix = self.executed / (MATRIX * self.device.flops(self.dtype))
+        return (FIXED if self.device.capability else 0.0) + max(memory, matrix)
+
+    def to_dict(self) -> dict[str, Any]:
+        q, k, v = self.request.call[:3]
+        spec, places = self.request.spec, self.request.places
+        plan = None
+        if self.ranges is not None:
+            plan = {
+                "tile": self.dealt.tile._asdict(), "programs": self.dealt.programs, "busy": self.ranges.busy,
+                "items": len(self.ranges.items), "each": self.ranges.each, "unit": self.dealt.unit,
+                "divided": self.ranges.divided, "parts": self.ranges.parts,
+                "workspace": 4 * self.dealt.floats(v.shape[-1]),
+            }  # fmt: skip
+        return {
+            "call": {
+                "batch": len(self.sequences), "queries": sum(n for n, _, _ in self.sequences),
+                "keys": sum(n for _, n, _ in self.sequences),
+                "longest": max((n for _, n, _ in self.sequences), default=0),
+                "heads": q.shape[-2], "kv_heads": k.shape[-2], "d": q.shape[-1], "dv": v.shape[-1], "dtype": self.dtype,
+                "before": spec.before, "after": spec.after, "page": None if places.table is None else k.shape[1],
+                "split": self.request.split,
+            },
+            "device": self.device.to_dict(),
+            "backend": {"name": self.backend, "reason": self.reason},
+            "flops": {"visible": self.flops, "executed": self.executed},
+            "bytes": {"read": self.read, "loaded": self.loaded, "other": self.other, "workspace": self.workspace},
+            "roofs": [roof._asdict() for roof in self.roofs],
+            "binding": self.binding,
+            "plan": plan,
+            "seconds": {"device": self.seconds},
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        width = max(len(label) for label, _ in self._lines())
+        return "\n".join(f"{label:<{width}}  {value}" for label, value in self._lines())
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        told, spec, where = self.to_dict(), self.request.spec, self.device
+        call, plan = told["call"], told["plan"]
+        pages = "a dense cache" if call["page"] is None else f"pages of {call['page']}"
+        dims = call["d"] if call["d"] == call["dv"] else f"{call['d']} and {call['dv']}"
+        tokens = f"{call['queries']} queries on {call['keys']} keys (longest {call['longest']})"
+        heads = f"{call['heads']} heads on {call['kv_heads']}, D {dims}, {self.dtype}"
+        yield "call", f"{call['batch']} sequences, {tokens}, {heads}, {pages}, {band(spec.before, spec.after)}"
+        yield "device", f"{where.name}, {where.sms} {'SMs' if where.capability else 'threads'}"
+        yield "backend", f"{self.backend}: {self.reason}"
+        times = self.executed / max(self.flops, 1)
+        more = "" if self.executed == self.flops else f"; the tiles compute {times:.3g} times that"
+        yield "work", f"{amount(self.flops)}FLOP on visible pairs{more}"
+        shared = f", {amount(self.workspace)}B that programs share" if self.workspace else ""
+        yield "memory", f"{amount(self.read)}B of keys and values, {amount(self.other)}B else{shared}"
+        binds = f"{self.binding} {'binds' if self.binding == 'memory' else 'bind'}"
+        yield "roofs", ", ".join(f"{roof.name} {time(roof.seconds)}" for roof in self.roofs) + f": {binds}"
+        if plan is not None:
+            yield from _plan_lines(plan, plan["items"] * call["kv_heads"])
+        rate = amount(self.read / self.seconds)
+        yield "predicted", f"{time(self.seconds)} on the device ({rate}B/s of keys and values)"
+
+
+def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]]:
+    tile = plan["tile"]
+    size = f"{tile['block_m']} rows (queries times heads of a group) x {tile['block_n']} keys"
+    yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['per']} on a processor"
+    dealt = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
+    divided = f"{plan['divided']} of {row_sets} row sets are divided, into {plan['parts']} parts"
+    yield "ranges", f"{dealt}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
+
+
+def explain_kv(
+    q: Tensor | Shape, k_cache: Tensor | Shape, v_cache: Tensor | Shape | None, lengths: Tensor | Shape | int, *,
+    device: str | None = None, dtype: str = "bfloat16", **options: Any,
+) -> KvExplanation:  # fmt: skip
+    """What `attention_kv(q, k_cache, v_cache, lengths, ...)` reads, how its keys are dealt, and what binds it.
+
+    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts; a v_cache of None is like
+    k_cache). Of lengths, cu_seqlens and starts the numbers are read; k_new may be a shape too. Nothing is launched.
+    """
+    v_cache = k_cache if v_cache is None else v_cache
+    given = [_tensor(x, dtype) for x in (q, k_cache, v_cache)]
+    for name in ("k_new", "v_new"):
+        if options.get(name) is not None:
+            options[name] = _tensor(options[name], dtype)
+    where = device_named(device or {"meta": None}.get(given[0].device.type, str(given[0].device)))
+    on_q, on_k, on_v = (x.to("meta") for x in given)
+    asked = checks.kv_options(options)  # type: ignore[arg-type]
+    if not isinstance(lengths, int):
+        lengths = torch.as_tensor(lengths).cpu().int()
+    request = checks.attend_request(on_q, on_k, on_v, lengths, asked)
+    if where.capability:
+        chosen = dispatch.choose(request, where.gpu)
+    else:
+        call = request.call._replace(q=request.q.new_empty(0, device="cpu"))
+        chosen = dispatch.choose(request._replace(call=call))
+    return _told(request, _sequences(request, lengths), where, chosen)
+
+
+def _told(
+    request: KvRequest, sequences: list[tuple[int, int, int]], where: Device, chosen: dispatch.Choice
+) -> KvExplanation:
+    q, k, v = request.call[:3]
+    before, after = request.spec.before, request.spec.after
+    heads, kv_heads, dims = q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1]
+    size = q.element_size()
+    flops = 2 * heads * dims * sum(_pairs(*seq, before, after) for seq in sequences)
+    queries = sum(n for n, _, _ in sequences)
+    seen = sum(_seen(*seq, before, after) for seq in sequences)
+    other = size * queries * heads * dims + 4 * queries * heads
+    if request.places.table is not None:
+        other += 4 * sum(-(-n // k.shape[1]) for _, n, _ in sequences)
+    deals, dealt, ranges, shared = chosen.backend.kv, None, None, 0
+    if deals is None:  # the reference, which reads each sequence's keys
+        loaded, executed = seen, flops
+    else:
+        dealt = deals.deal(request, where.gpu, where.sms)
+        ranges = deals.ranges(dealt, sequences, heads // kv_heads, kv_heads, before, after)
+        loaded = sum(item.keys for item in ranges.items)
+        executed = 2 * kv_heads * dims * sum(item.units for item in ranges.items) * dealt.unit * dealt.tile.block_m
+        shared = 2 * 4 * ranges.parts * dealt.rows * (v.shape[-1] + 1)
+    return KvExplanation(
+        request, sequences, where, chosen.backend.name, chosen.reason, dealt, ranges, size * kv_heads * dims * seen,
+        size * kv_heads * dims * loaded, other, shared, flops, executed,
+    )  # fmt: skip
+
+
+def _seen(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:
+    """Keys that some query sees."""
+    lo = start if before is None else max(start, n_k - n_q - before)
+    hi = n_k if after is None else min(n_k, n_k + after)
+    return max(hi - lo, 0) if n_q else 0
+
+
+def _pairs(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:
+    """Queries and keys that see each other."""
+    found = 0
+    for at in range(n_k - n_q, n_k):
+        lo = start if before is None else max(start, at - before)
+        hi = n_k if after is None else min(n_k, at + after + 1)
+        found += max(hi - lo, 0)
+    return found
+
+
+def _sequences(request: KvRequest, lengths: Tensor | int) -> list[tuple[int, int, int]]:
+    """(queries, keys, first valid key) of each; of a packed q, the rows past the last one as well, without keys."""
+    places, cu_q = request.places, request.call.cu_q
+    batch = places.batch
+    own = [lengths] * batch if isinstance(lengths, int) else lengths.tolist()
+    gained = [places.new] * batch if places.cu_new is None else [b - a for a, b in pairwise(places.cu_new.tolist())]
+    starts = [0] * batch if places.starts is None else places.starts.tolist()
+    most = places.capacity(request.k)
+    keys = [min(max(a + b, 0), most) for a, b in zip(own, gained, strict=True)]
+    if cu_q is None:
+        return [(request.q.shape[1], n, start) for n, start in zip(keys, starts, strict=True)]
+    ends = cu_q.tolist()
+    found = [(b - a, n, start) for (a, b), n, start in zip(pairwise(ends), keys, starts, strict=True)]
+    rest = request.q.shape[0] - ends[-1]
+    return [*found, (rest, 0, 0)] if rest > 0 else found
+
+
+def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if dtype not in ITEMSIZE:
+        raise AttentionError("dtype", repr(dtype), " or ".join(ITEMSIZE))
+    return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")

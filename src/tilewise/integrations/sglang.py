@@ -1,0 +1,32 @@
+"""A backend for SGLang: `--attention-backend tilewise`. SGLang finds it where tilewise is installed.
+
+An entry point of the group `sglang.srt.plugins` names `register`; the backend itself is in `sglang_backend`, imported
+when a model is loaded with it. Its interface was read in SGLang 0.5.15 to 0.5.23; with others it warns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .steps import check_version
+
+NAME = "tilewise"
+TESTED = ((0, 5, 15), (0, 5, 23))
+
+
+def register() -> None:
+    """Make the backend known by its name."""
+    import sglang
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    check_version("sglang", sglang.__version__, TESTED)
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(create)
+
+
+def create(runner: Any) -> Any:
+    """The backend of a model runner."""
+    from .sglang_backend import TilewiseBackend
+
+    return TilewiseBackend(runner)

@@ -1,0 +1,58 @@
+"""What a serving engine tells of a step, once for all layers: shared by the backends of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.api import append_kv, attention_kv
+from ..cache.plans import Plans
+
+Version = tuple[int, ...]
+
+
+class Step:
+    """A batch of sequences in pages: `lengths` tokens of each, with the new ones; `cu` offsets of their queries among
+    the tokens; `table` of their pages; `most` queries of one sequence. All but `most` stay on the device."""
+
+    def __init__(self, lengths: Tensor, cu: Tensor, table: Any, most: int) -> None:
+        self.lengths = lengths
+        backend = "triton" if lengths.is_cuda else "auto"  # by name: the reference reads lengths, which no graph can
+        self.words = {"cu_seqlens_q": cu, "page_table": table, "max_seqlen_q": most, "backend": backend}
+        self.plans = Plans()
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, **options: Any) -> Tensor:
+        """Attention of a layer."""
+        words = self.words | options
+        plan = self.plans.of(q, k_cache, v_cache, self.lengths, words)
+        attention_kv(q, k_cache, v_cache, self.lengths, out=out, plan=plan, **words)
+        return out
+
+
+class Writer:
+    """Writes new tokens (T, Hk, D) at slots of a cache (pages, page, Hk, D); below 0: not at all."""
+
+    def __init__(self) -> None:
+        self.nowhere: dict[torch.device, Tensor] = {}
+
+    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        lengths = self.nowhere.get(k.device)
+        if lengths is None:  # the slots say all; made once, not in every layer of every step
+            lengths = self.nowhere[k.device] = torch.zeros(1, dtype=torch.int32, device=k.device)
+        backend = "triton" if k.is_cuda else "auto"
+        append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=backend)
+
+
+def check_version(name: str, found: str, tested: tuple[Version, Version]) -> None:
+    """Warn where an engine is another than those whose interface is known.
+
+    >>> check_version("vllm", "0.23.1rc1", ((0, 23), (0, 32)))
+    """
+    here = tuple(map(int, re.findall(r"\d+", found)[: len(tested[0])]))
+    if not tested[0] <= here <= tested[1]:
+        first, last = (".".join(map(str, v)) for v in tested)
+        warnings.warn(f"tilewise knows the interfaces of {name} {first} to {last}; this is {found}", stacklevel=3)

@@ -1,0 +1,24 @@
+"""A backend for vLLM: `vllm serve MODEL --attention-backend CUSTOM`. vLLM finds it where tilewise is installed.
+
+An entry point of the group `vllm.general_plugins` names `register`; the backend itself is in `vllm_backend`, imported
+when vLLM asks for it. Its interface was read in vLLM 0.23 (whose cache has five axes) to 0.32 (four); with others it
+warns.
+"""
+
+from __future__ import annotations
+
+from .steps import check_version
+
+TESTED = ((0, 23), (0, 32))
+PATH = "tilewise.integrations.vllm_backend.TilewiseBackend"
+
+
+def register() -> None:
+    """Be the backend that vLLM calls CUSTOM, unless another plugin is."""
+    import vllm
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden():
+        check_version("vllm", vllm.__version__, TESTED)
+        register_backend(custom, PATH)

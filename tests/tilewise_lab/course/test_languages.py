@@ -1,0 +1,126 @@
+"""Chinese beside English: the same cells, the same formulas, the same code; and formulas that a terminal can show."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tilewise_lab import cli
+from tilewise_lab.learn import check, formulas, language, play
+from tilewise_lab.learn.course import chosen, lessons
+
+LESSONS = lessons()
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+@pytest.fixture(autouse=True)
+def own_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_PROGRESS", str(tmp_path / "progress.json"))
+    monkeypatch.setenv("TILEWISE_LANG", "en")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)
+def test_both_languages_have_the_same_cells_and_formulas(one):
+    """Each cell of words stands right beside its translation; what it calculates and names is the same in both."""
+    words = [cell for cell in one.all_cells if cell.lang]
+    assert [cell.lang for cell in words] == ["en", "zh"] * (len(words) // 2)
+    for en, zh in zip(words[::2], words[1::2], strict=True):
+        where = f"{one.path.name}:{en.line}"
+        assert one.all_cells.index(zh) == one.all_cells.index(en) + 1, where
+        assert set(formulas.formulas(en.text)) == set(formulas.formulas(zh.text)), where
+        assert re.findall("^#+", en.text, re.M) == re.findall("^#+", zh.text, re.M), where
+        assert en.text.count("**Exercise.**") == zh.text.count("**练习。**"), where
+        assert set(re.findall(r"`[^`]+`", en.text)) == set(re.findall(r"`[^`]+`", zh.text)), where
+        assert CHINESE.search(zh.text), where
+        assert not CHINESE.search(en.text), where
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)
+def test_every_formula_can_be_shown(one):
+    for cell in one.all_cells:
+        if cell.lang:
+            assert cell.text.count("$") % 2 == 0, cell.line
+            shown = formulas.for_terminal(cell.text)
+            assert "$" not in shown, cell.line
+            assert "\\" not in shown, cell.line
+
+
+def test_every_formula_is_latex_that_others_can_read():
+    """What makes the pages of the documentation is asked, where it is installed."""
+    math = pytest.importorskip("docutils.utils.math.latex2mathml")
+    for one in LESSONS:
+        for cell in one.cells:
+            for formula in formulas.formulas(cell.text if cell.lang else ""):
+                assert "<math" in math.tex2mathml(formula), f"{one.path.name}:{cell.line}"
+
+
+def test_no_lesson_speaks_of_notes_that_its_reader_has_not_seen():
+    for one in LESSONS:
+        assert "notes" not in one.path.read_text("utf-8"), one.path.name
+
+
+@pytest.mark.parametrize(
+    ("latex", "plain"),
+    [
+        (r"\frac{a + b}{c}", "(a + b) / c"),
+        (r"\frac{\exp(x_i - k)}{\sum_j \exp(x_j)}", "exp(xᵢ - k) / (Σⱼ exp(xⱼ))"),
+        (r"\partial p_j / \partial s_k", "∂ pⱼ / ∂ sₖ"),
+        (r"W_i^Q \to \mathbb{R}^n", "Wᵢ^Q → ℝⁿ"),
+        (r"\left\lceil N / B \right\rceil \le 2^{10}", "⌈ N / B ⌉ ≤ 2¹⁰"),
+        (r"\begin{aligned} a &= 1 \\ bcd &= 2 \end{aligned}", "a   = 1\nbcd = 2"),
+        (r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}", "[a  b; c  d]"),
+    ],
+)
+def test_a_formula_as_text(latex, plain):
+    assert formulas.text(latex) == plain
+
+
+def test_an_unknown_command_is_refused():
+    with pytest.raises(ValueError, match=r"\\nosuch"):
+        formulas.text(r"\nosuch{x}")
+
+
+def test_the_language_is_the_systems_or_what_was_asked_for(monkeypatch, capsys):
+    monkeypatch.delenv("TILEWISE_LANG")
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG"):
+        monkeypatch.delenv(name, raising=False)
+    assert language.language() == "en"
+    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
+    assert language.language() == "zh"
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    assert language.language() == "en"
+    monkeypatch.setenv("TILEWISE_LANG", "en")  # put back after the test, whatever --lang makes of it
+    assert cli.main(["learn", "--lang", "zh"]) == 0
+    said = capsys.readouterr().out
+    assert "在线 softmax" in said
+    assert "已完成 0 /" in said
+
+
+def test_words_and_hints_are_chinese_where_asked_for(capsys, tmp_path):
+    assert cli.main(["learn", "3", "--exercise", "--lang", "zh"]) == 0
+    handed = (tmp_path / "exercise_03.py").read_text("utf-8")
+    assert "第 3 课" in handed
+    assert "Lesson 3" not in handed
+    assert "还没写" in check.verdict(3, tmp_path / "exercise_03.py")
+    (tmp_path / "answer.py").write_text("def merge(a, b):\n    return max(a[0], b[0]), a[1] + b[1]")
+    assert cli.main(["learn", "--check", "3", "answer.py"]) == 1
+    assert "以不同的最大值为基准" in capsys.readouterr().out
+    play.display(LESSONS[2].cells_in("zh")[0])
+    assert "三遍扫描" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)
+def test_exercises_are_in_both_languages(one):
+    source = one.beside("exercises").read_text("utf-8")
+    en, zh = chosen(source, "en"), chosen(source, "zh")
+    assert not CHINESE.search(en)
+    assert f"第 {one.number} 课" in zh
+    assert f"Lesson {one.number}" in en
+    code = [re.sub(r'""".*?"""', "", text, flags=re.S) for text in (en, zh)]
+    assert code[0] == code[1]
+    for text in (en, zh):
+        compile(text, "exercise", "exec")
+    hints = one.beside("checks").read_text("utf-8")
+    assert len(CHINESE.findall(hints)) > 5

@@ -1,0 +1,67 @@
+"""The notebooks are the lessons, and they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HAS_TRITON
+from tilewise_lab import cli
+from tilewise_lab.learn.course import lessons
+from tilewise_lab.learn.notebook import notebook
+
+ROOT = Path(__file__).parents[3]
+# What a kernel of Jupyter does: every cell in one namespace, its source kept where `inspect` finds it.
+RUN = """
+import json, linecache, sys
+space = {"__name__": "__main__"}
+for n, cell in enumerate(json.load(open(sys.argv[1], encoding="utf-8"))["cells"]):
+    if cell["cell_type"] == "code":
+        source, name = "".join(cell["source"]), f"<cell {n}>"
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+        exec(compile(source, name, "exec"), space)
+"""
+
+
+@pytest.fixture(scope="module", params=["en", "zh"])
+def folder(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEWISE_LANG", "en")  # put back afterwards
+        place = tmp_path_factory.mktemp(request.param)
+        assert cli.main(["learn", "--notebooks", str(place), "--lang", request.param]) == 0
+    return place
+
+
+def test_there_is_a_notebook_for_every_lesson(folder):
+    made = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.ipynb")}
+    assert set(made) == {one.path.stem for one in lessons()}
+    for one in lessons():
+        book = made[one.path.stem]
+        assert book["nbformat"] == 4
+        assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+        code = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+        assert [cell.text for cell in one.cells if cell.kind == "code"] == [
+            x for x in code if 'TRITON_INTERPRET"] = "0' not in x
+        ]
+        assert all(cell["outputs"] == [] for cell in book["cells"] if cell["cell_type"] == "code")
+        words = "".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
+        assert one.title_in(folder.name[:2]) in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", lessons(), ids=lambda one: one.path.stem)
+def test_a_notebook_runs(one, tmp_path):
+    """One language is enough: the code is the same."""
+    if one.needs and not HAS_TRITON:
+        pytest.skip("shows less without Triton, as the lesson does")
+    (tmp_path / "book.ipynb").write_text(json.dumps(notebook(one, "zh")), "utf-8")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT / "src"), "TILEWISE_PICTURES": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", RUN, "book.ipynb"], env=env, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL
+    )

@@ -1,0 +1,89 @@
+"""The Hopper forward over a KV cache, in the emulator: pages in any order, unused places full of NaN, against brute
+force in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kv_cases import KvCase, compare, inputs
+from tilewise.cache import checks
+from tilewise.spec import AttentionError
+from tilewise_lab.emulator import launch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_runs")
+
+BASE = KvCase((150, 3, 0, 260), queries=70, dim=64, page=16)
+CASES = {
+    "pages of 16": BASE,
+    "pages of 64": BASE.but(page=64, heads=2, kv_heads=2),
+    "pages of 256": BASE.but(page=256),
+    "pages of 24": BASE.but(page=24),
+    "dense": BASE.but(page=0),
+    "side by side": BASE.but(layout="interleaved"),
+    "heads first": BASE.but(layout="heads_first", page=8),
+    "all layers": BASE.but(layout="wide", dim_v=32),
+    "packed": BASE.but(queries=(70, 1, 2, 130), padding=5, heads=2, kv_heads=1),
+    "192 by 128": KvCase((150, 40), queries=70, dim=192, dim_v=128, heads=1, kv_heads=1),
+    "256": KvCase((90, 140), queries=65, dim=256, heads=1, kv_heads=1, page=0),
+}
+
+
+def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from tilewise.kernels.hopper.kv_launch import attend_launches
+    from tilewise.kernels.hopper.launch import new_state
+
+    request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
+    *outer, n_q, heads, _ = x.q.shape
+    out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
+    lse = torch.full((*outer, heads, n_q), torch.nan)
+    first, *rest = attend_launches(request, out, lse, new_state(torch.device("cpu")), 2)
+    launch(first.kernel, first.programs, first.args, first.options)
+    for job in rest:
+        job()
+    return out, lse
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout(name: str) -> None:
+    x = inputs(CASES[name], torch.bfloat16)
+    compare(attend(x), x)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"window": (40, 0)}, {"softcap": 3.0}, {"sinks": None}], ids=str
+)
+def test_terms(options: dict[str, Any]) -> None:
+    x = inputs(BASE.but(heads=2, kv_heads=1), torch.bfloat16)
+    if "sinks" in options:
+        options = {"sinks": torch.randn(2)}
+    compare(attend(x, **options), x, **options)
+
+
+def test_what_it_leaves_to_others() -> None:
+    from tilewise.kernels.hopper.limits import GPU, obstacle
+
+    def kept_by(case: KvCase, **options: Any) -> str | None:
+        x = inputs(case, torch.bfloat16)
+        request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
+        return obstacle(request, GPU)
+
+    assert kept_by(BASE) is None
+    assert kept_by(BASE.but(page=0)) is None
+    for case, options in (
+        (BASE.but(page=3), {}), (BASE.but(csr=True), {}), (BASE.but(starts=(1, 0, 0, 2)), {}), (BASE, {"split": 128}),
+        (BASE.but(dim=20), {}),
+    ):  # fmt: skip
+        found = kept_by(case, **options)
+        assert found is not None, (case, options)
+
+
+def test_asked_for_by_name_elsewhere_it_says_why() -> None:
+    import tilewise
+
+    x = inputs(BASE, torch.bfloat16)
+    with pytest.raises(AttentionError, match="hopper"):
+        tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="hopper")
