@@ -7,9 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.search.zh import SearchChinese
+from sphinx.util import logging
 
 import tilewise
 from tilewise_lab.docs import docstrings
@@ -74,8 +76,10 @@ function splitQuery(query) {
 
 
 def formula(translator: object, node: nodes.math | nodes.math_block) -> None:
-    block = isinstance(node, nodes.math_block)
-    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    try:
+        translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    except MathError as error:
+        logging.getLogger(__name__).warning("a formula: %s: %s", error, node.astext(), location=node)
     raise nodes.SkipNode
 
 

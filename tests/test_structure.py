@@ -136,7 +136,7 @@ RULES = {
     "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
         "lab.docs lab.progress lab.learn spec tilewise",
-        lazy="lab.explore lab.bench furo myst_parser sphinx_copybutton matplotlib",
+        lazy="lab.explore lab.bench matplotlib",
     ),
 }
 
@@ -335,7 +335,12 @@ def test_documents_name_files_that_exist(document):
     assert not gone
 
 
-WITH_EXAMPLES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if ">>> " in path.read_text()]
+# Translations have the code of the original, to the letter: tests/tilewise_lab/docs compares them.
+WITH_EXAMPLES = [
+    path.relative_to(ROOT).as_posix()
+    for path in DOCUMENTS
+    if ">>> " in path.read_text() and "docs/zh/" not in path.as_posix()
+]
 
 
 @pytest.mark.parametrize("document", WITH_EXAMPLES)
@@ -343,7 +348,9 @@ def test_examples_in_documents_are_true(document, monkeypatch):
     if "hugging-face" in document:
         pytest.importorskip("transformers", reason="transformers is not installed: pip install tilewise[hf]")
     installed = [name for name in ("flash_attn", "flash_attn_interface") if name not in sys.modules]
-    results = doctest.testfile(str(ROOT / document), module_relative=False)
+    text = (ROOT / document).read_text(encoding="utf-8")
+    examples = doctest.DocTestParser().get_doctest(text, {}, document, document, 0)
+    results = doctest.DocTestRunner().run(examples, clear_globs=False)  # what torch has compiled looks at them later
     assert results.attempted > 2
     assert results.failed == 0
     for name in list(sys.modules):

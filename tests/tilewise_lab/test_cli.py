@@ -51,11 +51,11 @@ def test_a_command_gets_its_arguments_and_gives_its_status(monkeypatch):
     assert seen == [3]
 
 
-@pytest.mark.parametrize("lacking", ["rich", "rich.table"])
-def test_missing_extras_are_named(monkeypatch, capsys, lacking):
+@pytest.mark.parametrize(("lacking", "extra"), [("rich", "cli"), ("rich.table", "cli"), ("sphinx", "docs")])
+def test_missing_extras_are_named(monkeypatch, capsys, lacking, extra):
     monkeypatch.setattr(cli, "import_module", lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=lacking)))
     assert cli.main(["demo"]) == 2
-    assert f"needs {lacking}: pip install 'tilewise[cli]'" in capsys.readouterr().err
+    assert f"needs {lacking}: pip install 'tilewise[{extra}]'" in capsys.readouterr().err
 
 
 def test_other_missing_modules_are_not_explained_away(monkeypatch):

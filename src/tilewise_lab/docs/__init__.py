@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import webbrowser
 from argparse import ArgumentParser, Namespace
+from importlib import import_module
 from pathlib import Path
 
 
@@ -16,9 +17,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    import furo  # noqa: F401 - asked for here, so that what is missing is named before anything runs
-    import myst_parser  # noqa: F401
-    import sphinx_copybutton  # noqa: F401
+    for needed in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):  # to say what is missing before anything runs
+        import_module(needed)
 
     from tilewise.spec import AttentionError
     from tilewise_lab.docs.build import build

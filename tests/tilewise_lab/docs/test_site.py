@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from argparse import ArgumentParser
@@ -113,10 +112,18 @@ def test_every_public_name_is_explained_with_its_parameters(site):
 
 
 @pytest.mark.slow
-def test_pages_can_be_found_in_chinese(site):
-    index = (site / "zh" / "searchindex.js").read_text(encoding="utf-8")
-    assert json.dumps("因果").strip('"') in index
-    assert "function splitQuery" in (site / "zh" / "_static" / "language_data.js").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "words", "first"),
+    [("search.html", "sliding windows", "Sliding windows"), ("zh/search.html", "因果注意力", "因果注意力")],
+)
+def test_a_search_finds_without_a_network(site, browser, page, words, first):
+    context = browser.new_context(viewport={"width": 360, "height": 740})
+    tab = context.new_page()
+    tab.goto((site / page).as_uri() + "?q=" + words)
+    tab.wait_for_selector("#search-results li a", timeout=20_000)
+    assert tab.inner_text("#search-results li a") == first
+    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    context.close()
 
 
 def test_links_of_the_repository_become_links_of_the_site(tmp_path):
@@ -164,9 +171,12 @@ def commands() -> list[str]:
     return sorted(found)
 
 
+QUICK = ("plan --seqlen", "show-mask document", "learn 3 --exercise")  # what the others do is tested where they live
+
+
 @pytest.mark.parametrize("line", commands())
-def test_commands_in_documents_are_understood(line):
-    """Each command there is takes the arguments that the documents give it. What it does is tested where it lives."""
+def test_commands_in_documents_are_understood(line, tmp_path, monkeypatch):
+    """Each command there is takes the arguments that the documents give it; those that take no time are run."""
     _, name, *arguments = shlex.split(line.replace("...", ""))
     if name in ("test", "lint") and line.startswith("./run"):
         return
@@ -175,6 +185,9 @@ def test_commands_in_documents_are_understood(line):
     import_module(cli.COMMANDS[name].module).configure(parser)
     if not any(word.isupper() and not word.startswith("-") for word in arguments) and "--help" not in arguments:
         parser.parse_args(arguments)
+    if " ".join([name, *arguments]).startswith(QUICK):
+        monkeypatch.chdir(tmp_path)
+        assert cli.main([name, *arguments]) == 0
 
 
 def test_staging_leaves_nothing_of_the_repository_behind(tmp_path):

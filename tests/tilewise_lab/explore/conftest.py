@@ -1,8 +1,7 @@
-"""A browser, a server, and the page as one file; skipped where there is no browser."""
+"""A server, the page as one file, and visits to them."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,23 +10,6 @@ import pytest
 
 from tilewise_lab.explore.export import export
 from tilewise_lab.explore.server import serve
-
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update "
-    "--disable-sync"
-)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program, args=FLAGS.split())
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="session")
