@@ -219,6 +219,8 @@ def block_mask_varlen(
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
     if not isinstance(mod, Mod) or mod.kind != "mask":
         raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
+    if not (isinstance(block, tuple | list) and len(block) == 2 and all(isinstance(x, int) for x in block)):
+        raise AttentionError("block", repr(block), "(queries, keys) of a tile, such as (128, 128)")
     if min(block) < 16 or any(x % 16 for x in block):
         raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
     for axis, size in sizes.items():

@@ -35,7 +35,7 @@ ALIGN = 64  # interior tiles begin and end at multiples of this
 
 ALL = slice(None)
 LOG2E = math.log2(math.e)
-LARGEST = 3e38  # of a float32
+LARGEST = 3e38  # near that of a float32: below, sums of scores have no infinities
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
             q_tile = load(q_view, rows, dtype) * spec.scale
             acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
             l = torch.zeros_like(acc[..., :1])
-            m = l - LARGEST  # and not -inf, from which nothing can be subtracted
+            m = l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
             tame = size(q_tile) * k_size + v_size < LARGEST
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]

@@ -160,3 +160,9 @@ def test_it_says_what_it_is_without_its_numbers() -> None:
         " tiles of 128 x 128, 50.0 % visited, on cpu"
     )
     assert mask.density() == float((mask.tiles > 0).float().mean())
+
+
+@pytest.mark.parametrize("block", [128, (128,), (128, 128.0), "ab"])
+def test_a_tile_has_two_sizes(block):
+    with pytest.raises(AttentionError, match=r"\(128, 128\)"):
+        tilewise.block_mask(mods.block_diagonal(16), 32, 32, block=block)

@@ -362,3 +362,12 @@ def test_nothing_grows_with_the_square_of_the_length(spec: Spec) -> None:
     with tiles(64, 128, scores=64 * 128, sum_q=64), Largest() as largest:
         case.run(spec)
     assert largest.numel == n * heads * d
+
+
+def test_scores_below_every_float32():
+    """In float64 they are as good as any."""
+    q = torch.full((1, 2, 1, 1), -1e20, dtype=torch.float64)
+    k, v = (torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 1) for x in ([1e20, 1e20], [1.0, 2.0]))
+    out, lse = forward(Request(q, k, v, Spec(1.0)))
+    assert (out == 1.5).all()
+    assert (lse == -1e40).all()
