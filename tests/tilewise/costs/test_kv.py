@@ -110,4 +110,4 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["call"]["keys"] == 4096 + 900 + 17 + 30000
     assert told["plan"]["unit"] == 256
     assert cli.main([*words, "1"]) == 2
-    assert "one for each sequence" in capsys.readouterr().out
+    assert "one for each sequence" in capsys.readouterr().err
