@@ -25,7 +25,8 @@ def test_two_processes(two, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_everything_in_two_and_four_processes(tmp_path, ranks):
-    """One test of each size, since its processes run all jobs or none."""
-    names = [name for name in HERE if name in SLOW or ranks > 2]
+def test_everything_in_two_and_four_processes(tmp_path, ranks, request):
+    """One test of each size, since its processes run all jobs or none. The long ones run in four with --all."""
+    every = request.config.getoption("--all")
+    names = [name for name in HERE if (ranks == 2 and name in SLOW) or (ranks == 4 and (every or name in QUICK))]
     assert not {name: found for name, found in spawn(ranks, names, tmp_path).items() if found}
