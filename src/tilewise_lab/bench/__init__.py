@@ -83,7 +83,7 @@ def run(options: Namespace) -> int:
         before, after = (load(asked.file(path, "--compare")) for path in options.compare)
         terminal.show_comparison(compare(before, after, floor))
         return 0
-    if options.gate and not options.gate.exists():
+    if options.gate and not options.gate.exists() and options.gate.name != readme.LATEST:
         raise AttentionError("--gate", f"{str(options.gate)!r}, which does not exist", "a result or a folder of them")
     results = load(asked.file(options.report, "--report")) if options.report else _measure(options)
     terminal.show(results, _write(results, options.out, keep=options.keep, again=options.again))

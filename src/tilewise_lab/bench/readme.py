@@ -29,6 +29,7 @@ RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
 PREDICTED = Path("docs/explain-h200.svg")
 EXPLORER = Path("src/tilewise_lab/explore/measured.json")
+LATEST = "LATEST.json"  # stands for the newest of a folder
 AGAIN = "-again"  # ends the name of a second run, kept to show how well two runs agree
 APART = ("forward", "backward", "gpt ", "overhead", "cold")  # groups with tables of their own
 MARKER = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench:\2 -->)", re.S)
@@ -44,7 +45,7 @@ def newest(path: Path, device: str) -> Path:
     """The file itself; of a folder, or of a LATEST.json that is not there, the newest result of the device in it."""
     if path.is_file():
         return path
-    folder = path.parent if path.name == "LATEST.json" else path
+    folder = path.parent if path.name == LATEST else path
     found = sorted(folder.glob(f"*-{slug(device)}.json"))  # and not its second run
     if not found:
         raise AttentionError(

@@ -54,7 +54,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"cache_seqlens": 3}, "expected lengths"),
         ({"block_table": 3}, "expected page_table="),
         ({"windows": 3}, "expected window="),
-        ({"backend": "hopper"}, "KV cache"),
+        ({"backend": "hopper"}, "of float16 and bfloat16"),
         ({"out": torch.zeros(2, 1, 4, 8)}, "out"),
         ({"sinks": torch.zeros(3)}, "shape of sinks"),
         ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "gradient"),
