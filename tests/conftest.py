@@ -61,13 +61,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 # Of tests that are many alike, one in so many runs, always the same; with --all they all do. By file, of the slow ones:
 ONE_IN = {
     "test_bounds.py": 24, "test_transformers.py": 12, "test_sdpa.py": 5, "test_origin.py": 5, "test_kv_compile.py": 4,
-    "test_backward.py": 8, "test_backward_wide.py": 4, "test_compile.py": 8, "test_targets.py": 5,
-    "test_backward_compile.py": 5,
+    "test_backward.py": 8, "test_backward_wide.py": 4, "test_compile.py": 8, "test_targets.py": 8,
+    "test_backward_compile.py": 5, "test_notebooks.py": 3,
 }  # fmt: skip
 # and by name, of those that Triton's interpreter takes seconds for:
 OF_THESE = {
     "test_random_combinations": 3, "test_block_masks_of_packed_sequences": 3, "test_random": 2, "test_tile": 3,
-    "test_more_programs_than_work": 3, "test_anything": 3,
+    "test_more_programs_than_work": 3, "test_anything": 3, "test_within_budget": 2, "test_sinks_of_any_stride": 2,
+    "test_parts_make_the_whole": 2, "test_every_layout": 2, "test_packed_is_dense_sequence_by_sequence": 2,
 }  # fmt: skip
 
 

@@ -207,6 +207,7 @@ def test_compile_arguments(changes: dict[str, Any]) -> None:
     assert_close(compiled(q, k, v, **changes), tilewise.attention(q, k, v, **changes))
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """Attention between things that inductor fuses."""
 

@@ -121,6 +121,7 @@ def everything(monkeypatch, targets):
     return results
 
 
+@pytest.mark.slow
 def test_every_target_gives_something(monkeypatch):
     results = everything(monkeypatch, [target for target in TARGETS if target != "gpt"])
     groups = {cell.group for cell in results.cells}
