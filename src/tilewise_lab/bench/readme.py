@@ -298,7 +298,7 @@ def example(everything: list[Results], document: Path) -> str:
 
 def _root(document: Path) -> Path:
     """The repository that a document lies in."""
-    return document.parents[1] if document.parent.name in ("bench", "docs") else document.parent
+    return document.parent if (document.parent / RESULTS).is_dir() else document.parents[1]
 
 
 def _ours(results: Results, key: str) -> str | None:
