@@ -70,7 +70,7 @@ for parts in (1, 2, 7, 64):
     print(f"{parts} parts: {(o - exact).abs().max():.1e} from undivided")
 theirs = tilewise.merge(
     *(
-        tilewise.attention(q[None, None], k_a.mT[None].permute(0, 3, 1, 2), v_a[None].transpose(1, 2), return_lse=True)
+        tilewise.attention(q[None, None], k_a[None].transpose(1, 2), v_a[None].transpose(1, 2), return_lse=True)
         for k_a, v_a in zip(k.chunk(3, 1), v.chunk(3, 1), strict=True)
     )
 )
