@@ -18,7 +18,7 @@ ANY_SIZE = {
     "do_not_specialize": [
         "n_q", "n_k", "before", "after", "tiles", "q_tiles", "k_tiles", "heads", "kv_heads", "batch", "parts", "total",
         "q_total", "k_total", "padded", "rising", "rows", "row0", "columns", "lines", "cohort", "x_size", "y_size",
-        "z_size",
+        "z_size", "new", "most", "line", "count", "step_k", "step_v",
     ],
     "do_not_specialize_on_alignment": ["cu_q", "cu_k", "cu_x", "cu_y"],
 }  # fmt: skip

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from tilewise.cache.request import KvRequest, Places
 from tilewise.kernels import cuda
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.hopper import launch as hopper
+from tilewise.kernels.hopper.kv_launch import attend_launches
 from tilewise.kernels.offline import binary_for, specialised
 from tilewise.kernels.portable import launch as portable
 from tilewise.spec import Request, Spec
@@ -30,6 +32,23 @@ def counts(backend: Any, packed: bool, dim: int, **words: Any) -> list[int]:
         cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
         request = Request(q, k, k.clone(), Spec.of(head_dim=dim, **words), cu_q=cu, cu_k=cu)
         seen |= {specialised(90, made) for made in backend.every_launch(request, SM_90, True)}
+        found.append(len(seen))
+    return found
+
+
+def caches() -> list[int]:
+    """The same of many queries over caches of pages, with any numbers of them."""
+    rng, seen, found = random.Random(0), set(), []
+    for _ in range(20):
+        batch, n, pages, width = (rng.choice((1, rng.randint(1, 900))) for _ in range(4))
+        q = torch.empty(batch, n, 8, 128, dtype=torch.bfloat16, device="meta")
+        lse = torch.empty(batch, 8, n, device="meta")
+        k = torch.empty(pages, 16, 2, 128, dtype=torch.bfloat16, device="meta")
+        lengths, table = (torch.empty(*x, dtype=torch.int32, device="meta") for x in ((batch,), (batch, width)))
+        places = Places(lengths, table, new=rng.choice((0, 1, 2, 16)))
+        request = KvRequest(Request(q, k, k.clone(), Spec(0.1, None, 0)), places)
+        state = hopper.new_state(torch.device("meta"))
+        seen |= {specialised(90, made) for made in attend_launches(request, q.clone(), lse, state, 132)}
         found.append(len(seen))
     return found
 
@@ -54,5 +73,6 @@ if __name__ == "__main__":
            for name, words in bands.items() for kind in ("dense", "packed")},
         "portable": counts(portable, False, 128),
         "narrow": counts(hopper, False, 64, causal=True),
+        "caches": caches(),
         "known": known(),
     }))  # fmt: skip

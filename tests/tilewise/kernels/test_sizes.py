@@ -40,5 +40,9 @@ def test_a_short_causal_call_of_narrow_heads_has_a_tile_of_its_own(found: Any) -
     assert counts[-1] == counts[0] + 1
 
 
+def test_numbers_of_pages_and_new_tokens_ask_for_no_more_kernels(found: Any) -> None:
+    assert found["caches"] == [1] * 20
+
+
 def test_parameters_of_compiled_kernels_are_as_the_launch_assumes(found: Any) -> None:
     assert found["known"] == dict.fromkeys(("start_kernel", "repair_forward_kernel", "finish_kernel"), True)

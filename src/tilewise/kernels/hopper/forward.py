@@ -37,6 +37,7 @@ from .compat import (
 )  # fmt: skip
 from .pipeline import (
     Board,
+    Cached,
     Queue,
     Ring,
     at,
@@ -515,10 +516,11 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr):
 @gluon.jit(**ANY_SIZE)
 def forward_kernel(
     q, q_rest, k, k_rest, v, v_rest, o, o_full, lse, counter, flag, cu_q, cu_k, n_q, n_k, before, after, scale,
-    total, lines, tiles, heads, batch, cohort, terms, cache,
+    total, lines, tiles, heads, batch, cohort, terms, held, new, most, line, count, step_k, step_v,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_q is not None
+    cache = Cached(held.lengths, held.cu_new, held.table, held.rows, new, most, line, count, step_k, step_v)
     RAGGED: gl.constexpr = PACKED or (cache.lengths is not None)
     WARPGROUPS: gl.constexpr = PLAN.WARPGROUPS
     queue = Queue(counter, total, lines, tiles, heads, batch, cohort)

@@ -66,8 +66,8 @@ def attend_launches(request: KvRequest, out: Tensor, lse: Tensor, zeros: State, 
         box = math.gcd(page, made.BLOCK_N)
     made = made._replace(PAGE=page, BOXES=made.BLOCK_N // box)
     cache = Cached(
-        places.lengths, places.cu_new, places.new, most, places.table,
-        0 if places.table is None else places.table.stride(0), places.rows, k.shape[0], steps(k), steps(v),
+        places.lengths, places.cu_new, places.table, places.rows, places.new, most,
+        0 if places.table is None else places.table.stride(0), k.shape[0], steps(k), steps(v),
     )  # fmt: skip
     keys = *both_of_cache(k, box), *both_of_cache(v, box)
     request_k = call._replace(cu_k=cu_q)  # whose place the cache takes

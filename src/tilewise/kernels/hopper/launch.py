@@ -25,14 +25,14 @@ from .careful import careful
 from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
 from .limits import GPU, has_backward
-from .pipeline import Cached
+from .pipeline import Cached, Held
 
 __all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
 L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
 
 
 PROCESSORS = 132  # of an H100 and an H200, where none is here to ask
-NO_CACHE = Cached()
+NO_CACHE = Cached(*Held(), *[0] * 6)
 
 
 class State(NamedTuple):
@@ -93,7 +93,7 @@ def forward_launch(
             descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
             state.counter, state.flag if request.is_masked and cache.lengths is None else None, cu_q, cu_k,
             size.n_q, size.n_k, spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads,
-            size.batch, max(1, in_l2) * plan.GROUP, device_terms(request, GPU), cache,
+            size.batch, max(1, in_l2) * plan.GROUP, device_terms(request, GPU), Held(*cache[:4]), *cache[4:],
         ),
         {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "PLAN": plan, "num_warps": 4},
     )  # fmt: skip

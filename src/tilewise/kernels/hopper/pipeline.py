@@ -154,22 +154,31 @@ def send(pipe, stage, x, b, h, t, rows, row):
         copy_in(x[1], at(x[1], b, h, t, rows, row, WIDTH), full, pipe.parts[1].index(stage))
 
 
-class Cached(NamedTuple):
-    """Where keys lie that are a KV cache's, which has `lengths`: how many a sequence has, those and the `new` that were
-    added (or as many as `cu_new` says), never more than `most`; on which of `count` pages, by a row of the `table`, the
-    next being `line` further; or, without a table, in which of `count` rows. `step_k` and `step_v`: tokens from a page
-    or row to the next one."""
+class Held(NamedTuple):
+    """Where keys lie that are a KV cache's, which has `lengths`: how many a sequence has, and as many as `cu_new` says;
+    on which pages, by its row of a `table`, or in which of the `rows`."""
 
     lengths: tl.tensor = None
     cu_new: tl.tensor = None
-    new: tl.tensor = 0
-    most: tl.tensor = 0
     table: tl.tensor = None
-    line: tl.tensor = 0
     rows: tl.tensor = None
-    count: tl.tensor = 0
-    step_k: tl.tensor = 0
-    step_v: tl.tensor = 0
+
+
+class Cached(NamedTuple):
+    """The same, with its numbers: `new` keys were added to each length, and no sequence has more than `most`; the next
+    row of the table is `line` further; there are `count` pages, or rows; `step_k` and `step_v` tokens lie from one to
+    the next."""
+
+    lengths: tl.tensor
+    cu_new: tl.tensor
+    table: tl.tensor
+    rows: tl.tensor
+    new: tl.tensor
+    most: tl.tensor
+    line: tl.tensor
+    count: tl.tensor
+    step_k: tl.tensor
+    step_v: tl.tensor
 
 
 @triton.jit
