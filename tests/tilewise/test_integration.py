@@ -42,6 +42,7 @@ def op_arguments(inputs: Inputs, spec: Spec, **terms: Any) -> tuple[Any, ...]:
     return arguments(Request(*inputs[1:4], spec, cu_q=inputs.cu_q, cu_k=inputs.cu_k, **terms))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_opcheck(packed: bool, backend: str) -> None:
     inputs = make(case(packed=packed), DEVICE)
@@ -54,6 +55,7 @@ def test_opcheck(packed: bool, backend: str) -> None:
         torch.library.opcheck(torch.ops.tilewise.backward.default, backward)
 
 
+@pytest.mark.slow
 def test_opcheck_of_term_gradients(backend: str) -> None:
     """Of a bias, of sinks and of what a mod reads; each alone and all together."""
     inputs = make(case(), DEVICE)
@@ -67,6 +69,7 @@ def test_opcheck_of_term_gradients(backend: str) -> None:
         torch.library.opcheck(torch.ops.tilewise.term_gradients.default, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_opcheck_of_forward_mode(packed: bool, triton_runs: None) -> None:
     inputs = make(case(packed=packed), DEVICE)

@@ -104,6 +104,7 @@ def test_vmap_of_calls_and_of_gradients(name: str, backend: str) -> None:
     assert_close(grads, torch.stack([torch.func.grad(total)(*(x[n] for x in many)) for n in range(3)]))
 
 
+@pytest.mark.slow
 def test_a_stack_of_gradients_through_the_kernels(triton_runs: None) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]

@@ -155,6 +155,7 @@ def compiled(device: str) -> tuple[Any, ...]:
     return tuple(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_registers_and_shared_memory_come_from_the_compiler():
     registers, shared, spills, kernel, words, _ = compiled("A100")
     tile = kernel["tile"]
@@ -165,6 +166,7 @@ def test_registers_and_shared_memory_come_from_the_compiler():
     assert f"{registers} registers" in words
 
 
+@pytest.mark.slow
 def test_loads_are_in_flight_while_the_matrix_units_work():
     """HBM -> SRAM by copies that do not wait: as many buffers as stages, and a wait for the oldest alone."""
     *_, said = compiled("A100")
@@ -172,6 +174,7 @@ def test_loads_are_in_flight_while_the_matrix_units_work():
     assert {"async_copy", "async_wait", "cp.async", "LDGSTS", "mma.sync"} <= set(seen)
 
 
+@pytest.mark.slow
 def test_every_stage_of_the_compiler_is_shown():
     """ttir as written, ttgir with layouts and buffers, ptx, and what the SM executes: `tilewise explain --kernel`."""
     *_, said = compiled("H200")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,6 +62,7 @@ def leaves() -> list[Tensor]:
     return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
+@pytest.mark.slow
 def test_every_term_has_first_and_second_derivatives() -> None:
     assert torch.autograd.gradcheck(call, leaves())
     assert torch.autograd.gradgradcheck(call, leaves())

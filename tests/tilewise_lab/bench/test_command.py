@@ -21,6 +21,7 @@ def options(*argv):
     return parser.parse_args(argv)
 
 
+@pytest.mark.slow
 def test_a_run_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(whole, "importing", lambda: {"import_ms": 1.0, "import_brings_triton": False})
     monkeypatch.chdir(tmp_path)
