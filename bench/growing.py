@@ -8,12 +8,13 @@ Decoding with a cache that grows by a token, and training on packed batches of e
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 import tilewise
+from tilewise_lab.bench.measure import HostClock
 
 SHAPES = range(1100, 1300)
 
@@ -36,13 +37,8 @@ def dense_step(tokens: int, cache: torch.Tensor) -> None:
 
 def microseconds(call: Callable[[int], None], shapes: Iterable[int]) -> tuple[float, float]:
     """Median and largest, with the device waited for between calls."""
-    found = []
-    for n in shapes:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        call(n)
-        found.append(1e6 * (time.perf_counter() - began))
-    return statistics.median(found), max(found)
+    found = HostClock(torch.device("cuda")).start([partial(call, n) for n in shapes])()
+    return 1e6 * statistics.median(found), 1e6 * max(found)
 
 
 def main() -> None:

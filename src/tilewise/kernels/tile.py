@@ -207,6 +207,11 @@ def stretch(cu, n):
 
 
 @triton.jit
+def clamp(x, lo, hi):
+    return tl.minimum(tl.maximum(x, lo), hi)
+
+
+@triton.jit
 def band(first, last, n, before, after, BLOCK: tl.constexpr):
     """The columns that rows first..last see when row r sees the columns r - before .. r + after of 0 .. n - 1."""
     lo = 0

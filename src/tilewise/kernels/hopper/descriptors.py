@@ -12,28 +12,24 @@ from .pipeline import FAR, Full
 from .tiles import widths
 
 
-def both(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """The descriptors of one or two parts of the columns."""
-    first, *rest = (descriptor(x, rows, width) for width in widths(x.shape[-1]))
-    return first, rest[0] if rest else None
-
-
-def both_of_cache(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    first, *rest = (in_a_row(x, rows, width) for width in widths(x.shape[-1]))
+def both(x: Tensor, rows: int, in_a_row: bool = False) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The descriptors of one or two parts of the columns; `in_a_row`: of a cache's tokens."""
+    make = lined_up if in_a_row else descriptor
+    first, *rest = (make(x, rows, width) for width in widths(x.shape[-1]))
     return first, rest[0] if rest else None
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """What TMA needs to know of a (batch, token, head, dim) or packed (token, head, dim) tensor; see pipeline.at."""
     if x.dim() == 3:
-        return in_a_row(x, rows, width)
+        return lined_up(x, rows, width)
     batch, token, head, one = x.stride()
     b, t, h, d = x.shape
     box = (1, 1, rows, width)
     return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], list(box), layout(box, x.dtype))
 
 
-def in_a_row(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def lined_up(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """Of tokens in a row, as packed ones are, and those of a cache, whose pages are whole numbers of tokens apart."""
     *_, token, head, one = x.stride()
     *_, heads, dim = x.shape

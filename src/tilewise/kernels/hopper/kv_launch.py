@@ -18,7 +18,7 @@ from ..launch import Launch, multiprocessors, on
 from ..portable.kv_launch import append
 from ..portable.launch import clear_launches
 from ..shapes import Problem
-from .descriptors import both_of_cache
+from .descriptors import both
 from .launch import State, forward_launch, plan_of, state
 from .limits import GPU
 from .pipeline import Cached
@@ -69,9 +69,9 @@ def attend_launches(request: KvRequest, out: Tensor, lse: Tensor, zeros: State, 
         places.lengths, places.cu_new, places.table, places.rows, places.new, most,
         0 if places.table is None else places.table.stride(0), k.shape[0], steps(k), steps(v),
     )  # fmt: skip
-    keys = *both_of_cache(k, box), *both_of_cache(v, box)
-    request_k = call._replace(cu_k=cu_q)  # whose place the cache takes
-    forward = forward_launch(request_k, keys, out, lse, zeros, processors, size, made, cache)
+    keys = *both(k, box, in_a_row=True), *both(v, box, in_a_row=True)
+    asked = call._replace(cu_k=cu_q)  # which no packed keys have: the cache says where they are
+    forward = forward_launch(asked, keys, out, lse, zeros, processors, size, made, cache)
     return [forward, *clear_launches(out, lse, None, cu_q, cu_q, GPU, -torch.inf)]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import Work, band
+from ..tile import Work, band, clamp
 from .compat import arrive, copy_in, gl, gluon, mbarrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
@@ -183,16 +183,12 @@ class Cached(NamedTuple):
 
 @triton.jit
 def length_of(cache, b):
-    n = tl.load(cache.lengths + b).to(tl.int32)
-    if cache.cu_new is not None:
-        n += (tl.load(cache.cu_new + b + 1) - tl.load(cache.cu_new + b)).to(tl.int32)
-    return tl.minimum(tl.maximum(n + cache.new, 0), cache.most)
-
-
-@triton.jit
-def clamped(n, count):
-    """What a table says, if it is a number of a page."""
-    return tl.minimum(tl.maximum(n, 0), count - 1).to(tl.int32)
+    n = tl.load(cache.lengths + b)
+    if cache.cu_new is None:
+        n += cache.new
+    else:
+        n += tl.maximum(tl.load(cache.cu_new + b + 1) - tl.load(cache.cu_new + b), 0)
+    return clamp(n, 0, cache.most)
 
 
 @triton.jit
@@ -201,7 +197,7 @@ def row_of(cache, b):
     if cache.rows is None:
         return b
     else:
-        return clamped(tl.load(cache.rows + b), cache.count)
+        return clamp(tl.load(cache.rows + b), 0, cache.count - 1)
 
 
 @gluon.jit
@@ -220,8 +216,8 @@ def gather(pipe, n, x, cache, step, b, h, rows, row, STAGES: gl.constexpr, PAGE:
     pages = cache.table + tl.cast(b, tl.int64) * cache.line
     for i in gl.static_range(BOXES):
         first = row + i * BOX
-        left = gl.minimum(gl.maximum(rows - first, 0), BOX)
-        page = clamped(gl.load(pages + first // PAGE, mask=left > 0, other=0), cache.count)
+        left = clamp(rows - first, 0, BOX)
+        page = clamp(gl.load(pages + first // PAGE, mask=left > 0, other=0), 0, cache.count - 1)
         t = page * step + first % PAGE
         copy_in(x[0], at(x[0], b, h, t, left, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
         if len(x) == 2:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import Law, Work, dot, logsumexp, masked, raise_flag, seen, softmax_step, unit_of, worth
+from ..tile import Law, Work, clamp, dot, logsumexp, masked, raise_flag, seen, softmax_step, unit_of, worth
 from .kv_combine import columns, row_pointers, union, with_sink
-from .kv_plan import clamp, items_of, load_item, load_stretch, work_of
+from .kv_plan import items_of, load_item, load_stretch, work_of
 
 
 class Cache(NamedTuple):

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
+from ..tile import clamp
 from .kv_combine import columns
-from .kv_plan import clamp
 
 
 class Turn(NamedTuple):

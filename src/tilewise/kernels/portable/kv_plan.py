@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
+from ..tile import clamp
 
 
 class Item(NamedTuple):
@@ -84,11 +85,6 @@ def load_item(p):
 @triton.jit
 def load_stretch(p):
     return Stretch(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32), tl.load(p + 2).to(tl.int32))
-
-
-@triton.jit
-def clamp(x, lo, hi):
-    return tl.minimum(tl.maximum(x, lo), hi)
 
 
 @triton.jit
