@@ -195,7 +195,7 @@ def _told(
         loaded, executed = seen, flops
     else:
         dealt = deals.deal(request, where.gpu, where.sms)
-        ranges = deals.ranges(dealt, sequences, heads // kv_heads, kv_heads, before, after)
+        ranges = deals.ranges(dealt, sequences, heads // kv_heads, before, after)
         loaded = sum(item.keys for item in ranges.items)
         executed = 2 * kv_heads * dims * sum(item.units for item in ranges.items) * dealt.unit * dealt.tile.block_m
         shared = 2 * 4 * ranges.parts * dealt.rows * (v.shape[-1] + 1)

@@ -41,19 +41,20 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     gpu = device("H200").gpu
     dealt = kv_profile.deal(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
     group, spec = case.heads // case.kv_heads, request.spec
-    found = kv_profile.ranges(dealt, sequences, group, case.kv_heads, spec.before, spec.after)
+    found = kv_profile.ranges(dealt, sequences, group, spec.before, spec.after)
     ledger = plan.ledger.tolist()
     assert len(ledger) == dealt.numbers
-    assert found.divided == ledger[0]
+    heads, empty = case.kv_heads, ledger[1]
+    assert found.divided == ledger[0] * heads
     items = [ledger[at : at + 8] for at in range(len(ledger) - 8 * dealt.items, len(ledger), 8)]
-    assert [(item.b, item.first, item.units) for item in found.items] == [
-        (b, first, units) for b, first, *_, units in items if units >= 0
-    ]
-    tasks = 1 + 12 * (dealt.programs + 1)
-    parts = sum(ledger[tasks + 12 * n + 1] - ledger[tasks + 12 * n] + 2 for n in range(found.divided))
-    assert found.parts == parts
-    work = [ledger[1 + 12 * p : 4 + 12 * p] for p in range(dealt.programs)]
-    assert sum(item < dealt.items for item, _, _ in work) == found.busy or not found.items
+    reals = len(found.items)
+    assert [(x.b, x.first, x.units) for x in found.items] == [(b, first, n) for b, first, *_, n in items[:reals]]
+    assert all(units == 0 for *_, units in items[len(items) - empty :])
+    tasks = 2 + 12 * (dealt.teams + 1)
+    parts = sum(ledger[tasks + 12 * n + 1] - ledger[tasks + 12 * n] + 2 for n in range(ledger[0]))
+    assert found.parts == parts * heads
+    work = [ledger[2 + 12 * p] for p in range(dealt.teams)]
+    assert sum(item < reals for item in work) * heads == found.busy
 
 
 def test_bytes_and_work() -> None:

@@ -1,5 +1,5 @@
-"""Attention over a KV cache, dense or paged: as many programs as the GPU runs at once, each with an equal share of all
-keys (`kv_plan`). The queries of a tile and the heads of their group are its rows, so that keys are read once.
+"""Attention over a KV cache, dense or paged: as many programs as the GPU runs at once, each with an equal share of a
+head's keys (`kv_plan`). The queries of a tile and the heads of their group are its rows, so that keys are read once.
 
 A row set that several programs share is put together by `kv_combine`. Where rows of a tile see different keys, a second
 launch of the same kernel follows, which nearly always finds nothing to do: see CAREFUL.
@@ -203,20 +203,19 @@ def attend_kernel(
         if not BESIDE:
             gdc_wait()
     me = tl.program_id(0)
-    here = load_stretch(work_of(ledger, me))
-    it = load_item(work_of(ledger, me) + 4)
-    end = load_stretch(work_of(ledger, me + 1))
-    item = here.item
-    head = here.head
-    block = here.unit
+    team = me // KV_HEADS
+    head = me % KV_HEADS
+    item, block = load_stretch(work_of(ledger, team))
+    it = load_item(work_of(ledger, team) + 4)
+    end = load_stretch(work_of(ledger, team + 1))
     entered = block
-    going = (item < end.item) | ((item == end.item) & ((head < end.head) | ((head == end.head) & (block < end.unit))))
+    going = (item < end.item) | ((item == end.item) & (block < end.unit))
     if CAREFUL:
         going = going & (tl.load(flag_of(room, programs, slots, rows, me, PLAN.DV)) > 0)
     elif FLAGGED:
         tl.store(flag_of(room, programs, slots, rows, me, PLAN.DV), 0.0)
     while going:
-        last = (item == end.item) & (head == end.head)
+        last = item == end.item
         stop = tl.where(last, end.unit, it.units)
         if SPLIT:
             stop = tl.minimum(stop, block + 1)
@@ -281,11 +280,8 @@ def attend_kernel(
         elif block >= it.units:
             block = 0
             entered = 0
-            head += 1
-            if head == KV_HEADS:
-                head = 0
-                item += 1
-                it = load_item(items_of(ledger, programs, items) + tl.minimum(item, items - 1).to(tl.int64) * 8)
-            going = (item < end.item) | (head < end.head) | (end.unit > 0)
+            item += 1
+            it = load_item(items_of(ledger, programs // KV_HEADS, items) + tl.minimum(item, items - 1).to(tl.int64) * 8)
+            going = (item < end.item) | (end.unit > 0)
     if PLAN.OVERLAP and BESIDE:
         gdc_wait()

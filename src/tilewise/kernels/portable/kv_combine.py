@@ -52,22 +52,24 @@ def with_sink(o, log, sinks, h, exists):
 
 
 @triton.jit
-def joined(room, logs, first, last, slots, rows, r, d, DV: tl.constexpr, BLOCK_C: tl.constexpr):
-    """(o, lse) of rows r over all parts of a row set: the prefix of the program before `first`, and what each program
-    from there to `last` has in its second slot. BLOCK_C parts at a time."""
+def joined(
+    room, logs, first, last, head, slots, rows, r, d, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """(o, lse) of rows r over all parts of an item: the prefix of the team before `first`, and what each team from there
+    to `last` has in its second slot. BLOCK_C parts at a time."""
     c = tl.arange(0, BLOCK_C)
     parts = last - first + 2
     top = tl.full([r.shape[0]], float("-inf"), tl.float32)
     for c0 in tl.range(0, parts, BLOCK_C):
         held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
-        x = tl.load(logs + parts_at(first - 1 + c0 + c, first, slots, rows, r), mask=held, other=float("-inf"))
+        x = tl.load(logs + parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS), mask=held, other=float("-inf"))
         top = tl.maximum(top, tl.max(x, 0))
     pivot = tl.where(top == float("-inf"), 0.0, top)
     l = tl.full([r.shape[0]], 0.0, tl.float32)
     total = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
     for c0 in tl.range(0, parts, BLOCK_C):
         held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
-        at = parts_at(first - 1 + c0 + c, first, slots, rows, r)
+        at = parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS)
         weight = tl.exp2((tl.load(logs + at, mask=held, other=float("-inf")) - pivot[None, :]) * LOG2E)
         part = room + (at * DV)[:, :, None] + d[None, None, :]
         part = tl.load(part, mask=held[:, :, None] & (d < DV)[None, None, :], other=0.0)
@@ -78,9 +80,9 @@ def joined(room, logs, first, last, slots, rows, r, d, DV: tl.constexpr, BLOCK_C
 
 
 @triton.jit
-def parts_at(program, first, slots, rows, r):
-    """Where the rows r of these programs' parts lie: a prefix in the first slot, what goes on with it in the second."""
-    slot = tl.cast(program, tl.int64) * slots + (program >= first).to(tl.int64)
+def parts_at(team, first, head, slots, rows, r, KV_HEADS: tl.constexpr):
+    """Where the rows r of these teams' parts lie: a prefix in the first slot, what goes on with it in the second."""
+    slot = (tl.cast(team, tl.int64) * KV_HEADS + head) * slots + (team >= first).to(tl.int64)
     return (slot * rows)[:, None] + r[None, :]
 
 
@@ -103,45 +105,47 @@ def combine_kernel(
     DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of the row sets that several programs share, and of those without keys: BLOCK_R rows by BLOCK_DV
+    """out and lse of the items that several teams share, and of those without keys: BLOCK_R rows by BLOCK_DV
     columns at a time."""
     if OVERLAP:
         gdc_wait()
     count = tl.load(ledger).to(tl.int32)
     empties = tl.load(ledger + 1).to(tl.int32)
+    teams = programs // KV_HEADS
     wide = tl.cdiv(DV, BLOCK_DV)
     blocks = tl.cdiv(rows, BLOCK_R) * wide
     logs = room + tl.cast(programs, tl.int64) * slots * rows * DV
     for n in range(tl.program_id(0), empties * KV_HEADS * blocks, tl.num_programs(0)):
-        it = load_item(items_of(ledger, programs, items) + (items - 1 - n // blocks // KV_HEADS).to(tl.int64) * 8)
+        it = load_item(items_of(ledger, teams, items) + (items - 1 - n // blocks // KV_HEADS).to(tl.int64) * 8)
         r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
         d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
         log = tl.full([BLOCK_R], float("-inf"), tl.float32)
         total = tl.full([BLOCK_R, BLOCK_DV], 0.0, tl.float32)
         store_set(o, lse, total, log, it, n // blocks % KV_HEADS, r, d, rows, batch, sinks, GROUP, DV)
-    for n in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
-        task = task_of(ledger, programs, n // blocks)
-        first, last, head = load_stretch(task)
+    for n in range(tl.program_id(0), count * KV_HEADS * blocks, tl.num_programs(0)):
+        task = task_of(ledger, teams, n // blocks // KV_HEADS)
+        first, last = load_stretch(task)
         it = load_item(task + 4)
+        head = n // blocks % KV_HEADS
         r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
         d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
         if SPLIT:
-            slot = tl.cast(first - 1, tl.int64) * slots
+            slot = (tl.cast(first - 1, tl.int64) * KV_HEADS + head) * slots
             fits = (r < rows)[:, None] & (d < DV)[None, :]
             total = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
             log = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
-            program = first
-            entered = tl.load(work_of(ledger, first) + 2).to(tl.int32)
+            team = first
+            entered = tl.load(work_of(ledger, first) + 1).to(tl.int32)
             begin = entered
             for unit in range(begin, it.units):
-                if program < last:
-                    if tl.load(work_of(ledger, program + 1) + 2) == unit:
-                        program += 1
+                if team < last:
+                    if tl.load(work_of(ledger, team + 1) + 1) == unit:
+                        team += 1
                         entered = unit
-                slot = tl.cast(program, tl.int64) * slots + 1 + unit - entered
+                slot = (tl.cast(team, tl.int64) * KV_HEADS + head) * slots + 1 + unit - entered
                 part = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
                 log_part = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
                 total, log = union(total, log, part, log_part)
         else:
-            total, log = joined(room, logs, first, last, slots, rows, r, d, DV, BLOCK_C)
+            total, log = joined(room, logs, first, last, head, slots, rows, r, d, KV_HEADS, DV, BLOCK_C)
         store_set(o, lse, total, log, it, head, r, d, rows, batch, sinks, GROUP, DV)

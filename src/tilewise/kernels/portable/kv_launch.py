@@ -112,12 +112,12 @@ def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu, few: int | None = 
         (
             ledger, places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr, q.shape[-3],
             places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch, dealt.tiles, dealt.items,
-            dealt.programs, request.spec.before, request.spec.after, dealt.unit, dealt.least, few,
+            dealt.teams, request.spec.before, request.spec.after, dealt.unit, dealt.least, few,
         ),
         {
-            "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "BLOCK_M": dealt.tile.block_m,
-            "COST": dealt.cost, "CHUNK": min(CHUNK, triton.next_power_of_2(items)),
-            "BLOCK_P": triton.next_power_of_2(dealt.programs + 1), "num_warps": 4, **overlapped(can_overlap(gpu)),
+            "GROUP": q.shape[-2] // k.shape[-2], "BLOCK_M": dealt.tile.block_m, "COST": dealt.cost,
+            "CHUNK": min(CHUNK, triton.next_power_of_2(items)), "BLOCK_T": triton.next_power_of_2(dealt.teams + 1),
+            "num_warps": 4, **overlapped(can_overlap(gpu)),
         },
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def combine_launch(
     columns, as fit beside them."""
     q, k, dv = request.q, request.k, request.v.shape[-1]
     row_sets = max(dealt.items * k.shape[-2], 1)
-    parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 16), 128)
+    parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 8), 128)
     columns = min(padded(dv), COMBINED // parts)
     block_r = min(triton.next_power_of_2(dealt.rows), COMBINED // (parts * columns))
     blocks = -(-dealt.rows // block_r) * -(-dv // columns)

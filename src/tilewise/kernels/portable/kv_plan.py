@@ -1,13 +1,14 @@
 """Who streams which keys of a cache: planned on the device, by one program, from lengths that no host ever reads.
 
-An item is a tile of one sequence's rows (queries and the heads of a group); with every KV head it streams the units of
-keys that its rows see. Items, heads and units lie on one axis, and each program takes an equal stretch of it. So a
-program has at most one row set that began before its stretch and one that ends after it: the workspace is constant.
+An item is a tile of one sequence's rows (queries and the heads of a group), which stream the units of keys that they
+see. Items and units lie on one axis, and each team of programs takes an equal stretch of it, each of its programs with a
+KV head of its own: the heads of a token, which lie side by side in memory, are read at about the same time. A team has
+at most one item that began before its stretch and one that ends after it: the workspace is constant.
 
-The ledger, of 64-bit numbers, for `programs` and `items`:
-    counts  2                   row sets that are divided; items without keys
-    work    (programs + 1, 12)  where each stretch begins: item, head, unit; and the `Item`
-    tasks   (programs, 12)      of each divided row set: the first program that goes on with it, the last; head; `Item`
+The ledger, of 64-bit numbers, for `teams` and `items`:
+    counts  2                   items that are divided; items without keys
+    work    (teams + 1, 12)     where each stretch begins: item, unit; and, from the fifth on, the `Item`
+    tasks   (teams, 12)         of each divided item: the first team that goes on with it, the last; and the `Item`
     cum     items + 1           where each item begins on the axis
     items   (items, 8)          `Item`: in their order those with keys, and from the end on those without, whose rows
                                 `kv_combine` writes
@@ -39,10 +40,9 @@ class Item(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A place on the axis; of a task, the first program, the last, and the head."""
+    """A place on the axis; of a task, the first team and the last."""
 
     item: tl.tensor
-    head: tl.tensor
     unit: tl.tensor
 
 
@@ -50,23 +50,23 @@ RECORD: tl.constexpr = tl.constexpr(12)
 
 
 @triton.jit
-def work_of(ledger, program):
-    return ledger + 2 + RECORD * program
+def work_of(ledger, team):
+    return ledger + 2 + RECORD * team
 
 
 @triton.jit
-def task_of(ledger, programs, n):
-    return work_of(ledger, programs + 1) + RECORD * n
+def task_of(ledger, teams, n):
+    return work_of(ledger, teams + 1) + RECORD * n
 
 
 @triton.jit
-def cum_of(ledger, programs):
-    return task_of(ledger, programs, programs)
+def cum_of(ledger, teams):
+    return task_of(ledger, teams, teams)
 
 
 @triton.jit
-def items_of(ledger, programs, items):
-    return cum_of(ledger, programs) + items + 1
+def items_of(ledger, teams, items):
+    return cum_of(ledger, teams) + items + 1
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def load_item(p):
 
 @triton.jit
 def load_stretch(p):
-    return Stretch(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32), tl.load(p + 2).to(tl.int32))
+    return Stretch(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32))
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def first_tile(cu_q, b, n_q, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
         "batch",
         "tiles",
         "items",
-        "programs",
+        "teams",
         "before",
         "after",
         "unit",
@@ -112,19 +112,21 @@ def first_tile(cu_q, b, n_q, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     ]
 )
 def plan_kernel(
-    ledger, lengths, cu_q, cu_new, starts, indptr, n_q, new, capacity, page, batch, tiles, items, programs, before,
-    after, unit, least, few, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
+    ledger, lengths, cu_q, cu_new, starts, indptr, n_q, new, capacity, page, batch, tiles, items, teams, before,
+    after, unit, least, few, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COST: what it takes to begin a row set, in units of keys; `least`: of them, the shortest stretch. Sequences with
-    more queries than `few`, if there is one, are somebody else's. Packed, one more sequence is made of the rows past the
-    last one: it has no keys, so that they are written like any empty ones."""
+    """COST: what it takes to begin an item, in units of keys; `least`: of them, the shortest stretch, and if no item has
+    more and there are teams for all, each has its own. Sequences with more queries than `few`, if there is one, are
+    somebody else's. Packed, one more sequence is made of the rows past the last one: it has no keys, so that they are
+    written like any empty ones."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    cum = cum_of(ledger, programs)
-    table = items_of(ledger, programs, items)
+    cum = cum_of(ledger, teams)
+    table = items_of(ledger, teams, items)
     total = tl.cast(0, tl.int64)
+    longest = tl.cast(0, tl.int32)
     reals = tl.cast(0, tl.int32)
     empties = tl.cast(0, tl.int32)
     for first_item in range(0, items, CHUNK):
@@ -180,7 +182,8 @@ def plan_kernel(
         real = (exists & (units > 0)).to(tl.int32)
         empty = (exists & (units == 0)).to(tl.int32)
         place = tl.where(units > 0, reals + tl.cumsum(real, 0) - 1, items - empties - tl.cumsum(empty, 0))
-        cost = (real * (units + COST)).to(tl.int64) * KV_HEADS
+        cost = (real * (units + COST)).to(tl.int64)
+        longest = tl.maximum(longest, tl.max(real * units, 0))
         tl.store(cum + place, total + tl.cumsum(cost, 0) - cost, mask=real > 0)
         total += tl.sum(cost, 0)
         reals += tl.sum(real, 0)
@@ -193,10 +196,12 @@ def plan_kernel(
     tl.store(ledger + 1, empties.to(tl.int64))
     tl.debug_barrier()
 
-    program = tl.arange(0, BLOCK_P)
-    each = tl.maximum((total + programs - 1) // programs, least)
-    x = tl.minimum(program.to(tl.int64) * each, total)
-    item = tl.zeros_like(program)
+    team = tl.arange(0, BLOCK_T)
+    each = tl.maximum((total + teams - 1) // teams, least)
+    x = tl.minimum(team.to(tl.int64) * each, total)
+    if (reals <= teams) & (longest <= least):
+        x = tl.load(cum + tl.minimum(team, reals))
+    item = tl.zeros_like(team)
     width = reals + 1
     while width > 1:  # the last item that does not begin past x
         half = width // 2
@@ -204,36 +209,28 @@ def plan_kernel(
         item = tl.where(tl.load(cum + mid) > x, item, mid)
         width -= half
     some = item < reals
-    units = tl.load(table + item.to(tl.int64) * 8 + 7, mask=some, other=0)
-    offset = x - tl.load(cum + item)
-    per = units + COST
-    per = tl.maximum(units + COST, 1)
-    head = tl.where(some, offset // per, 0)
-    block = tl.where(some, tl.maximum(offset % per - COST, 0), 0)
-    used = program <= programs
-    work = work_of(ledger, program)
-    place = (item.to(tl.int64), head, block)
-    for n in tl.static_range(3):
-        tl.store(work + n, place[n], mask=used)
+    block = tl.where(some, tl.maximum(x - tl.load(cum + item) - COST, 0), 0)
+    used = team <= teams
+    work = work_of(ledger, team)
+    tl.store(work, item.to(tl.int64), mask=used)
+    tl.store(work + 1, block, mask=used)
     own = table + item.to(tl.int64) * 8
     for n in tl.static_range(8):
         tl.store(work + 4 + n, tl.load(own + n, mask=some, other=-1), mask=used)
     tl.debug_barrier()
 
-    goes_on = (block > 0) & (program > 0) & (program < programs)
-    begins = goes_on & ~continues(work_of(ledger, program - 1), item, head, goes_on)
-    ends = goes_on & ~continues(work_of(ledger, program + 1), item, head, goes_on & (program + 1 < programs))
+    goes_on = (block > 0) & (team > 0) & (team < teams)
+    begins = goes_on & ~continues(work_of(ledger, team - 1), item, goes_on)
+    ends = goes_on & ~continues(work_of(ledger, team + 1), item, goes_on & (team + 1 < teams))
     tl.store(ledger, tl.sum(begins.to(tl.int64), 0))
-    task = task_of(ledger, programs, tl.cumsum(begins.to(tl.int32), 0) - 1)
-    tl.store(task, program.to(tl.int64), mask=begins)
-    tl.store(task + 1, program.to(tl.int64), mask=ends)
-    tl.store(task + 2, head, mask=begins)
+    task = task_of(ledger, teams, tl.cumsum(begins.to(tl.int32), 0) - 1)
+    tl.store(task, team.to(tl.int64), mask=begins)
+    tl.store(task + 1, team.to(tl.int64), mask=ends)
     for n in tl.static_range(8):
         tl.store(task + 4 + n, tl.load(own + n, mask=begins, other=0), mask=begins)
 
 
 @triton.jit
-def continues(work, item, head, mask):
-    """Whether the stretch that begins there goes on with this row set."""
-    same = (tl.load(work, mask=mask, other=-1) == item) & (tl.load(work + 1, mask=mask, other=-1) == head)
-    return same & (tl.load(work + 2, mask=mask, other=0) > 0)
+def continues(work, item, mask):
+    """Whether the stretch that begins there goes on with this item."""
+    return (tl.load(work, mask=mask, other=-1) == item) & (tl.load(work + 1, mask=mask, other=0) > 0)

@@ -16,21 +16,27 @@ SHORTEST = 512  # keys that are worth a program
 
 
 class Deal(NamedTuple):
-    """What the host knows of a plan: tiles of rows, programs, keys of a unit, and the workspace's slots of rows."""
+    """What the host knows of a plan: tiles of rows, teams of programs, keys of a unit, and the workspace's slots of
+    rows."""
 
     tile: KvTile
     items: int
     tiles: int
-    programs: int
+    teams: int
+    kv_heads: int  # programs of a team
     unit: int
     slots: int
     rows: int
-    cost: int  # of beginning a row set, in units
+    cost: int  # of beginning an item, in units
     least: int = 1  # units of a stretch
 
     @property
+    def programs(self) -> int:
+        return self.teams * self.kv_heads
+
+    @property
     def numbers(self) -> int:
-        return 2 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
+        return 2 + 12 * (2 * self.teams + 1) + self.items + 1 + 8 * self.items
 
     def floats(self, dim_v: int) -> int:
         """Parts of row sets with their lse, and a flag for each program."""
@@ -54,7 +60,8 @@ def deal(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) ->
     unit = request.split or tile.block_n
     slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
     cost, least = (0, 1) if request.split else (1, max(1, SHORTEST // unit))
-    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows, cost, least)
+    teams = max(1, processors * tile.per // k.shape[-2])
+    return Deal(tile, items, tiles, teams, k.shape[-2], unit, slots, rows, cost, least)
 
 
 class Item(NamedTuple):
@@ -67,8 +74,9 @@ class Item(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """The plan of a step: every KV head of every item, one after another, cut into equal stretches of `each` units
-    (with what it costs to begin); `divided` row sets belong to several programs, `parts` are theirs all together."""
+    """The plan of a step: all items that have keys, one after another, cut into equal stretches of `each` units (with
+    what it costs to begin), or each a stretch of its own; `divided` row sets belong to several programs, `parts` are
+    theirs all together."""
 
     items: list[Item]
     each: int
@@ -78,30 +86,32 @@ class Ranges(NamedTuple):
 
 
 def ranges(
-    dealt: Deal, sequences: Sequence[tuple[int, int, int]], group: int, kv_heads: int,
+    dealt: Deal, sequences: Sequence[tuple[int, int, int]], group: int,
     before: int | None = None, after: int | None = None,
 ) -> Ranges:  # fmt: skip
     """Of sequences with so many (queries, keys, first valid key), as the plan kernel computes it.
 
-    >>> dealt = Deal(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 64, 2, 16, 1)
-    >>> ranges(dealt, [(1, 640, 0), (1, 64, 0)], 4, 1, after=0)[1:]
+    >>> dealt = Deal(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 1, 64, 2, 16, 1)
+    >>> ranges(dealt, [(1, 640, 0), (1, 64, 0)], 4, after=0)[1:]
     (4, 4, 1, 3)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(dealt, b, *seq, group, before, after)]
     items = [item for item in items if item.units]  # the rows of others are written without a look at keys
     costs = [item.units + dealt.cost for item in items]
-    total = sum(costs) * kv_heads
-    each = max(-(-total // dealt.programs), dealt.least)
-    shared: dict[tuple[int, int], int] = {}
+    total, heads = sum(costs), dealt.kv_heads
+    each = max(-(-total // dealt.teams), dealt.least)
+    longest = max((item.units for item in items), default=0)
+    if len(items) <= dealt.teams and longest <= dealt.least:
+        return Ranges(items, longest + dealt.cost, len(items) * heads, 0, 0)
+    shared: dict[int, int] = {}
     n, begins = 0, 0  # the item at x, and where it begins
     for x in range(each, total, each):
-        while begins + costs[n] * kv_heads <= x:
-            begins += costs[n] * kv_heads
+        while begins + costs[n] <= x:
+            begins += costs[n]
             n += 1
-        head, offset = divmod(x - begins, costs[n])
-        if offset > dealt.cost:
-            shared[n, head] = shared.get((n, head), 1) + 1
-    return Ranges(items, each, -(-total // each), len(shared), sum(shared.values()))
+        if x - begins > dealt.cost:
+            shared[n] = shared.get(n, 1) + 1
+    return Ranges(items, each, -(-total // each) * heads, len(shared) * heads, sum(shared.values()) * heads)
 
 
 def _items(
