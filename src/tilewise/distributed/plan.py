@@ -112,7 +112,10 @@ class Plan:
     def asking(self, station: int) -> list[Piece]:
         """The queries of a station."""
         if self.strategy == "tree":
-            return [Piece(0, Run(0, self.tokens - self.queries, 1, self.queries))]
+            # runs that meet have one step: beside striped keys each query is a run of its own
+            step, first = self.ranks if self.layout == "striped" else 1, self.tokens - self.queries
+            size = self.queries if step == 1 else 1
+            return [Piece(n, Run(0, first + n, step, size)) for n in range(0, self.queries, size)]
         return pieces(self.held[station])
 
     def work(self, station: int, source: int) -> list[Tile]:
