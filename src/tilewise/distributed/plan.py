@@ -307,6 +307,8 @@ def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
 
 @lru_cache(4096)
 def _moved(of: Plan, what: str, rank: int, device: Any) -> Tensor:
+    if not 0 <= rank < of.ranks:
+        raise AttentionError("rank", rank, f"0 to {of.ranks - 1}, of {of!r}")
     shard = of.shards[rank]
     found = layouts.tokens(shard, of.lengths) if what == "index" else layouts.positions(shard)
     return found if device is None else found.to(device)

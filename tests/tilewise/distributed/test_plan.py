@@ -281,6 +281,7 @@ def test_what_auto_chooses():
         ({"seqlen": 4, "cu_seqlens": [0, 4]}, "found both"),
         ({"seqlen": -1}, "seqlen: found -1"),
         ({"cu_seqlens": [0, 5, 3]}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.5])}, "cu_seqlens: found .* expected whole numbers"),
         ({"seqlen": 8, "strategy": "rings"}, "strategy: found 'rings'; expected 'ring'"),
         ({"seqlen": 8, "layout": "diagonal"}, "layout: found 'diagonal'"),
         ({"seqlen": 8, "window": -1}, "window"),
@@ -301,6 +302,8 @@ def test_a_plan_in_thought_has_no_rank_and_tensors_must_fit():
         tilewise.distributed.attention(q, q, q, plan=made)
     with pytest.raises(AttentionError, match="shape of a tensor to shard"):
         made.shard(q)
+    with pytest.raises(AttentionError, match="rank: found 2; expected 0 to 1"):
+        made.positions(rank=2)
     with pytest.raises(AttentionError, match="init_process_group"):
         plan(seqlen=8)
 
