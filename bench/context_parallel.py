@@ -1,16 +1,18 @@
 """What cutting a causal call into the tiles of 8 ranks costs: one GPU is each of the ranks in turn.
 
-    python bench/context_parallel.py --json bench/results/context-parallel-h200.json      # a GPU; about a minute
+    python bench/context_parallel.py --json bench/results/context-parallel-h200.json --cut      # a GPU; about a minute
 
 The tiles of all ranks, one after the other, against the whole call: `tiles` is their kernels alone, `with merges` also
-puts their results together. Times are medians of interleaved runs. The ratios go into `cut` of
-src/tilewise/distributed/links.json, where the simulator finds them.
+puts their results together. Times are medians of interleaved runs. --cut writes the ratios of the longest sequence
+(without the merges, which the simulator counts itself) into src/tilewise/distributed/links.json, where the simulator
+finds them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -26,14 +28,20 @@ from tilewise.distributed import Plan, plan
 from tilewise.distributed.execute import Forward
 from tilewise.distributed.heads import Heads
 from tilewise.distributed.rows import parts
+from tilewise.distributed.simulate import LINKS
 from tilewise.spec import Request, Upstream
 
+BARS = (("forward", "forward", 1.06), ("forward with merges", "forward", 0.0), ("backward", "backward", 1.08))
 
-def milliseconds(calls: dict[str, Callable[[], Any]], runs: int, device: str) -> dict[str, float]:
-    """Medians, the calls in turns."""
+
+def milliseconds(calls: dict[str, Callable[[], Any]], runs: int, device: str, seconds: float) -> dict[str, float]:
+    """Medians, the calls in turns; fewer runs if they would take longer than so many seconds."""
+    began = time.perf_counter()
     found: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     for run in range(runs + 2):
+        if run > 2 and time.perf_counter() - began > seconds:
+            break
         for name, call in calls.items():
             wait()
             start = time.perf_counter()
@@ -59,7 +67,7 @@ class Alone(Forward):
                 self.compute((source,))
 
 
-def measure(seqlen: int, heads: int, kv_heads: int, dim: int, runs: int, device: str) -> dict[str, Any]:
+def measure(seqlen: int, heads: int, kv_heads: int, dim: int, runs: int, device: str, seconds: float) -> dict[str, Any]:
     made = plan(8, seqlen=seqlen, causal=True, strategy="ring")
     shape = {"device": device, "dtype": torch.bfloat16}
     q, k, v, dout = (torch.randn(1, seqlen, h, dim, **shape) for h in (heads, kv_heads, kv_heads, heads))
@@ -104,6 +112,7 @@ def measure(seqlen: int, heads: int, kv_heads: int, dim: int, runs: int, device:
         },
         runs,
         device,
+        seconds,
     )
     part = next(parts(made, 0, (0,), requests[0], 0)).request
     return {
@@ -124,14 +133,34 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--seconds", type=float, default=30, help="for the runs of each length, at most")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cut", action="store_true", help="write the ratios where the simulator finds them")
     args = parser.parse_args()
-    found = [measure(n, args.heads, args.kv_heads, args.dim, args.runs, args.device) for n in args.tokens]
+    shape = args.heads, args.kv_heads, args.dim, args.runs, args.device, args.seconds
+    found = []
+    for n in args.tokens:
+        found.append(measure(n, *shape))
+        save(args, found)  # a run that is stopped keeps what it has
+    print(f"{'tokens':>8}  {'pass':20} {'whole ms':>9} {'tiles ms':>9} {'ratio':>6}   bar   backends")
     for x in found:
-        print(json.dumps(x))
+        for name, whole, bar in BARS:
+            times = x["milliseconds"]
+            tiles, one = times[f"tiles {name}"], times[f"whole {whole}"]
+            backends = f"{x['backend of the whole']}, {x['backend of a tile']}"
+            bar_text = f"{bar:.2f}" if bar else "   -"
+            print(f"{x['tokens']:8}  {name:20} {one:9.2f} {tiles:9.2f} {tiles / one:6.3f}  {bar_text}   {backends}")
+
+
+def save(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    cut = {name: round(found[-1][name], 3) for name in ("forward", "backward")}
     if args.json:
         name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-        args.json.write_text(json.dumps({"gpu": name, "torch": torch.__version__, "results": found}, indent=1) + "\n")
+        told = {"gpu": name, "torch": torch.__version__, "cut": cut, "results": found}
+        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if args.cut:
+        text = re.sub(r'"cut": \{[^}]*\}', f'"cut": {json.dumps(cut)}', LINKS.read_text(encoding="utf-8"))
+        LINKS.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if INTERPRETED:
         for module in (
             "tilewise.kernels",
             "tilewise.kernels.hopper.backward_launch",
+            "tilewise.kernels.join",
             "tests.tilewise.kernels.probes",
             "triton.experimental.gluon.language",
         ):

@@ -65,6 +65,7 @@ RULES = {
     "kernels.shapes": Rule("kernels.tile spec triton"),
     "kernels.terms": Rule("kernels.gpu kernels.launch kernels.mods kernels.tile mods spec"),
     "kernels.overlap": Rule("triton"),
+    "kernels.join": Rule("kernels.launch kernels.tile triton"),
     "kernels.repair": Rule(
         "kernels.tile kernels.overlap kernels.portable.forward kernels.portable.backward kernels.portable.forward_mode"
         " triton"
@@ -112,6 +113,7 @@ RULES = {
     "integrations.diffusers": Rule("integrations spec diffusers"),
     "compat": Rule("compat api cache merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
+    "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise spec"),

@@ -149,7 +149,7 @@ class Forward(Work):
             if request.cu_q is not None:
                 out, lse = out[None], lse[None]
             if self.is_new and rows.is_all:
-                self.out, self.lse = out, lse
+                self.out, self.lse = out.contiguous(), lse.contiguous()
             else:
                 merge_(self.out, self.lse, rows, out, lse)
             self.is_new = False

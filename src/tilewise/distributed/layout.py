@@ -11,6 +11,7 @@ rank may hold a token more than another, or none.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -18,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PARTS = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.01)  # of a rank's share: a document above it is cut, tried in turn
+PARTS = (1.0, 0.5, 0.25)  # of a rank's share: a document above it is cut, tried in turn
 EVEN = 0.03  # more than its share may the busiest rank have
+SLIVER = 0.005  # of a rank's share: less is not worth a cut
 
 
 class Run(NamedTuple):
@@ -98,38 +100,97 @@ def document(lengths: Sequence[int], ranks: int) -> list[Shard]:
 
     Documents that are cut cost traffic, those that are not cost balance: the coarsest cut that is even is taken.
     """
+    work, tokens = (_shares(x, ranks) for x in ([n * (n + 1) // 2 for n in lengths], lengths))
     found = min_over = None
-    for part in PARTS:
-        shards, over = _even(lengths, ranks, part)
+    for part in (*PARTS, None):
+        dealt = _mixed(lengths, work, tokens, ranks) if part is None else _even(lengths, work, tokens, ranks, part)
+        shards = [joined(x) for x in dealt]
+        held = [[sum(run.size * 1.0 for run in shard) for shard in shards], [_work(shard) for shard in shards]]
+        over = max(max(_shares(x, ranks)) for x in held) - 1
         if min_over is None or over < min_over:
             found, min_over = shards, over
         if over <= EVEN:
             break
-    return [joined(x) for x in found or ()]
+    return found or []
 
 
-def _even(lengths: Sequence[int], ranks: int, part: float) -> tuple[list[list[Run]], float]:
-    """Documents cut, zigzag, where they are more than this part of a rank's share, of work or of tokens; the largest
-    pieces dealt first, each to whom it burdens least. And how much more the busiest has than its share."""
-    pairs = [n * (n + 1) // 2 for n in lengths]
-    scale = torch.tensor([ranks / max(1, sum(pairs)), ranks / max(1, sum(lengths))], dtype=torch.float64)
+def _shares(each: Sequence[float], ranks: int) -> list[float]:
+    """In parts of what a rank should have."""
+    whole = max(1, sum(each))
+    return [x * ranks / whole for x in each]
+
+
+def _work(shard: Iterable[Run]) -> float:
+    return sum(run.size * (run.start + (run.size + 1) / 2) for run in shard)
+
+
+def _even(
+    lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int, part: float
+) -> list[list[Run]]:
+    """Documents cut into equal pieces, zigzag, where they are more than this part of a rank's share, of work or of
+    tokens; the largest pieces dealt first, each to whom it burdens least."""
     pieces: list[tuple[float, int, int, int]] = []  # (load, document, which of, so many)
-    for d, (n, p) in enumerate(zip(lengths, pairs, strict=True)):
-        load = max(p * float(scale[0]), n * float(scale[1]))
+    for d, load in enumerate(map(max, work, tokens)):
         k = min(ranks, max(1, -int(-load // part)))
         pieces += [(load / k, d, m, k) for m in range(k)]
     shards: list[list[Run]] = [[] for _ in range(ranks)]
     held = torch.zeros(2, ranks, dtype=torch.float64)
     for _, d, m, k in sorted(pieces, key=lambda x: -x[0]):
-        ends = cut(lengths[d], 2 * k)
-        stretches = [(ends[0], ends[2])] if k == 1 else [(ends[x], ends[x + 1]) for x in (m, 2 * k - 1 - m)]
-        work = sum(b * (b + 1) - a * (a + 1) for a, b in stretches) / 2
-        own = scale * torch.tensor([work, float(sum(b - a for a, b in stretches))], dtype=torch.float64)
-        after = held + own[:, None]
-        r = int((after.amax(0) + after.sum(0) * 1e-6).argmin())
-        held[:, r] = after[:, r]
-        shards[r] += [Run(d, a, 1, b - a) for a, b in stretches if a < b]
-    return shards, float(held.max()) - 1
+        after = torch.maximum(held[0] + work[d] / k, held[1] + tokens[d] / k)
+        r = int(after.add_(held[0] + held[1], alpha=1e-6).argmin())
+        held[0, r] += work[d] / k
+        held[1, r] += tokens[d] / k
+        shards[r] += _mirrored(d, lengths[d], m / k, (m + 1) / k)
+    return shards
+
+
+def _mixed(lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int) -> list[list[Run]]:
+    """Each rank in turn is filled from both ends of the documents by length, long ones with more work than tokens and
+    short ones with less, so that it comes out even in both. At most a cut or two for each rank."""
+    order = sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d])
+    density = {d: work[d] / tokens[d] for d in order}
+    left = {d: tokens[d] for d in order}
+    shards: list[list[Run]] = [[] for _ in range(ranks)]
+    done = [0.0, 0.0]
+
+    def take(r: int, d: int, size: float) -> None:
+        if (left[d] - size) * max(1.0, density[d]) < SLIVER:
+            size = left[d]
+            order.remove(d)
+        elif size * max(1.0, density[d]) < SLIVER:
+            return
+        begin = 1 - left[d] / tokens[d]
+        left[d] -= size
+        shards[r].extend(_mirrored(d, lengths[d], begin, 1 - left[d] / tokens[d]))
+        done[:] = done[0] + size * density[d], done[1] + size
+
+    for r in range(ranks):
+        part = 0.0
+        while order and part < 1:
+            w, t = r + 1 - done[0], r + 1 - done[1]  # what is missing to its share, of work and of tokens
+            long, short = order[0], order[-1]
+            high, low = density[long], density[short]
+            a = min(max(0.0, (w - low * t) / (high - low)), t) if high > low else t
+            part = min([1.0, *(left[d] / x for d, x in ((long, a), (short, t - a)) if x > 0)])
+            for d, size in ((long, part * a), (short, part * (t - a))):
+                if size > 0:
+                    take(r, d, size)
+    for d in list(order):
+        take(ranks - 1, d, left[d])
+    return shards
+
+
+def _mirrored(document: int, n: int, begin: float, end: float) -> list[Run]:
+    """This part of a document, taken from its beginning and from its end: as much causal work as any part of the size.
+
+    >>> [tuple(run)[1:] for run in _mirrored(0, 10, 0, 0.4)], [tuple(run)[1:] for run in _mirrored(0, 10, 0.4, 1)]
+    ([(0, 1, 2), (8, 1, 2)], [(2, 1, 6)])
+    """
+    a = round(begin * (n // 2))
+    if end >= 1:
+        return [Run(document, a, 1, n - 2 * a)] if n > 2 * a else []
+    b = round(end * (n // 2))
+    return [Run(document, a, 1, b - a), Run(document, n - b, 1, b - a)] if b > a else []
 
 
 LAYOUTS: dict[str, Callable[[Sequence[int], int], list[Shard]]] = {
@@ -144,7 +205,7 @@ def _dealt(lengths: Sequence[int], stretches: Sequence[Iterable[tuple[int, int]]
     for own in stretches:
         runs = []
         for a, b in own:
-            d = max(0, int(torch.searchsorted(torch.tensor(begins), a, right=True)) - 1) if a < b else len(lengths)
+            d = max(0, bisect_right(begins, a) - 1) if a < b else len(lengths)
             while d < len(lengths) and begins[d] < b:
                 low, high = max(a, begins[d]), min(b, begins[d + 1])
                 if low < high:

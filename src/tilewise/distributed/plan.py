@@ -10,7 +10,7 @@ The same object executes (`attention`), simulates, is verified (its tiles can be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
 GATHERING = ("allgather", "halo")  # the strategies that send keys to whoever sees them, all at once
+TOGETHER = 1 << 22  # pairs of runs are counted at a time
 REMEMBERED = 256  # plans, of which the ops know the number alone
 _numbers = itertools.count()
 PLANS: dict[int, Plan] = {}
@@ -111,7 +112,10 @@ class Plan:
     def asking(self, station: int) -> list[Piece]:
         """The queries of a station."""
         if self.strategy == "tree":
-            return [Piece(0, Run(0, self.tokens - self.queries, 1, self.queries))]
+            # runs that meet have one step: beside striped keys each query is a run of its own
+            step, first = self.ranks if self.layout == "striped" else 1, self.tokens - self.queries
+            size = self.queries if step == 1 else 1
+            return [Piece(n, Run(0, first + n, step, size)) for n in range(0, self.queries, size)]
         return pieces(self.held[station])
 
     def work(self, station: int, source: int) -> list[Tile]:
@@ -129,6 +133,10 @@ class Plan:
         if self.strategy != "tree":
             return self._kept
         return [by_document(self.asking(s)) for s in range(self.stations)]
+
+    def meets(self, station: int) -> set[int]:
+        """Those whose keys a station sees, and those that see its keys."""
+        return set((self.pairs[station] + self.pairs[:, station]).nonzero().flatten().tolist())
 
     @lru_cache(1 << 16)  # noqa: B019 - plans are few, and forgotten together
     def wants(self, station: int, source: int) -> tuple[tuple[int, int], ...]:
@@ -164,14 +172,14 @@ class Plan:
     def calls(self, station: int, sources: tuple[int, ...], placed: bool, alone: bool) -> list[Call]:
         """What a station computes with the keys of these sources, kept as `buffer` says. `placed`: mods or dropout ask
         for positions, so that tiles must not be put together; `alone`: one tile to a call, as a bias wants it."""
-        keys = pieces([run for _, _, run in self.buffer(station, sources)])
+        keys = pieces(layouts.joined(run for _, _, run in self.buffer(station, sources)))
         found = tiles(self.asking(station), keys, self.band)
         return calls(found if placed else fused(found), self.packed and not alone)
 
     @cached_property
     def pairs(self) -> Tensor:
         """(stations, stations): how many pairs of a station's queries and another's keys see each other."""
-        total = torch.zeros(self.stations, self.stations, dtype=torch.int64)
+        total = torch.zeros(self.stations**2, dtype=torch.int64)
         asked: dict[int, list[tuple[int, Run]]] = {}
         kept: dict[int, list[tuple[int, Run]]] = {}
         for station in range(self.stations):
@@ -179,20 +187,21 @@ class Plan:
                 asked.setdefault(run.document, []).append((station, run))
             for run in self.held[station]:
                 kept.setdefault(run.document, []).append((station, run))
+        alike: dict[tuple[int, int], list[int]] = {}  # documents by their numbers of runs: counted together
         for document in asked.keys() & kept.keys():
-            at, q = zip(*asked[document], strict=True)
-            to, k = zip(*kept[document], strict=True)
-            q_starts, q_counts = (torch.tensor(x) for x in zip(*((r.start, r.size) for r in q), strict=True))
-            k_starts, k_counts = (torch.tensor(x) for x in zip(*((r.start, r.size) for r in k), strict=True))
-            away, step = q_starts[:, None] - k_starts, q[0].step
-            before, after = self.band
-            n, m = q_counts[:, None].expand_as(away), k_counts.expand_as(away)
-            hi = None if after is None else (away + after).div(step, rounding_mode="floor")
-            lo = None if before is None else -(before - away).div(step, rounding_mode="floor")
-            found = count(n, m, lo, hi)
-            rows = torch.zeros(self.stations, len(k), dtype=torch.int64).index_add_(0, torch.tensor(at), found)
-            total.index_add_(1, torch.tensor(to), rows)
-        return total
+            alike.setdefault((len(asked[document]), len(kept[document])), []).append(document)
+        before, after = self.band
+        for (n_q, n_k), documents in alike.items():
+            few = max(1, TOGETHER // (n_q * n_k))
+            for some in (documents[n : n + few] for n in range(0, len(documents), few)):
+                at, i, n, step = _columns([asked[d] for d in some], 2)
+                to, j, m, _ = _columns([kept[d] for d in some], 1)
+                away = i - j
+                hi = None if after is None else (away + after).div(step, rounding_mode="floor")
+                lo = None if before is None else -(before - away).div(step, rounding_mode="floor")
+                found = count(n.expand_as(away), m.expand_as(away), lo, hi)
+                total.index_add_(0, (at * self.stations + to).flatten(), found.flatten())
+        return total.view(self.stations, self.stations)
 
     @cached_property
     def reach(self) -> list[int]:
@@ -290,8 +299,16 @@ class Plan:
         return explain(self)
 
 
+def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
+    """Of runs of several documents, as many of each: the station, start, size and step, broadcast along an axis."""
+    rows = [[(at, run.start, run.size, run.step) for at, run in of] for of in runs]
+    return iter(torch.tensor(rows).unsqueeze(dim).unbind(-1))
+
+
 @lru_cache(4096)
 def _moved(of: Plan, what: str, rank: int, device: Any) -> Tensor:
+    if not 0 <= rank < of.ranks:
+        raise AttentionError("rank", rank, f"0 to {of.ranks - 1}, of {of!r}")
     shard = of.shards[rank]
     found = layouts.tokens(shard, of.lengths) if what == "index" else layouts.positions(shard)
     return found if device is None else found.to(device)

@@ -124,7 +124,10 @@ def _lengths(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> t
         if isinstance(seqlen, bool) or not hasattr(seqlen, "__index__") or seqlen < 0:
             raise AttentionError("seqlen", repr(seqlen), "an int >= 0")
         return (int(seqlen),)
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(x) for x in cu_seqlens or ()]
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    if any(not hasattr(x, "__index__") for x in ends):
+        raise AttentionError("cu_seqlens", ends[:8], "whole numbers, in one line")
+    ends = [int(x) for x in ends]
     if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
         raise AttentionError(
             "cu_seqlens", ends if len(ends) < 9 else f"{ends[:8]}...", "from 0 on, none below the last"

@@ -118,7 +118,8 @@ def _ring(plan: Plan, station: int, member: int, backward: bool) -> Iterator[Ste
 def _gather(plan: Plan, station: int, backward: bool) -> Iterator[Step]:
     """Everything at once: own keys while the others' are on their way."""
     n = plan.stations
-    others = [(station - t) % n for t in range(1, n)]
+    some = plan.meets(station) if plan.strategy == "halo" else range(n)
+    others = [s for t in range(1, n) if (s := (station - t) % n) in some]
 
     def moves(what: str, home: bool) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         here = _some([Move(what, s, station, _size(plan, s, station)) for s in others])

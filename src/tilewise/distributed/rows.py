@@ -147,18 +147,24 @@ def _origin(plan: Plan, call: Call, first_head: int, batch: int, device: torch.d
 
 
 def merge_(out: Tensor, lse: Tensor, rows: Rows, out_part: Tensor, lse_part: Tensor) -> None:
-    """`tilewise.merge` in place: (out, lse)[rows] becomes the attention over these keys and those before.
+    """`tilewise.merge` in place: (out, lse)[rows] becomes the attention over these keys and those before. One pass over
+    out; on a GPU it is one kernel.
 
-    out (B, n, H, D), lse (B, H, n)
+    out (B, n, H, D), lse (B, H, n); the parts of as many rows as `rows` has
     """
+    if not out_part.numel():
+        return
+    if out.is_cuda and out.dtype == torch.float32:
+        from ..kernels.join import join_
+
+        index = None if len(rows.ranges) == 1 else _index(rows.ranges, out.device)
+        join_(out, lse, out_part, lse_part, rows.ranges[0][0], index)
+        return
     own, log = rows.take(out), rows.take(lse, 2)
-    pivot = torch.maximum(log, lse_part)
-    pivot = pivot.masked_fill(pivot == -torch.inf, 0.0)
-    w, w_part = torch.exp(log - pivot), torch.exp(lse_part - pivot)
-    l = w + w_part
-    some = l.masked_fill(l == 0, 1.0)
-    own.mul_((w / some).mT[..., None]).addcmul_(out_part, (w_part / some).mT[..., None])
-    log.copy_((pivot + some.log()).masked_fill(l == 0, -torch.inf))
+    # its share of the weights; 0 where it saw nothing, even if nobody has seen anything
+    share = (lse_part - log).sigmoid_().masked_fill_(lse_part == -torch.inf, 0.0)
+    own.lerp_(out_part, share.mT[..., None])
+    torch.logaddexp(log, lse_part, out=log)
     rows.put(out, own)
     rows.put(lse, log, 2)
 

@@ -28,7 +28,7 @@ from .plan import GATHERING, Plan
 
 LINKS = Path(__file__).with_name("links.json")
 LARGE = 16384  # tokens of a call in which nothing but the matrix units counts
-MERGES = 5  # times that the float32 out is read or written to merge a tile into it
+MERGES = 3  # times that the float32 out is read or written to merge a tile into it
 
 
 @dataclass(frozen=True)

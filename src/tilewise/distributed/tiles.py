@@ -138,8 +138,10 @@ def fused(found: Sequence[Tile]) -> list[Tile]:
     [Tile(q0=0, q1=8, k0=0, k1=8, lo=None, hi=0, document=0, i_0=0, j_0=0, step=0)]
     """
     done: list[Tile] = []
-    for document in dict.fromkeys(x.document for x in found):
-        rest = [x for x in found if x.document == document]
+    of: dict[int, list[Tile]] = {}
+    for x in found:
+        of.setdefault(x.document, []).append(x)
+    for rest in of.values():
         while rest:
             one, merged = rest.pop(), True
             while merged:
@@ -171,13 +173,18 @@ def calls(found: Sequence[Tile], packed: bool) -> list[Call]:
     if not packed:
         return [Call((x,)) for x in found]
     groups: list[list[Tile]] = []
+    ends: list[tuple[int, int]] = []  # of their queries and keys: what begins after both need not be compared
     for x in found:
-        for group in reversed(groups):
-            if group[0].window == x.window and all(_apart(x, y) for y in group):
+        for n in reversed(range(len(groups))):
+            group, (q_end, k_end) = groups[n], ends[n]
+            beyond = x.q0 >= q_end and x.k0 >= k_end
+            if group[0].window == x.window and (beyond or all(_apart(x, y) for y in group)):
                 group.append(x)
+                ends[n] = max(q_end, x.q1), max(k_end, x.k1)
                 break
         else:
             groups.append([x])
+            ends.append((x.q1, x.k1))
     return [Call(tuple(group)) for group in groups]
 
 

@@ -107,3 +107,33 @@ def probed(tokens: Tensor) -> list[str]:
 
     report = check(plan(cu_seqlens=DOCUMENTS, causal=True), logits, tokens, layers=2)
     return [] if report.error < 1e-5 and len(report.perturbed) == 3 else [str(report)]
+
+
+def models_compiled(rank: int, ranks: int) -> list[str]:
+    """One graph without a break, which serves a plan again; loss and gradients are those without compilation."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    found, tokens = [], text(33, 1)
+    one = model("gemma2")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(one, backend=counter, fullgraph=True)
+    made = plan(cu_seqlens=DOCUMENTS, causal=True)
+    expected = compiled_step(one, one, made, tokens)
+    for _ in range(2):
+        ours = compiled_step(compiled, one, made, tokens)
+        if not all(torch.allclose(x, y, atol=1e-6) for x, y in zip(ours, expected, strict=True)):
+            found.append("the compiled model computes something else")
+    return found if counter.frame_count == 1 else [*found, f"{counter.frame_count} graphs"]
+
+
+def compiled_step(call: Any, one: Any, made: Plan, tokens: Tensor) -> list[Tensor]:
+    """As `step`, of a model and of what compilation made of it."""
+    one.zero_grad()
+    labels = made.labels(tokens)
+    with use(made):
+        found = call(
+            input_ids=made.shard(tokens), position_ids=made.positions()[None], labels=labels, shift_labels=labels,
+            num_items_in_batch=tokens.numel(), use_cache=False,
+        )  # fmt: skip
+        found.loss.backward()
+    return [found.loss.detach(), *(w.grad.clone() for w in one.parameters())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
 
@@ -197,6 +199,49 @@ def test_a_thousand_ranks_take_no_time():
     assert time.perf_counter() - start < 20
 
 
+def ends_of(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+@pytest.mark.parametrize(("mu", "sigma"), [(6.5, 1.0), pytest.param(8.0, 1.3, marks=pytest.mark.slow)])
+def test_a_thousand_ranks_of_packed_documents(mu, sigma):
+    """Even; every pair once, all counted and those of some ranks one by one; bytes by the formula; soon done."""
+    start = time.process_time()
+    rng = random.Random(5)
+    lengths = [int(rng.lognormvariate(mu, sigma)) + 1 for _ in range(int(2**20 / math.exp(mu + sigma**2 / 2)))]
+    made = plan(1024, cu_seqlens=ends_of(lengths), causal=True)
+    assert (made.strategy, made.layout) == ("halo", "document")
+    assert made.imbalance() <= 0.05
+    assert max(made.counts()) <= 1.05 * made.tokens / 1024
+    for shard, pairs in zip(made.shards, made.pairs.sum(1).tolist(), strict=True):
+        assert pairs == sum(run.size * run.start + run.size * (run.size + 1) // 2 for run in shard)
+    place = torch.cat([torch.arange(n) for n in lengths])
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    for rank in (0, 517, int(made.pairs.sum(1).argmax())):
+        own = tokens(made.shards[rank], made.lengths)
+        count_of, came = torch.zeros(len(own), dtype=torch.int64), 0
+        for step in program(made, rank):
+            came += sum(m.rows for m in step.receives) if isinstance(step, Post) else 0
+            if not isinstance(step, Compute):
+                continue
+            keys = tokens(tuple(run for _, _, run in made.buffer(rank, step.sources)), made.lengths)
+            done = torch.zeros(len(own), len(keys), dtype=torch.int8)
+            for tile in (x for call in made.calls(rank, step.sources, True, False) for x in call.tiles):
+                assert tile.window[0] is None
+                some = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.int8)
+                if tile.hi is not None:
+                    some = some.tril(tile.hi + tile.q0 - tile.k0)
+                done[tile.q0 : tile.q1, tile.k0 : tile.k1] += some
+            sees = (document[keys] == document[own][:, None]) & (place[keys] <= place[own][:, None])
+            assert torch.equal(done, sees.to(torch.int8))
+            count_of += sees.sum(1)
+        assert torch.equal(count_of, place[own] + 1)
+        # of each document that a rank has some of: the keys up to its last query, but those it has
+        of = {d: list(runs) for d, runs in itertools.groupby(made.shards[rank], lambda run: run.document)}
+        assert came == sum(runs[-1].start + runs[-1].size - sum(x.size for x in runs) for runs in of.values())
+    assert time.process_time() - start < 60
+
+
 def test_fused_tiles_are_few():
     made = plan(4, seqlen=4096, causal=True, strategy="ring")
     for source in range(4):
@@ -236,6 +281,7 @@ def test_what_auto_chooses():
         ({"seqlen": 4, "cu_seqlens": [0, 4]}, "found both"),
         ({"seqlen": -1}, "seqlen: found -1"),
         ({"cu_seqlens": [0, 5, 3]}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.5])}, "cu_seqlens: found .* expected whole numbers"),
         ({"seqlen": 8, "strategy": "rings"}, "strategy: found 'rings'; expected 'ring'"),
         ({"seqlen": 8, "layout": "diagonal"}, "layout: found 'diagonal'"),
         ({"seqlen": 8, "window": -1}, "window"),
@@ -256,6 +302,8 @@ def test_a_plan_in_thought_has_no_rank_and_tensors_must_fit():
         tilewise.distributed.attention(q, q, q, plan=made)
     with pytest.raises(AttentionError, match="shape of a tensor to shard"):
         made.shard(q)
+    with pytest.raises(AttentionError, match="rank: found 2; expected 0 to 1"):
+        made.positions(rank=2)
     with pytest.raises(AttentionError, match="init_process_group"):
         plan(seqlen=8)
 

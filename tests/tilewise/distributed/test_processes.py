@@ -9,7 +9,7 @@ import pytest
 from tests.tilewise.distributed.pool import JOBS, spawn
 
 HERE = [name for name, module in JOBS.items() if module != "hugging_face" or find_spec("transformers")]
-SLOW = ("all_ways", "compiled", "models")
+SLOW = ("all_ways", "compiled", "models", "models_compiled")
 QUICK = [name for name in HERE if name not in SLOW]
 
 
