@@ -124,7 +124,7 @@ def table(children: Sequence[Child]) -> str:
                 f"{ms[OURS]:.3f}",
                 f"{best} {ms[best]:.3f}" if best else "nobody",
                 f"{r['ratio']:.2f}" if best else "",
-                "" if bar is None or best is None else f"{bar:.2f} {'met' if r['ratio'] >= bar else 'MISSED'}",
+                "" if SMALL or bar is None or best is None else f"{bar:.2f} {'met' if r['ratio'] >= bar else 'MISSED'}",
                 f"{peak[OURS]:.0f}, {peak[best]:.0f}" if best in peak and OURS in peak else "",
                 ", ".join(f"{name} {x:.1e}" for name, x in r.get("away", {}).items()),
             ]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from bounded import DEVICE, OURS, SMALL, Row, main, row
 from features import Call, both, interleave
 from torch import Tensor
@@ -97,6 +98,7 @@ def prepare(name: str) -> Callable[[], list[Row]]:
     grad = torch.randn_like(leaves[0])
     makes: dict[str, Callable[..., Any]] = {OURS: flex_attention, "flex": torchs}
     if not SMALL:
+        torch._functorch.config.donated_buffer = False  # the backward is called again and again
         makes["flex"] = torch.compile(torchs, dynamic=False, fullgraph=True)
     calls: dict[str, tuple[Call, Call]] = {}
     answers: dict[str, list[Tensor]] = {}
