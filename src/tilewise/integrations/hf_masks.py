@@ -26,6 +26,7 @@ from .bands import table
 from .hf_sharded import whole_padding
 
 FAR = 2**30
+TABLES = {"doge"}  # types of models that compute with the mask, and leave out one that is not a tensor
 
 
 @mask_mod
@@ -81,6 +82,11 @@ class Mask(BlockMask):
     def __getitem__(self, index: Any) -> Any:
         raise AttentionError("an index into tilewise's attention mask", repr(index), "the mask as it is")
 
+    def __radd__(self, scores: Any) -> Any:
+        raise AttentionError(
+            "attn_implementation", "tilewise, in a model that adds its mask to its own scores", "eager"
+        )
+
     def __repr__(self) -> str:
         return f"Mask({self.sizes}, keys={self.keys}, window={self.window}, mod={self.mod}, segments={self.segments})"
 
@@ -89,7 +95,7 @@ def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
     local_size: int | None = None, use_vmap: bool = False, config: Any = None, look: bool = True, **others: Any,
-) -> Mask | None:  # fmt: skip
+) -> Mask | Tensor | None:  # fmt: skip
     """transformers' mask of a forward. None means what it means to its "sdpa": nothing is hidden but by causality, with
     query 0 at key 0 if there are several.
 
@@ -101,8 +107,11 @@ def make_mask(
     plan = current()
     if plan is not None:
         return _sharded(plan, shape, parts, attention_mask)
+    asked = (shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+    if getattr(config, "model_type", None) in TABLES:
+        return _pairs(*asked)
     if parts is None:
-        return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+        return Mask(shape, mod=table(_pairs(*asked)))
     tracing = torch.compiler.is_compiling() or isinstance(attention_mask, torch.fx.Proxy)
     valid = _valid(attention_mask, kv_length, kv_offset)
     shift = q_offset - kv_offset
@@ -134,7 +143,7 @@ def make_mask(
     late = shift - ((kv_length if keys is None else keys) - q_length)  # how far past the bottom right corner
     window = tuple(None if side >= FAR else side for side in (before - late, after + late))
     if min(side for side in (*window, 0) if side is not None) < 0:
-        return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+        return Mask(shape, mod=table(_pairs(*asked)))
     return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
 
 
@@ -279,14 +288,14 @@ def _documents(function: Any, batch: int, n: int, device: Any) -> Tensor:
     return torch.nn.functional.pad(begins.int().cumsum(1, dtype=torch.int32), (1, 0))
 
 
-def _table(
+def _pairs(
     shape: tuple[int, int, int, int], q_offset: Any, kv_offset: Any, mask_function: Any, attention_mask: Any,
     use_vmap: bool, others: dict[str, Any],
-) -> Mask:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """What has no shorter form: every pair, as transformers evaluates its function."""
-    seen = masking_utils.sdpa_mask(
+    seen: Tensor = masking_utils.sdpa_mask(
         batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=others.get("device", "cpu"),
     )  # fmt: skip
-    return Mask(shape, mod=table(seen))
+    return seen

@@ -50,6 +50,7 @@ MODELS: dict[str, Model] = {
         "GptOssConfig", "GptOssForCausalLM", sliding_window=WINDOW, layer_types=LAYER_TYPES, num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "doge": text("DogeConfig", "DogeForCausalLM", keep_window_size=8),  # computes with the mask in every layer
     "phi": text("PhiConfig", "PhiForCausalLM"),
     "olmo2": text("Olmo2Config", "Olmo2ForCausalLM"),
     "mixtral": text("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
