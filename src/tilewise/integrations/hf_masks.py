@@ -87,6 +87,10 @@ class Mask(BlockMask):
             "attn_implementation", "tilewise, in a model that adds its mask to its own scores", "eager"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        found = f"tilewise's attention mask has no {name}; a model that asks for it computes its own attention"
+        raise AttributeError(f'{found}: attn_implementation="eager"')
+
     def __repr__(self) -> str:
         return f"Mask({self.sizes}, keys={self.keys}, window={self.window}, mod={self.mod}, segments={self.segments})"
 

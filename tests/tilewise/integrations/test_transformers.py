@@ -288,6 +288,8 @@ def test_what_cannot_be_honoured_raises() -> None:
         integration.attention_forward(model, q, q, q, None, output_attentions=True)
     with pytest.raises(tilewise.AttentionError, match="adds its mask to its own scores"):
         q + Mask((1, 1, 3, 4))
+    with pytest.raises(AttributeError, match="computes its own attention"):
+        Mask((1, 1, 3, 4)).size()
     with pytest.raises(tilewise.AttentionError, match="queries and keys"):
         integration.attention_forward(model, q, q, q, Mask((1, 1, 3, 4)))
     with pytest.raises(tilewise.AttentionError, match="attention_mask"):
