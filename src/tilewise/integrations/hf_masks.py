@@ -125,7 +125,7 @@ def make_mask(
         shift = torch.full((), shift, device=others["device"])  # a step of a static cache: one graph for all of them
     on_device = isinstance(shift, Tensor)
     if look and not tracing and (valid is not None or on_device) and not (on_device and q_length == 1):
-        shift, valid, segments = _looked(shift, valid, q_length, after == 0)
+        shift, valid, segments = _looked(shift, valid, q_length, before, after)
         on_device = False
     if ids is _NEIGHBOURS:
         ids = None
@@ -183,7 +183,7 @@ def _valid(mask: Tensor | None, keys: int, first: Any) -> Tensor | None:
 
 
 def _looked(
-    shift: Any, valid: Tensor | None, n_q: int, causal: bool
+    shift: Any, valid: Tensor | None, n_q: int, before: int, after: int
 ) -> tuple[int, Tensor | None, tuple[Tensor, Tensor] | None]:
     """What is learned by waiting for the numbers, once: the shift; a padding mask if there is padding; and, where each
     row of a square mask has its tokens in one piece, the offsets of the pieces."""
@@ -194,26 +194,34 @@ def _looked(
     first, count = valid.int().argmax(1), valid.sum(1)
     pieces = (j >= first[:, None]) & (j < (first + count)[:, None])
     place = torch.as_tensor(shift, device=valid.device)
-    unseen = j >= place + n_q if causal else torch.zeros_like(j, dtype=torch.bool)  # the rest of a static cache
+    unseen = j >= place + n_q if after == 0 else torch.zeros_like(j, dtype=torch.bool)  # the rest of a static cache
     whole = (valid | unseen).all()
     found, all_valid, in_pieces = torch.stack([place.long(), whole.long(), (valid == pieces).all().long()]).tolist()
     if all_valid:
         return found, None, None
-    if not in_pieces or n != n_q or found != 0:
+    causal, everything = after == 0, (before, after) == (FAR, FAR)
+    if not in_pieces or n != n_q or found != 0 or not (causal or everything):
         return found, valid, None
-    return found, valid, _segments(first, count, n)
+    return found, valid, _segments(first, count, n, causal)
 
 
-def _segments(first: Tensor, count: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Offsets of a batch's rows cut into padding, tokens, padding. Keys of padding are nobody's and its queries see
-    nothing: each padding is two sequences, one without queries and one without keys.
+def _segments(first: Tensor, count: Tensor, n: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Offsets of a batch's rows cut into padding, tokens, padding. Keys of padding are nobody's. If it is causal, its
+    queries see nothing: each padding is two sequences, one without queries and one without keys. If not, every query
+    sees the tokens, for it may be that of another text: cross attention is told the padding of its keys.
 
-    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3)]
+    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3, True)]
     [[0, 0, 1, 3, 3, 3, 3, 3, 4, 4, 6], [0, 1, 1, 3, 3, 3, 3, 3, 4, 6, 6]]
+    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3, False)]
+    [[0, 0, 3, 3, 3, 6, 6], [0, 1, 3, 3, 3, 4, 6]]
     """
     none, last = torch.zeros_like(first), n - first - count
-    queries = torch.stack([none, first, count, none, last], 1)
-    keys = torch.stack([first, none, count, last, none], 1)
+    if causal:
+        queries = torch.stack([none, first, count, none, last], 1)
+        keys = torch.stack([first, none, count, last, none], 1)
+    else:
+        queries = torch.stack([none, none + n, none], 1)
+        keys = torch.stack([first, count, last], 1)
     cu_q, cu_k = (torch.nn.functional.pad(x.flatten().cumsum(0), (1, 0)).int() for x in (queries, keys))
     return cu_q, cu_k
 
