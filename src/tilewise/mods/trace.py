@@ -58,7 +58,7 @@ def followed(function: Callable[..., Any], values: Sequence[Expr | Captured]) ->
     return follow(function, values, captured), [x for x, _ in found.values()]
 
 
-WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions; or a `def` in a file"
+WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions"
 
 
 def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
