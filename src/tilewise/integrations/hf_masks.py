@@ -10,6 +10,7 @@ that every layer uses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -78,6 +79,13 @@ class Mask(BlockMask):
 
     def contiguous(self) -> Mask:
         return self
+
+    def to(self, device: Any, **words: Any) -> Mask:  # type: ignore[override]
+        """On another device: accelerate moves what it passes to layers that lie on several."""
+        moved = copy(self)
+        moved.mod = None if self.mod is None else self.mod.to(device)
+        moved.segments = None if self.segments is None else (self.segments[0].to(device), self.segments[1].to(device))
+        return moved
 
     def __getitem__(self, index: Any) -> Any:
         raise AttentionError("an index into tilewise's attention mask", repr(index), "the mask as it is")

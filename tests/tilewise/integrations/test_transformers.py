@@ -387,6 +387,18 @@ def test_a_looked_at_mask_without_padding_is_left_out() -> None:
     assert not_looked.mod is not None
 
 
+def test_a_mask_moves_to_another_device() -> None:
+    """As accelerate moves what it passes to the layers of a model that lies on several."""
+    valid = torch.arange(12) >= torch.tensor([[3], [0]])
+    mask = make_mask(2, 12, 12, attention_mask=valid, device="cpu")
+    assert isinstance(mask, Mask)
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.mod is not None
+    assert moved.segments is not None
+    assert {x.device.type for x in (*moved.mod.tensors, *moved.segments)} == {"meta"}
+    assert (moved.sizes, moved.window, mask.mod.tensors[0].device.type) == (mask.sizes, mask.window, "cpu")
+
+
 def test_another_version_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "7.0.1")
     with pytest.warns(UserWarning, match=r"tested with transformers 5.17 to .* this is 7.0.1"):
