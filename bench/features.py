@@ -30,7 +30,7 @@ ROUNDS, WARM = 10, 3
 
 def interleave(calls: dict[str, Call]) -> dict[str, float]:
     """Median milliseconds of each call on the device, taken in turns; the host, which queues them, is ahead."""
-    clock = clock_for(torch.device("cuda"))
+    clock = clock_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(WARM + ROUNDS):
         names = random_order(list(calls), len(calls))

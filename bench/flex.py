@@ -1,21 +1,23 @@
 """FlexAttention's standard mods, compiled by torch and computed by `tilewise.compat.flex_attention`.
 
-    python bench/flex.py                        # forward and backward of the eight, about two minutes
-    python bench/flex.py causal document --out flex.json
+    python bench/flex.py                        # forward and backward of the eight, in at most 95 seconds
+    python bench/flex.py causal document --seconds 60 --keep
 
-Each answer is compared before it is timed; calls are interleaved, and only ratios are meant.
+Out and gradients are compared before anything is timed; calls are interleaved, and only ratios are meant.
+On a CPU it is small, forward only, and torch's side is not compiled: to see that it runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from features import agree, both, interleave
+import torch._functorch.config
+from bounded import DEVICE, OURS, SMALL, Row, main, row
+from features import Call, both, interleave
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 from torch.nn.attention.flex_attention import flex_attention as torchs
@@ -23,6 +25,11 @@ from torch.nn.attention.flex_attention import flex_attention as torchs
 from tilewise.compat import flex_attention
 
 BATCH, HEADS, LENGTH, DIM, WINDOW, PREFIX, DOCUMENTS, CAP = 2, 16, 8192, 128, 1024, 1024, 12, 20.0
+if SMALL:
+    HEADS, LENGTH, DIM, WINDOW, PREFIX = 2, 256, 16, 32, 32
+DTYPE, BUDGET = (torch.float32, 1e-4) if SMALL else (torch.bfloat16, 3e-2)
+BAR = 1.0
+PASSES = ("forward",) if SMALL else ("forward", "backward")  # FlexAttention has no backward on a CPU
 
 
 def noop(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -54,58 +61,68 @@ def prefix(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return kv_idx < PREFIX
 
 
-def documents(ids: Tensor) -> Any:
+def documents() -> Any:
+    ids = torch.randint(0, DOCUMENTS, (LENGTH,), device=DEVICE).sort()[0].int()
+
     def document(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
         return ids[q_idx] == ids[kv_idx]
 
     return and_masks(document, causal)
 
 
-def cases(device: str) -> dict[str, dict[str, Any]]:
+SCORES = {"noop": noop, "relative": relative, "alibi": alibi, "softcap": softcap}
+MASKS: dict[str, Callable[[], Any]] = {
+    "causal": lambda: causal,
+    "sliding_window": lambda: window,
+    "prefix_lm": lambda: or_masks(prefix, causal),
+    "document": documents,
+}
+
+
+def words_of(name: str) -> dict[str, Any]:
+    if name in SCORES:
+        return {"score_mod": SCORES[name]}
+    return {"block_mask": create_block_mask(MASKS[name](), None, None, LENGTH, LENGTH, device=DEVICE.type)}
+
+
+def away(ours: Tensor, theirs: Tensor) -> float:
+    """The distance of two answers, relative to their size."""
+    return ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
+
+
+def prepare(name: str) -> Callable[[], list[Row]]:
     torch.manual_seed(0)
-    ids = torch.randint(0, DOCUMENTS, (LENGTH,), device=device).sort()[0].int()
-    masks = {
-        "causal": causal,
-        "sliding_window": window,
-        "prefix_lm": or_masks(prefix, causal),
-        "document": documents(ids),
-    }
-    made = {
-        name: {"block_mask": create_block_mask(mod, None, None, LENGTH, LENGTH, device=device)}
-        for name, mod in masks.items()
-    }
-    scores = {"noop": noop, "relative": relative, "alibi": alibi, "softcap": softcap}
-    return {name: {"score_mod": mod} for name, mod in scores.items()} | made
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="which mods; all if none is named")
-    out = os.environ.get("OUT")
-    parser.add_argument("--out", type=Path, default=Path(out, "flex.json") if out else None, help="a file to write")
-    args = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64  # one function, many mods
-    compiled = torch.compile(torchs, dynamic=False)
-    leaves = [
-        torch.randn(BATCH, HEADS, LENGTH, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
-    ]
+    words = words_of(name)
+    shape = (BATCH, HEADS, LENGTH, DIM)
+    leaves = [torch.randn(shape, device=DEVICE, dtype=DTYPE, requires_grad=not SMALL) for _ in range(3)]
     grad = torch.randn_like(leaves[0])
-    rows: list[dict[str, Any]] = []
-    for name, words in cases("cuda").items():
-        if args.names and name not in args.names:
-            continue
-        with torch.no_grad():
-            agree(name, flex_attention(*leaves, **words), compiled(*leaves, **words), 3e-2)
-        ours = both(lambda words=words: flex_attention(*leaves, **words), leaves, grad)
-        theirs = both(lambda words=words: compiled(*leaves, **words), leaves, grad)
-        for which, pair in zip(("forward", "backward"), zip(ours, theirs, strict=True), strict=True):
-            times = interleave(dict(zip(("tilewise", "flex"), pair, strict=True)))
-            rows.append({"mod": name, "pass": which, **times, "ratio": times["flex"] / times["tilewise"]})
-            print(json.dumps(rows[-1]), flush=True)
-    if args.out is not None:
-        sizes = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "dim": DIM, "machine": torch.cuda.get_device_name()}
-        args.out.write_text(json.dumps({**sizes, "torch": torch.__version__, "rows": rows}, indent=1))
+    makes: dict[str, Callable[..., Any]] = {OURS: flex_attention, "flex": torchs}
+    if not SMALL:
+        torch._functorch.config.donated_buffer = False  # the backward is called again and again
+        makes["flex"] = torch.compile(torchs, dynamic=False, fullgraph=True)
+    calls: dict[str, tuple[Call, Call]] = {}
+    answers: dict[str, list[Tensor]] = {}
+    for who, make in makes.items():
+        out = make(*leaves, **words)
+        answers[who] = [out.detach(), *(() if SMALL else torch.autograd.grad(out, leaves, grad))]
+        calls[who] = both(partial(make, *leaves, **words), leaves, grad)
+        calls[who][0]()  # without gradients: another graph to compile
+    found = {
+        what: away(a, b) for what, a, b in zip(("out", "dq", "dk", "dv"), answers[OURS], answers["flex"], strict=False)
+    }
+    if not max(found.values()) <= BUDGET:
+        raise RuntimeError(f"{name} disagrees with FlexAttention: {found}")
+
+    def measure() -> list[Row]:
+        rows = []
+        for n, which in enumerate(PASSES):
+            times = interleave({who: pair[n] for who, pair in calls.items()})
+            rows.append(row(f"{name} {which}", times, bar=BAR, away=found if n == 0 else {}))
+        return rows
+
+    return measure
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # eight compile side by side
+    main(f"{__doc__}\nB {BATCH}, H {HEADS}, S {LENGTH}, D {DIM}", "flex", prepare, [*SCORES, *MASKS])

@@ -93,9 +93,9 @@ def test_flex(name: str) -> None:
     """With float32 inputs, so that the sums of the formula are no worse than ours."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if name in ("bias", "bias, index by index", "documents", "causal documents", "padding", "noop"):
+    if name in ("bias", "bias, index by index", "paths", "documents", "causal documents", "padding", "images", "noop"):
         pytest.skip("its tensors are on the CPU, or the formula has none")
-    leaves = [x.float().detach().requires_grad_() for x in qkv(200, 4, 4)]
+    leaves = [x.float().detach().requires_grad_() for x in qkv(200, 200, 4, 4)]
     words: dict[str, Any] = {"score_mod": SCORES[name]} if name in SCORES else {}
     if name in MASKS:
         mod, batch, _ = MASKS[name]
@@ -106,6 +106,18 @@ def test_flex(name: str) -> None:
     assert_close(ours, expected, rtol=1e-3, atol=1e-3)
     grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, expected)]
     assert_close(*grads, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["bart", "bert", "doge", "gemma2", "gpt_oss"])
+def test_padded_models(name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import tilewise.integrations.transformers  # noqa: F401
+    from tests.tilewise.integrations.hf_models import build, inputs
+
+    given, look = inputs(name, "left")
+    given = {key: x.to("cuda") for key, x in given.items()}
+    ours, theirs = (look(build(name, x).to("cuda")(**given)) for x in ("tilewise", "eager"))
+    assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 class TestTransformers:

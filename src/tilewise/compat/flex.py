@@ -5,8 +5,9 @@
 
     out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
 
-There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md),
-tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
+There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md)
+or, where that has more in it than a mod's (tuples, loops, an `if` over numbers), it is called once to see what it does.
+Tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
 the FlexAttention of torch 2.11 and 2.13.
 """
 
@@ -24,9 +25,10 @@ from ..api import attention
 from ..mods import BlockMask, Mod
 from ..mods.bands import FAR, split
 from ..mods.blocks import listed
-from ..mods.expr import SCORE
-from ..mods.modifier import Modifier, mask_mod
-from ..mods.program import joined
+from ..mods.expr import SCORE, as_bool, as_float
+from ..mods.modifier import PAIR, Modifier, mask_mod
+from ..mods.program import Program, joined, register
+from ..mods.trace import followed
 from ..spec import AttentionError
 
 Function = Callable[..., Any]
@@ -88,17 +90,30 @@ def mod_of(function: Any, kind: str) -> Mod:
         return joined(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
     if not hasattr(function, "__code__"):
         raise AttentionError(f"{kind}_mod", repr(function), "a plain function")
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if len(names) != PARAMETERS[kind].count(",") + 1:
+        raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
     known = _modifiers[kind]
     modifier = known.get(function)
     if modifier is None:
         modifier = known[function] = Modifier(function, kind)
-    if modifier.parameters:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
-    mod: Mod = modifier()
+    try:
+        mod: Mod = modifier()
+    except AttentionError:
+        mod = _followed(function, kind)
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
+
+
+def _followed(function: Any, kind: str) -> Mod:
+    """The mod of a function whose text says more than a mod may: tuples, loops, an `if` over numbers. It is called with
+    values that note what is done to them, every time anew, for what it rests on is not known."""
+    values = [*([SCORE] if kind == "score" else []), *PAIR]
+    root, tensors = followed(function, values)
+    root = as_float(root) if kind == "score" else as_bool(root)
+    key = register(Program(root, tuple(x.dim() for x in tensors), 0))
+    return Mod(kind, key, tuple(tensors), (), function.__name__)
 
 
 PARAMETERS = {"score": "(score, b, h, q_idx, kv_idx)", "mask": "(b, h, q_idx, kv_idx)"}

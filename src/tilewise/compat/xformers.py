@@ -94,6 +94,8 @@ def _window(bias: Any) -> dict[str, Any]:
 
 
 def _top_left(bias: Any) -> dict[str, Any]:
+    if getattr(bias, "q_seqinfo", None) is getattr(bias, "k_seqinfo", bias):  # as many queries as keys: both corners
+        return _bottom_right(bias)
     return {"mask_mod": from_top_left(getattr(bias, "_window_size", 0) or FAR)}
 
 
@@ -174,7 +176,9 @@ class BlockDiagonalMask:
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Any:
-        return cls(SeqInfo.of(q_seqlen), SeqInfo.of(q_seqlen if kv_seqlen is None else kv_seqlen))
+        queries = SeqInfo.of(q_seqlen)
+        same = kv_seqlen is None or list(kv_seqlen) == list(q_seqlen)
+        return cls(queries, queries if same or kv_seqlen is None else SeqInfo.of(kv_seqlen))
 
     def make_causal(self) -> BlockDiagonalCausalMask:
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo)

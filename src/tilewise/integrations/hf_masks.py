@@ -10,6 +10,7 @@ that every layer uses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .bands import table
 from .hf_sharded import whole_padding
 
 FAR = 2**30
+TABLES = {"doge"}  # types of models that compute with the mask, and leave out one that is not a tensor
 
 
 @mask_mod
@@ -78,8 +80,24 @@ class Mask(BlockMask):
     def contiguous(self) -> Mask:
         return self
 
+    def to(self, device: Any, **words: Any) -> Mask:  # type: ignore[override]
+        """On another device: accelerate moves what it passes to layers that lie on several."""
+        moved = copy(self)
+        moved.mod = None if self.mod is None else self.mod.to(device)
+        moved.segments = None if self.segments is None else (self.segments[0].to(device), self.segments[1].to(device))
+        return moved
+
     def __getitem__(self, index: Any) -> Any:
         raise AttentionError("an index into tilewise's attention mask", repr(index), "the mask as it is")
+
+    def __radd__(self, scores: Any) -> Any:
+        raise AttentionError(
+            "attn_implementation", "tilewise, in a model that adds its mask to its own scores", "eager"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        found = f"tilewise's attention mask has no {name}; a model that asks for it computes its own attention"
+        raise AttributeError(f'{found}: attn_implementation="eager"')
 
     def __repr__(self) -> str:
         return f"Mask({self.sizes}, keys={self.keys}, window={self.window}, mod={self.mod}, segments={self.segments})"
@@ -89,7 +107,7 @@ def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
     local_size: int | None = None, use_vmap: bool = False, config: Any = None, look: bool = True, **others: Any,
-) -> Mask | None:  # fmt: skip
+) -> Mask | Tensor | None:  # fmt: skip
     """transformers' mask of a forward. None means what it means to its "sdpa": nothing is hidden but by causality, with
     query 0 at key 0 if there are several.
 
@@ -101,8 +119,11 @@ def make_mask(
     plan = current()
     if plan is not None:
         return _sharded(plan, shape, parts, attention_mask)
+    asked = (shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+    if getattr(config, "model_type", None) in TABLES:
+        return _pairs(*asked)
     if parts is None:
-        return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+        return Mask(shape, mod=table(_pairs(*asked)))
     tracing = torch.compiler.is_compiling() or isinstance(attention_mask, torch.fx.Proxy)
     valid = _valid(attention_mask, kv_length, kv_offset)
     shift = q_offset - kv_offset
@@ -112,7 +133,7 @@ def make_mask(
         shift = torch.full((), shift, device=others["device"])  # a step of a static cache: one graph for all of them
     on_device = isinstance(shift, Tensor)
     if look and not tracing and (valid is not None or on_device) and not (on_device and q_length == 1):
-        shift, valid, segments = _looked(shift, valid, q_length, after == 0)
+        shift, valid, segments = _looked(shift, valid, q_length, before, after)
         on_device = False
     if ids is _NEIGHBOURS:
         ids = None
@@ -134,7 +155,7 @@ def make_mask(
     late = shift - ((kv_length if keys is None else keys) - q_length)  # how far past the bottom right corner
     window = tuple(None if side >= FAR else side for side in (before - late, after + late))
     if min(side for side in (*window, 0) if side is not None) < 0:
-        return _table(shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+        return Mask(shape, mod=table(_pairs(*asked)))
     return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
 
 
@@ -170,7 +191,7 @@ def _valid(mask: Tensor | None, keys: int, first: Any) -> Tensor | None:
 
 
 def _looked(
-    shift: Any, valid: Tensor | None, n_q: int, causal: bool
+    shift: Any, valid: Tensor | None, n_q: int, before: int, after: int
 ) -> tuple[int, Tensor | None, tuple[Tensor, Tensor] | None]:
     """What is learned by waiting for the numbers, once: the shift; a padding mask if there is padding; and, where each
     row of a square mask has its tokens in one piece, the offsets of the pieces."""
@@ -181,26 +202,34 @@ def _looked(
     first, count = valid.int().argmax(1), valid.sum(1)
     pieces = (j >= first[:, None]) & (j < (first + count)[:, None])
     place = torch.as_tensor(shift, device=valid.device)
-    unseen = j >= place + n_q if causal else torch.zeros_like(j, dtype=torch.bool)  # the rest of a static cache
+    unseen = j >= place + n_q if after == 0 else torch.zeros_like(j, dtype=torch.bool)  # the rest of a static cache
     whole = (valid | unseen).all()
     found, all_valid, in_pieces = torch.stack([place.long(), whole.long(), (valid == pieces).all().long()]).tolist()
     if all_valid:
         return found, None, None
-    if not in_pieces or n != n_q or found != 0:
+    causal, everything = after == 0, (before, after) == (FAR, FAR)
+    if not in_pieces or n != n_q or found != 0 or not (causal or everything):
         return found, valid, None
-    return found, valid, _segments(first, count, n)
+    return found, valid, _segments(first, count, n, causal)
 
 
-def _segments(first: Tensor, count: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Offsets of a batch's rows cut into padding, tokens, padding. Keys of padding are nobody's and its queries see
-    nothing: each padding is two sequences, one without queries and one without keys.
+def _segments(first: Tensor, count: Tensor, n: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Offsets of a batch's rows cut into padding, tokens, padding. Keys of padding are nobody's. If it is causal, its
+    queries see nothing: each padding is two sequences, one without queries and one without keys. If not, every query
+    sees the tokens, for it may be that of another text: cross attention is told the padding of its keys.
 
-    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3)]
+    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3, True)]
     [[0, 0, 1, 3, 3, 3, 3, 3, 4, 4, 6], [0, 1, 1, 3, 3, 3, 3, 3, 4, 6, 6]]
+    >>> [x.tolist() for x in _segments(torch.tensor([1, 0]), torch.tensor([2, 1]), 3, False)]
+    [[0, 0, 3, 3, 3, 6, 6], [0, 1, 3, 3, 3, 4, 6]]
     """
     none, last = torch.zeros_like(first), n - first - count
-    queries = torch.stack([none, first, count, none, last], 1)
-    keys = torch.stack([first, none, count, last, none], 1)
+    if causal:
+        queries = torch.stack([none, first, count, none, last], 1)
+        keys = torch.stack([first, none, count, last, none], 1)
+    else:
+        queries = torch.stack([none, none + n, none], 1)
+        keys = torch.stack([first, count, last], 1)
     cu_q, cu_k = (torch.nn.functional.pad(x.flatten().cumsum(0), (1, 0)).int() for x in (queries, keys))
     return cu_q, cu_k
 
@@ -279,14 +308,14 @@ def _documents(function: Any, batch: int, n: int, device: Any) -> Tensor:
     return torch.nn.functional.pad(begins.int().cumsum(1, dtype=torch.int32), (1, 0))
 
 
-def _table(
+def _pairs(
     shape: tuple[int, int, int, int], q_offset: Any, kv_offset: Any, mask_function: Any, attention_mask: Any,
     use_vmap: bool, others: dict[str, Any],
-) -> Mask:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """What has no shorter form: every pair, as transformers evaluates its function."""
-    seen = masking_utils.sdpa_mask(
+    seen: Tensor = masking_utils.sdpa_mask(
         batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=others.get("device", "cpu"),
     )  # fmt: skip
-    return Mask(shape, mod=table(seen))
+    return seen

@@ -39,12 +39,16 @@ def scaled_dot_product_attention(
     recognise: look at a mask of bools (which waits for the GPU) and use what it says: a band costs nothing, and of
         any other mask the tiles that nobody sees are skipped. Without, every pair is asked about.
     """
+    if attn_mask is not None and is_causal:
+        raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
+    if getattr(query, "layout", None) is torch.jagged:
+        return _nested(query, key, value, attn_mask, is_causal, {"scale": scale, "dropout_p": dropout_p})
     q, k, v, lead, rank = _four_axes(query, key, value, enable_gqa)
     n_q, n_k = q.shape[2], k.shape[2]
     options: dict[str, Any] = {}
-    if attn_mask is not None:
-        if is_causal:
-            raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
+    if type(attn_mask).__name__ == "CausalBias":  # torch.nn.attention.bias: numbers, and a tensor with nothing in it
+        is_causal, options["causal"] = _corner(attn_mask, n_q, n_k)
+    elif attn_mask is not None:
         mask = _mask(attn_mask, rank, lead, (q.shape[1], n_q, n_k))
         if mask.dtype != torch.bool:
             options["bias"] = mask
@@ -52,7 +56,7 @@ def scaled_dot_product_attention(
             options |= recognised(mask, n_q, n_k)
         elif mask.numel():
             options["mask_mod"] = table(mask)
-    elif is_causal:
+    if is_causal:
         if n_k > n_q:  # the rest nobody sees
             k, v, n_k = k[:, :, :n_q], v[:, :, :n_q], n_q
         options["window"] = None, n_q - n_k
@@ -62,6 +66,24 @@ def scaled_dot_product_attention(
     return out[0, 0] if rank == 2 else out.reshape(*lead, *out.shape[1:])
 
 
+def _corner(bias: Any, n_q: int, n_k: int) -> tuple[bool, bool]:
+    """Whether torch's CausalBias is aligned top left, or bottom right."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (n_q, n_k):
+        raise AttentionError("lengths of attn_mask", (bias.seq_len_q, bias.seq_len_kv), f"query's and key's {n_q, n_k}")
+    top_left = bias.variant.name == "UPPER_LEFT"
+    return top_left, not top_left
+
+
+def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool, options: dict[str, Any]) -> Tensor:
+    """Jagged (B, H, j, E)."""
+    if mask is not None:
+        raise AttentionError("attn_mask", "one beside nested tensors", "none: their lengths say what is seen")
+    if is_causal and any(x.layout is not torch.jagged or x.shape[2] != query.shape[2] for x in (key, value)):
+        raise AttentionError("is_causal", "queries and keys of unlike lengths", "nested tensors made with one offsets")
+    out: Tensor = attention(query, key, value, layout="bhsd", causal=is_causal, **options)
+    return out
+
+
 def _four_axes(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size, int]:
@@ -69,7 +91,7 @@ def _four_axes(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
             found = type(x).__name__ if not isinstance(x, Tensor) else "nested" if x.is_nested else tuple(x.shape)
-            raise AttentionError(name, found, "a tensor (..., heads, tokens, dim)")
+            raise AttentionError(name, found, "a tensor (..., heads, tokens, dim), dense, or jagged of all three")
     rank = max(query.dim(), key.dim(), value.dim())
     q, k, v = (x[(None,) * (max(rank, 3) - x.dim())] for x in (query, key, value))
     heads, k_heads, v_heads = (x.shape[-3] for x in (q, k, v))

@@ -33,7 +33,7 @@ def read(
     their id."""
     found = definition(function)
     if found is None:
-        return follow(function, values, tensors or {})
+        return follow(function, values, lambda x: (tensors or {}).get(id(x)))
     return _Reader(function, found, tensors or {}, 0).call(values)
 
 

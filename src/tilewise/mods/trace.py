@@ -5,51 +5,92 @@ Whatever needs to know such a value (`if`, `and`, `not`, `max(a, b)`, chained co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from traceback import extract_tb
 from types import CellType, FunctionType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
+from tilewise.mods.program import kind_of
 from tilewise.mods.source import outside
 from tilewise.spec import AttentionError
 
+Finder = Callable[[Tensor], Captured | None]
 
-def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], tensors: Mapping[int, Captured]) -> Expr:
-    """The function's value when its positional parameters are `values`."""
+
+def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], captured: Finder) -> Expr:
+    """The function's value when its positional parameters are `values`; `captured` knows the tensors that it reads."""
     keywords = function.__code__.co_varnames[function.__code__.co_argcount :][: function.__code__.co_kwonlyargcount]
     if any(name not in PLACES for name in keywords):
         _refuse(f"the keyword-only parameters {', '.join(keywords)}", "q_len, kv_len and q_pos")
     try:
-        result = _with(function, tensors)(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords})
-        return _expression(result)
+        noted = _exchanged(function, captured, {})
+        return _expression(noted(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords}))
     except AttentionError as error:
-        what, found, expected = error.args
-        raise AttentionError(f"mod {function.__name__!r}, {what}", found, expected) from error
-    except (TypeError, ArithmeticError, AttributeError) as error:
-        raise AttentionError(f"mod {function.__name__!r}, followed as it has no source", error, WHAT_WORKS) from error
+        _, found, expected = error.args
+        raise AttentionError(f"mod {function.__name__!r}, {_line(error)}", found, expected) from error
+    except Exception as error:  # whatever a function does that was not written for such values
+        raise AttentionError(f"mod {function.__name__!r}, {_line(error)}", error, WHAT_WORKS) from error
 
 
-WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions; or a `def` in a file"
+def _line(error: Exception) -> str:
+    """Where a function that was followed was when it went wrong."""
+    frames = [x for x in extract_tb(error.__traceback__) if not x.filename.startswith(str(Path(__file__).parents[1]))]
+    if not frames or not frames[-1].line:
+        return "followed as it has no source"
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in `{frames[-1].line}`"
 
 
-def _with(function: Callable[..., Any], tensors: Mapping[int, Captured]) -> Callable[..., Any]:
-    """The function with the tensors that it reads from outside exchanged for their notes."""
-    known = {
-        name: _Noted(tensors[id(x)])
-        for name, x in outside(function).items()
-        if isinstance(x, Tensor) and id(x) in tensors
+def followed(function: Callable[..., Any], values: Sequence[Expr | Captured]) -> tuple[Expr, list[Tensor]]:
+    """The same, and the tensors that it reads, in the order of their positions."""
+    found: dict[int, tuple[Tensor, Captured]] = {}
+
+    def captured(x: Tensor) -> Captured:
+        new = Captured(len(found), f"tensor {tuple(x.shape)}", x.dim(), kind_of(x))
+        return found.setdefault(id(x), (x, new))[1]
+
+    return follow(function, values, captured), [x for x, _ in found.values()]
+
+
+WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions"
+
+
+def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
+    """The value with the tensors that it holds or reads from outside exchanged for their notes: functions, and lists
+    and tuples of these."""
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, Tensor):
+        known = captured(value)
+        return value if known is None else _Noted(known)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_exchanged(x, captured, done) for x in value)
+    if not isinstance(value, FunctionType) or len(done) > MOST_FUNCTIONS:
+        return value
+    done[id(value)] = value  # of one that calls itself
+    reads = outside(value)
+    own = value.__code__.co_freevars if (value.__module__ or "").startswith("torch") else reads
+    new = {
+        name: x for name in own if name in reads and (x := _exchanged(reads[name], captured, done)) is not reads[name]
     }
-    code, closure = function.__code__, function.__closure__ or ()
-    cells = tuple(
-        CellType(known[name]) if name in known else cell for name, cell in zip(code.co_freevars, closure, strict=True)
-    )
-    noted = FunctionType(code, {**function.__globals__, **known}, function.__name__, function.__defaults__, cells)
-    noted.__kwdefaults__ = function.__kwdefaults__
-    return noted
+    if new:
+        cells = tuple(
+            CellType(new[name]) if name in new else cell
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        )
+        made = FunctionType(value.__code__, value.__globals__ | new, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        done[id(value)] = made
+    return done[id(value)]
+
+
+MOST_FUNCTIONS = 64
 
 
 class _Noted:
@@ -84,6 +125,8 @@ class _Noted:
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> _Noted:
+    if name in ("new_ones", "new_zeros") and kwargs.get("dtype") is torch.bool:  # as torch's own mask functions begin
+        return _Noted(expr.const(name == "new_ones"))
     found = elementary(name, [_expression(a) for a in args], {k: _expression(v) for k, v in kwargs.items()})
     if found is None:
         _refuse(f"a call of {name} with {len(args)} arguments", f"one of {KNOWN}")

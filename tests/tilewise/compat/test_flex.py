@@ -111,6 +111,72 @@ def make_dilated(size: int, step: int) -> Callable[..., Tensor]:
     return dilated
 
 
+# As attention-gym writes them: helpers that return tuples, an `if` over what is closed over, rows of tables, loops.
+
+
+def make_neighbourhood(columns: int, rows: int, radius: int) -> Callable[..., Tensor]:
+    def place(x):
+        return x // columns, x % columns
+
+    def neighbourhood(b, h, q_idx, kv_idx):
+        q_y, q_x = place(q_idx)
+        kv_y, kv_x = place(kv_idx)
+        y = q_y.clamp(radius, rows - 1 - radius)
+        x = q_x.clamp(radius, (columns - 1) - radius)
+        return ((y - kv_y).abs() <= radius) & ((x - kv_x).abs() <= radius)
+
+    return neighbourhood
+
+
+def make_frames(prompt: int, width: int, first_frame: bool) -> Callable[..., Tensor]:
+    def rounded(x):
+        return math.floor(x / 8) * 8
+
+    def frames(b, h, q_idx, kv_idx):
+        column = kv_idx < prompt
+        if first_frame:
+            column = column | (kv_idx < prompt + width)
+        return column | (q_idx < prompt) | (torch.abs(q_idx - kv_idx) < rounded(2 * width))
+
+    return frames
+
+
+def make_images(intervals: Tensor, tokens: int) -> Callable[..., Tensor]:
+    image = torch.arange(len(intervals)).repeat_interleave(tokens)
+
+    def images(b, h, q_idx, kv_idx):
+        interval = intervals[image[kv_idx]]
+        return (q_idx >= interval[..., 0]) & (q_idx < interval[..., 1])
+
+    def in_rows(b, h, q_idx, kv_idx):
+        interval = intervals[image[kv_idx]]
+        return (q_idx >= interval[0]) & (q_idx < interval[1])
+
+    in_rows.dense = images  # type: ignore[attr-defined]  # the same, of whole tensors of indices
+    return in_rows
+
+
+def make_groups(inner: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
+    def groups(b, h, q_idx, kv_idx):
+        return (q_idx // size == kv_idx // size) & inner(b, h, q_idx % size, kv_idx % size)
+
+    groups.__name__ = f"groups_of_{size}"
+    return groups
+
+
+def make_paths(table: Tensor, kinds: Tensor, lengths: Tensor) -> Callable[..., Tensor]:
+    """A bias for every step of a path, table (H, steps, kinds), kinds (S, S, steps), lengths (S, S)."""
+    tables = [table[:, n] for n in range(table.shape[1])]
+
+    def paths(score, b, h, q_idx, kv_idx):
+        length, total = lengths[q_idx, kv_idx], 0.0
+        for n, one in enumerate(tables):
+            total = total + torch.where(length > n, one[h, kinds[q_idx, kv_idx, n]], 0.0)
+        return score + total / torch.clamp(length, min=1)
+
+    return paths
+
+
 IDS = torch.arange(S) // 70
 OFFSETS = torch.tensor([0, 70, 140])
 SEEN = torch.rand(B, S) < 0.8
@@ -118,6 +184,7 @@ BIAS = torch.randn(B, H, S, S)
 SCORES: dict[str, Any] = {
     "noop": noop, "relative": relative, "alibi": make_alibi(H), "softcap": make_softcap(5.0), "causal": causal_score,
     "bias": lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx, kv_idx],
+    "paths": make_paths(torch.randn(H, 3, 5), torch.randint(0, 5, (S, S, 3)), torch.randint(0, 4, (S, S))),
     "bias, index by index": lambda score, b, h, q_idx, kv_idx: score + BIAS[b][h][q_idx, kv_idx],
 }  # fmt: skip
 MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, and whether all of it is a band
@@ -132,7 +199,18 @@ MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, 
     "natten": (make_natten(20, 3), None, False),
     "dilated": (make_dilated(60, 3), None, False),
     "padding": (lambda b, h, q_idx, kv_idx: SEEN[b, kv_idx], B, False),
+    "neighbourhood": (make_neighbourhood(20, 10, 2), None, False),
+    "frames": (make_frames(16, 28, False), None, False),
+    "frames with the first": (make_frames(16, 28, True), None, False),
+    "images": (make_images(torch.tensor([[0, 90], [40, 120], [100, 200], [0, 200]]), 50), None, False),
+    "groups": (make_groups(noop_mask, 32), None, False),
+    "groups of prefixes": (make_groups(make_prefix(7), 32), None, False),
+    "groups of other prefixes": (make_groups(make_prefix(9), 32), None, False),
 }
+
+
+def seen_by(mask_mod: Any) -> Any:
+    return getattr(mask_mod, "dense", mask_mod)
 
 
 def naive(
@@ -144,7 +222,11 @@ def naive(
     b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = s if score_mod is None else score_mod(s, b, h, i, j)
-    seen = torch.ones_like(s, dtype=torch.bool) if block_mask is None else block_mask.mask_mod(b, h, i, j).expand_as(s)
+    seen = (
+        torch.ones_like(s, dtype=torch.bool)
+        if block_mask is None
+        else seen_by(block_mask.mask_mod)(b, h, i, j).expand_as(s)
+    )
     empty = ~seen.any(-1, keepdim=True)
     s = s.masked_fill(~seen, -torch.inf)
     out = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0) @ v
@@ -262,9 +344,10 @@ def test_what_is_returned() -> None:
 def test_what_cannot_be_done_says_where() -> None:
     q, k, v = qkv()
 
-    def looping(score, b, h, q_idx, kv_idx):
+    def choosing(score, b, h, q_idx, kv_idx):
         for _ in range(3):
-            score = score * 2
+            if q_idx > kv_idx:
+                score = score * 2
         return score
 
     def short(score, b, h, q_idx):
@@ -275,9 +358,9 @@ def test_what_cannot_be_done_says_where() -> None:
 
     mask = create_block_mask(causal, None, None, S, S, device="cpu")
     for words, call in (
-        ("for _ in range", lambda: flex_attention(q, k, v, score_mod=looping)),
+        ("if q_idx > kv_idx:`: found a choice", lambda: flex_attention(q, k, v, score_mod=choosing)),
         ("lgamma", lambda: flex_attention(q, k, v, score_mod=sorting)),
-        ("parameters", lambda: flex_attention(q, k, v, score_mod=short)),
+        (r"short\(score, b, h, q_idx\)", lambda: flex_attention(q, k, v, score_mod=short)),
         ("plain function", lambda: flex_attention(q, k, v, score_mod=7)),
         ("max_scores", lambda: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))),
         ("enable_gqa", lambda: flex_attention(q, k[:, :2], v[:, :2])),

@@ -73,6 +73,8 @@ def test_sequences_in_a_row(kv: list[int]) -> None:
         (mask.make_local_attention_from_bottomright(2), same & (j <= i + late) & (j > i + late - 2)),
     ):
         assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen))
+        if kv == lengths:  # a band, and no mod that is asked about every pair
+            assert "mask_mod" not in x.BANDS[type(attn_bias).__name__](attn_bias)
 
 
 def test_padded_keys() -> None:

@@ -50,6 +50,7 @@ MODELS: dict[str, Model] = {
         "GptOssConfig", "GptOssForCausalLM", sliding_window=WINDOW, layer_types=LAYER_TYPES, num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "doge": text("DogeConfig", "DogeForCausalLM", keep_window_size=8),  # computes with the mask in every layer
     "phi": text("PhiConfig", "PhiForCausalLM"),
     "olmo2": text("Olmo2Config", "Olmo2ForCausalLM"),
     "mixtral": text("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
@@ -64,6 +65,14 @@ MODELS: dict[str, Model] = {
         {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": HEADS,
          "dropout_rate": 0.0, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": BOS,
          "initializer_factor": 1.0, "tie_word_embeddings": False},
+    ),
+    "bart": Model(
+        "BartConfig", "BartForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": LAYERS, "decoder_layers": LAYERS,
+         "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48,
+         "decoder_ffn_dim": 48, "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": BOS,
+         "eos_token_id": EOS, "decoder_start_token_id": BOS, "forced_eos_token_id": None, "init_std": 0.3,
+         "dropout": 0.0},
     ),
     "whisper": Model(
         "WhisperConfig", "WhisperForConditionalGeneration",
@@ -114,6 +123,8 @@ def inputs(name: str, padding: str | None = None) -> tuple[dict[str, Tensor], Ca
             return given | {"pixel_values": pixels}, lambda out: out.logits_per_image
         case "whisper":
             return {"input_features": sounds, "decoder_input_ids": ids[:, :9]}, lambda out: out.logits
+        case "bart":  # as many queries as keys, in cross attention too
+            return given | {"decoder_input_ids": ids}, lambda out: out.logits
         case "t5":
             return given | {"decoder_input_ids": ids[:, :9]}, lambda out: out.logits
     return given, lambda out: out.logits[mask]

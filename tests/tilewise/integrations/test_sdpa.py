@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
 
 import tilewise
 from tilewise.integrations.bands import recognised
@@ -137,6 +139,43 @@ def test_causality_is_top_left() -> None:
         q, k, v = torch.randn(1, 2, n_q, 8), torch.randn(1, 2, n_k, 8), torch.randn(1, 2, n_k, 8)
         ours = tilewise.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.testing.assert_close(ours, functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(3, 7), (7, 7), (7, 3)])
+def test_causal_biases_of_torch(n_q: int, n_k: int) -> None:
+    """Tensors by type, with nothing in them: their numbers say what is seen. Rows that see nothing give 0."""
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (n_q, n_k, n_k))
+    upper, lower = causal_upper_left(n_q, n_k), causal_lower_right(min(n_q, n_k), n_k)
+    assert_close(
+        tilewise.scaled_dot_product_attention(q, k, v, upper), functional.scaled_dot_product_attention(q, k, v, upper)
+    )
+    q = q[:, :, : lower.seq_len_q]
+    with tilewise.replaces_sdpa():
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=lower)
+    assert_close(found, functional.scaled_dot_product_attention(q, k, v, attn_mask=lower))
+    with pytest.raises(tilewise.AttentionError, match="lengths of attn_mask"):
+        tilewise.scaled_dot_product_attention(q, k, v, causal_upper_left(n_q + 1, n_k))
+
+
+def test_nested() -> None:
+    rows = [torch.randn(n, 4, 8) for n in (5, 3)]
+    leaf = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    q, k = leaf.transpose(1, 2), torch.nested.nested_tensor([x[:4] for x in rows], layout=torch.jagged).transpose(1, 2)
+    assert_close(
+        tilewise.scaled_dot_product_attention(q, k, k).values(),
+        functional.scaled_dot_product_attention(q, k, k).values(),
+    )
+    found = tilewise.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.3)
+    alone = [functional.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.3) for x in q.unbind()]
+    assert_close([*found.unbind()], alone)
+    found.values().sin().sum().backward()
+    assert leaf.grad is not None
+    with pytest.raises(tilewise.AttentionError, match="is_causal"):
+        tilewise.scaled_dot_product_attention(q, k, k, is_causal=True)
+    with pytest.raises(tilewise.AttentionError, match="attn_mask"):
+        tilewise.scaled_dot_product_attention(q, q, q, torch.ones(1, 1))
+    with pytest.raises(tilewise.AttentionError, match=r"query: found nested; .* jagged"):
+        tilewise.scaled_dot_product_attention(*[torch.nested.nested_tensor(rows)] * 3)
 
 
 def test_dropout_scales_what_it_keeps() -> None:

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install tilewise[hf]")
 
 from transformers import masking_utils  # noqa: E402
+from transformers.cache_utils import QuantizedLayer  # noqa: E402
 
 import tilewise  # noqa: E402
 import tilewise.integrations.transformers as integration  # noqa: E402
@@ -88,7 +89,7 @@ def test_bfloat16(name: str) -> None:
         assert error <= 2 * their_error + 0.02, f"{name}: {error:.1e}, eager's {their_error:.1e}"
 
 
-QUICKLY_PADDED = [("llama", "left"), ("mistral", "right"), ("bert", "right"), ("t5", "left")]
+QUICKLY_PADDED = [("llama", "left"), ("mistral", "right"), ("bert", "right"), ("t5", "left"), ("bart", "left")]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,39 @@ def test_greedy_tokens(name: str, padding: str | None, cache: str) -> None:
 
 
 @pytest.mark.slow
+class EightBits(QuantizedLayer):
+    """A layer of a quantised cache that needs no package; its last tokens are kept as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(nbits=8, residual_length=4)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        step = tensor.abs().amax(-1, keepdim=True) / 127
+        return (tensor / step).round().to(torch.int8), step
+
+    def _dequantize(self, q_tensor: tuple[Tensor, Tensor]) -> Tensor:
+        return q_tensor[0] * q_tensor[1]
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_quantised_cache(name: str, padding: str | None) -> None:
+    """What the cache gives back differs from what went in: the steps after the first show whose keys were used."""
+    logits = {}
+    for implementation in ("eager", "tilewise", "exact"):
+        model = build(name, implementation.replace("exact", "eager"))
+        cache = transformers.DynamicCache(config=model.config)
+        if implementation != "exact":
+            cache.layers = [EightBits() for _ in cache.layers or range(2)]
+        found = model.generate(
+            **inputs(name, padding)[0], max_new_tokens=9, do_sample=False, past_key_values=cache, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=PAD,
+        )  # fmt: skip
+        logits[implementation] = torch.stack(found.logits[:4])
+    assert_close(logits["tilewise"], logits["eager"], rtol=1e-4, atol=1e-4)
+    assert (logits["eager"][1:] - logits["exact"][1:]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("words", [{"num_beams": 3}, {"use_cache": False}, {"prefill_chunk_size": 4}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
 def test_other_ways_to_generate(name: str, words: dict[str, Any]) -> None:
@@ -252,6 +286,10 @@ def test_what_cannot_be_honoured_raises() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(tilewise.AttentionError, match="output_attentions"):
         integration.attention_forward(model, q, q, q, None, output_attentions=True)
+    with pytest.raises(tilewise.AttentionError, match="adds its mask to its own scores"):
+        q + Mask((1, 1, 3, 4))
+    with pytest.raises(AttributeError, match="computes its own attention"):
+        Mask((1, 1, 3, 4)).size()
     with pytest.raises(tilewise.AttentionError, match="queries and keys"):
         integration.attention_forward(model, q, q, q, Mask((1, 1, 3, 4)))
     with pytest.raises(tilewise.AttentionError, match="attention_mask"):
@@ -315,9 +353,10 @@ def test_masks_show_what_transformers_shows(kind: str, place: str, padding: str 
     }  # fmt: skip
     expected = masking_utils.sdpa_mask(**words, allow_is_causal_skip=False)
     found = make_mask(**words, look=look, dtype=torch.float32)
-    shown = seen_by(found, (2, 1, n_q, n_k), causal="bidirectional" not in kind and "both" not in kind)
+    causal = "bidirectional" not in kind and "both" not in kind
+    shown = seen_by(found, (2, 1, n_q, n_k), causal=causal)
     rows = expected.any(-1)
-    if found is not None and found.segments is not None:  # rows of padding see nothing
+    if causal and found is not None and found.segments is not None:  # rows of padding see nothing
         rows = rows & pad[:, None]  # type: ignore[index]
     assert torch.equal(shown[rows], expected.expand_as(shown)[rows])
 
@@ -346,6 +385,18 @@ def test_a_looked_at_mask_without_padding_is_left_out() -> None:
     assert looked.window == (None, 0)
     assert not_looked is not None
     assert not_looked.mod is not None
+
+
+def test_a_mask_moves_to_another_device() -> None:
+    """As accelerate moves what it passes to the layers of a model that lies on several."""
+    valid = torch.arange(12) >= torch.tensor([[3], [0]])
+    mask = make_mask(2, 12, 12, attention_mask=valid, device="cpu")
+    assert isinstance(mask, Mask)
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.mod is not None
+    assert moved.segments is not None
+    assert {x.device.type for x in (*moved.mod.tensors, *moved.segments)} == {"meta"}
+    assert (moved.sizes, moved.window, mask.mod.tensors[0].device.type) == (mask.sizes, mask.window, "cpu")
 
 
 def test_another_version_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
