@@ -12,7 +12,7 @@ from ..repair import LINE
 from ..shapes import Problem, padded, problem
 from ..terms import is_linear, lists_tiles
 from ..tile import Plan
-from . import tiles
+from . import limits, tiles
 from .tiles import Tile
 
 SMALLEST = 16  # rows of a tile
@@ -29,6 +29,16 @@ def costly_term(request: Request, gpu: Gpu) -> str | None:
     if request.blocks and lists_tiles(gpu):
         return "blocks"
     return None if request.bias is None else "bias"
+
+
+def shares_tiles(request: Request) -> bool:
+    """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
+    return not request.blocks and (limits.GROUPS_RAN or request.spec.backend != "auto")
+
+
+def heads_of_a_tile(size: Problem, tile: Tile) -> int:
+    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
+    return tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m)
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:

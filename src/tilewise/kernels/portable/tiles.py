@@ -233,6 +233,16 @@ def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, term: str | Non
 FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are divided among programs, if many
 
 
+def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
+    """How many heads, of a group that shares its keys, have their queries in one tile: all, if those of one head leave
+    some of it empty. Then keys are read once for the group, and rows of the matrix units that would idle do not.
+
+    >>> heads_of_a_tile(5, 8, 64), heads_of_a_tile(64, 8, 64)
+    (8, 1)
+    """
+    return group if queries < block_m else 1
+
+
 def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> int:
     """How many programs share the keys of what would be one program's: one for each processor, four blocks for each.
 
