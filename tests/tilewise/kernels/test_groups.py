@@ -83,8 +83,7 @@ def test_a_hidden_nan_stays_hidden_and_a_seen_one_is_its_heads_alone() -> None:
 )
 def test_what_shares_a_tile(case: Case, heads: int, programs: int) -> None:
     found = made(case)
-    assert found.options["PLAN"].HEADS == heads
-    assert found.programs == programs
+    assert (found.options["PLAN"].HEADS, found.programs) == (heads, programs)
 
 
 def test_packed_sequences_share_tiles_if_they_are_short_on_average() -> None:
@@ -104,7 +103,7 @@ def test_the_lists_of_a_block_mask_are_of_one_head() -> None:
 def test_auto_shares_tiles_once_they_ran_on_a_gpu(ran: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then a group is one tile only where its heads can be taken for queries."""
     monkeypatch.setattr(limits, "GROUPS_RAN", ran)
-    assert made(FEW, spec=Spec(0.1, None, 0)).options["PLAN"].HEADS == (3 if ran else 1)
+    few = made(FEW, spec=Spec(0.1, None, 0)).options["PLAN"]
     one = made(replace(FEW, n_q=1), spec=Spec(0.1, None, 0))
-    assert one.programs == 2
-    assert one.options["PLAN"].GROUP == (3 if ran else 1)
+    assert (few.HEADS == few.GROUP) is ran
+    assert (one.programs, one.options["PLAN"].GROUP) == (2, 3 if ran else 1)
