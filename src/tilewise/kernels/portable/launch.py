@@ -22,7 +22,7 @@ from .forward import forward_kernel, merge_kernel
 from .forward_mode import Moving, jvp_kernel
 from .options import (
     costly_term,
-    heads_of_a_tile,
+    forward_tile,
     is_even,
     new_flags,
     options_of,
@@ -142,14 +142,12 @@ def forward_launch(
     request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1, flags: Tensor | None = None
 ) -> Launch:
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
-    size, heads = problem(request), 1
-    tile = tile_of("forward", request.q.element_size(), size, gpu, costly_term(request, gpu))
-    if shares_tiles(request):
-        heads = heads_of_a_tile(size, tile)
-    else:
+    shares = shares_tiles(request)
+    if not shares:
         request, out, lse = by_group(request, out, lse)
-        size = problem(request)
     q, k, v, spec = request[:4]
+    size = problem(request)
+    tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares)
     rows = size.in_rows(heads)
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
@@ -199,11 +197,8 @@ def parts_of_keys(request: Request) -> int:
 
 @lru_cache(LIMIT)
 def _parts_of_keys(size: Problem, itemsize: int, shares: bool, by_group: bool, gpu: Gpu, processors: int) -> int:
-    tile = tile_of("forward", itemsize, size, gpu)
-    if shares:
-        size = size.in_rows(heads_of_a_tile(size, tile))
-    elif by_group:
-        size = size.in_rows(size.heads // size.kv_heads)
+    tile, heads = forward_tile(itemsize, size, gpu, None, shares)
+    size = size.in_rows(size.heads // size.kv_heads if by_group and not shares else heads)
     return tiles.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 

@@ -18,10 +18,18 @@ from .tiles import Tile
 SMALLEST = 16  # rows of a tile
 
 
-def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, term: str | None = None) -> Tile:
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | None) -> Tile:
     if INTERPRETED:
         return tiles.INTERPRETER
-    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), term)
+    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), *terms)
+
+
+def forward_tile(itemsize: int, size: Problem, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
+    """And how many heads have their queries in one, if they may (`shares_tiles`)."""
+    tile = tile_of("forward", itemsize, size, gpu, term)
+    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
+    heads = tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m) if shares else 1
+    return tile_of("forward", itemsize, size, gpu, "groups", term) if heads > 1 else tile, heads
 
 
 def costly_term(request: Request, gpu: Gpu) -> str | None:
@@ -34,11 +42,6 @@ def costly_term(request: Request, gpu: Gpu) -> str | None:
 def shares_tiles(request: Request) -> bool:
     """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
     return not request.blocks and (limits.GROUPS_RAN or request.spec.backend != "auto")
-
-
-def heads_of_a_tile(size: Problem, tile: Tile) -> int:
-    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
-    return tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m)
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
