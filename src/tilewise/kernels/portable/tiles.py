@@ -156,7 +156,7 @@ AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
 AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
 # Terms that want more than their pass has; none timed. A bias keeps a tile of addresses, tile lists a loop in a loop.
 # Rows of several heads keep where each of them lies.
-HOPPER["forward groups", 2] = {256: Tile(64, 64, 8, 2)}  # 128x64x8 spills 8 to 16 bytes, 64x64x4 264
+HOPPER["forward groups", 2] = {256: Tile(64, 32, 4, 2)}  # 128x64x8 spills 8 to 16 bytes, 64x64x8 serialises
 AMPERE["forward groups", 2] = {64: Tile(64, 64, 4, 2)}  # 128x64x4 spills 12 to 56 bytes with terms, with a bias 1.2 KB
 HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64x64x8 with 2 stages none
 AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
