@@ -37,8 +37,12 @@ VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {
     "ragged": (1000, (None, None), False, 1),
     "window": (1000, (128, 64), False, 4),
     "varlen": (1000, (None, 0), True, 4),
-    "decode": (1000, (None, 0), False, 4),  # one query, its keys in four parts; forward only
+    # forward only: so few queries (FEW), their keys in four parts
+    "decode": (1000, (None, 0), False, 4),
+    "few": (1000, (128, 0), False, 4),
+    "few varlen": (1000, (128, 0), True, 4),
 }
+FEW = {"decode": 1, "few": 5, "few varlen": 5}
 HARDEST = "window"  # in registers
 # bytes of shared memory that a program can have: A100; the smallest part of the table's kind (sm_86, sm_89); H100
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -93,12 +97,13 @@ def launch_of(row: Row) -> Any:
     lse = torch.empty(*shape[:-1], group, n)
     cu = torch.tensor([0, n], dtype=torch.int32)
     terms: Any = TERMS[row.term](n, group) if row.term else {}
-    options = checks.options_of({"window": (before, after), "scale": 0.125} | terms)
+    by_name = {"backend": "triton"} if row.variant in FEW else {}
+    options = checks.options_of({"window": (before, after), "scale": 0.125} | by_name | terms)
     request = checks.packed(q, k, k, cu, cu, (n, n), options) if packed else checks.dense(q, k, k, options)
     chosen = nullcontext() if row.tile is None else mock.patch.object(tiles, "tile", return_value=tiles.Tile(*row.tile))
     with chosen:
         if row.kernel in ("forward", "repair forward"):
-            rows, parts = (1, 4) if row.variant == "decode" else (n, 1)
+            rows, parts = FEW.get(row.variant, n), 4 if row.variant in FEW and not packed else 1
             request, lse = request._replace(q=q[..., :rows, :, :]), lse[..., :rows]
             made = portable.forward_launch(request, request.q, lse, gpu, parts, new_flags(request, parts))
             return portable.repairs(made)[0] if row.kernel != "forward" else made

@@ -205,15 +205,16 @@ class Call:
     cu: tuple[Tensor, Tensor] | None = field(default=None)
 
 
-def make(features: Features, seed: int, longest: int, device: str) -> Call:
-    """Random lengths and data; other q until no score lies within rounding of a kink, where a slope may be either."""
-    call = _draw(features, seed, longest, device)
+def make(features: Features, seed: int, longest: int, device: str, queries: int = 0) -> Call:
+    """Random lengths and data; other q until no score lies within rounding of a kink, where a slope may be either.
+    `queries`: no sequence has more, if there is such a number."""
+    call = _draw(features, seed, longest, device, queries)
     while _is_near_kink(call):
         call = replace(call, leaves=call.leaves | {"q": torch.randn_like(call.leaves["q"])})
     return call
 
 
-def _draw(f: Features, seed: int, longest: int, device: str) -> Call:
+def _draw(f: Features, seed: int, longest: int, device: str, queries: int) -> Call:
     r = random.Random(seed)
     torch.manual_seed(seed)
     dtype = getattr(torch, f.dtype)
@@ -223,6 +224,9 @@ def _draw(f: Features, seed: int, longest: int, device: str) -> Call:
     lengths = [(odd() - 1, odd() - 1) for _ in range(batch)] if f.packed else [(n_q, n_k)] * batch
     if f.packed:
         lengths[0] = (odd(), odd())
+    if queries:
+        n_q = 1 + n_q % queries
+        lengths = [(a % (queries + 1), b) for a, b in lengths] if f.packed else [(n_q, n_k)] * batch
     max_q, max_k = (max(x) for x in zip(*lengths, strict=True))
     h, hk = f.heads
     size = {"B": batch, "H": h}

@@ -73,7 +73,7 @@ RULES = {
     "kernels.portable": Rule("kernels.tile kernels.overlap kernels.portable triton"),
     "kernels.portable.limits": Rule("spec kernels.gpu"),
     "kernels.portable.tiles": Rule(),
-    "kernels.portable.profile": Rule("kernels.gpu kernels.profile kernels.portable.tiles"),
+    "kernels.portable.profile": Rule("kernels.gpu kernels.profile kernels.portable.limits kernels.portable.tiles"),
     "kernels.portable.options": Rule("kernels spec"),
     "kernels.portable.repairs": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),

@@ -73,6 +73,11 @@ class Call:
         return plain and heads_are_queries(self.n_q, self.heads // self.kv_heads, self.before)
 
     @property
+    def has_lists(self) -> bool:
+        """Of the tiles that a block mask visits."""
+        return self.terms is not None and self.terms.visited < 1
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs that see each other, over all heads and sequences; with a block mask, those of its tiles."""
         pairs = self.heads * sum(

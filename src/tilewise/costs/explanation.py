@@ -147,8 +147,10 @@ def shapes(call: Call) -> str:
 def describe(kernel: Kernel, told: Explanation) -> str:
     tile, w = kernel.tile, kernel.waves
     waves = f"{w.waves} wave{'s' * (w.waves != 1)}, {kernel.schedule.efficiency:.0%} busy"
+    shared = kernel.profile.heads if kernel.profile else 1
+    rows = f"{tile.block_m} (of {shared} heads)" if shared > 1 else f"{tile.block_m}"
     said = (
-        f"{tile.block_m} x {tile.block_n} tiles, {tile.warps} warps, {tile.stages} stages; "
+        f"{rows} x {tile.block_n} tiles, {tile.warps} warps, {tile.stages} stages; "
         f"{kernel.programs} programs on {kernel.slots} slots: {waves}; {time(told.prediction.kernels[kernel.name])}"
     )
     used = told.resources.get(kernel.name)

@@ -119,20 +119,21 @@ class Kernel:
 
 
 @cache
-def work_of(call: Call, tile: Tile, *, by_key: bool = False, is_forward: bool = False) -> tuple[Programs, ...]:
-    """The programs of a kernel whose programs own queries, or keys."""
+def work_of(call: Call, tile: Tile, *, by_key: bool = False, shared: int = 1) -> tuple[Programs, ...]:
+    """The programs of a kernel whose programs own keys, or queries: of so many heads as share a tile."""
     if by_key:
         own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
         before, after = call.after, call.before
     else:
-        own, streamed, heads, group = tile.block_m, tile.block_n, call.heads, 1
+        own, streamed, heads, group = tile.block_m, tile.block_n, call.heads // shared, 1
         before, after = call.before, call.after
-        if is_forward and call.heads_are_queries:
-            heads = call.kv_heads
     work: list[Programs] = []
     for count, n_q, n_k in call.sequences:
         mine, others = (n_k, n_q) if by_key else (n_q, n_k)
-        spans = [span(i, min(i + own, mine), mine, others, before, after, streamed) for i in range(0, mine, own)]
+        spans = [
+            span(r // shared, min((r + own - 1) // shared + 1, mine), mine, others, before, after, streamed)
+            for r in range(0, mine * shared, own)
+        ]
         if not by_key:
             spans.reverse()  # the last tiles of a causal head see the most keys, and start first
         work += _runs([(group * steps, group * edges) for steps, edges in spans], count * heads)
@@ -189,7 +190,7 @@ def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last:
     if profile.is_ordered:
         efficiency *= model.ordered
     slots = device.sms * fit
-    work, parts = work_of(call, tile, by_key=profile.by_key, is_forward=profile.is_forward), 1
+    work, parts = work_of(call, tile, by_key=profile.by_key, shared=profile.heads), 1
     if profile.parts is not None:
         parts = profile.parts(sum(n for n, *_ in work), device.sms)
         work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)

@@ -88,8 +88,8 @@ def repair_forward_kernel(
                 if parts is not None:
                     part = n % parts
                     pid = n // parts
-                w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
-                if w.first < w.n_q:
+                w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M, PLAN.HEADS)
+                if w.first < w.n_q * PLAN.HEADS:
                     acc, m, l = stream_keys(
                         q, k, v, w, part, parts, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, True
                     )  # fmt: skip

@@ -27,6 +27,10 @@ class Problem(NamedTuple):
     def programs(self, n: int, heads: int, block: int) -> int:
         return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
 
+    def in_rows(self, heads: int) -> "Problem":
+        """With the queries of so many heads of a group as those of one."""
+        return self._replace(n_q=self.n_q * heads, heads=self.heads // heads)
+
 
 def problem(request: Request) -> Problem:
     *_, n_q, heads, d = request.q.shape
@@ -36,14 +40,18 @@ def problem(request: Request) -> Problem:
     return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed)
 
 
+def is_by_group(request: Request) -> bool:
+    q, kv_heads = request.q, request.k.shape[-2]
+    plain = request.cu_q is None and request.is_plain
+    return plain and heads_are_queries(q.shape[1], q.shape[-2] // kv_heads, request.spec.before)
+
+
 def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
     """A forward with the heads of a group as queries, where `heads_are_queries`."""
     q, kv_heads = request.q, request.k.shape[-2]
-    group = q.shape[-2] // kv_heads
-    if not (
-        request.cu_q is None and request.is_plain and heads_are_queries(q.shape[1], group, request.spec.before)
-    ):  # fmt: skip
+    if not is_by_group(request):
         return request, out, lse
+    group = q.shape[-2] // kv_heads
     # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
     q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
     lse = lse.unflatten(1, (kv_heads, group)).squeeze(-1)

@@ -61,7 +61,8 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where a tile lies: rows `first` and on of the sequence that starts at token t, which has n of them."""
+    """Where a tile lies: rows `first` and on of the sequence that starts at token t, which has n of them. Of several
+    `heads`, row r is token r // heads of head h * heads + r % heads; None: of one."""
 
     x: tl.tuple
     b: tl.tensor
@@ -69,6 +70,7 @@ class Rows(NamedTuple):
     t: tl.tensor
     first: tl.tensor
     n: tl.tensor
+    heads: tl.constexpr = None
 
 
 class Span(NamedTuple):
@@ -146,8 +148,8 @@ class Law(NamedTuple):
 class Plan(NamedTuple):
     """What a kernel is compiled for: query heads per KV head; head dims, and the powers of two that hold them; queries
     and keys of a tile; how `scores` and `inner` work; whether the tiles of the other side all lie inside the sequence
-    (EVEN), sequences are packed, scores so small that nobody needs a maximum (BOUNDED), kernels overlap; and of the
-    owner of keys, which sums it takes."""
+    (EVEN), sequences are packed, scores so small that nobody needs a maximum (BOUNDED), kernels overlap; of the owner
+    of keys, which sums it takes; and of the forward, how many HEADS have their queries in one tile: one, or a group."""
 
     GROUP: int
     D: int
@@ -165,15 +167,17 @@ class Plan(NamedTuple):
     OVERLAP: bool = False
     SUM_K: bool = True
     SUM_V: bool = True
+    HEADS: int = 1
 
 
 @triton.jit
-def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
+def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
     """The pid-th of tiles * heads * batch programs; the tiles of one head are neighbours, so its K and V stay in L2.
 
-    `cu` is the cu_seqlens of the side being tiled. Packed sequences share one row of tiles: sequence b starts at tile
-    cu[b] // BLOCK + b, which leaves it as many tiles as it needs, and tells the grid's size without its lengths. Then
-    n_q and n_k are the tokens of all, which no sequence leaves, whatever cu_q and cu_k say.
+    `cu` is the cu_seqlens of the side being tiled, whose tokens have ROWS each. Packed sequences share one row of
+    tiles: sequence b starts at tile cu[b] * ROWS // BLOCK + b, which leaves it as many tiles as it needs, and tells the
+    grid's size without its lengths. Then n_q and n_k are the tokens of all, which no sequence leaves, whatever cu_q and
+    cu_k say.
     """
     tile = pid % tiles
     h = pid // tiles % heads
@@ -184,10 +188,10 @@ def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constex
         above = batch
         while above - b > 1:  # the last b whose first tile is not past this one
             mid = (b + above) // 2
-            past = tl.load(cu + mid) // BLOCK + mid > tile
+            past = tl.load(cu + mid) * ROWS // BLOCK + mid > tile
             b = tl.where(past, b, mid)
             above = tl.where(past, mid, above)
-        start = tl.where(b == 0, 0, tl.load(cu + b) // BLOCK)
+        start = tl.where(b == 0, 0, tl.load(cu + b) * ROWS // BLOCK)
         return sequence(b, h, (tile - start - b) * BLOCK, cu_q, cu_k, n_q, n_k)
 
 
@@ -332,16 +336,32 @@ def seen(i, j, w, h, law):
 
 
 @triton.jit
+def head_of(w, r, HEADS: tl.constexpr):
+    """Of row r: the program's or, of several, its own."""
+    if HEADS == 1:
+        return w.h
+    else:
+        return w.h * HEADS + r % HEADS
+
+
+@triton.jit
 def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
     x = rows.x
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
     if x.wide is not None:
-        r = r.to(tl.int64)
         d = d.to(tl.int64)
-    p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + rows.h.to(tl.int64) * x.strides[2]
-    p += tl.cast(rows.t + rows.first, tl.int64) * x.strides[1]
-    return p + r * x.strides[1] + d * x.strides[3]
+    if rows.heads is None:
+        if x.wide is not None:
+            r = r.to(tl.int64)
+        p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + rows.h.to(tl.int64) * x.strides[2]
+        p += tl.cast(rows.t + rows.first, tl.int64) * x.strides[1]
+        return p + r * x.strides[1] + d * x.strides[3]
+    else:
+        r += rows.first
+        p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + (rows.t + r // rows.heads).to(tl.int64) * x.strides[1]
+        p += (rows.h * rows.heads + r % rows.heads).to(tl.int64) * x.strides[2]
+        return p + d * x.strides[3]
 
 
 @triton.jit
@@ -392,7 +412,7 @@ def store_rows(rows, tile, D: tl.constexpr):
     first = rows.first * tl.num_programs(1)  # times 1: addresses are computed here, not kept since the tile was loaded
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
-    p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n), ROWS, COLS)
+    p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n, rows.heads), ROWS, COLS)
     tl.store(p, tile.to(rows.x.ptr.dtype.element_ty), mask=(first + r < rows.n) & (d < D))
 
 

@@ -39,7 +39,7 @@ def test_steps_cover_what_the_mask_shows(n_q, n_k, before, after, block_m, block
 
 def test_causal_visits_a_triangle():
     call = Call(1, 1024, 1024, 1, 1, 64, 64, after=0)
-    work = work_of(call, Tile(128, 128, 4, 2), is_forward=True)
+    work = work_of(call, Tile(128, 128, 4, 2))
     assert [steps for _, steps, _ in work] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert [edges for _, _, edges in work] == [1] * 8
 
@@ -64,6 +64,21 @@ def test_programs_are_those_the_launcher_starts(monkeypatch):
     assert [one.programs for one in (forward, key, query)] == [
         kernel.programs for kernel in plan(call, "triton", H200, backward=True)
     ]
+
+
+@pytest.mark.parametrize(("n_q", "before"), [(1, None), (5, None), (40, 300), (64, 300)])
+def test_few_queries_of_a_group_share_tiles_here_as_in_the_launcher(n_q, before, monkeypatch):
+    launch = pytest.importorskip("tilewise.kernels.portable.launch")
+    options = pytest.importorskip("tilewise.kernels.portable.options")
+    monkeypatch.setattr(options, "INTERPRETED", False)
+    monkeypatch.setattr("tilewise.kernels.portable.limits.GROUPS_RAN", True)
+    q, k = (torch.empty(64, n, h, 256, dtype=torch.bfloat16, device="meta") for n, h in ((n_q, 8), (1537, 2)))
+    request = Request(q, k, k, Spec(scale=1.0, before=before, after=0))
+    forward = launch.forward_launch(request, *launch.new_results(request), Gpu("cuda", 90))
+    (kernel,) = plan(Call(64, n_q, 1537, 8, 2, 256, 256, before=before, after=0), "triton", H200, backward=False)
+    assert kernel.programs == forward.programs == 64 * 2 * -(-n_q * 4 // 64)
+    assert kernel.profile.heads == forward.options["PLAN"].HEADS == 4
+    assert kernel.tile.block_m == forward.options["PLAN"].BLOCK_M == 64
 
 
 def test_the_tail_shows_in_the_prediction():

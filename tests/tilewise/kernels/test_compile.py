@@ -39,7 +39,7 @@ def rows(capability: int, kernel: str, dtype: str, everything: bool) -> list[dic
         wanted = [*product(dims, VARIANTS)]
     elif dtype == "bfloat16":
         wanted = [*product(dims, ("causal",)), (128, "window"), (64, "varlen"), (128, "varlen"), (256, "varlen")]
-        wanted += [(128, "decode")] if kernel == "forward" else []
+        wanted += [(128, "decode"), (256, "few")] if kernel == "forward" else []
     elif dtype == "float32":
         wanted = [(64, "full"), (128, "window"), (256, "causal"), (512, "varlen")]
     else:
@@ -62,7 +62,8 @@ def faults(made: dict[str, Any]) -> list[str]:
     if made["shared"] > SHARED[capability]:
         found.append(f"{made['shared']} bytes of shared memory")
     by_key = kernel in ("key", "value")
-    tile = tiles.tile("key" if by_key else kernel, capability, 4 if dtype == "float32" else 2, dim)
+    terms = ("groups",) if made.get("variant") == "few" else ()
+    tile = tiles.tile("key" if by_key else kernel, capability, 4 if dtype == "float32" else 2, dim, *terms)
     rows_of_a_product = tile.block_n if by_key else tile.block_m
     matrix = "HGMMA" if capability >= 90 and rows_of_a_product >= 64 else "HMMA"
     if not made["instructions"].get(matrix):

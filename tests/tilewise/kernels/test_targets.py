@@ -36,7 +36,8 @@ SOME: tuple[Wanted, ...] = (
     *FEW,
     *((kernel, "bfloat16", dim, "window", None) for kernel, dim in product(PASSES, (64, 256))),
     *((kernel, "float32", 64, "causal", None) for kernel in PASSES),
-    ("forward", "bfloat16", 128, "decode", None),
+    ("forward", "bfloat16", 128, "few", None),
+    ("forward", "bfloat16", 64, "few varlen", "alibi"),
     ("merge", "bfloat16", 128, "decode", None),
     ("clear", "bfloat16", 64, "varlen", None),
     ("repair forward", "bfloat16", 128, "causal", None),
@@ -67,7 +68,8 @@ def everything(arch: tiles.Arch) -> list[Wanted]:
             rows += [(kernel, dtype, dim, variant, None) for variant in ("full", "causal", "varlen")]
             rows += [(kernel, dtype, dim, "window", term) for term in terms]
     dims = (64, 128, 256, 512)
-    rows += [("forward", "bfloat16", dim, "decode", None) for dim in dims]
+    rows += [("forward", "bfloat16", dim, variant, None) for dim, variant in product(dims, ("decode", "few"))]
+    rows += [("forward", "bfloat16", dim, "few", term) for dim, term in product((64, 128), ("alibi", "dropout"))]
     rows += [(kernel, "bfloat16", dim, "varlen", None) for kernel, dim in product(("merge", "prepare"), dims)]
     return [*rows, ("clear", "bfloat16", 64, "varlen", None)]
 

@@ -15,7 +15,8 @@ def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     row = forward_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
     tile = Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
     columns = sum(widths(call.d)) + sum(widths(call.dv))
-    return [Profile("hopper forward", tile, _width(call), columns, is_forward=True)]
+    heads = call.heads // call.kv_heads if call.heads_are_queries else 1
+    return [Profile("hopper forward", tile, _width(call), columns, is_forward=True, heads=heads)]
 
 
 def backward(call: Shapes, gpu: Gpu) -> list[Profile]:

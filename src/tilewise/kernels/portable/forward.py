@@ -1,4 +1,5 @@
-"""The forward pass: one program owns BLOCK_M queries of one head and streams the keys they see past them.
+"""The forward pass: one program owns BLOCK_M queries of one head and streams the keys they see past them. Queries too
+few to fill a tile share it with those of the other heads of their group, which see the same keys (PLAN.HEADS).
 
 Where there are few queries, several programs own them, each streams a part of the keys, and `merge_kernel` puts their
 results together: softmax over a union of keys follows from (o, lse) over its parts (tilewise.merge).
@@ -17,6 +18,7 @@ from ..tile import (
     column,
     dot,
     dropped,
+    head_of,
     inner,
     load_rows,
     locate,
@@ -43,12 +45,15 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
     STEP: tl.constexpr = 16 if CAREFUL else PLAN.BLOCK_N
     LEAN: tl.constexpr = CAREFUL or PLAN.PRECISION != "ieee"  # float32 is two halves: no registers for what can wait
     terms = law.terms
-    h_kv = w.h // PLAN.GROUP
-    i = w.first + tl.arange(0, PLAN.BLOCK_M)
-    q_rows = Rows(q, w.b, w.h, w.q0, w.first, w.n_q)
+    h_kv = w.h * PLAN.HEADS // PLAN.GROUP
+    r = w.first + tl.arange(0, PLAN.BLOCK_M)
+    i = (r // PLAN.HEADS)[:, None]
+    h = head_of(w, r[:, None], PLAN.HEADS)
+    q_rows = Rows(q, w.b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
     q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
-    at = w.first + w.n_k - w.n_q  # the key position of the first query
-    span = band(at, at + PLAN.BLOCK_M - 1, w.n_k, law.before, law.after, PLAN.BLOCK_N)
+    at = w.first // PLAN.HEADS + w.n_k - w.n_q  # the key position of the first query
+    last = at + (PLAN.BLOCK_M + PLAN.HEADS - 2) // PLAN.HEADS  # where the last row's query sits, or the next one
+    span = band(at, last, w.n_k, law.before, law.after, PLAN.BLOCK_N)
     if parts is not None:
         span = share(span, part, parts, PLAN.BLOCK_N)
     unit = unit_of(law.scale, PLAN.FOLD)
@@ -56,23 +61,23 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
     l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
     if terms.sinks.ptr is not None:  # a key without a value, seen before all others
-        sink = tl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(tl.float32)
+        sink = tl.load(terms.sinks.ptr + head_of(w, r, PLAN.HEADS) * terms.sinks.stride).to(tl.float32)
         sink = tl.where(part == 0, sink, float("-inf"))
         m = l + measured(sink, LOG2E, terms.bias.ptr)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
         first, edge, picky = column(at, span, terms.blocks, STEP, CAREFUL)
-        j = first + tl.arange(0, STEP)
+        j = (first + tl.arange(0, STEP))[None, :]
         k_rows = Rows(k, w.b, h_kv, w.k0, first, w.n_k)
         k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
         product = inner(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
-        s = worth(product, w, w.h, i[:, None], j[None, :], law.scale, terms, PLAN.FOLD, law.SCORE_MOD)
-        s = masked(s, float("-inf"), edge, picky, i[:, None], j[None, :], w, w.h, law)
+        s = worth(product, w, h, i, j, law.scale, terms, PLAN.FOLD, law.SCORE_MOD)
+        s = masked(s, float("-inf"), edge, picky, i, j, w, h, law)
         p, alpha, m, l = softmax_step(m, l, s, unit, terms.bias.ptr, PLAN.BOUNDED)
         v_tile = load_rows(Rows(v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
-        met = seen(i[:, None], j[None, :], w, w.h, law) if CAREFUL else None
-        p = dropped(p, w, w.h, i[:, None], j[None, :], terms)
+        met = seen(i, j, w, h, law) if CAREFUL else None
+        p = dropped(p, w, h, i, j, terms)
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], met, PLAN)
     return acc, m, l
 
@@ -80,11 +85,13 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
 @triton.jit
 def store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN: tl.constexpr):
     """o and lse, which has n_q tokens of each head, of the tile of queries at w, in batch row b."""
-    i = w.first + tl.arange(0, PLAN.BLOCK_M)
-    out = Rows(o, b, w.h, w.q0, w.first, w.n_q)
+    r = w.first + tl.arange(0, PLAN.BLOCK_M)
+    i = r // PLAN.HEADS
+    h = head_of(w, r, PLAN.HEADS)
+    out = Rows(o, b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
     store_rows(out, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
     total = logsumexp(m, l) if terms.bias.ptr is None else m + logsumexp(0.0, l)
-    tl.store(row_pointers(lse, n_q, heads, b, w.h, w.q0, i, PLAN.PACKED), total, mask=i < w.n_q)
+    tl.store(row_pointers(lse, n_q, heads * PLAN.HEADS, b, h, w.q0, i, PLAN.PACKED), total, mask=i < w.n_q)
 
 
 @triton.jit(**ANY_SIZE)
@@ -105,8 +112,8 @@ def forward_kernel(
     if parts is not None:
         part = pid % parts
         pid = pid // parts
-    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
-    if w.first < w.n_q:
+    w = locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M, PLAN.HEADS)
+    if w.first < w.n_q * PLAN.HEADS:
         acc, m, l = stream_keys(
             q, k, v, w, part, parts, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
         )  # fmt: skip

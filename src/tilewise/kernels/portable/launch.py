@@ -8,19 +8,28 @@ import torch
 import triton
 from torch import Tensor
 
-from ...spec import LIMIT, AttentionError, Request, Upstream, heads_are_queries
+from ...spec import LIMIT, AttentionError, Request, Upstream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
 from ..repair import repair_forward_kernel, repair_jvp_kernel
-from ..shapes import Problem, by_group, lined, padded, problem, view
+from ..shapes import Problem, by_group, is_by_group, lined, padded, problem, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from . import tiles
 from .backward_launch import backward_launches, backward_repairs, row_statistics
 from .clear import clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import Moving, jvp_kernel
-from .options import costly_term, is_even, new_flags, options_of, precision, tile_of
+from .options import (
+    costly_term,
+    forward_tile,
+    is_even,
+    new_flags,
+    options_of,
+    precision,
+    shares_tiles,
+    tile_of,
+)
 from .repairs import repair
 from .term_gradients import term_gradients
 
@@ -133,21 +142,24 @@ def forward_launch(
     request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1, flags: Tensor | None = None
 ) -> Launch:
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
-    request, out, lse = by_group(request, out, lse)
+    shares = shares_tiles(request)
+    if not shares:
+        request, out, lse = by_group(request, out, lse)
     q, k, v, spec = request[:4]
     size = problem(request)
-    tile = tile_of("forward", q.element_size(), size, gpu, costly_term(request, gpu))
+    tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares)
+    rows = size.in_rows(heads)
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
         forward_kernel,
-        parts * size.programs(size.n_q, size.heads, tile.block_m),
+        parts * rows.programs(rows.n_q, rows.heads, tile.block_m),
         (
             *(view(x) for x in (q, k, v, out)), lse, flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, scale, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            spec.before, spec.after, scale, rows.tiles(rows.n_q, tile.block_m), rows.heads, size.batch,
             parts if parts > 1 else None, device_terms(request, gpu, tile),
         ),
         options_of(
-            request, tile, gpu, **scoring, MASK_MOD=mask_mod(request),
+            request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), HEADS=heads,
             BOUNDED=scoring["FOLD"] and is_bounded(request, scale),
             OVERLAP=(size.packed or parts > 1 or flags is not None) and can_overlap(gpu),
             EVEN=is_even(size, size.n_k, tile.block_n),
@@ -179,16 +191,14 @@ def parts_of_keys(request: Request) -> int:
     if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1
     processors = multiprocessors(q.device) if q.is_cuda else tiles.INTERPRETED_PROCESSORS
-    before = request.spec.before if request.is_plain else 0  # with terms, which may know its number, a head is a head
-    return _parts_of_keys(problem(request), q.element_size(), before, gpu_for(q), processors)
+    shares, by_group = shares_tiles(request), is_by_group(request)
+    return _parts_of_keys(problem(request), q.element_size(), shares, by_group, gpu_for(q), processors)
 
 
 @lru_cache(LIMIT)
-def _parts_of_keys(size: Problem, itemsize: int, before: int | None, gpu: Gpu, processors: int) -> int:
-    tile = tile_of("forward", itemsize, size, gpu)
-    group = size.heads // size.kv_heads
-    if heads_are_queries(size.n_q, group, before):
-        size = size._replace(n_q=group, heads=size.kv_heads)
+def _parts_of_keys(size: Problem, itemsize: int, shares: bool, by_group: bool, gpu: Gpu, processors: int) -> int:
+    tile, heads = forward_tile(itemsize, size, gpu, None, shares)
+    size = size.in_rows(size.heads // size.kv_heads if by_group and not shares else heads)
     return tiles.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 

@@ -11,6 +11,7 @@ from ..gpu import Gpu, has_triton
 
 AMD = ("gfx942", "gfx950")
 CACHES_RAN = True  # the kernels of KV caches: whether the tests and timings of a GPU ran clean with them
+GROUPS_RAN = False  # tiles of several heads in the forward: the same, of tests/gpu/test_groups.py
 
 
 def obstacle(request: Request, gpu: Gpu | None) -> str | None:

@@ -12,16 +12,24 @@ from ..repair import LINE
 from ..shapes import Problem, padded, problem
 from ..terms import is_linear, lists_tiles
 from ..tile import Plan
-from . import tiles
+from . import limits, tiles
 from .tiles import Tile
 
 SMALLEST = 16  # rows of a tile
 
 
-def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, term: str | None = None) -> Tile:
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | None) -> Tile:
     if INTERPRETED:
         return tiles.INTERPRETER
-    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), term)
+    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), *terms)
+
+
+def forward_tile(itemsize: int, size: Problem, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
+    """And how many heads have their queries in one, if they may (`shares_tiles`)."""
+    tile = tile_of("forward", itemsize, size, gpu, term)
+    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
+    heads = tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m) if shares else 1
+    return tile_of("forward", itemsize, size, gpu, "groups", term) if heads > 1 else tile, heads
 
 
 def costly_term(request: Request, gpu: Gpu) -> str | None:
@@ -29,6 +37,11 @@ def costly_term(request: Request, gpu: Gpu) -> str | None:
     if request.blocks and lists_tiles(gpu):
         return "blocks"
     return None if request.bias is None else "bias"
+
+
+def shares_tiles(request: Request) -> bool:
+    """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
+    return not request.blocks and (limits.GROUPS_RAN or request.spec.backend != "auto")
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from ..gpu import Gpu
 from ..profile import Profile, Shapes, padded
-from . import tiles
+from . import limits, tiles
 from .tiles import Tile
 
 
 def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     d, dv = padded(call.d), padded(call.dv)
     tile = tiles.tile("forward", gpu.arch, call.itemsize, max(d, dv))
+    group = call.heads // call.kv_heads
+    heads = group if call.heads_are_queries else 1
+    if limits.GROUPS_RAN and not call.has_lists:
+        queries = call.n_q if call.lengths is None else -(-call.n_q // max(call.batch, 1))
+        heads = tiles.heads_of_a_tile(queries, group, tile.block_m)
+        if heads > 1:
+            tile = tiles.tile("forward", gpu.arch, call.itemsize, max(d, dv), "groups")
 
     def parts(programs: int, processors: int) -> int:
         return tiles.parts_of_keys(programs, call.n_k, tile.block_n, processors)
@@ -20,7 +27,7 @@ def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     return [
         Profile(
             "forward", tile, max(d, dv), d + dv, is_forward=True, shared=shared, registers=_registers(tile),
-            parts=parts if few else None,
+            heads=heads, parts=parts if few else None,
         )
     ]  # fmt: skip
 

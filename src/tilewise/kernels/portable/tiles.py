@@ -155,6 +155,9 @@ HOPPER["sums", 4] = HOPPER["query", 4] | {64: Tile(64, 32, 4, 1, chunk=32), 128:
 AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
 AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
 # Terms that want more than their pass has; none timed. A bias keeps a tile of addresses, tile lists a loop in a loop.
+# Rows of several heads keep where each of them lies.
+HOPPER["forward groups", 2] = {256: Tile(64, 32, 4, 2)}  # 128x64x8 spills 8 to 16 bytes, 64x64x8 serialises
+AMPERE["forward groups", 2] = {64: Tile(64, 64, 4, 2)}  # 128x64x4 spills 12 to 56 bytes with terms, with a bias 1.2 KB
 HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64x64x8 with 2 stages none
 AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
 AMPERE["forward blocks", 2] = {128: Tile(64, 32, 8, 2)}  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
@@ -218,19 +221,31 @@ def chip(arch: Arch) -> Chip:
     return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
 
 
-def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, term: str | None = None) -> Tile:
-    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name; with a
-    term ("bias", "blocks") that has rows of its own, of these.
+def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name; with
+    terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
     """
     table = chip(arch).tiles
-    rows = table[which, itemsize] | table.get((f"{which} {term}", itemsize), {})
+    rows = table[which, itemsize]
+    for term in terms:
+        rows = rows | table.get((f"{which} {term}", itemsize), {})
     return next(row for limit, row in rows.items() if padded_dim <= limit)
 
 
 FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are divided among programs, if many
+
+
+def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
+    """How many heads, of a group that shares its keys, have their queries in one tile: all, if those of one head leave
+    some of it empty. Then keys are read once for the group, and rows of the matrix units that would idle do not.
+
+    >>> heads_of_a_tile(5, 8, 64), heads_of_a_tile(64, 8, 64)
+    (8, 1)
+    """
+    return group if queries < block_m else 1
 
 
 def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> int:
