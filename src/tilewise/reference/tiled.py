@@ -34,6 +34,7 @@ PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
 SUM_Q = 128  # queries summed at a time into dk and dv: in float32, sums of 512 had 2.5 times the error of torch's
 ALIGN = 64  # interior tiles begin and end at multiples of this
 
+P_ROOM, DS_ROOM = Room(), Room()  # for a tile of weights, and one of their gradients
 ALL = slice(None)
 LOG2E = math.log2(math.e)
 LARGEST = 3e38  # near that of a float32: below, sums of scores have no infinities
@@ -91,7 +92,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
-    curtains, room = Curtains(spec, dtype), Room(q, dtype)
+    curtains = Curtains(spec, dtype)
 
     def attend(part: Part) -> None:
         q_view, out_view, lse_view = part.rows
@@ -107,7 +108,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
             m = l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]
-                s, hide = select_(scores(q_tile, k_tile, room), curtains.of(tile, part), tame)
+                s, hide = select_(scores(q_tile, k_tile, P_ROOM), curtains.of(tile, part), tame)
                 m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
                 p = exp_(s.sub_(m), mild and not tile.edge)
                 alpha = torch.exp(m_old - m)
@@ -131,7 +132,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=request.result_dtype) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]
-    curtains, p_room, ds_room = Curtains(spec, dtype), Room(q, dtype), Room(q, dtype)
+    curtains = Curtains(spec, dtype)
 
     def attend(part: Part) -> None:
         q_view, out_view, dout_view, dq_view, *stat_views = part.rows
@@ -153,9 +154,9 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
             tame = q_size.longest * k_size.longest + dout_size.longest * (1.0 + v_size.longest) < LARGEST
             mild = q_size.finite * k_size.finite < MILD
             for tile in key_tiles(part, rows, spec):
-                s, hide = select_(scores(q_lse, k_one[:, tile.columns], p_room), curtains.of(tile, part), tame)
+                s, hide = select_(scores(q_lse, k_one[:, tile.columns], P_ROOM), curtains.of(tile, part), tame)
                 p = exp_(s, mild and not tile.edge)
-                ds = multiply(dout_delta, v_one[:, tile.columns].mT, ds_room)
+                ds = multiply(dout_delta, v_one[:, tile.columns].mT, DS_ROOM)
                 if hide is not None:
                     p.masked_fill_(hide, 0.0)
                     ds.masked_fill_(hide, 0.0)
@@ -174,7 +175,8 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
 
 
 def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
-    """No part reads what another writes: on a CPU, all threads take some."""
+    """No part reads what another writes: on a CPU, all threads take some. (The last ones first: where all see only what
+    was before them, these take the longest.)"""
     listed = list(all_parts)
     if listed and listed[0].rows[0].device.type == "cpu":
         each(listed, work)
@@ -252,14 +254,14 @@ def span(i_lo: int, i_hi: int, n_q: int, n_k: int, spec: Spec) -> Span:
 
 
 def exp_(x: Tensor, mild: bool) -> Tensor:
-    """exp, in place. torch's has a slow way for what underflows, up to a hundred times as slow. exp2 has none, but takes
-    longer itself. (To scale q by log2(e) instead of x would cost no time, and half of the accuracy of lse.)"""
+    """exp, in place. torch's has a slow way for what underflows, up to a hundred times as slow; exp2 has none, but is
+    slower itself. (To scale q by log2(e) instead of x would cost no time, and half of the accuracy of lse.)"""
     return x.exp_() if mild else x.mul_(LOG2E).exp2_()
 
 
 def multiply(a: Tensor, b: Tensor, room: Room) -> Tensor:
     """a @ b, written into room."""
-    return torch.bmm(a, b, out=room.of(a.shape[0], a.shape[1], b.shape[2]))
+    return torch.bmm(a, b, out=room.of(a, a.shape[0], a.shape[1], b.shape[2]))
 
 
 def beside(x: Tensor, column: Tensor | float) -> Tensor:
