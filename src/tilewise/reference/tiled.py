@@ -15,6 +15,7 @@ Heads, and in the forward also rows, are independent of one another: each thread
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -69,7 +70,7 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(x: Tensor) -> Size:
-        lengths = torch.linalg.vector_norm(x, dim=-1)
+        lengths = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         longest = float(lengths.amax()) if lengths.numel() else 0.0
         return Size(longest, longest if math.isfinite(longest) else float(lengths.nan_to_num(0.0, 0.0).amax()))
 
@@ -92,17 +93,16 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
-    curtains = Curtains(spec, dtype)
+    curtains, scale = Curtains(spec, dtype), abs(spec.scale)
 
     def attend(part: Part) -> None:
         q_view, out_view, lse_view = part.rows
         k_all, v_all = (load(x, ALL, dtype) for x in part.keys)
-        k_size, v_size = Size.of(k_all), Size.of(v_all)
+        q_size, k_size, v_size = Size.of(q_view), Size.of(k_all), Size.of(v_all)
+        tame = scale * q_size.longest * k_size.longest + v_size.longest < LARGEST
+        mild = scale * q_size.finite * k_size.finite < MILD
         for rows in part.tiles:
             q_tile = load(q_view, rows, dtype) * spec.scale
-            q_size = Size.of(q_tile)
-            tame = q_size.longest * k_size.longest + v_size.longest < LARGEST
-            mild = q_size.finite * k_size.finite < MILD
             acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
             l = torch.zeros_like(acc[..., :1])
             m = l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
@@ -132,13 +132,17 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=request.result_dtype) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]
-    curtains = Curtains(spec, dtype)
+    curtains, scale = Curtains(spec, dtype), abs(spec.scale)
 
     def attend(part: Part) -> None:
         q_view, out_view, dout_view, dq_view, *stat_views = part.rows
         k_view, v_view, dk_view, dv_view = part.keys
         k_all, v_all = load(k_view, ALL, dtype), load(v_view, ALL, dtype)
-        k_size, v_size = Size.of(k_all), Size.of(v_all)
+        q_size, k_size, v_size = Size.of(q_view), Size.of(k_all), Size.of(v_all)
+        dout_size, out_size, *dlse_size = (Size.of(x).longest for x in (dout_view, out_view, *stat_views[1:]))
+        gradients = dout_size * (v_size.longest + out_size) + sum(dlse_size)
+        tame = scale * q_size.longest * k_size.longest + gradients < LARGEST
+        mild = scale * q_size.finite * k_size.finite < MILD
         k_one, v_one = beside(k_all, -1.0), beside(v_all, -1.0)
         dk_acc, dv_acc = k_all.new_zeros(k_all.shape), v_all.new_zeros(v_all.shape)
         for rows in part.tiles:
@@ -150,9 +154,6 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
             for x in dlse_tile:
                 delta -= x
             q_lse, dout_delta = beside(q_tile, lse_tile), beside(dout_tile, delta)
-            q_size, dout_size = Size.of(q_tile), Size.of(dout_delta)
-            tame = q_size.longest * k_size.longest + dout_size.longest * (1.0 + v_size.longest) < LARGEST
-            mild = q_size.finite * k_size.finite < MILD
             for tile in key_tiles(part, rows, spec):
                 s, hide = select_(scores(q_lse, k_one[:, tile.columns], P_ROOM), curtains.of(tile, part), tame)
                 p = exp_(s, mild and not tile.edge)
@@ -214,10 +215,11 @@ class Curtains:
 
     def draw(self, at: int, rows: int, columns: int, device: torch.device) -> Tensor:
         before, after = self.spec.before, self.spec.after
-        found = torch.full((rows, columns), -torch.inf, dtype=self.dtype, device=device)
-        if before is None or after is None:
-            return found.tril_(at - before - 1) if after is None else found.triu_(at + after + 1)
-        return found.tril(at - before - 1) + found.triu_(at + after + 1)
+        everything = torch.full((rows, columns), -torch.inf, dtype=self.dtype, device=device)
+        sides = [] if before is None else [everything.tril(at - before - 1)]
+        if after is not None:
+            sides.append(everything.triu(at + after + 1))
+        return functools.reduce(torch.add, sides)
 
 
 def select_(s: Tensor, drawn: Tensor | None, tame: bool) -> tuple[Tensor, Tensor | None]:
