@@ -52,13 +52,24 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some heads of some sequences of the same length, as views: rows (b, h, G, Sq, D), keys (b, h, 1, Sk, D)."""
+    """Some heads of some sequences of the same length, as views: rows (b, h, Sq, G, D), keys (b, h, Sk, 1, D)."""
 
     rows: list[Tensor]
     keys: list[Tensor]
     n_q: int
     n_k: int
-    tiles: list[slice]  # of queries
+    tiles: list[slice]  # of queries, one after the other
+
+    @property
+    def mine(self) -> slice:
+        """All of its queries."""
+        return slice(self.tiles[0].start, self.tiles[-1].stop)
+
+    def rows_of(self, tile: slice, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What belongs to a tile's queries in tensors that hold those of `mine`, (b h, G mine, D)."""
+        group = self.rows[0].shape[3]
+        at = slice((tile.start - self.mine.start) * group, (tile.stop - self.mine.start) * group)
+        return tuple(x[:, at] for x in tensors)
 
 
 class Size(NamedTuple):
@@ -101,10 +112,12 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
         q_size, k_size, v_size = Size.of(q_view), Size.of(k_all), Size.of(v_all)
         tame = scale * q_size.longest * k_size.longest + v_size.longest < LARGEST
         mild = scale * q_size.finite * k_size.finite < MILD
+        q_all = load(q_view, part.mine, dtype) * spec.scale
+        acc_all = q_all.new_zeros(*q_all.shape[:-1], v.shape[-1])
+        ms, ls = [], []
         for rows in part.tiles:
-            q_tile = load(q_view, rows, dtype) * spec.scale
-            acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-            l = torch.zeros_like(acc[..., :1])
+            q_tile, acc = part.rows_of(rows, q_all, acc_all)
+            l = acc.new_zeros(1, 1, 1).expand(*acc.shape[:-1], 1)
             m = l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]
@@ -114,8 +127,11 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
                 alpha = torch.exp(m_old - m)
                 l = torch.addcmul(p.sum(-1, keepdim=True), alpha, l)
                 accumulate_(acc.mul_(alpha), p, v_tile, hide)
-            store(out_view, rows, acc.div_(l.clamp_min(1.0)))  # of a row that sees a key, l >= 1: that of its maximum
-            store(lse_view, rows, m + l.log())
+            ms.append(m)
+            ls.append(l)
+        m, l = torch.cat(ms, 1), torch.cat(ls, 1)
+        store(out_view, part.mine, acc_all.div_(l.clamp_min(1.0)))  # where a key is seen, l >= 1: that of the maximum
+        store(lse_view, part.mine, m + l.log())
 
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         run(parts([q, out, as_rows(lse)], [k, v], request, by_rows=True), attend)
@@ -145,28 +161,28 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
         mild = scale * q_size.finite * k_size.finite < MILD
         k_one, v_one = beside(k_all, -1.0), beside(v_all, -1.0)
         dk_acc, dv_acc = k_all.new_zeros(k_all.shape), v_all.new_zeros(v_all.shape)
+        q_all, dout_all = load(q_view, part.mine, dtype) * spec.scale, load(dout_view, part.mine, dtype)
+        lse_all, *dlse_all = (load(x, part.mine, dtype) for x in stat_views)
+        delta = (dout_all * load(out_view, part.mine, dtype)).sum(-1, keepdim=True)
+        for x in dlse_all:
+            delta -= x
+        q_lse = beside(q_all, lse_all.masked_fill(lse_all == -torch.inf, torch.inf))
+        dout_delta, dq_all = beside(dout_all, delta), torch.zeros_like(q_all)
         for rows in part.tiles:
-            q_tile, dout_tile = load(q_view, rows, dtype) * spec.scale, load(dout_view, rows, dtype)
-            dq_acc = torch.zeros_like(q_tile)
-            lse_tile, *dlse_tile = (load(x, rows, dtype) for x in stat_views)
-            lse_tile = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
-            delta = (dout_tile * load(out_view, rows, dtype)).sum(-1, keepdim=True)
-            for x in dlse_tile:
-                delta -= x
-            q_lse, dout_delta = beside(q_tile, lse_tile), beside(dout_tile, delta)
+            q_tile, dout_tile, dq_tile = part.rows_of(rows, q_lse, dout_delta, dq_all)
             for tile in key_tiles(part, rows, spec):
-                s, hide = select_(scores(q_lse, k_one[:, tile.columns], P_ROOM), curtains.of(tile, part), tame)
+                s, hide = select_(scores(q_tile, k_one[:, tile.columns], P_ROOM), curtains.of(tile, part), tame)
                 p = exp_(s, mild and not tile.edge)
-                ds = multiply(dout_delta, v_one[:, tile.columns].mT, DS_ROOM)
+                ds = multiply(dout_tile, v_one[:, tile.columns].mT, DS_ROOM)
                 if hide is not None:
                     p.masked_fill_(hide, 0.0)
                     ds.masked_fill_(hide, 0.0)
                 ds.mul_(p)
                 hide_t = None if hide is None else hide.mT
-                accumulate_(dv_acc[:, tile.columns], p.mT, dout_tile, hide_t, SUM_Q)
-                accumulate_(dq_acc, ds, k_all[:, tile.columns], hide)
-                accumulate_(dk_acc[:, tile.columns], ds.mT, q_tile, hide_t, SUM_Q)
-            store(dq_view, rows, dq_acc.mul_(spec.scale))
+                accumulate_(dv_acc[:, tile.columns], p.mT, dout_tile[..., :-1], hide_t, SUM_Q)
+                accumulate_(dq_tile, ds, k_all[:, tile.columns], hide)
+                accumulate_(dk_acc[:, tile.columns], ds.mT, q_tile[..., :-1], hide_t, SUM_Q)
+        store(dq_view, part.mine, dq_all.mul_(spec.scale))
         store(dk_view, ALL, dk_acc)
         store(dv_view, ALL, dv_acc)
 
@@ -232,9 +248,9 @@ def select_(s: Tensor, drawn: Tensor | None, tame: bool) -> tuple[Tensor, Tensor
         return s, None
     group = s.shape[1] // drawn.shape[0]
     if tame:
-        s.unflatten(1, (group, -1)).add_(drawn)
+        s.unflatten(1, (-1, group)).add_(drawn.unsqueeze(1))
         return s, None
-    hide = (drawn != 0).repeat(group, 1)
+    hide = (drawn != 0).repeat_interleave(group, 0)
     return s.masked_fill_(hide, -torch.inf), hide
 
 
@@ -316,12 +332,12 @@ def _heads(rows: list[Tensor], keys: list[Tensor], spec: Spec, by_rows: bool) ->
     (batch, n_q, heads), (n_k, heads_k) = rows[0].shape[:3], keys[0].shape[1:3]
     if min(batch, n_q, heads) == 0:
         return
-    rows = [x.unflatten(2, (heads_k, -1)).permute(0, 2, 3, 1, 4) for x in rows]
-    keys = [x.transpose(1, 2).unsqueeze(2) for x in keys]
+    rows = [x.unflatten(2, (heads_k, -1)).transpose(1, 2) for x in rows]
+    keys = [x.transpose(1, 2).unsqueeze(3) for x in keys]
     group, width = heads // heads_k, max(1, min(n_k, TILE_K))
     least = group * tile_height(n_q, group, spec, LEAST_Q) * width
     share = max(math.ceil(batch * heads_k / torch.get_num_threads()), PART_SCORES // least)
-    most = min(TILE_SCORES // least, PART_KEYS // max(1, keys[0][0, :, 0].numel()))
+    most = min(TILE_SCORES // least, PART_KEYS // max(1, keys[0][0].numel()))
     at_once = max(1, min(most, share))
     height = tile_height(n_q, group, spec, TILE_SCORES // (at_once * width))
     step_b, step_h = max(1, at_once // heads_k), min(at_once, heads_k)
@@ -358,11 +374,11 @@ def as_rows(stat: Tensor) -> Tensor:
 
 
 def load(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """(b, h, G, S, D) -> (b h, G rows, D), the same memory where it can be"""
-    tile = x[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype)
+    """(b, h, S, G, D) -> (b h, rows G, D), the same memory where it can be"""
+    tile = x[:, :, rows].flatten(2, 3).flatten(0, 1).to(dtype)
     return tile if tile.stride(-1) == 1 else tile.contiguous()
 
 
 def store(x: Tensor, rows: slice, tile: Tensor) -> None:
-    view = x[..., rows, :]
+    view = x[:, :, rows]
     view.copy_(tile.view(view.shape))
