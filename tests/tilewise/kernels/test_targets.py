@@ -67,8 +67,8 @@ def everything(arch: tiles.Arch) -> list[Wanted]:
             rows += [(kernel, dtype, dim, variant, None) for variant in ("full", "causal", "varlen")]
             rows += [(kernel, dtype, dim, "window", term) for term in terms]
     dims = (64, 128, 256, 512)
-    rows += [("forward", "bfloat16", dim, "decode", None) for dim in dims]
-    rows += [(kernel, "bfloat16", dim, "varlen", None) for kernel, dim in product(("merge", "prepare"), dims)]
+    rows += [(kernel, "bfloat16", dim, "decode", None) for kernel, dim in product(("forward", "merge"), dims)]
+    rows += [("prepare", "bfloat16", dim, "varlen", None) for dim in dims]
     return [*rows, ("clear", "bfloat16", 64, "varlen", None)]
 
 
