@@ -153,7 +153,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         request = Request.of(ctx.spec, tensors)
-        n = min(request.differentiable, len(tensors))
+        every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
+        n = min(every, len(tensors))
         wanted = ctx.needs_input_grad[2 : 2 + n]
 
         def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -161,8 +162,8 @@ class Attention(torch.autograd.Function):
             if not _is_higher_order(dout, dlse, *tensors[:n]):
                 return _gradients(wanted, ctx.call, upstream, request)
             if choose(request).backend.name == REFERENCE:
-                every = (*wanted, *(False,) * (request.differentiable - n))
-                return named(REFERENCE).differentiable_backward(request, upstream, every)[:n]
+                of_all = (*wanted, *(False,) * (every - n))
+                return named(REFERENCE).differentiable_backward(request, upstream, of_all)[:n]
             flat: Any = (wanted, ctx.spec, *upstream, *tensors)
             return OneDerivative.apply(*flat)  # type: ignore[no-untyped-call]
 
