@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Unpack
 
 from torch import Tensor
@@ -103,14 +102,9 @@ def check(
     (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
     cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    longest, given = (max_seqlen_q, max_seqlen_k), checks.options_of(options)
     q, k, v = checks.arranged(q, k, v, layout)
-    request = checks.request_of(q, k, v, cu, longest, given)
-    checks.contents(request, longest, given)
+    request = checks.request_of(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
     dispatch.choose(request)
-
-
-ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
 def _run(
@@ -118,17 +112,13 @@ def _run(
 ) -> Any:
     """(out, lse) of a call, which is checked if none like it was before."""
     q, k, v = checks.arranged(q, k, v, layout)
-    key = dispatch.key_of(given, q, k, v, *cu)
+    key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
-    if call is not None and cu:
+    if call is None:
+        request = checks.request_of(q, k, v, cu, longest, given)
+    elif cu:
         checks.check_longest(*longest)
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
-    elif call is not None:
-        request = Request(q, k, v, call.spec)
     else:
-        request = checks.request_of(q, k, v, cu, longest, checks.options_of(given))
-        if key is not None:
-            call = dispatch.call_of(request, key)
-    if ALWAYS:
-        checks.contents(request, longest, checks.options_of(given))
-    return ops.attend(request, call)
+        request = Request(q, k, v, call.spec)
+    return ops.attend(request, call, key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,16 +123,18 @@ def serving(name: str) -> Any:
 class Call:
     """How calls that look alike run: what was asked, the backend's module and the launches it made, by its own keys."""
 
-    __slots__ = ("backend", "layout", "recordings", "spec")
+    __slots__ = ("backend", "bare", "layout", "recordings", "spec")
 
-    def __init__(self, request: Request, recordings: dict[Any, Any] | None) -> None:
-        self.spec, self.layout = request.spec, _layout(request)
+    def __init__(self, request: Request) -> None:
+        self.spec = request.spec
+        self.bare = request.is_plain and request.cu_q is None and request.origin is None  # no tensors but q, k and v
+        self.layout = _layout(request) if request.is_plain else False  # nobody watches over the strides of terms
+        self.recordings: dict[Any, Any] | None = {} if request.q.is_cuda else None
         self.backend = named(choose(request).backend.name)
-        self.recordings = recordings
 
     def fits(self, request: Request) -> bool:
-        """Whether a request that is one of these calls still looks so: what autograd has saved may come back with other
-        strides, from a hook."""
+        """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back
+        with other strides, from a hook."""
         return bool(self.layout == _layout(request))
 
 
@@ -143,9 +145,20 @@ def _layout(request: Request) -> Any:
     return q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
 
 
-_calls: dict[Any, Call] = {}
+T = TypeVar("T")
 
 
+class Memory(dict[Any, T]):
+    """What was found out for calls that look alike, by their keys. A full one begins anew. Threads share it: its reads
+    and writes are single operations, and of two that learn the same thing one is kept."""
+
+    def keep(self, key: Any, found: T) -> T:
+        if len(self) >= LIMIT:
+            self.clear()
+        return self.setdefault(key, found)
+
+
+_calls: Memory[Call] = Memory()
 SIMPLE = frozenset((bool, float, str, tuple, type(None)))  # kinds of options that say all there is to know of them
 
 
@@ -157,7 +170,7 @@ def key_of(options: Mapping[str, Any], *tensors: Tensor) -> Any:
     A key holds the options as they were said, with torch's mode of determinism, and of each tensor whether it is one of
     those before it (q and k, say, whose places a recorded launch could not tell apart), its shape, strides, dtype,
     device, and its address modulo 16. Values, addresses, streams and threads are none of it: what is remembered is the
-    same for all of them, and holds no memory of the caller's. Reads and writes of the dict are single operations.
+    same for all of them, and holds no memory of the caller's.
     """
     first = tensors[0]
     if not isinstance(first, Tensor) or not first.is_cuda or is_watched(*tensors):
@@ -178,21 +191,12 @@ def recall(key: Any) -> Call | None:
 
 def call_of(request: Request, key: Any = None) -> Call:
     """The call that a request is one of, from now on also of this key. Requests are told apart as keys are, by their
-    Spec and all their tensors."""
+    Spec and all their tensors; off the GPU none is remembered."""
     if not request.q.is_cuda:
-        return Call(request, None)
+        return Call(request)
     own = (request.spec, *signature(*request.tensors()))
-    call = _calls.get(own)
-    if call is None:
-        call = _remember(own, Call(request, {}))
-    return call if key is None else _remember(key, call)
-
-
-def _remember(key: Any, call: Call) -> Call:
-    if len(_calls) >= LIMIT:
-        _calls.clear()
-    _calls[key] = call
-    return call
+    call = _calls.get(own) or _calls.keep(own, Call(request))
+    return call if key is None else _calls.keep(key, call)
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:

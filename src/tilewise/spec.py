@@ -184,7 +184,7 @@ ARGUMENTS = 4 + len(_NUMBERS) + 1
 def arguments(request: Request) -> tuple[Any, ...]:
     """A request as the ops take it, by `SCHEMA`."""
     tensors = request.tensors()
-    others = list(tensors[3:])  # not `*others`: torch 2.11 traces that as a tuple
+    others = list(tensors[3:])  # not `*others`: torch 2.10 and 2.11 trace that as a tuple
     while others and others[-1] is None:
         others.pop()
     spec = request.spec

@@ -199,3 +199,12 @@ def test_tables_shorter_than_a_packed_sequence(unread: None) -> None:
     tilewise.attention_varlen(x, x, x, CU_K, CU_K, mask_mod=mod, backend="reference")
     with pytest.raises(AttentionError, match="found 10; expected one for each key, 11,"):
         tilewise.check(x, x, x, CU_K, CU_K, mask_mod=mod)
+
+
+def test_every_call_begins_with_a_check_where_that_is_wanted(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TILEWISE_CHECK=1"""
+    x, cu = torch.zeros(4, 2, 8), torch.tensor([0, 9], dtype=torch.int32)
+    tilewise.attention_varlen(x, x, x, cu, cu)
+    monkeypatch.setattr(checks, "ALWAYS", True)
+    with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 9"):
+        tilewise.attention_varlen(x, x, x, cu, cu)

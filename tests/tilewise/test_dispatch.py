@@ -60,7 +60,7 @@ def test_a_third_backend_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """CPU tensors are taken for a GPU's, and a stub computes."""
-    calls: dict[Any, Any] = {}
+    calls: dict[Any, Any] = dispatch.Memory()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(dispatch, "_calls", calls)
     monkeypatch.setattr(dispatch, "choose", lambda request: SimpleNamespace(backend=SimpleNamespace(name="stub")))

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from ..checks import shown
+from ..checks import ALWAYS
+from ..checks.options import shown
 from ..dispatch import choose
 from ..spec import AttentionError
 from . import checks, contents, memory, ops
-from .checks import DEFAULTS, KvOptions
+from .checks import KvOptions
 from .request import KvRequest
-
-ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
 class KvPlan(NamedTuple):
@@ -29,7 +28,7 @@ class KvPlan(NamedTuple):
 
 
 def _takes_options(function: Any) -> Any:
-    return shown(function, KvOptions, DEFAULTS)
+    return shown(function, KvOptions, checks.defaults())
 
 
 @_takes_options

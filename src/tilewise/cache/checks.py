@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, FOREIGN, Options, check_names, options_of, sized, tensor
+from ..checks import DTYPES, sized, tensor
+from ..checks.options import FOREIGN, Options, completed, options_of
 from ..mods.blocks import BlockMask
 from ..mods.program import Mod
 from ..spec import MAX_HEAD_DIM, AttentionError, Window
@@ -46,16 +47,15 @@ class KvOptions(TypedDict, total=False):
     backend: str
 
 
-def with_defaults(given: KvOptions) -> KvOptions:
+def defaults() -> KvOptions:
     return {
         "k_new": None, "v_new": None, "cu_seqlens_q": None, "cu_seqlens_new": None, "page_table": None, "slots": None,
         "cache_rows": None, "starts": None, "rotary": None, "tree": None, "causal": True, "window": None,
         "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None, "score_mod": None, "mask_mod": None,
         "out": None, "return_lse": False, "plan": None, "split": None, "max_seqlen_q": None, "backend": "auto",
-    } | given  # fmt: skip
+    }  # fmt: skip
 
 
-DEFAULTS = with_defaults({})
 ELSEWHERE = FOREIGN | {
     "cache_seqlens": "lengths, the tokens in the cache before this call",
     "block_table": "page_table=",
@@ -71,9 +71,7 @@ ELSEWHERE = FOREIGN | {
 
 
 def kv_options(given: KvOptions) -> KvOptions:
-    options = with_defaults(given)
-    if len(options) != len(DEFAULTS):
-        check_names(given, DEFAULTS, ELSEWHERE)
+    options: KvOptions = completed(given, defaults(), ELSEWHERE)
     return options
 
 

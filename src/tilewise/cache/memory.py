@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import signature
-from ..spec import LIMIT
+from ..dispatch import Memory, signature
 from ..torch_private import is_watched
 from .request import Rotary
 
@@ -68,7 +67,7 @@ class Remembered(NamedTuple):
         return out, lse
 
 
-_calls: dict[Any, Remembered] = {}
+_calls: Memory[Remembered] = Memory()
 
 
 def runs_on_gpu(q: Tensor) -> bool:
@@ -125,7 +124,5 @@ def learn(look: Look, ran: Sequence[Ran | None], out: Tensor, lse: Tensor, turne
         if one is None or any(x is not None and id(x) not in places for x in one.tensors):
             return
         stages.append(Stage(one.again, one.recording, tuple(None if x is None else places[id(x)] for x in one.tensors)))
-    if len(_calls) >= LIMIT:
-        _calls.clear()
     shapes = None if given else tuple(out.shape), tuple(lse.shape), None if turned is None else tuple(turned.shape)
-    _calls[look.key] = Remembered(tuple(stages), *shapes)
+    _calls.keep(look.key, Remembered(tuple(stages), *shapes))

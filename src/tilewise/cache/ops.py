@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import choose, serving, signature
-from ..spec import LIMIT, Spec
+from ..dispatch import Memory, choose, serving, signature
+from ..spec import Spec
 from ..torch_private import is_watched
 from .memory import Ran
 from .request import (
@@ -82,7 +82,7 @@ class Call(NamedTuple):
     recordings: dict[Any, Any] | None
 
 
-_calls: dict[Any, Call] = {}
+_calls: Memory[Call] = Memory()
 
 
 def _call_of(request: Any, *more: Any) -> Call:
@@ -91,9 +91,7 @@ def _call_of(request: Any, *more: Any) -> Call:
     key = (*more, *signature(*request.tensors()))
     call = _calls.get(key)
     if call is None:
-        if len(_calls) >= LIMIT:
-            _calls.clear()
-        call = _calls.setdefault(key, Call(serving(choose(request).backend.name), {}))
+        call = _calls.keep(key, Call(serving(choose(request).backend.name), {}))
     return call
 
 

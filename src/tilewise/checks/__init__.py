@@ -6,12 +6,11 @@ accept and refuse the same things.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+import os
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,103 +20,28 @@ from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed
 from ..mods.program import Mod, bound, indexed
-from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, Window, band
+from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, band
 from ..torch_private import any_autocast, has_address
+from .options import Options, options_of, takes_options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
 
-
-class Options(TypedDict, total=False):
-    """What may be asked of attention beside q, k and v."""
-
-    causal: bool
-    window: Window | None
-    scale: float | None
-    softcap: float | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | BlockMask | None
-    dropout_p: float
-    seed: int | Tensor | None
-    return_lse: bool
-    deterministic: bool | None
-    backend: str
+__all__ = ["Options", "options_of", "takes_options"]  # handed on
 
 
-def _with_defaults(given: Options) -> Options:
-    """Written out here, not kept in a global: the numbers of a global are variables to torch.compile."""
-    return {
-        "causal": False, "window": None, "scale": None, "softcap": None, "bias": None, "alibi_slopes": None,
-        "sinks": None, "score_mod": None, "mask_mod": None, "dropout_p": 0.0, "seed": None, "return_lse": False,
-        "deterministic": None, "backend": "auto",
-    } | given  # fmt: skip
+ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
-DEFAULTS = _with_defaults({})
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def takes_options(function: F) -> F:
-    """Show `**options` by name, type and default, in help() and wherever signatures are read."""
-    return shown(function, Options, DEFAULTS)
-
-
-def shown(function: F, options: Any, defaults: Any) -> F:
-    """The same of any options."""
-    own = inspect.signature(function)
-    *first, _ = own.parameters.values()
-    kinds = get_type_hints(options)
-    named = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in defaults.items()
-    ]
-    function.__signature__ = own.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
-    return function
-
-
-# What other libraries call it, and how it is said here.
-FOREIGN = {
-    "is_causal": "causal=True (here a query sits at key position i + Sk - Sq: torch's top-left only where Sq == Sk)",
-    "attn_mask": "mask_mod= for a bool mask, bias= for a float one",
-    "attn_bias": "bias=",
-    "key_padding_mask": "attention_varlen, or mask_mod=",
-    "softmax_scale": "scale=",
-    "window_size": "window=(left, right), with None where flash-attn writes -1",
-    "dropout": "dropout_p=",
-    "block_mask": "mask_mod=tilewise.block_mask(...)",
-    "enable_gqa": "nothing: heads of q may be a multiple of those of k",
-    "return_attn_probs": "return_lse=True",
-    "return_softmax_lse": "return_lse=True",
-    "s_aux": "sinks=",
-    "learnable_sink": "sinks=",
-    "layout": "packed tensors, (tokens, heads, dim), without it",
-}
-
-
-def options_of(given: Options) -> Options:
-    """The options, with defaults where nothing is said."""
-    options = _with_defaults(given)
-    if len(options) != len(DEFAULTS):
-        check_names(given, DEFAULTS, FOREIGN)
-    return options
-
-
-def request_of(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, options: Options) -> Request:
-    """A call of `attention_varlen` where there are offsets, else of `attention`."""
-    return packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
-
-
-def check_names(given: Any, known: Any, foreign: dict[str, str]) -> None:
-    """Every name is known; `foreign` says what other libraries' names are called here."""
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(known)}")
-            raise AttentionError("argument", f"{name}=", hint)
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, given: Options, read: bool = False
+) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`; with `read`, its numbers too."""
+    options = options_of(given)
+    request = packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+    if read or ALWAYS:
+        contents(request, longest, options)
+    return request
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
@@ -187,7 +111,9 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
         if said is not None and said < most:
             raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
     if isinstance(mask, BlockMask):
-        mask.check_offsets(cu_q, cu_k)
+        for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), mask.cu_seqlens or (), (cu_q, cu_k), strict=False):
+            if own.tolist() != cu.tolist():
+                raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
         mask = mask.mod
     for mod in (mask, score):
         if mod is not None:
@@ -234,9 +160,9 @@ def sized(
     mask = options["mask_mod"]
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):
-        made = mask
-        made.check(sizes, q, cu_q is not None, band(options["causal"], options["window"]))
-        mask, blocks, named["mask_block"] = made.mod, made.lists, (*made.block, *made.shape[:2])
+        _check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
+        blocks, named["mask_block"] = mask.lists, (*mask.block, *mask.shape[:2])
+        mask = mask.mod
     if mask is not None:
         mask = _checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
@@ -401,6 +327,30 @@ def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) ->
             raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
     _check_tables(mod, sizes)
     return mod
+
+
+def _check_block_mask(
+    mask: BlockMask, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
+    band: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
+    caller says of them, or None. Of pairs outside the band that it was made for, a mask knows nothing."""
+    made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
+    if packed == (mask.tokens is None):
+        raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
+    for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
+        if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
+            raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
+    if mask.tokens is not None and mask.tokens[0] > q.shape[0]:
+        raise AttentionError("tokens of the block mask", mask.tokens[0], f"q's {q.shape[0]}")
+    if mask.lists[0].device != q.device and not q.is_meta:
+        raise AttentionError("device of the block mask", mask.lists[0].device, f"q's {q.device}")
+    if any(own is not None and (side is None or side > own) for own, side in zip(mask.band, band, strict=True)):
+        raise AttentionError(
+            "window of the block mask, (left, right)",
+            mask.band,
+            f"the call's {band}, or a wider one: give both the same",
+        )
 
 
 def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:

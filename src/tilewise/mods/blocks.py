@@ -34,35 +34,6 @@ class BlockMask(NamedTuple):
     tokens: tuple[int, int] | None = None
     cu_seqlens: tuple[Tensor, Tensor] | None = None
 
-    def check(
-        self, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
-        band: tuple[int | None, int | None],
-    ) -> None:  # fmt: skip
-        """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
-        caller says of them, or None. Of pairs outside the band that it was made for, a mask knows nothing."""
-        made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
-        if packed == (self.tokens is None):
-            raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
-        for name, own, size in zip(("B", "H", "Sq", "Sk"), self.shape, sizes, strict=True):
-            if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
-                raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
-        if self.tokens is not None and self.tokens[0] > q.shape[0]:
-            raise AttentionError("tokens of the block mask", self.tokens[0], f"q's {q.shape[0]}")
-        if self.lists[0].device != q.device and not q.is_meta:
-            raise AttentionError("device of the block mask", self.lists[0].device, f"q's {q.device}")
-        if any(own is not None and (side is None or side > own) for own, side in zip(self.band, band, strict=True)):
-            raise AttentionError(
-                "window of the block mask, (left, right)",
-                self.band,
-                f"the call's {band}, or a wider one: give both the same",
-            )
-
-    def check_offsets(self, cu_q: Tensor, cu_k: Tensor) -> None:
-        """Raise unless these are the sequences that the mask was made of; reads them."""
-        for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens or (), (cu_q, cu_k), strict=False):
-            if own.tolist() != cu.tolist():
-                raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
-
     @property
     def tiles(self) -> Tensor:
         """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""

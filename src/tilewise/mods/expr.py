@@ -1,4 +1,4 @@
-"""The language of mods: expressions over one pair (query, key), their torch value and their derivatives.
+"""The language of mods: expressions over one pair (query, key), and their torch value.
 
     score                   the score so far, scale * q.k
     b h i j                 batch, head, query and key index; n_q n_k the two lengths; Q_POS, made of these, is the key
@@ -216,70 +216,6 @@ def nodes(*roots: Expr) -> list[Expr]:
         else:
             order[stack.pop()] = None
     return list(order)
-
-
-def derivative(root: Expr, by: Expr) -> Expr:
-    """d root / d by, where `by` is the score or a load."""
-    zero, one = const(0.0), const(1.0)
-    d: dict[Expr, Expr] = {}
-    for x in nodes(root):
-        da = [d[a] for a in x.args]
-        if x is by:
-            d[x] = one
-        elif x.kind != "float" or all(g is zero for g in da) or x.op == "load":
-            d[x] = zero
-        else:
-            d[x] = _rules[x.op](x, *x.args, *da)
-    return d[root]
-
-
-def _plus(a: Expr, b: Expr) -> Expr:
-    return arithmetic("add", a, b)
-
-
-def _minus(a: Expr, b: Expr) -> Expr:
-    return negative(b) if a is const(0.0) else arithmetic("sub", a, b)
-
-
-def _times(a: Expr, b: Expr) -> Expr:
-    zero = const(0.0)
-    return zero if zero in (a, b) else arithmetic("mul", a, b)
-
-
-def _over(a: Expr, b: Expr) -> Expr:
-    return a if a is const(0.0) else arithmetic("div", a, b)
-
-
-def _sign(a: Expr, da: Expr) -> Expr:
-    zero = const(0.0)
-    return where(compare("gt", a, zero), da, where(compare("lt", a, zero), negative(da), zero))
-
-
-_LN2 = const(0.6931471805599453)
-# (node, *its arguments, *their derivatives) -> the node's derivative
-_rules: dict[str, Callable[..., Expr]] = {
-    "add": lambda x, a, b, da, db: _plus(da, db),
-    "sub": lambda x, a, b, da, db: _minus(da, db),
-    "mul": lambda x, a, b, da, db: _plus(_times(da, b), _times(a, db)),
-    "div": lambda x, a, b, da, db: _over(_minus(da, _times(x, db)), b),
-    "floordiv": lambda x, a, b, da, db: const(0.0),
-    "mod": lambda x, a, b, da, db: _minus(da, _times(arithmetic("floordiv", a, b), db)),
-    "min": lambda x, a, b, da, db: where(compare("le", a, b), da, db),
-    "max": lambda x, a, b, da, db: where(compare("ge", a, b), da, db),
-    "where": lambda x, c, a, b, dc, da, db: where(c, da, db),
-    "neg": lambda x, a, da: negative(da),
-    "abs": lambda x, a, da: _sign(a, da),
-    "exp": lambda x, a, da: _times(x, da),
-    "exp2": lambda x, a, da: _times(_times(x, _LN2), da),
-    "log": lambda x, a, da: _over(da, a),
-    "log2": lambda x, a, da: _over(da, _times(a, _LN2)),
-    "sqrt": lambda x, a, da: _over(da, _times(const(2.0), x)),
-    "tanh": lambda x, a, da: _times(_minus(const(1.0), _times(x, x)), da),
-    "sigmoid": lambda x, a, da: _times(_times(x, _minus(const(1.0), x)), da),
-    "sin": lambda x, a, da: _times(function("cos", a), da),
-    "cos": lambda x, a, da: negative(_times(function("sin", a), da)),
-    "floor": lambda x, a, da: const(0.0),
-}
 
 
 Q_POS = arithmetic("add", I, arithmetic("sub", N_K, N_Q))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.mods import expr, text
+from tilewise.mods.derivative import derivative
 from tilewise.mods.expr import Expr, Place
 from tilewise.spec import LIMIT, AttentionError
 from tilewise.torch_private import constant
@@ -40,13 +41,13 @@ class Program:
     @cached_property
     def slope(self) -> Expr:
         """d root / d score."""
-        return self.given_slope or expr.derivative(self.root, expr.SCORE)
+        return self.given_slope or derivative(self.root, expr.SCORE)
 
     @cached_property
     def sites(self) -> list[tuple[Expr, Expr]]:
         """Every place where a tensor of floats is read, with the derivative of the program by it."""
         loads = [x for x in expr.nodes(self.root) if x.op == "load" and x.kind == "float"]
-        return [(x, expr.derivative(self.root, x)) for x in loads]
+        return [(x, derivative(self.root, x)) for x in loads]
 
     def after(self, first: Program) -> Program:
         """This program applied to what `first` returns; of masks, what both show."""

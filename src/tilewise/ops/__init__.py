@@ -31,12 +31,6 @@ _library.define(f"term_gradients({_upstream}, bool[] wanted, {SCHEMA}) -> Tensor
 _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
 
 
-def _forward_of(request: Request) -> tuple[Tensor, Tensor]:
-    call = call_of(request)
-    result: tuple[Tensor, Tensor] = call.backend.forward(request, call.recordings)
-    return result
-
-
 def _backward_of(request: Request, upstream: Upstream, call: Call | None = None) -> tuple[Tensor, Tensor, Tensor]:
     if call is None or not call.fits(request):
         call = call_of(request)
@@ -46,7 +40,10 @@ def _backward_of(request: Request, upstream: Upstream, call: Call | None = None)
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
-    return _forward_of(request_of(*call))
+    request = request_of(*call)
+    found = call_of(request)
+    result: tuple[Tensor, Tensor] = found.backend.forward(request, found.recordings)
+    return result
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -156,7 +153,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
         request = Request.of(ctx.spec, tensors)
-        n = min(request.differentiable, len(tensors))
+        every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
+        n = min(every, len(tensors))
         wanted = ctx.needs_input_grad[2 : 2 + n]
 
         def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -164,7 +162,8 @@ class Attention(torch.autograd.Function):
             if not _is_higher_order(dout, dlse, *tensors[:n]):
                 return _gradients(wanted, ctx.call, upstream, request)
             if choose(request).backend.name == REFERENCE:
-                return named(REFERENCE).differentiable_backward(request, upstream, wanted)
+                of_all = (*wanted, *(False,) * (every - n))
+                return named(REFERENCE).differentiable_backward(request, upstream, of_all)[:n]
             flat: Any = (wanted, ctx.spec, *upstream, *tensors)
             return OneDerivative.apply(*flat)  # type: ignore[no-untyped-call]
 
@@ -236,21 +235,15 @@ def _need_reference(what: str) -> NoReturn:
 
 
 def _outputs(request: Request, call: Call | None) -> Any:
-    """(out, lse); a call is remembered only where nobody watches."""
-    if is_profiled():
-        with torch.profiler.record_function("tilewise::forward"):
-            return _computed(request, call)
-    return _computed(request, call)
-
-
-def _computed(request: Request, call: Call | None) -> Any:
-    if call is not None:
-        return call.backend.forward(request, call.recordings)
-    if is_watched(*request[:3]):
+    """(out, lse): by the backend itself, or, where somebody watches and there is no call, by the registered op."""
+    if call is None:
         if is_dtensor(*request[:3]):
             from . import dtensor  # noqa: F401 - its rules
         return _watched("forward")(*arguments(request))
-    return _forward_of(request)
+    if is_profiled():
+        with torch.profiler.record_function("tilewise::forward"):
+            return call.backend.forward(request, call.recordings)
+    return call.backend.forward(request, call.recordings)
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -299,8 +292,11 @@ def _need_grad(request: Request) -> bool:
     return any(x is not None and x.requires_grad for x in (request.bias, request.sinks, *request.score))
 
 
-def attend(request: Request, call: Call | None = None) -> Any:
-    """(out, lse), through autograd only where a derivative will be asked for."""
+def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
+    """(out, lse), through autograd only where a derivative will be asked for. `call` is what is remembered of requests
+    like this; what is found out for the first of them is remembered by `key` too. Where somebody watches, none is."""
+    if call is None and not is_watched(*request[:3]):
+        call = call_of(request, key)
     transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
@@ -312,9 +308,7 @@ def attend(request: Request, call: Call | None = None) -> Any:
             k=k.view_as(k), v=v.view_as(v), cu_k=None if cu_k is None else cu_k.view_as(cu_k)
         )  # fmt: skip
     if transformed:
-        return Transformed.apply(request.spec, None, *request.tensors())  # type: ignore[no-untyped-call]
-    plain = call is not None and request.cu_q is None  # what is remembered has no terms
-    flat = request.spec, call, *(request[:3] if plain else request.tensors())
-    if call is not None or not is_watched(*request[:3]):
-        return apply_unchecked(Attention, *flat)
-    return Attention.apply(*flat)  # type: ignore[no-untyped-call]
+        return Transformed.apply(request.spec, call, *request.tensors())  # type: ignore[no-untyped-call]
+    if call is None:
+        return Attention.apply(request.spec, None, *request.tensors())  # type: ignore[no-untyped-call]
+    return apply_unchecked(Attention, request.spec, call, *(request[:3] if call.bare else request.tensors()))

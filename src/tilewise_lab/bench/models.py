@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.checkpoint import checkpoint
 
-from tilewise_lab.bench.providers import Attention
+from tilewise_lab.bench.provider import Attention
 from tilewise_lab.bench.settings import Model
 
 Step = Callable[[], Sequence[Tensor]]

@@ -27,14 +27,8 @@ from tilewise_lab.bench.measure import (
     rounds,
     synchronize,
 )
-from tilewise_lab.bench.providers import (
-    Answer,
-    Provider,
-    RefusedError,
-    Roster,
-    auto,
-    first_line,
-)
+from tilewise_lab.bench.provider import Answer, Provider, RefusedError, auto, first_line
+from tilewise_lab.bench.providers import Roster
 from tilewise_lab.bench.results import Cell, Entry, Peak, Results
 from tilewise_lab.bench.settings import CASES, Settings
 

@@ -18,7 +18,7 @@ from tilewise_lab.bench import machine, models
 from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.judge import BUDGET, Error, Judge, condemn, note
 from tilewise_lab.bench.measure import Clock, HostClock, StepClock, Work, synchronize
-from tilewise_lab.bench.providers import OURS, Attention, Provider, Tilewise
+from tilewise_lab.bench.provider import OURS, Attention, Provider, Tilewise
 from tilewise_lab.bench.results import Cell, Peak
 from tilewise_lab.bench.settings import Model
 from tilewise_lab.demo.measure import peak

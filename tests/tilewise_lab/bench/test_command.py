@@ -44,7 +44,7 @@ def test_a_run_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_tilewise_fails_the_command(tmp_path, monkeypatch, capsys):
-    from tilewise_lab.bench.providers import Tilewise
+    from tilewise_lab.bench.provider import Tilewise
 
     real = Tilewise.bind
     monkeypatch.setattr(Tilewise, "bind", lambda *args: lambda q, k, v: real(*args)(q, k, v) + 1)

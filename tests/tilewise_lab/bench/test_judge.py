@@ -7,7 +7,9 @@ from tests.oracle import naive_grads
 from tilewise.spec import Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.judge import Judge, blocks, formula
-from tilewise_lab.bench.providers import Naive, Tilewise, roster
+from tilewise_lab.bench.provider import Tilewise
+from tilewise_lab.bench.providers import roster
+from tilewise_lab.bench.torch_peers import Naive
 
 CPU = torch.device("cpu")
 CASES = [

@@ -12,7 +12,9 @@ from tests.oracle import naive
 from tilewise.spec import AttentionError, Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.judge import Judge
-from tilewise_lab.bench.providers import FlashAttn3, RefusedError, auto, roster
+from tilewise_lab.bench.peers import FlashAttn3
+from tilewise_lab.bench.provider import RefusedError, auto
+from tilewise_lab.bench.providers import roster
 
 CPU = torch.device("cpu")
 FULL = Case(2, 33, 4, 4, 16, dtype="float32")

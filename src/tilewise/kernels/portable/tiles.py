@@ -162,12 +162,18 @@ HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64
 AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
 AMPERE["forward blocks", 2] = {128: Tile(64, 32, 8, 2)}  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
 AMPERE["key blocks", 2] = {128: Tile(32, 64, 8, 2)}  # 72 KB; 64x64x8 wants 112, and spills 708 bytes
+AMPERE["forward blocks", 4] = {  # with their pass's tiles they spill 120 and 168 bytes
+    128: Tile(32, 32, 8, 1, chunk=32),
+    256: Tile(16, 32, 8, 1, chunk=64),
+}
 
 # Blackwell of the data center; not timed. Products of 64 rows and more are summed in tensor memory, of 512 columns:
 # Triton makes a trap of a kernel that wants more, as three products of TF32 do, which take it three times.
 BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
 BLACKWELL["forward", 2] = HOPPER["forward", 2] | {128: Tile(64, 64, 4, 2)}  # with 3 stages documents spill 24 bytes
 BLACKWELL["forward bias", 2] = {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}  # 64x32x4 spills 536 bytes
+BLACKWELL["query", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}  # whole rows spill 16 to 32 bytes
+BLACKWELL["forward blocks", 4] = AMPERE["forward blocks", 4]
 BLACKWELL["jvp", 2] = HOPPER["jvp", 2] | {256: Tile(64, 32, 8, 1)}  # 128 rows trap, 4 warps spill 64 bytes
 # AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program
 # of four warps, with 256 in one of eight.
