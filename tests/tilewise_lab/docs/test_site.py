@@ -15,9 +15,10 @@ import pytest
 pytest.importorskip("furo", reason="no Sphinx: pip install 'tilewise[docs]'")
 
 import tilewise
+from tilewise.spec import AttentionError
 from tilewise_lab import cli
 from tilewise_lab.docs import lessons
-from tilewise_lab.docs.build import LANGUAGES, ROOT, build, linked, pages, stage
+from tilewise_lab.docs.build import LANGUAGES, ROOT, build, follow, linked, pages, sphinx, stage
 from tilewise_lab.learn.course import lessons as all_lessons
 
 
@@ -124,6 +125,19 @@ def test_a_search_finds_without_a_network(site, browser, page, words, first):
     assert tab.inner_text("#search-results li a") == first
     assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     context.close()
+
+
+@pytest.mark.slow
+def test_a_warning_of_either_language_fails_and_is_said(tmp_path):
+    for language in LANGUAGES:
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "index.md").write_text("# Title\n\n[to nowhere](nowhere.md)\n", encoding="utf-8")
+        (tmp_path / language / "conf.py").write_text('extensions = ["myst_parser"]\n', encoding="utf-8")
+    with (
+        pytest.raises(AttentionError, match=r"(?s)the pages.*zh_CN.*nowhere"),
+        sphinx(tmp_path, tmp_path / "out") as one,
+    ):
+        follow(one, lambda text, done=None, total=None: None)
 
 
 def test_links_of_the_repository_become_links_of_the_site(tmp_path):
