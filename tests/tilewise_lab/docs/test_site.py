@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
-from argparse import ArgumentParser
 from html.parser import HTMLParser
-from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,7 +13,6 @@ pytest.importorskip("furo", reason="no Sphinx: pip install 'tilewise[docs]'")
 
 import tilewise
 from tilewise.spec import AttentionError
-from tilewise_lab import cli
 from tilewise_lab.docs import lessons
 from tilewise_lab.docs.build import LANGUAGES, ROOT, build, follow, linked, pages, sphinx, stage
 from tilewise_lab.learn.course import lessons as all_lessons
@@ -172,36 +168,6 @@ def test_a_translation_has_the_code_of_the_original():
             for file in (path, original)
         )
         assert ours == theirs, path
-
-
-def commands() -> list[str]:
-    """Lines of the documents that run tilewise: in blocks of a shell, and alone between backticks."""
-    found = set()
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        text = path.read_text(encoding="utf-8")
-        for block in re.findall(r"^```(?:sh|console|dockerfile)\n(.*?)^```$", text, re.M | re.S):
-            found |= set(re.findall(r"^(?:\$ |RUN )?((?:tilewise|\./run) [a-z].*?)(?:  +#.*)?$", block, re.M))
-        found |= {line for line in re.findall(r"`((?:tilewise|\./run) [a-z][^`]*)`", text) if line.isascii()}
-    return sorted(found)
-
-
-QUICK = ("plan --seqlen", "show-mask document", "learn 3 --exercise")  # what the others do is tested where they live
-
-
-@pytest.mark.parametrize("line", commands())
-def test_commands_in_documents_are_understood(line, tmp_path, monkeypatch):
-    """Each command there is takes the arguments that the documents give it; those that take no time are run."""
-    _, name, *arguments = shlex.split(line.replace("...", ""))
-    if name in ("test", "lint") and line.startswith("./run"):
-        return
-    assert name in cli.COMMANDS, line
-    parser = ArgumentParser(exit_on_error=False)
-    import_module(cli.COMMANDS[name].module).configure(parser)
-    if not any(word.isupper() and not word.startswith("-") for word in arguments) and "--help" not in arguments:
-        parser.parse_args(arguments)
-    if " ".join([name, *arguments]).startswith(QUICK):
-        monkeypatch.chdir(tmp_path)
-        assert cli.main([name, *arguments]) == 0
 
 
 def test_staging_leaves_nothing_of_the_repository_behind(tmp_path):
