@@ -215,7 +215,10 @@ def compare(found: tuple[Tensor, Tensor], x: KvInputs, **options: Any) -> None:
     error, theirs = _largest(out, exact), _largest(plain_out, exact)
     assert error <= 2 * theirs + 2 * unit * size, f"out: error {error:.1e}, torch's {theirs:.1e}"
     error, theirs = _largest(lse, logs), _largest(plain_lse, logs)
-    assert error <= 2 * theirs + 4 * torch.finfo(torch.float32).eps * 8, f"lse: error {error:.1e}, torch's {theirs:.1e}"
+    rounding = 4 * torch.finfo(torch.float32).eps * 8
+    if out.element_size() == 2:  # tanh of the hardware: 11 bits, as fine as the inputs
+        rounding += (x.options | options).get("softcap", 0.0) * 2.0**-11
+    assert error <= 2 * theirs + rounding, f"lse: error {error:.1e}, torch's {theirs:.1e}"
     assert (out[(lse == -torch.inf).mT] == 0).all()
 
 

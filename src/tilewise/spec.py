@@ -183,13 +183,14 @@ ARGUMENTS = 4 + len(_NUMBERS) + 1
 
 def arguments(request: Request) -> tuple[Any, ...]:
     """A request as the ops take it, by `SCHEMA`."""
-    q, k, v, *others = request.tensors()
+    tensors = request.tensors()
+    others = list(tensors[3:])  # not `*others`: torch 2.11 traces that as a tuple
     while others and others[-1] is None:
         others.pop()
     spec = request.spec
     numbers = (getattr(spec, name) for name in _NUMBERS)
     words = _said(*(getattr(spec, name) for name in _WORDS))
-    return q, k, v, others, *(list(x) if isinstance(x, tuple) else x for x in numbers), words
+    return *tensors[:3], others, *(list(x) if isinstance(x, tuple) else x for x in numbers), words
 
 
 @constant

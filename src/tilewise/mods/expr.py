@@ -413,7 +413,7 @@ def only_difference(roots: Sequence[Expr], a: Expr, b: Expr) -> bool:
 def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
     device = next((a.device for a in args if isinstance(a, Tensor)), None)
     return [
-        a if isinstance(a, Tensor) else torch.tensor(a, dtype=dtype if isinstance(a, float) else None, device=device)
+        a if isinstance(a, Tensor) else torch.full((), a, dtype=dtype if isinstance(a, float) else None, device=device)
         for a in args
     ]
 

@@ -27,20 +27,29 @@ CASES = {
     "heads first": BASE.but(layout="heads_first", page=8),
     "all layers": BASE.but(layout="wide", dim_v=32),
     "packed": BASE.but(queries=(70, 1, 2, 130), padding=5, heads=2, kv_heads=1),
+    "packed, all many": BASE.but(queries=(70, 66, 0, 130), heads=2, kv_heads=1),
     "192 by 128": KvCase((150, 40), queries=70, dim=192, dim_v=128, heads=1, kv_heads=1),
     "256": KvCase((90, 140), queries=65, dim=256, heads=1, kv_heads=1, page=0),
 }
 
 
 def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from tilewise.kernels.hopper.kv_launch import attend_launches
+    from tilewise.kernels.hopper import kv_launch
     from tilewise.kernels.hopper.launch import new_state
+    from tilewise.kernels.launch import gpu_for
+    from tilewise.kernels.portable import kv_launch as portable
 
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
     *outer, n_q, heads, _ = x.q.shape
     out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
-    first, *rest = attend_launches(request, out, lse, new_state(torch.device("cpu")), 2)
+    gpu = gpu_for(x.q)
+    numbers, floats = kv_launch.room_for(request)
+    ledger, room = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
+    if numbers:
+        portable.plan_launch(kv_launch.of_few(request), ledger, gpu, kv_launch.FEW)()
+    state = new_state(torch.device("cpu"))
+    first, *rest = kv_launch.attend_launches(request, out, lse, ledger, room, state, 2, gpu)
     launch(first.kernel, first.programs, first.args, first.options)
     for job in rest:
         job()
@@ -48,7 +57,10 @@ def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_layout(name: str) -> None:
+def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.hopper import kv_launch
+
+    monkeypatch.setattr(kv_launch, "FEW", 60)  # of packed sequences, which the portable kernels compute
     x = inputs(CASES[name], torch.bfloat16)
     compare(attend(x), x)
 

@@ -85,6 +85,8 @@ class Plan(NamedTuple):
     LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
     PAGE: int | None = None  # tokens of a page, where K and V are a cache of pages
     BOXES: int = 1  # in which a tile of keys comes, each from one page
+    AHEAD: int = 1  # boxes whose pages are asked for together
+    FEW: int = 0  # queries of a sequence that is not computed here
 
 
 class Target(NamedTuple):
@@ -461,7 +463,7 @@ def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, P
     n = gl.to_tensor(0)
     r = gl.to_tensor(0)
     while ticket < queue.total:
-        w = find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, ROWS * WARPGROUPS)
+        w = find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, ROWS * WARPGROUPS, PLAN.FEW)
         if w.first < w.n_q:
             post(pipes.work, r, w, RAGGED)
             h = w.h // PLAN.GROUP
@@ -498,19 +500,21 @@ def fetch(pipe, n, x, IS_V: gl.constexpr, cache, w, h, row, PLAN: gl.constexpr):
         if PLAN.PAGE is None:
             fill(pipe, n, x, w.b, h, w.k0 * step, w.n_k, row, STAGES)
         else:
-            gather(pipe, n, x, cache, step, w.b, h, w.n_k, row, STAGES, PLAN.PAGE, PLAN.BOXES)
+            gather(pipe, n, x, cache, step, w.b, h, w.n_k, row, STAGES, PLAN.PAGE, PLAN.BOXES, PLAN.AHEAD)
 
 
 @triton.jit
-def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr):
-    """The ticket-th piece of work. Of a cache, k0 is the row of a dense one that holds the keys."""
+def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr, FEW: tl.constexpr):
+    """The ticket-th piece of work. Of a cache, k0 is the row of a dense one that holds the keys. A sequence with at most
+    FEW queries has none."""
     tile, line = order(ticket, queue)
     pid = line * queue.tiles + tile
     w = locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
     if cache.lengths is None:
         return w
     else:
-        return Work(w.b, w.h, w.first, w.q0, w.n_q, row_of(cache, w.b), length_of(cache, w.b), w.r0)
+        n_q = w.n_q if FEW == 0 else tl.where(w.n_q > FEW, w.n_q, 0)
+        return Work(w.b, w.h, w.first, w.q0, n_q, row_of(cache, w.b), length_of(cache, w.b), w.r0)
 
 
 @gluon.jit(**ANY_SIZE)
@@ -545,7 +549,7 @@ def forward_kernel(
                 SCORE_MOD, MASK_MOD, PLAN,
             )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
-        ], [4, 1], [232, 40] if PLAN.BOXES > 1 else [240, 24])  # fmt: skip
+        ], [4, 1], [240, 24] if PLAN.BOXES == 1 else [232, 40] if PLAN.AHEAD < 8 else [224, 56])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
@@ -561,4 +565,4 @@ def forward_kernel(
                 SCORE_MOD, MASK_MOD, PLAN,
             )),
             (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+        ], [4, 4, 1], [160, 160, 32] if PLAN.BOXES > 1 else [160, 160, 24])  # fmt: skip

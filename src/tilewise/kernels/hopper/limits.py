@@ -14,7 +14,6 @@ from ..portable.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
-CACHES_RAN = False  # the kernel over KV caches: whether the tests and timings of a GPU ran clean with it
 MANY_QUERIES = 256  # of a sequence, from which on products and not memory are what a cache waits for
 BOX = 8  # rows of a page that a copy must have, at least: as many as shared memory's pattern repeats after
 FAR_TOKENS = 2**30  # that a cache may be long
@@ -71,10 +70,10 @@ def yields(request: Any, gpu: Gpu | None) -> str | None:
     q, k = request.q, request.k
     if not isinstance(request, Request):
         places = getattr(request, "places", None)
-        tokens = q.shape[1] if q.dim() == 4 else 0 if places is None else q.shape[0] // max(places.batch, 1)
-        if places is None or tokens < MANY_QUERIES:
-            return "few queries, which wait for memory"
-        return None if CACHES_RAN else "its kernel over KV caches has not run clean on a GPU, and is asked for by name"
+        if places is None:
+            return "new tokens alone, which wait for memory"
+        most = request.most or q.shape[0] // max(places.batch, 1)  # if nobody knows, an average
+        return "few queries, which wait for memory" if most < MANY_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:
         return "few queries, whose keys the portable kernels divide among programs"
     return None

@@ -201,28 +201,45 @@ def row_of(cache, b):
 
 
 @gluon.jit
-def gather(pipe, n, x, cache, step, b, h, rows, row, STAGES: gl.constexpr, PAGE: gl.constexpr, BOXES: gl.constexpr):
+def gather(
+    pipe, n, x, cache, step, b, h, rows, row, STAGES: gl.constexpr, PAGE: gl.constexpr, BOXES: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
     """`fill`, where the tile's rows lie on pages: box by box, none of which leaves its page. A box past the end of the
     sequence has no page, and is zero."""
     BOX: gl.constexpr = x[0].block_type.shape[3]
     WIDTH: gl.constexpr = x[0].block_type.shape[4]
     stage = n % STAGES
     full = pipe.full.index(stage)
+    pages = cache.table + tl.cast(b, tl.int64) * cache.line
+    found = ()
+    if AHEAD > 1:  # several at once, the first before there is room: they take long, and what waits for them is short
+        found = some_pages(pages, row, rows, 0, BOX, PAGE, AHEAD)
     mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
     if len(x) == 1:
         mbarrier.expect(full, x[0].block_type.nbytes * BOXES)
     else:
         mbarrier.expect(full, (x[0].block_type.nbytes + x[1].block_type.nbytes) * BOXES)
-    pages = cache.table + tl.cast(b, tl.int64) * cache.line
     for i in gl.static_range(BOXES):
+        if i % AHEAD == 0 and (i > 0 or AHEAD == 1):
+            found = some_pages(pages, row, rows, i, BOX, PAGE, AHEAD)
         first = row + i * BOX
         left = clamp(rows - first, 0, BOX)
-        page = clamp(gl.load(pages + first // PAGE, mask=left > 0, other=0), 0, cache.count - 1)
-        t = page * step + first % PAGE
+        t = clamp(found[i % AHEAD], 0, cache.count - 1) * step + first % PAGE
         copy_in(x[0], at(x[0], b, h, t, left, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
         if len(x) == 2:
             part = pipe.parts[1].index(stage).slice(i * BOX, BOX, dim=3)
             copy_in(x[1], at(x[1], b, h, t, left, 0, WIDTH), full, part)
+
+
+@gluon.jit
+def some_pages(pages, row, rows, first, BOX: gl.constexpr, PAGE: gl.constexpr, COUNT: gl.constexpr):
+    """Of so many boxes, from number `first` on, the pages; of those past the end of the sequence, none."""
+    found = ()
+    for i in gl.static_range(COUNT):
+        at = row + (first + i) * BOX
+        found = found + (gl.load(pages + at // PAGE, mask=at < rows, other=0),)
+    return found
 
 
 @gluon.jit

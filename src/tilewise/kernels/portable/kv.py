@@ -43,37 +43,44 @@ def pages_of(cache, b, stride, count):
 
 @triton.jit
 def page_at(pages, at, lo, hi, count, PAGE: tl.constexpr, N: tl.constexpr):
-    """The pages of the N keys at `at`: one for all of them where a tile lies within a page, else one for each."""
+    """The pages of the N keys from `at` on, a multiple of N: one for all of them where a tile lies within a page, else
+    one for each."""
     if PAGE is None:
         return pages
     elif PAGE % N == 0:
         return clamp(tl.load(pages + at // PAGE, mask=at < hi, other=0), 0, count - 1)
     else:
-        j = at + tl.arange(0, N)
-        return clamp(tl.load(pages + j // PAGE, mask=(j >= lo) & (j < hi), other=0), 0, count - 1)
+        r = tl.arange(0, N)
+        j = at + r
+        index = at // PAGE + r // PAGE if N % PAGE == 0 else j // PAGE
+        return clamp(tl.load(pages + index, mask=(j >= lo) & (j < hi), other=0), 0, count - 1)
 
 
 @triton.jit
-def load_keys(x, page, h, at, lo, hi, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr):
-    """N rows of a cache; zero outside of [lo, hi), which is not read, and past D columns."""
+def key_offsets(x, page, h, at, PAGE: tl.constexpr, N: tl.constexpr):
+    """Where the rows of the N keys from `at` on begin: (offset of them all, offsets of each)."""
     r = tl.arange(0, N)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    j = at + r
-    base = x.ptr + h.to(tl.int64) * x.strides[2]
+    base = h.to(tl.int64) * x.strides[2]
     if PAGE is None or PAGE % N == 0:
         place = at if PAGE is None else at % PAGE
         if x.wide is not None:
             r = r.to(tl.int64)
-        base += page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
-        rows = r * x.strides[1]
+        return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], r * x.strides[1]
     else:
-        rows = page.to(tl.int64) * x.strides[0] + (j % PAGE).to(tl.int64) * x.strides[1]
+        place = r % PAGE if N % PAGE == 0 else (at + r) % PAGE
+        return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
+
+
+@triton.jit
+def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a cache; zero where they are not inside, which is not read, and past D columns."""
+    d = tl.arange(0, BLOCK_D)[None, :]
     if x.wide is not None:
         d = d.to(tl.int64)
-    seen = ((j >= lo) & (j < hi))[:, None]
+    held = inside[:, None]
     if D != BLOCK_D:
-        seen = seen & (d < D)
-    return tl.load(base + (rows[:, None] + d * x.strides[3]), mask=seen, other=0.0)
+        held = held & (d < D)
+    return tl.load(x.ptr + base + (rows[:, None] + d * x.strides[3]), mask=held, other=0.0)
 
 
 @triton.jit
@@ -94,11 +101,11 @@ def on_branch(tree, words, w, i, draft, first, N: tl.constexpr):
 @triton.jit
 def stream(
     q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    CARRY: tl.constexpr, CAREFUL: tl.constexpr,
+    CARRY: tl.constexpr, ALIKE: tl.constexpr, STARTS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h). `tree` has so many `words` for each
-    query, those of this sequence from its row w.r0 on. CAREFUL: a value that a row does not see cannot reach it,
-    whatever it holds."""
+    """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h), lo a multiple of BLOCK_N. `tree` has
+    so many `words` for each query, those of this sequence from its row w.r0 on. CAREFUL: a value that a row does not
+    see cannot reach it, whatever it holds."""
     N: tl.constexpr = PLAN.BLOCK_N
     offset = w.n_k - w.n_q
     at0 = w.first // PLAN.GROUP + offset  # key positions of the first row and of the last
@@ -124,21 +131,30 @@ def stream(
             later = page_at(pages, at + N, least, hi, count, PAGE, N)
         else:
             page = page_at(pages, at, least, hi, count, PAGE, N)
-        k_tile = load_keys(cache.k, page, w.h, at, least, hi, PLAN.D, PLAN.BLOCK_D, PAGE, N)
+        inside = at + tl.arange(0, N) < hi
+        if STARTS or law.before is not None:
+            inside = inside & (at + tl.arange(0, N) >= least)
+        base, rows = key_offsets(cache.k, page, w.h, at, PAGE, N)
+        k_tile = load_keys(cache.k, base, rows, inside, PLAN.D, PLAN.BLOCK_D)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PLAN.PRECISION)
         s = worth(product, w, h2, i2, j, law.scale, law.terms, PLAN.FOLD, law.SCORE_MOD)
         edge = CAREFUL or (at < full_lo) or (at + N > full_hi)
         s = masked(s, float("-inf"), edge, True, i2, j, w, h2, law)
-        if edge:
-            s = tl.where(j >= start, s, float("-inf"))
+        if STARTS:
+            if edge:
+                s = tl.where(j >= start, s, float("-inf"))
         if tree is not None:
             if at + N > offset:
                 s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
         p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.bias.ptr, PLAN.BOUNDED)
-        v_tile = load_keys(cache.v, page, w.h, at, least, hi, PLAN.DV, PLAN.BLOCK_DV, PAGE, N)
+        if not ALIKE:
+            base, rows = key_offsets(cache.v, page, w.h, at, PAGE, N)
+        v_tile = load_keys(cache.v, base, rows, inside, PLAN.DV, PLAN.BLOCK_DV)
         met = None
         if CAREFUL:
-            met = seen(i2, j, w, h2, law) & (j >= start)
+            met = seen(i2, j, w, h2, law)
+            if STARTS:
+                met = met & (j >= start)
             if tree is not None:
                 met = met & on_branch(tree, words, w, i2, j - offset, at - offset, N)
         acc = dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], met, PLAN)
@@ -170,18 +186,22 @@ def flag_of(room, programs, slots, rows, program, DV: tl.constexpr):
 def attend_kernel(
     q, cache, o, lse, room, ledger, tree, before, after, scale, items, programs, unit, slots, rows, stride, count,
     batch, n_q, words, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr, FLAGGED: tl.constexpr, CAREFUL: tl.constexpr,
+    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr, ALIKE: tl.constexpr, STARTS: tl.constexpr,
+    BESIDE: tl.constexpr, FLAGGED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: every unit of keys is summed by itself, and a row set's units are joined in their order, whoever has them:
     what the program has of them so far in its first slot, and each of a row set that it goes on with in a slot of its
-    own. Without, all of the program's units of a row set are one. `n_q`: of each sequence, 0 where q is packed.
+    own. Without, all of the program's units of a row set are one. `n_q`: of each sequence, 0 where q is packed. ALIKE:
+    K and V have the same strides. STARTS: sequences may begin past the cache's first key. BESIDE: the
+    launch before this one writes nothing that is read here, and ends no later.
 
     FLAGGED: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan raises its
     flag, behind the workspace. CAREFUL: the launch that follows, where such programs compute their stretch once more.
     """
     if PLAN.OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
+        if not BESIDE:
+            gdc_wait()
     me = tl.program_id(0)
     here = load_stretch(work_of(ledger, me))
     it = load_item(work_of(ledger, me) + 4)
@@ -197,65 +217,64 @@ def attend_kernel(
         tl.store(flag_of(room, programs, slots, rows, me, PLAN.DV), 0.0)
     while going:
         last = (item == end.item) & (head == end.head)
-        stop = tl.where(last, end.unit, tl.maximum(it.units, 0))
+        stop = tl.where(last, end.unit, it.units)
         if SPLIT:
             stop = tl.minimum(stop, block + 1)
-        if (stop > block) | ((it.units == 0) & (last == 0)):
-            w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, it.q0 + it.b * n_q)
-            r = tl.arange(0, PLAN.BLOCK_M)
-            dq = tl.arange(0, PLAN.BLOCK_D)[None, :]
-            i = (it.first + r) // PLAN.GROUP
-            h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
-            exists = i < it.n_q
-            q_rows = row_pointers(q, w, i, h)[:, None] + columns(q, dq)
-            q_tile = tl.load(q_rows, mask=exists[:, None] & (dq < PLAN.D), other=0.0)
-            hi = it.n_k
-            if after is not None:
-                at1 = tl.minimum((it.first + PLAN.BLOCK_M - 1) // PLAN.GROUP, it.n_q - 1) + it.n_k - it.n_q
-                hi = tl.minimum(hi, at1 + after + 1)
-            least = it.start
-            if before is not None:
-                least = tl.maximum(least, it.first // PLAN.GROUP + it.n_k - it.n_q - before)
-            lo = tl.maximum((it.unit + block) * unit, least // PLAN.BLOCK_N * PLAN.BLOCK_N)
-            hi = tl.minimum(hi, (it.unit + stop) * unit)
-            pages = pages_of(cache, tl.minimum(it.b, batch - 1), stride, count)
-            acc, m, l = stream(
-                q_tile, cache, pages, w, i, h, it.start, lo, hi,
-                Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
-                CAREFUL,
-            )  # fmt: skip
-            o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-            log = logsumexp(m, l)
-            late = tl.multiple_of(
-                stop - stop * tl.num_programs(1), 128
-            )  # 0: addresses are computed here, not kept since the kernel began
-            if FLAGGED:
-                if not CAREFUL:
-                    raise_flag(flag_of(room, programs, slots, rows, me + late, PLAN.DV), o_tile)
-            r += late
-            d = tl.arange(0, PLAN.BLOCK_DV)[None, :] + late
-            i = (it.first + r) // PLAN.GROUP
-            h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
-            exists = i < it.n_q
-            slot = tl.cast(me, tl.int64) * slots * rows
-            if entered > 0:
-                slot += (1 + block - entered) * rows
-            logs = room + tl.cast(programs, tl.int64) * slots * rows * PLAN.DV
-            o_part = room + slot * PLAN.DV + (r[:, None] * PLAN.DV + d)
-            fits = (r < rows)[:, None] & (d < PLAN.DV)
-            if SPLIT:
-                if (entered == 0) & (block > 0):
-                    o_old = tl.load(o_part, mask=fits, other=0.0)
-                    log_old = tl.load(logs + slot + r, mask=r < rows, other=float("-inf"))
-                    o_tile, log = union(o_old, log_old, o_tile, log)
-            if (entered == 0) & (stop == tl.maximum(it.units, 0)):
-                o_tile, log = with_sink(o_tile, log, terms.sinks, h, exists & (it.b < batch))
-                o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d)
-                tl.store(o_rows, o_tile.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < PLAN.DV))
-                tl.store(row_pointers(lse, w, i, h), log, mask=exists)
-            else:
-                tl.store(o_part, o_tile, mask=fits)
-                tl.store(logs + slot + r, log, mask=r < rows)
+        w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, it.q0 + it.b * n_q)
+        r = tl.arange(0, PLAN.BLOCK_M)
+        dq = tl.arange(0, PLAN.BLOCK_D)[None, :]
+        i = (it.first + r) // PLAN.GROUP
+        h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
+        exists = i < it.n_q
+        q_rows = row_pointers(q, w, i, h)[:, None] + columns(q, dq)
+        q_tile = tl.load(q_rows, mask=exists[:, None] & (dq < PLAN.D), other=0.0)
+        hi = it.n_k
+        if after is not None:
+            at1 = tl.minimum((it.first + PLAN.BLOCK_M - 1) // PLAN.GROUP, it.n_q - 1) + it.n_k - it.n_q
+            hi = tl.minimum(hi, at1 + after + 1)
+        least = it.start
+        if before is not None:
+            least = tl.maximum(least, it.first // PLAN.GROUP + it.n_k - it.n_q - before)
+        lo = tl.maximum((it.unit + block) * unit, least // PLAN.BLOCK_N * PLAN.BLOCK_N)
+        hi = tl.minimum(hi, (it.unit + stop) * unit)
+        pages = pages_of(cache, tl.minimum(it.b, batch - 1), stride, count)
+        acc, m, l = stream(
+            q_tile, cache, pages, w, i, h, it.start, lo, hi,
+            Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
+            ALIKE, STARTS, CAREFUL,
+        )  # fmt: skip
+        o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        log = logsumexp(m, l)
+        late = tl.multiple_of(
+            stop - stop * tl.num_programs(1), 128
+        )  # 0: addresses are computed here, not kept since the kernel began
+        if FLAGGED:
+            if not CAREFUL:
+                raise_flag(flag_of(room, programs, slots, rows, me + late, PLAN.DV), o_tile)
+        r += late
+        d = tl.arange(0, PLAN.BLOCK_DV)[None, :] + late
+        i = (it.first + r) // PLAN.GROUP
+        h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
+        exists = i < it.n_q
+        slot = tl.cast(me, tl.int64) * slots * rows
+        if entered > 0:
+            slot += (1 + block - entered) * rows
+        logs = room + tl.cast(programs, tl.int64) * slots * rows * PLAN.DV
+        o_part = room + slot * PLAN.DV + (r[:, None] * PLAN.DV + d)
+        fits = (r < rows)[:, None] & (d < PLAN.DV)
+        if SPLIT:
+            if (entered == 0) & (block > 0):
+                o_old = tl.load(o_part, mask=fits, other=0.0)
+                log_old = tl.load(logs + slot + r, mask=r < rows, other=float("-inf"))
+                o_tile, log = union(o_old, log_old, o_tile, log)
+        if (entered == 0) & (stop == it.units):
+            o_tile, log = with_sink(o_tile, log, terms.sinks, h, exists & (it.b < batch))
+            o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d)
+            tl.store(o_rows, o_tile.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < PLAN.DV))
+            tl.store(row_pointers(lse, w, i, h), log, mask=exists)
+        else:
+            tl.store(o_part, o_tile, mask=fits)
+            tl.store(logs + slot + r, log, mask=r < rows)
         block = stop
         if last & (block >= end.unit):
             going = False
@@ -263,10 +282,10 @@ def attend_kernel(
             block = 0
             entered = 0
             head += 1
-            if (head == KV_HEADS) | (it.units < 0):
+            if head == KV_HEADS:
                 head = 0
                 item += 1
-                table = items_of(ledger, programs, items)
-                it = load_item(table + tl.minimum(item, items - 1).to(tl.int64) * 8)
+                it = load_item(items_of(ledger, programs, items) + tl.minimum(item, items - 1).to(tl.int64) * 8)
             going = (item < end.item) | (head < end.head) | (end.unit > 0)
-            going = going & (item < items)
+    if PLAN.OVERLAP and BESIDE:
+        gdc_wait()

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..overlap import gdc_wait
 from ..tile import LOG2E, Work, logsumexp
-from .kv_plan import load_item, load_stretch, task_of, work_of
+from .kv_plan import items_of, load_item, load_stretch, task_of, work_of
 
 
 @triton.jit
@@ -84,24 +84,47 @@ def parts_at(program, first, slots, rows, r):
     return (slot * rows)[:, None] + r[None, :]
 
 
-@triton.jit(do_not_specialize=["programs", "slots", "rows", "batch"])
+@triton.jit
+def store_set(o, lse, total, log, it, head, r, d, rows, batch, sinks, GROUP: tl.constexpr, DV: tl.constexpr):
+    """out and lse of the rows r of a row set, from those over its keys."""
+    i = (it.first + r) // GROUP
+    h = head * GROUP + (it.first + r) % GROUP
+    exists = (i < it.n_q) & (r < rows)
+    w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
+    total, log = with_sink(total, log, sinks, h, exists & (it.b < batch))
+    o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d[None, :])
+    tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])
+    tl.store(row_pointers(lse, w, i, h), log, mask=exists)
+
+
+@triton.jit(do_not_specialize=["programs", "items", "slots", "rows", "batch"])
 def combine_kernel(
-    o, lse, room, ledger, sinks, programs, slots, rows, batch,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    o, lse, room, ledger, sinks, programs, items, slots, rows, batch, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of the row sets that several programs share, BLOCK_R rows at a time."""
+    """out and lse of the row sets that several programs share, and of those without keys: BLOCK_R rows by BLOCK_DV
+    columns at a time."""
     if OVERLAP:
         gdc_wait()
     count = tl.load(ledger).to(tl.int32)
-    blocks = tl.cdiv(rows, BLOCK_R)
+    empties = tl.load(ledger + 1).to(tl.int32)
+    wide = tl.cdiv(DV, BLOCK_DV)
+    blocks = tl.cdiv(rows, BLOCK_R) * wide
     logs = room + tl.cast(programs, tl.int64) * slots * rows * DV
-    d = tl.arange(0, BLOCK_DV)
+    for n in range(tl.program_id(0), empties * KV_HEADS * blocks, tl.num_programs(0)):
+        it = load_item(items_of(ledger, programs, items) + (items - 1 - n // blocks // KV_HEADS).to(tl.int64) * 8)
+        r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
+        d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
+        log = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_R, BLOCK_DV], 0.0, tl.float32)
+        store_set(o, lse, total, log, it, n // blocks % KV_HEADS, r, d, rows, batch, sinks, GROUP, DV)
     for n in range(tl.program_id(0), count * blocks, tl.num_programs(0)):
         task = task_of(ledger, programs, n // blocks)
         first, last, head = load_stretch(task)
         it = load_item(task + 4)
-        r = n % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+        r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
+        d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
         if SPLIT:
             slot = tl.cast(first - 1, tl.int64) * slots
             fits = (r < rows)[:, None] & (d < DV)[None, :]
@@ -121,11 +144,4 @@ def combine_kernel(
                 total, log = union(total, log, part, log_part)
         else:
             total, log = joined(room, logs, first, last, slots, rows, r, d, DV, BLOCK_C)
-        i = (it.first + r) // GROUP
-        h = head * GROUP + (it.first + r) % GROUP
-        exists = (i < it.n_q) & (r < rows)
-        w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
-        total, log = with_sink(total, log, sinks, h, exists & (it.b < batch))
-        o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d[None, :])
-        tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])
-        tl.store(row_pointers(lse, w, i, h), log, mask=exists)
+        store_set(o, lse, total, log, it, head, r, d, rows, batch, sinks, GROUP, DV)

@@ -26,6 +26,7 @@ from .kv_profile import Deal
 from .options import precision
 
 CHUNK = 1024  # items that the plan looks at together
+COMBINED = 4096  # numbers that a program of `combine_kernel` looks at together
 
 
 def row_view(x: Tensor) -> View:
@@ -100,7 +101,8 @@ def again(recording: Any, tensors: Sequence[Tensor | None]) -> None:
         replay.again(recording, tensors)
 
 
-def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
+def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu, few: int | None = None) -> Launch:
+    """`few`: sequences with more queries are left out."""
     q, k, places = request.q, request.k, request.places
     dealt = checked(deal(request, gpu), request.v.shape[-1], ledger)
     items = max(dealt.items, 1)
@@ -110,7 +112,7 @@ def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
         (
             ledger, places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr, q.shape[-3],
             places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch, dealt.tiles, dealt.items,
-            dealt.programs, request.spec.before, request.spec.after, dealt.unit,
+            dealt.programs, request.spec.before, request.spec.after, dealt.unit, dealt.least, few,
         ),
         {
             "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "BLOCK_M": dealt.tile.block_m,
@@ -121,8 +123,9 @@ def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu) -> Launch:
 
 
 def attend_launches(
-    request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, gpu: Gpu
+    request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, gpu: Gpu, beside: bool = False
 ) -> list[Launch]:
+    """`beside`: they may run together with what is launched before them."""
     call, places, spec = request.call, request.places, request.spec
     q, k, v = call[:3]
     group, dv = q.shape[-2] // k.shape[-2], v.shape[-1]
@@ -149,7 +152,8 @@ def attend_launches(
         {
             "SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call), "PLAN": compiled,
             "PAGE": None if table is None else k.shape[1], "KV_HEADS": k.shape[-2], "SPLIT": request.split is not None,
-            "CARRY": tile.carry != 0, "FLAGGED": differ, "CAREFUL": False, "num_warps": tile.warps,
+            "CARRY": tile.carry != 0, "ALIKE": view(k)[1:] == view(v)[1:], "STARTS": places.starts is not None,
+            "BESIDE": beside, "FLAGGED": differ, "CAREFUL": False, "num_warps": tile.warps,
             "num_stages": tile.stages,
             **({"launch_pdl": True} if overlap else {}), **({"maxnreg": tile.registers} if tile.registers else {}),
         },
@@ -157,27 +161,32 @@ def attend_launches(
     combining = combine_launch(request, out, lse, ledger, room, terms.sinks, dealt, gpu)
     if not differ:
         return [attending, combining]
-    careful = attending._replace(options=attending.options | {"CAREFUL": True, "num_stages": 1})
+    careful = attending._replace(options=attending.options | {"CAREFUL": True, "BESIDE": False, "num_stages": 1})
     return [attending, careful, combining]
 
 
 def combine_launch(
     request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, sinks: Any, dealt: Deal, gpu: Gpu
 ) -> Launch:
-    """As many parts together as a row set is likely to have, and as many rows as fit beside them."""
+    """As many parts together as a row set is likely to have, or one of many among short ones; and as many rows, or as few
+    columns, as fit beside them."""
     q, k, dv = request.q, request.k, request.v.shape[-1]
     row_sets = max(dealt.items * k.shape[-2], 1)
-    parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 2), 32)
-    columns = padded(dv)
-    block_r = max(1, min(triton.next_power_of_2(dealt.rows), 4096 // (parts * columns)))
-    programs = min(dealt.programs * -(-dealt.rows // block_r), 2 * dealt.programs)
+    parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 16), 128)
+    columns = min(padded(dv), COMBINED // parts)
+    block_r = min(triton.next_power_of_2(dealt.rows), COMBINED // (parts * columns))
+    blocks = -(-dealt.rows // block_r) * -(-dv // columns)
     return Launch(
         combine_kernel,
-        programs,
-        (view(out), row_view(lse), room, ledger, sinks, dealt.programs, dealt.slots, dealt.rows, request.places.batch),
+        min(dealt.programs * blocks, 8 * multiprocessors(q.device) if q.is_cuda else kv_tiles.INTERPRETED_PROCESSORS),
+        (
+            view(out), row_view(lse), room, ledger, sinks, dealt.programs, dealt.items, dealt.slots, dealt.rows,
+            request.places.batch,
+        ),
         {
-            "GROUP": q.shape[-2] // k.shape[-2], "DV": dv, "BLOCK_R": block_r, "BLOCK_C": parts, "BLOCK_DV": columns,
-            "SPLIT": request.split is not None, "num_warps": 4, **overlapped(can_overlap(gpu)),
+            "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "DV": dv, "BLOCK_R": block_r,
+            "BLOCK_C": parts, "BLOCK_DV": columns, "SPLIT": request.split is not None, "num_warps": 4,
+            **overlapped(can_overlap(gpu)),
         },
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ keys that its rows see. Items, heads and units lie on one axis, and each program
 program has at most one row set that began before its stretch and one that ends after it: the workspace is constant.
 
 The ledger, of 64-bit numbers, for `programs` and `items`:
-    count   1                   row sets that are divided
+    counts  2                   row sets that are divided; items without keys
     work    (programs + 1, 12)  where each stretch begins: item, head, unit; and the `Item`
     tasks   (programs, 12)      of each divided row set: the first program that goes on with it, the last; head; `Item`
     cum     items + 1           where each item begins on the axis
-    items   (items, 8)          `Item`
+    items   (items, 8)          `Item`: in their order those with keys, and from the end on those without, whose rows
+                                `kv_combine` writes
 
 What a kernel needs first, it finds in one place: looks at memory one after another are what small batches wait for.
 """
@@ -25,7 +26,7 @@ from ..tile import clamp
 
 class Item(NamedTuple):
     """A tile of rows: sequence, first row, first token of the sequence in a packed q, its queries, keys and first valid
-    key, the first unit of keys that the tile sees and how many there are; -1 where the tile has no rows."""
+    key, the first unit of keys that the tile sees and how many there are."""
 
     b: tl.tensor
     first: tl.tensor
@@ -50,7 +51,7 @@ RECORD: tl.constexpr = tl.constexpr(12)
 
 @triton.jit
 def work_of(ledger, program):
-    return ledger + 1 + RECORD * program
+    return ledger + 2 + RECORD * program
 
 
 @triton.jit
@@ -106,14 +107,17 @@ def first_tile(cu_q, b, n_q, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
         "before",
         "after",
         "unit",
+        "least",
+        "few",
     ]
 )
 def plan_kernel(
     ledger, lengths, cu_q, cu_new, starts, indptr, n_q, new, capacity, page, batch, tiles, items, programs, before,
-    after, unit, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr,
+    after, unit, least, few, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COST: what it takes to begin a row set, in units of keys. Packed, one more sequence is made of the rows past the
+    """COST: what it takes to begin a row set, in units of keys; `least`: of them, the shortest stretch. Sequences with
+    more queries than `few`, if there is one, are somebody else's. Packed, one more sequence is made of the rows past the
     last one: it has no keys, so that they are written like any empty ones."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -121,6 +125,8 @@ def plan_kernel(
     cum = cum_of(ledger, programs)
     table = items_of(ledger, programs, items)
     total = tl.cast(0, tl.int64)
+    reals = tl.cast(0, tl.int32)
+    empties = tl.cast(0, tl.int32)
     for first_item in range(0, items, CHUNK):
         n = first_item + tl.arange(0, CHUNK)
         if cu_q is None:
@@ -159,6 +165,8 @@ def plan_kernel(
             start = clamp(tl.load(starts + b, mask=real, other=0), 0, n_k)
         row = tile * BLOCK_M
         exists = (n < items) & (row < own * GROUP)
+        if few is not None:
+            exists = exists & ((own <= few) | (b == batch))
         at = row // GROUP + n_k - own
         last = tl.minimum((row + BLOCK_M - 1) // GROUP, own - 1) + n_k - own
         lo = start
@@ -169,29 +177,36 @@ def plan_kernel(
             hi = tl.minimum(hi, last + after + 1)
         unit0 = lo // unit
         units = tl.where(hi > lo, (hi + unit - 1) // unit - unit0, 0)
-        cost = tl.where(exists, tl.maximum(units + COST, 1), 0).to(tl.int64) * KV_HEADS
-        tl.store(cum + n, total + tl.cumsum(cost, 0) - cost, mask=n < items)
+        real = (exists & (units > 0)).to(tl.int32)
+        empty = (exists & (units == 0)).to(tl.int32)
+        place = tl.where(units > 0, reals + tl.cumsum(real, 0) - 1, items - empties - tl.cumsum(empty, 0))
+        cost = (real * (units + COST)).to(tl.int64) * KV_HEADS
+        tl.store(cum + place, total + tl.cumsum(cost, 0) - cost, mask=real > 0)
         total += tl.sum(cost, 0)
-        p = table + n.to(tl.int64) * 8
-        fields = (b, row, q0, own, n_k, start, unit0, tl.where(exists, units, -1))
+        reals += tl.sum(real, 0)
+        empties += tl.sum(empty, 0)
+        p = table + place.to(tl.int64) * 8
+        fields = (b, row, q0, own, n_k, start, unit0, units)
         for field in tl.static_range(8):
-            tl.store(p + field, fields[field].to(tl.int64), mask=n < items)
-    tl.store(cum + items, total)
+            tl.store(p + field, fields[field].to(tl.int64), mask=exists)
+    tl.store(cum + reals, total)
+    tl.store(ledger + 1, empties.to(tl.int64))
     tl.debug_barrier()
 
     program = tl.arange(0, BLOCK_P)
-    each = tl.maximum((total + programs - 1) // programs, 1)
-    x = program.to(tl.int64) * each
+    each = tl.maximum((total + programs - 1) // programs, least)
+    x = tl.minimum(program.to(tl.int64) * each, total)
     item = tl.zeros_like(program)
-    width = items + 1
+    width = reals + 1
     while width > 1:  # the last item that does not begin past x
         half = width // 2
-        mid = tl.minimum(item + half, items)
+        mid = tl.minimum(item + half, reals)
         item = tl.where(tl.load(cum + mid) > x, item, mid)
         width -= half
-    some = item < items
+    some = item < reals
     units = tl.load(table + item.to(tl.int64) * 8 + 7, mask=some, other=0)
     offset = x - tl.load(cum + item)
+    per = units + COST
     per = tl.maximum(units + COST, 1)
     head = tl.where(some, offset // per, 0)
     block = tl.where(some, tl.maximum(offset % per - COST, 0), 0)

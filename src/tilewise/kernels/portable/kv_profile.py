@@ -12,6 +12,9 @@ from . import kv_tiles
 from .kv_tiles import KvTile
 
 
+SHORTEST = 512  # keys that are worth a program
+
+
 class Deal(NamedTuple):
     """What the host knows of a plan: tiles of rows, programs, keys of a unit, and the workspace's slots of rows."""
 
@@ -23,10 +26,11 @@ class Deal(NamedTuple):
     slots: int
     rows: int
     cost: int  # of beginning a row set, in units
+    least: int = 1  # units of a stretch
 
     @property
     def numbers(self) -> int:
-        return 1 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
+        return 2 + 12 * (2 * self.programs + 1) + self.items + 1 + 8 * self.items
 
     def floats(self, dim_v: int) -> int:
         """Parts of row sets with their lse, and a flag for each program."""
@@ -49,7 +53,8 @@ def deal(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) ->
     rows = min(tile.block_m, known or tile.block_m)
     unit = request.split or tile.block_n
     slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
-    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows, 0 if request.split else 1)
+    cost, least = (0, 1) if request.split else (1, max(1, SHORTEST // unit))
+    return Deal(tile, items, tiles, processors * tile.per, unit, slots, rows, cost, least)
 
 
 class Item(NamedTuple):
@@ -83,9 +88,10 @@ def ranges(
     (4, 4, 1, 3)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(dealt, b, *seq, group, before, after)]
-    costs = [max(item.units + dealt.cost, 1) for item in items]
+    items = [item for item in items if item.units]  # the rows of others are written without a look at keys
+    costs = [item.units + dealt.cost for item in items]
     total = sum(costs) * kv_heads
-    each = max(-(-total // dealt.programs), 1)
+    each = max(-(-total // dealt.programs), dealt.least)
     shared: dict[tuple[int, int], int] = {}
     n, begins = 0, 0  # the item at x, and where it begins
     for x in range(each, total, each):

@@ -10,7 +10,7 @@ from ...spec import Request
 from ..gpu import Gpu, has_triton
 
 AMD = ("gfx942", "gfx950")
-CACHES_RAN = False  # the kernels of KV caches: whether the tests and timings of a GPU ran clean with them
+CACHES_RAN = True  # the kernels of KV caches: whether the tests and timings of a GPU ran clean with them
 
 
 def obstacle(request: Request, gpu: Gpu | None) -> str | None:

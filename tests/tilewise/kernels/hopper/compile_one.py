@@ -14,7 +14,7 @@ import triton
 import tilewise.mods
 from tilewise.cache.request import KvRequest, Places
 from tilewise.costs.compiled import compile_for
-from tilewise.kernels.hopper.kv_launch import attend_launches
+from tilewise.kernels.hopper.kv_launch import many_launch
 from tilewise.kernels.hopper.launch import forward_launches, new_state
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
@@ -66,7 +66,7 @@ def main(
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
         places = Places(torch.empty(batch, dtype=torch.int32), table)
         cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
-        launches = attend_launches(cached, out, lse, state, 132)
+        launches = [many_launch(cached, out, lse, state, 132)]
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(
         json.dumps(
