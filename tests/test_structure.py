@@ -138,7 +138,7 @@ RULES = {
     "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
         "lab.docs lab.progress lab.learn spec tilewise",
-        lazy="lab.explore lab.bench matplotlib",
+        lazy="lab.explore lab.bench matplotlib sphinx",
     ),
 }
 

@@ -54,5 +54,8 @@ export function strip(node, change) {
     h("div.tokens", { role: "radiogroup", "aria-labelledby": "thread-query" }, one.words.map(chip)),
     h("span.blocks", {}, h("span.small", {}, t("thread.blocks")), size("rows"), "×", size("columns")),
     h("label.toggle", {}, h("input", { type: "checkbox", role: "switch", name: "causal", checked: Boolean(state.causal), "data-key": "causal", onchange: (event) => set({ causal: event.target.checked ? 1 : 0 }) }), h("span", {}, t("thread.causal"))));
+  const list = node.querySelector(".tokens"); // on a phone it scrolls: the chosen one is seen
+  const [seen, chosen] = [list, list.querySelector('[aria-checked="true"]')].map((one) => one?.getBoundingClientRect());
+  if (chosen && chosen.right > seen.right) list.scrollLeft += chosen.right - seen.right + 6;
   if (focused) node.querySelector(`[data-key="${focused}"]`)?.focus({ preventScroll: true });
 }

@@ -3,7 +3,8 @@
 A subcommand is a module with two functions:
 
     configure(parser)    adds its arguments to an argparse parser
-    run(options) -> int  does the work and returns the exit status; an AttentionError is said in one line, and is 2
+    run(options) -> int  does the work and returns the exit status; an AttentionError is said in one line, and is 2;
+                         so is a file that cannot be read or written
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except AttentionError as error:
         print(f"{CALLED} {name}: {error}", file=sys.stderr)
+        return 2
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        if error.filename is None:
+            raise
+        print(f"{CALLED} {name}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -39,18 +38,18 @@ def run(options: argparse.Namespace) -> int:
         words["window"] = (options.window, 0)
     words |= {name: value for name in ("softcap",) if (value := getattr(options, name)) is not None}
     words |= {name: True for name in ("sinks", "bias", "alibi_slopes", "deterministic") if getattr(options, name)}
+    if options.gpu is None and not torch.cuda.is_available():
+        raise AttentionError("--gpu", "none, and no GPU here", "the one that the model will run on: --gpu sm_90")
     began = time.monotonic()
-    try:
-        with progress(every=0) as show:
-            found = warmup(
-                options.head_dim, heads=options.heads, kv_heads=options.kv_heads, packed=options.packed,
-                dtype=[DTYPES[name] for name in options.dtype], backward=not options.no_backward, gpu=options.gpu,
-                config=options.config, workers=options.workers, progress=lambda done, of, name: show(name, done, of),
-                **words,
-            )  # fmt: skip
-    except (AttentionError, OSError) as error:
-        print(f"tilewise warm: {error}", file=sys.stderr)
-        return 2
+    with progress(every=0) as show:
+        found = warmup(
+            options.head_dim, heads=options.heads, kv_heads=options.kv_heads, packed=options.packed,
+            dtype=[DTYPES[name] for name in options.dtype], backward=not options.no_backward, gpu=options.gpu,
+            config=options.config, workers=options.workers, progress=lambda done, of, name: show(name, done, of),
+            **words,
+        )  # fmt: skip
+    if not found.kernels:
+        raise AttentionError("--gpu", f"{options.gpu!r}, for which no kernel takes such a call", "sm_80 or newer")
     seconds = time.monotonic() - began
     there = f", {found.kernels - found.compiled} were there" if found.compiled < found.kernels else ""
     print(f"{found.compiled} kernels compiled{there} ({seconds:.0f} s)")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import tilewise
 from tilewise_lab import cli
@@ -90,6 +91,9 @@ def test_python_dash_m():
         ("explain --device tpu", "device: found 'tpu'"),
         ("show-mask nofile.py:x", "mod: found 'nofile.py', which does not exist"),
         ("show-mask causal --block 0", "--block: found 0"),
+        ("fuzz --cases -1", "--cases: found -1; expected 1 or more"),
+        ("bench --out /dev/null/x", "/dev/null/x: Not a directory"),
+        ("explore --export /dev/null/x", "/dev/null/x: Not a directory"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_2(typed, said, capsys, tmp_path, monkeypatch):
@@ -99,3 +103,12 @@ def test_a_mistake_is_one_sentence_and_2(typed, said, capsys, tmp_path, monkeypa
     assert said in err
     assert err.startswith(f"tilewise {typed.split()[0]}: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU that is here is taken")
+def test_warming_nothing_is_a_mistake(capsys, monkeypatch):
+    assert cli.main(["warm", "--head-dim", "64"]) == 2
+    assert "--gpu: found none, and no GPU here" in capsys.readouterr().err
+    monkeypatch.setattr("tilewise_lab.warm.warmup", lambda *_, **__: SimpleNamespace(kernels=0, compiled=0))
+    assert cli.main(["warm", "--head-dim", "64", "--gpu", "sm_12"]) == 2
+    assert "'sm_12', for which no kernel takes such a call" in capsys.readouterr().err

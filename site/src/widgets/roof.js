@@ -119,9 +119,9 @@ function chart(holder, width, data, same, panel) {
     one.attr("x", box.x).attr("y", box.y + box.height * 0.78);
     dots.push(box);
   };
-  const around = ({ x: ax, y: ay }, wide) => [26, -34, 44, -52, 62, 80, 98, 120, -70, 150].flatMap((dy) => [-0.5, 0.1, -1.1].map((share) => [ax + share * wide, ay + dy - 8]));
+  const around = ({ x: ax, y: ay }, wide, shares = [-0.5, 0.1, -1.1]) => [26, -34, 44, -52, 62, 80, 98, 120, -70, 150].flatMap((dy) => shares.map((share) => [ax + share * wide, ay + dy - 8]));
   label(`${t("roof.point.tiled")} ${form.si(rate, "FLOP/s")}`, "var(--s2)", around(to, 150));
-  label(t("roof.point.naive"), "var(--bad)", around(from, 90));
+  label(t("roof.point.naive"), "var(--bad)", around(from, 90, [0.1, -0.5, -1.1])); // right of the slope, which it would cross
   label(form.si(peak, "FLOP/s"), "var(--s0)", [[width, y(peak) - 24], [x(ridge) + 10, y(peak) - 24]]);
   label(t("roof.ridge", { ridge: ridge.toFixed(0) }), "var(--soft)", [[x(ridge) + 6, height - bottom - 22], [x(ridge) - 90, height - bottom - 22], [x(ridge) + 6, height - bottom - 44]]);
   const slope = Math.sqrt(0.5 * ridge);

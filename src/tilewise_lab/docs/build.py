@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import re
@@ -35,23 +36,17 @@ def build(
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        if outputs:
-            run_lessons(work / "lessons", show)
-        fetch_inventories(work / "inventories")
-        for language in LANGUAGES:
-            stage(work / language, language, work / "lessons")
-            if (work / "inventories").exists():
-                shutil.copytree(work / "inventories", work / language / "inventories")
-        done = dict.fromkeys(LANGUAGES, 0.0)
-
-        def one(language: str) -> None:
-            for words, share in sphinx(work / language, out / LANGUAGES[language], language):
-                done[language] = share
-                show(f"{language}: {words}", int(100 * sum(done.values())), 100 * len(LANGUAGES))
-
-        with ThreadPoolExecutor() as pool:
+        with sphinx(work, out) as process, ThreadPoolExecutor() as pool:  # which reads the sources meanwhile
+            jobs = [pool.submit(fetch_inventories, work / "inventories")]
+            jobs += [pool.submit(run_lessons, work / "lessons", show)] if outputs else []
             extras(out, explorer, show)
-            list(pool.map(one, LANGUAGES))
+            for job in jobs:
+                job.result()
+            for language in LANGUAGES:
+                stage(work / language, language, work / "lessons")
+                if (work / "inventories").exists():
+                    shutil.copytree(work / "inventories", work / language / "inventories")
+            follow(process, show)
     return len(list(out.rglob("*.html")))
 
 
@@ -157,20 +152,35 @@ def linked(text: str, source: str, page: str, places: dict[str, str], folder: Pa
     return LINK.sub(link, text)
 
 
-def sphinx(source: Path, out: Path, language: str) -> Iterator[tuple[str, float]]:
-    """Run it, warnings being errors; yields what it does and how much of it is done."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-D", f"language={language}"]
-    command += ["-d", str(source.with_suffix(".doctrees")), str(source), str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_env()) as process:
-        assert process.stdout
-        said: list[str] = []
-        for line in process.stdout:
-            said.append(line)
-            if found := re.match(r"(reading|writing).*\[ *(\d+)%\] (\S+)", line):
-                yield f"{found[1]} {found[3]}", int(found[2]) / 200 + (found[1] == "writing") / 2
-    if process.returncode:
+@contextlib.contextmanager
+def sphinx(work: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process that will make the pages of all languages, once it is told to."""
+    command = [sys.executable, "-m", "tilewise_lab.docs.languages", str(work), str(out)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=_env()) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def follow(process: subprocess.Popen[str], show: Show) -> None:
+    """Tell it to begin, and show how far it is; warnings are errors."""
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write("go\n")
+    process.stdin.close()
+    done = dict.fromkeys(LANGUAGES, 0.0)
+    said: list[str] = []
+    for line in process.stdout:
+        said.append(line)
+        if found := re.match(r"(\w+)\|(reading|writing).*\[ *(\d+)%\] (\S+)", line):
+            done[found[1]] = int(found[3]) / 2 + (found[2] == "writing") * 50
+            show(f"{found[1]}: {found[2]} {found[4]}", int(sum(done.values())), 100 * len(LANGUAGES))
+    if process.wait():
         wrong = [line for line in said if re.search("WARNING|ERROR|Error|rror:", line)] or said
-        raise AttentionError(f"the {language} pages", "\n" + "".join(wrong), "none of these")
+        raise AttentionError("the pages", "\n" + "".join(wrong), "none of these")
 
 
 def extras(out: Path, explorer: bool, show: Show) -> None:
@@ -185,4 +195,4 @@ def extras(out: Path, explorer: bool, show: Show) -> None:
 
 
 def _env() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}

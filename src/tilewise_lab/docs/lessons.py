@@ -72,7 +72,7 @@ def record_all(folder: Path) -> Iterator[int]:
     os.environ["COLUMNS"] = "100"
     fork = "fork" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-    todo = [lesson.number for lesson in lessons()]
+    todo = [lesson.number for lesson in sorted(lessons(), key=lambda lesson: not lesson.needs)]  # the long ones first
     running: dict[int, tuple[int, Any]] = {}
     while todo or running:
         while todo and len(running) < (os.cpu_count() or 1):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tilewise import __version__
 from tilewise.dispatch import NAMES
+from tilewise.spec import AttentionError
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where
 from tilewise_lab.fuzz.search import Finding, Search
@@ -32,6 +33,9 @@ def run(options: Namespace) -> int:
     child = Child()
     search = Search(options.seed, where, child)
     began = time.monotonic()
+    for name in ("cases", "seconds"):
+        if (asked := getattr(options, name)) is not None and asked <= 0:
+            raise AttentionError(f"--{name}", asked, "1 or more")
     seconds = None if options.cases is not None else options.seconds
     try:
         with progress() as show:

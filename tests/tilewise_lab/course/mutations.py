@@ -38,13 +38,19 @@ BROKEN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "Att
 
 
 class Mutation(NamedTuple):
-    """`old` stands once in a file below src, and becomes `new`: then `what` is so, and the claim of `row` is not."""
+    """`old` stands once in a file below src, or in one of course/, and becomes `new`: then `what` is so, and the claim
+    of `row` is not."""
 
     row: str
     what: str
     file: str
     old: str
     new: str
+
+    @property
+    def place(self) -> Path:
+        """From the top of the tree."""
+        return Path(self.file) if self.file.startswith("course/") else Path("src", self.file)
 
     def apply(self, text: str) -> str:
         found = text.count(self.old)
@@ -86,11 +92,11 @@ def parse(text: str) -> Iterator[Mutation]:
 
 
 def overlay(folder: Path, mutation: Mutation) -> Path:
-    """A `src` like ours, but for one file; links to all others."""
-    here = folder / "src"
-    (folder / "course").symlink_to(ROOT / "course")
-    there = ROOT / "src"
-    for part in Path(mutation.file).parts:
+    """A `src` like ours, with the course beside it, but for one file; links to all others."""
+    for top in {"src", "course"} - {mutation.place.parts[0]}:
+        (folder / top).symlink_to(ROOT / top)
+    here, there = folder / mutation.place.parts[0], ROOT / mutation.place.parts[0]
+    for part in mutation.place.parts[1:]:
         here.mkdir()
         for entry in there.iterdir():
             if entry.name != part:

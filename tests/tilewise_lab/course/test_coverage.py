@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import INTERPRETED
 from tests.tilewise_lab.course import mutations
 
-ROWS = {"A": 6, "B": 8, "C": 5, "D": 6, "E": 7, "F": 13, "G": 8, "H": 10, "I": 5, "J": 6, "K": 8, "L": 11, "X": 32}
+ROWS = {"A": 6, "B": 8, "C": 5, "D": 6, "E": 7, "F": 13, "G": 8, "H": 10, "I": 5, "J": 6, "K": 8, "L": 11}
+ROWS |= {"M": 6, "N": 5, "O": 5, "P": 6, "X": 32}
 TABLE = mutations.rows()
 BREAKS = mutations.mutations()
 SHARES = 2
@@ -34,7 +35,7 @@ def test_the_named_test_exists(row):
 
 @pytest.mark.parametrize("one", BREAKS, ids=lambda one: one.row)
 def test_the_text_to_break_is_there(one):
-    text = (mutations.ROOT / "src" / one.file).read_text(encoding="utf-8")
+    text = (mutations.ROOT / one.place).read_text(encoding="utf-8")
     assert one.apply(text) != text
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
-from argparse import ArgumentParser
 from html.parser import HTMLParser
-from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,9 +12,9 @@ import pytest
 pytest.importorskip("furo", reason="no Sphinx: pip install 'tilewise[docs]'")
 
 import tilewise
-from tilewise_lab import cli
+from tilewise.spec import AttentionError
 from tilewise_lab.docs import lessons
-from tilewise_lab.docs.build import LANGUAGES, ROOT, build, linked, pages, stage
+from tilewise_lab.docs.build import LANGUAGES, ROOT, build, follow, linked, pages, sphinx, stage
 from tilewise_lab.learn.course import lessons as all_lessons
 
 
@@ -126,6 +123,19 @@ def test_a_search_finds_without_a_network(site, browser, page, words, first):
     context.close()
 
 
+@pytest.mark.slow
+def test_a_warning_of_either_language_fails_and_is_said(tmp_path):
+    for language in LANGUAGES:
+        (tmp_path / language).mkdir()
+        (tmp_path / language / "index.md").write_text("# Title\n\n[to nowhere](nowhere.md)\n", encoding="utf-8")
+        (tmp_path / language / "conf.py").write_text('extensions = ["myst_parser"]\n', encoding="utf-8")
+    with (
+        pytest.raises(AttentionError, match=r"(?s)the pages.*zh_CN.*nowhere"),
+        sphinx(tmp_path, tmp_path / "out") as one,
+    ):
+        follow(one, lambda text, done=None, total=None: None)
+
+
 def test_links_of_the_repository_become_links_of_the_site(tmp_path):
     text = "[a](../bench/README.md#why) [b](faq.md) [c](../LICENSE) [d](https://x.y/z.md) ![e](mod-alibi.png)"
     places = {"bench/README.md": "benchmark.md", "docs/faq.md": "faq.md"}
@@ -158,36 +168,6 @@ def test_a_translation_has_the_code_of_the_original():
             for file in (path, original)
         )
         assert ours == theirs, path
-
-
-def commands() -> list[str]:
-    """Lines of the documents that run tilewise: in blocks of a shell, and alone between backticks."""
-    found = set()
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        text = path.read_text(encoding="utf-8")
-        for block in re.findall(r"^```(?:sh|console|dockerfile)\n(.*?)^```$", text, re.M | re.S):
-            found |= set(re.findall(r"^(?:\$ |RUN )?((?:tilewise|\./run) [a-z].*?)(?:  +#.*)?$", block, re.M))
-        found |= {line for line in re.findall(r"`((?:tilewise|\./run) [a-z][^`]*)`", text) if line.isascii()}
-    return sorted(found)
-
-
-QUICK = ("plan --seqlen", "show-mask document", "learn 3 --exercise")  # what the others do is tested where they live
-
-
-@pytest.mark.parametrize("line", commands())
-def test_commands_in_documents_are_understood(line, tmp_path, monkeypatch):
-    """Each command there is takes the arguments that the documents give it; those that take no time are run."""
-    _, name, *arguments = shlex.split(line.replace("...", ""))
-    if name in ("test", "lint") and line.startswith("./run"):
-        return
-    assert name in cli.COMMANDS, line
-    parser = ArgumentParser(exit_on_error=False)
-    import_module(cli.COMMANDS[name].module).configure(parser)
-    if not any(word.isupper() and not word.startswith("-") for word in arguments) and "--help" not in arguments:
-        parser.parse_args(arguments)
-    if " ".join([name, *arguments]).startswith(QUICK):
-        monkeypatch.chdir(tmp_path)
-        assert cli.main([name, *arguments]) == 0
 
 
 def test_staging_leaves_nothing_of_the_repository_behind(tmp_path):

@@ -263,6 +263,23 @@ HIDDEN_POINTS = """() => {
 }"""
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_nothing_of_the_two_bars_is_cut(visit, copy, language):
+    """All chapters in the one, wide or not; in the other the chosen query, on a phone too."""
+    page = visit(f"{copy}#lang={language}", width=WIDE)
+    Chapter(page, "softmax")
+    nav = page.locator("#bar nav")
+    assert nav.evaluate("node => node.scrollWidth <= node.clientWidth")
+    assert nav.locator("a >> visible=true").count() == len(CHAPTERS)
+    page.set_viewport_size({"width": 1000, "height": 900})
+    assert nav.locator("select >> visible=true").count() == 1
+    page = visit(f"{copy}#lang={language}&row=7", width=PHONE)
+    Chapter(page, "softmax")
+    seen, chosen = (page.locator(one).bounding_box() for one in (".tokens", ".token[aria-checked=true]"))
+    assert seen["x"] <= chosen["x"]
+    assert chosen["x"] + chosen["width"] <= seen["x"] + seen["width"]
+
+
 def test_the_address_holds_the_state(visit, copy):
     page = visit(copy + "#online.step=2&text=9+9+9&theme=dark&rows=2")
     Chapter(page, "online").shows(l="2.000000")
