@@ -1,47 +1,50 @@
 // Who streams which keys of a cache: the rule of tilewise's plan kernel, for one query of every sequence.
 
-/** An item is a tile of one sequence's rows; items, KV heads and units of keys lie on one axis, and every program takes
-    an equal stretch of it. `cost`: what it takes to begin a row set, in units. */
-export function plan({ lengths, heads, programs, unit, cost = 1 }) {
-  const items = lengths.map((length, b) => ({ b, length, units: Math.ceil(length / unit) }));
+/** An item is a tile of one sequence's rows; items and units of keys lie on one axis, and every team of programs takes an
+    equal stretch of it, each of its programs with a KV head of its own. `cost`: what it takes to begin an item, in
+    units. `shortest`: keys that are worth a stretch; if no item has more and there are teams for all, each has its own. */
+export function plan({ lengths, heads, programs: most, unit, cost = 1, shortest = 512 }) {
+  const teams = Math.max(1, Math.floor(most / heads));
+  const items = lengths.map((length, b) => ({ b, length, units: Math.ceil(length / unit) })).filter(({ units }) => units);
   const begins = [];
   let total = 0;
   for (const { units } of items) {
     begins.push(total);
-    total += Math.max(units + cost, 1) * heads;
+    total += units + cost;
   }
-  const each = Math.max(Math.ceil(total / programs), 1);
-  const place = (program) => {
-    const x = program * each;
+  const least = Math.max(1, Math.floor(shortest / unit));
+  const longest = Math.max(0, ...items.map(({ units }) => units));
+  const own = items.length <= teams && longest <= least;
+  const each = own ? longest + cost : Math.max(Math.ceil(total / teams), least);
+  const place = (team) => {
+    const x = own ? (begins[team] ?? total) : Math.min(team * each, total);
+    if (x >= total) return { item: items.length, unit: 0 };
     const item = begins.findLastIndex((begin) => begin <= x);
-    if (x >= total) return { item: items.length, head: 0, unit: 0 };
-    const per = Math.max(items[item].units + cost, 1);
-    const offset = x - begins[item];
-    return { item, head: Math.floor(offset / per), unit: Math.max((offset % per) - cost, 0) };
+    return { item, unit: Math.max(x - begins[item] - cost, 0) };
   };
-  const work = Array.from({ length: programs + 1 }, (_, program) => place(program));
-  return { items, total, each, work, pieces: pieces(items, heads, work), divided: divided(work, programs) };
+  const work = Array.from({ length: teams + 1 }, (_, team) => place(team));
+  const programs = teams * heads;
+  return { items, total, each, programs, work, pieces: pieces(items, heads, work), divided: divided(work, teams) * heads };
 }
 
-/** What each program streams: [program, item, head, first unit, past the last]. */
+/** What each program streams: [program, sequence, head, first unit, past the last]. */
 function pieces(items, heads, work) {
   const found = [];
-  for (let program = 0; program + 1 < work.length; program++) {
-    let { item, head, unit } = work[program];
-    const end = work[program + 1];
-    while (item < items.length && (item < end.item || (item === end.item && (head < end.head || (head === end.head && unit < end.unit))))) {
-      const last = item === end.item && head === end.head ? end.unit : items[item].units;
-      if (last > unit || items[item].units === 0) found.push([program, item, head, unit, last]);
-      [head, unit] = [head + 1, 0];
-      if (head === heads) [item, head] = [item + 1, 0];
+  for (let team = 0; team + 1 < work.length; team++) {
+    let { item, unit } = work[team];
+    const end = work[team + 1];
+    while (item < items.length && (item < end.item || (item === end.item && unit < end.unit))) {
+      const last = item === end.item ? end.unit : items[item].units;
+      for (let head = 0; head < heads; head++) found.push([team * heads + head, items[item].b, head, unit, last]);
+      [item, unit] = [item + 1, 0];
     }
   }
   return found;
 }
 
-/** Row sets that more than one program streams, and whose parts must be merged. */
-function divided(work, programs) {
+/** Items that more than one team streams, and whose parts must be merged. */
+function divided(work, teams) {
   const seen = new Set();
-  for (let program = 1; program < programs; program++) if (work[program].unit > 0) seen.add(`${work[program].item},${work[program].head}`);
+  for (let team = 1; team < teams; team++) if (work[team].unit > 0) seen.add(work[team].item);
   return seen.size;
 }

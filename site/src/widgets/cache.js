@@ -25,7 +25,8 @@ export const cache = {
     const lengths = (given.length ? given : [1024]).slice(0, 8).map((x) => Math.max(0, Math.min(MOST, x)));
     const { unit, programs: all } = gpus.H200;
     const programs = state.processors === "H200" ? all : Number(state.processors);
-    return { lengths, unit, programs, heads: Number(state.heads), ...plan({ lengths, heads: Number(state.heads), programs, unit }) };
+    const heads = Number(state.heads);
+    return { lengths, unit, heads, ...plan({ lengths, heads, programs, unit }) };
   },
   draw(figure, data, state, set) {
     const [width] = halves(1);
@@ -34,7 +35,7 @@ export const cache = {
     const work = Array(programs).fill(0);
     for (const [program, , , from, to] of pieces) work[program] += to - from;
     const most = Math.max(...work);
-    const alone = Math.max(...items.map(({ units }) => units)); // one program for each row set
+    const alone = Math.max(0, ...items.map(({ units }) => units)); // one program for each row set
     const rounds = Math.ceil((lengths.length * heads) / programs);
     figure.replaceChildren(
       readouts([

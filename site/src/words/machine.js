@@ -179,12 +179,12 @@ export const machine = {
   "cache.short": ["KV cache", "KV 缓存"],
   "cache.title": ["Serving: one new query, many old keys", "推理服务：一个新 query，许多旧 key"],
   "cache.lead": [
-    "A model that writes has one new query per sequence and step, and the keys of all that was said before in a <b>cache</b>. Sequences have different lengths, and their keys lie in <b>pages</b> scattered over memory. One program for each sequence would let the longest decide. The online softmax allows better: put all keys of all sequences and heads on one axis, give every processor an equal stretch, and merge what was cut.",
-    "生成文本的模型每一步对每个序列只有一个新 query，而之前所有内容的 key 都在<b>缓存</b>里。各序列长短不一，它们的 key 分散在内存的<b>页</b>中。如果一个程序负责一个序列，最长的序列决定一切。在线 softmax 允许更好的做法：把所有序列、所有头的 key 排在一条轴上，每个处理器分到相等的一段，被切开的部分再合并。",
+    "A model that writes has one new query per sequence and step, and the keys of all that was said before in a <b>cache</b>. Sequences have different lengths, and their keys lie in <b>pages</b> scattered over memory. One program for each sequence would let the longest decide. The online softmax allows better: put all keys of all sequences on one axis, give every team of processors, one for each KV head, an equal stretch, and merge what was cut.",
+    "生成文本的模型每一步对每个序列只有一个新 query，而之前所有内容的 key 都在<b>缓存</b>里。各序列长短不一，它们的 key 分散在内存的<b>页</b>中。如果一个程序负责一个序列，最长的序列决定一切。在线 softmax 允许更好的做法：把所有序列的 key 排在一条轴上，每组处理器（每个 KV 头一个）分到相等的一段，被切开的部分再合并。",
   ],
   "cache.after": [
-    "This is the rule of tilewise's plan kernel, which runs on the GPU from lengths that no host ever reads; 64 keys are a unit on an H200. Beginning a row set costs one unit, so stretches are equal in units and beginnings together. Pages are found through a table: their places do not matter.",
-    "这正是 tilewise 的规划内核所用的规则，它在 GPU 上直接读取长度，主机从不回读；在 H200 上以 64 个 key 为一个单位。每开始一组行要花一个单位，所以各段按单位数加起始开销均分。页通过页表查找，放在哪里都无所谓。",
+    "This is the rule of tilewise's plan kernel, which runs on the GPU from lengths that no host ever reads; 64 keys are a unit on an H200. Beginning a sequence costs one unit, so stretches are equal in units and beginnings together; none is shorter than 512 keys. Pages are found through a table: their places do not matter.",
+    "这正是 tilewise 的规划内核所用的规则，它在 GPU 上直接读取长度，主机从不回读；在 H200 上以 64 个 key 为一个单位。每开始一个序列要花一个单位，所以各段按单位数加起始开销均分，且每段不短于 512 个 key。页通过页表查找，放在哪里都无所谓。",
   ],
   "cache.programs": ["processors", "处理器"],
   "cache.programs.4": ["4", "4"],

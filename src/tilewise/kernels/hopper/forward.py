@@ -505,8 +505,8 @@ def fetch(pipe, n, x, IS_V: gl.constexpr, cache, w, h, row, PLAN: gl.constexpr):
 
 @triton.jit
 def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr, FEW: tl.constexpr):
-    """The ticket-th piece of work. Of a cache, k0 is the row of a dense one that holds the keys. A sequence with at most
-    FEW queries has none."""
+    """The ticket-th piece of work. Of a cache, k0 is the row of a dense one that holds the keys. A sequence of at
+    most FEW queries has none."""
     tile, line = order(ticket, queue)
     pid = line * queue.tiles + tile
     w = locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)

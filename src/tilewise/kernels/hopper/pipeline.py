@@ -238,7 +238,7 @@ def some_pages(pages, row, rows, first, BOX: gl.constexpr, PAGE: gl.constexpr, C
     found = ()
     for i in gl.static_range(COUNT):
         at = row + (first + i) * BOX
-        found = found + (gl.load(pages + at // PAGE, mask=at < rows, other=0),)
+        found = found + (gl.load(pages + at // PAGE, mask=at < rows, other=0),)  # noqa: RUF005
     return found
 
 

@@ -55,14 +55,16 @@ def with_sink(o, log, sinks, h, exists):
 def joined(
     room, logs, first, last, head, slots, rows, r, d, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """(o, lse) of rows r over all parts of an item: the prefix of the team before `first`, and what each team from there
-    to `last` has in its second slot. BLOCK_C parts at a time."""
+    """(o, lse) of rows r over all parts of an item: the prefix of the team before `first`, and what each team from
+    there to `last` has in its second slot. BLOCK_C parts at a time."""
     c = tl.arange(0, BLOCK_C)
     parts = last - first + 2
     top = tl.full([r.shape[0]], float("-inf"), tl.float32)
     for c0 in tl.range(0, parts, BLOCK_C):
         held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
-        x = tl.load(logs + parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS), mask=held, other=float("-inf"))
+        x = tl.load(
+            logs + parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS), mask=held, other=float("-inf")
+        )
         top = tl.maximum(top, tl.max(x, 0))
     pivot = tl.where(top == float("-inf"), 0.0, top)
     l = tl.full([r.shape[0]], 0.0, tl.float32)

@@ -168,8 +168,8 @@ def attend_launches(
 def combine_launch(
     request: KvRequest, out: Tensor, lse: Tensor, ledger: Tensor, room: Tensor, sinks: Any, dealt: Deal, gpu: Gpu
 ) -> Launch:
-    """As many parts together as a row set is likely to have, or one of many among short ones; and as many rows, or as few
-    columns, as fit beside them."""
+    """As many parts together as a row set is likely to have, or one of many among short ones; and as many rows, or as
+    few columns, as fit beside them."""
     q, k, dv = request.q, request.k, request.v.shape[-1]
     row_sets = max(dealt.items * k.shape[-2], 1)
     parts = 1 if request.split else min(max(triton.next_power_of_2(-(-dealt.programs // row_sets)), 8), 128)

@@ -1,9 +1,9 @@
 """Who streams which keys of a cache: planned on the device, by one program, from lengths that no host ever reads.
 
 An item is a tile of one sequence's rows (queries and the heads of a group), which stream the units of keys that they
-see. Items and units lie on one axis, and each team of programs takes an equal stretch of it, each of its programs with a
-KV head of its own: the heads of a token, which lie side by side in memory, are read at about the same time. A team has
-at most one item that began before its stretch and one that ends after it: the workspace is constant.
+see. Items and units lie on one axis, and each team of programs takes an equal stretch of it, each of its programs with
+a KV head of its own: the heads of a token, which lie side by side in memory, are read at about the same time. A team
+has at most one item that began before its stretch and one that ends after it: the workspace is constant.
 
 The ledger, of 64-bit numbers, for `teams` and `items`:
     counts  2                   items that are divided; items without keys
@@ -116,8 +116,8 @@ def plan_kernel(
     after, unit, least, few, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, COST: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_T: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """COST: what it takes to begin an item, in units of keys; `least`: of them, the shortest stretch, and if no item has
-    more and there are teams for all, each has its own. Sequences with more queries than `few`, if there is one, are
+    """COST: what it takes to begin an item, in units of keys; `least`: of them, the shortest stretch, and if no item
+    has more and there are teams for all, each has its own. Sequences with more queries than `few`, if there is one, are
     somebody else's. Packed, one more sequence is made of the rows past the last one: it has no keys, so that they are
     written like any empty ones."""
     if OVERLAP:

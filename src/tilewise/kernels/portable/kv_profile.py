@@ -11,7 +11,6 @@ from ..profile import padded
 from . import kv_tiles
 from .kv_tiles import KvTile
 
-
 SHORTEST = 512  # keys that are worth a program
 
 
