@@ -14,7 +14,6 @@ from tests.kv_cases import KvCase, inputs
 from tilewise import dispatch
 from tilewise.cache import checks
 from tilewise.kernels.gpu import Gpu
-from tilewise.kernels.portable import limits
 
 I32 = torch.int32
 
@@ -181,16 +180,19 @@ def test_a_plan_of_another_backend() -> None:
 
 
 @pytest.mark.parametrize("gpu", [Gpu("cuda", 90), Gpu("cuda", 80), Gpu("hip", "gfx942")], ids=str)
-def test_kernels_that_never_ran_clean_are_asked_for_by_name(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_serves_a_cache(gpu: Gpu) -> None:
     q, cache, lengths = torch.zeros(2, 1, 4, 16), torch.zeros(2, 32, 2, 16), torch.tensor([5, 20]).int()
 
-    def chosen(backend: str) -> dispatch.Choice:
-        return dispatch.choose(
-            checks.attend_request(q, cache, cache, lengths, checks.kv_options({"backend": backend})), gpu
-        )
+    def chosen(q: torch.Tensor, **more: Any) -> str:
+        x = cache.to(q.dtype)
+        return dispatch.choose(checks.attend_request(q, x, x, lengths, checks.kv_options(more)), gpu).backend.name
 
-    assert chosen("triton").backend.name == "triton"
-    assert chosen("auto").backend.name == "reference"
-    assert "have not run clean on a GPU" in chosen("auto").reason
-    monkeypatch.setattr(limits, "CACHES_RAN", True)
-    assert chosen("auto").backend.name == "triton"
+    assert chosen(q) == chosen(q, backend="triton") == "triton"
+    hopper = "hopper" if gpu == Gpu("cuda", 90) else "triton"
+    cache = torch.zeros(2, 512, 2, 64)
+    many = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16)
+    assert chosen(many) == hopper
+    assert chosen(many[:, :30]) == "triton"
+    packed = {"cu_seqlens_q": torch.tensor([0, 299, 300]).int()}
+    assert chosen(many[0], **packed, max_seqlen_q=299) == hopper  # and the portable kernels for the other one
+    assert chosen(many[0], **packed, max_seqlen_q=30) == "triton"

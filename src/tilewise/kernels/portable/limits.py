@@ -10,8 +10,7 @@ from ...spec import Request
 from ..gpu import Gpu, has_triton
 
 AMD = ("gfx942", "gfx950")
-CACHES_RAN = True  # the kernels of KV caches: whether the tests and timings of a GPU ran clean with them
-GROUPS_RAN = False  # tiles of several heads in the forward: the same, of tests/gpu/test_groups.py
+GROUPS_RAN = False  # tiles of several heads in the forward: whether they were timed on a GPU
 
 
 def obstacle(request: Request, gpu: Gpu | None) -> str | None:
@@ -33,6 +32,4 @@ def obstacle(request: Request, gpu: Gpu | None) -> str | None:
 def yields(request: Any, gpu: Gpu | None) -> str | None:
     if gpu is not None and gpu.kind == "interpreter":
         return "the interpreter runs only when it is asked for by name"
-    if not isinstance(request, Request) and not CACHES_RAN:
-        return "its kernels for KV caches have not run clean on a GPU, and are asked for by name"
     return None
