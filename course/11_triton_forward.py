@@ -272,7 +272,7 @@ from tilewise.costs.cost import Call
 from tilewise.costs.predict import work_of
 
 causal = Call(1, 4096, 4096, 1, 1, 128, 128, after=0)
-steps = [n for _, n, _ in work_of(causal, tiles.Tile(128, 128, 8, 2), is_forward=True)]
+steps = [n for _, n, _ in work_of(causal, tiles.Tile(128, 128, 8, 2))]
 print(f"{sum(steps)} of {32 * 32} tiles visited")
 assert sum(steps) == 32 * 33 // 2
 times = measured("causal")

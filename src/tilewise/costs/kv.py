@@ -2,7 +2,7 @@
 
 >>> told = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
 >>> told.binding, f"{told.read / 1e9:.2f} GB", f"{told.ranges.each} tiles of keys for each of {told.ranges.busy}"
-('memory', '1.07 GB', '127 tiles of keys for each of 263')
+('memory', '1.07 GB', '127 tiles of keys for each of 264')
 
 `KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
 

@@ -31,7 +31,7 @@ def table(columns: list[Any], rows: list[list[Any]]) -> str:
 
 def reports(folder: Path) -> dict[str, Path]:
     """The results that `tilewise bench` draws whole reports of, by name."""
-    return {file.stem: file for file, raw in _files(folder) if {"machine", "cells"} <= raw.keys()}
+    return {file.stem: file for file, raw in _files(folder) if {"machine", "cells", "schema"} <= raw.keys()}
 
 
 def list_of_reports(folder: Path, root: str) -> str:
