@@ -62,8 +62,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 # Of tests that are many alike, one in so many runs, always the same; with --all they all do. By file, of the slow ones:
 ONE_IN = {
     "test_bounds.py": 24, "test_transformers.py": 12, "test_sdpa.py": 5, "test_origin.py": 5, "test_kv_compile.py": 4,
-    "test_backward.py": 8, "test_backward_wide.py": 4, "test_compile.py": 8, "test_targets.py": 8,
-    "test_backward_compile.py": 5, "test_notebooks.py": 3,
+    "test_backward.py": 8, "test_backward_wide.py": 4, "test_compile.py": 12, "test_targets.py": 12,
+    "test_backward_compile.py": 8, "test_notebooks.py": 3, "test_commands.py": 2,
+}  # fmt: skip
+# of the quick ones that Triton's interpreter, or a compiler, takes seconds for:
+SOME_OF = {
+    "test_attention.py": 4, "test_features.py": 4, "test_attention_kv.py": 4, "test_groups.py": 4, "test_leaks.py": 3,
+    "test_refusals.py": 3, "test_bounds.py": 3, "test_commands.py": 2, "test_flex.py": 3, "test_parts.py": 2,
+    "test_strides.py": 2, "test_terms.py": 2, "test_x_transformers.py": 2,
 }  # fmt: skip
 # and by name, of those that Triton's interpreter takes seconds for:
 OF_THESE = {
@@ -75,7 +81,10 @@ OF_THESE = {
 
 def is_left_out(item: pytest.Item) -> bool:
     name = item.name.partition("[")[0]
-    share = ONE_IN.get(item.path.name, 1) if item.get_closest_marker("slow") else OF_THESE.get(name, 1)
+    if item.get_closest_marker("slow"):
+        share = ONE_IN.get(item.path.name, 1)
+    else:
+        share = OF_THESE.get(name) or SOME_OF.get(item.path.name, 1)
     return crc32(item.nodeid.encode()) % share != 0
 
 

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
     def in_rows(self, heads: int) -> "Problem":
         """With the queries of so many heads of a group as those of one."""
-        return self._replace(n_q=self.n_q * heads, heads=self.heads // heads)
+        return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
 
 
 def problem(request: Request) -> Problem:

@@ -9,15 +9,14 @@ Here a thread takes a piece of the work as a whole, and only the end is waited f
 
 from __future__ import annotations
 
-import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from tilewise.torch_private import is_intercepted, is_profiled
 
@@ -27,7 +26,7 @@ _making = threading.Lock()
 
 
 def each(items: Sequence[T], work: Callable[[T], None]) -> None:
-    """work(item) for every item, the last ones first, without gradients; the first error is raised again.
+    """work(item) for every item, in any order, without gradients; the first error is raised again.
 
     >>> found = []
     >>> each([1, 2, 3], found.append)
@@ -43,13 +42,13 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
             for item in items:
                 work(item)
         return
-    left = list(items)
+    left = deque(items)
 
     def some() -> None:
         with torch.inference_mode():  # which also lets it write into tensors that were made under it
             while left:
                 try:
-                    item = left.pop()
+                    item = left.popleft()
                 except IndexError:
                     return
                 try:
@@ -61,30 +60,6 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
     pool = _pool(threads)
     for done in [pool.submit(some) for _ in range(min(threads, len(items)))]:
         done.result()
-
-
-class Room(threading.local):
-    """Memory of a CPU that each thread keeps for itself, from one item and one call to the next: a product that is
-    written into new memory takes up to four times as long.
-
-    >>> room, x = Room(), torch.zeros(1)
-    >>> room.of(x, 2, 3).shape, room.of(x, 2).data_ptr() == room.of(x, 3, 2).data_ptr()
-    (torch.Size([2, 3]), True)
-
-    What it held is lost when it is asked again. A profiler or a mode of torch's gets to see memory of its own.
-    """
-
-    def __init__(self) -> None:  # called by every thread that comes by
-        self.kept: dict[torch.dtype, Tensor] = {}
-
-    def of(self, like: Tensor, *shape: int) -> Tensor:
-        if like.device.type != "cpu" or _is_seen():
-            return like.new_empty(shape)
-        size, memory = math.prod(shape), self.kept.get(like.dtype)
-        if memory is None or memory.numel() < size:
-            with torch.inference_mode(False):  # or nobody could write into it outside of that mode
-                memory = self.kept[like.dtype] = torch.empty(size, dtype=like.dtype)
-        return memory[:size].view(shape)
 
 
 def _is_seen() -> bool:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
-from tilewise.reference.threads import Room, each
+from tilewise.reference.threads import each
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_an_error_is_raised_and_ends_the_work() -> None:
     done = []
 
     def work(item: int) -> None:
-        if item == 99_990:
+        if item == 2:
             raise ZeroDivisionError
         done.append(item)
 
@@ -65,41 +65,6 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops += 1
         return func(*args, **(kwargs or {}))
-
-
-def test_each_thread_has_memory_of_its_own_and_keeps_it() -> None:
-    room, x = Room(), torch.zeros(0)
-    together = threading.Barrier(3)
-
-    def address(_: int) -> None:
-        found.append(room.of(x, 5, 7).data_ptr())
-        together.wait(20)
-
-    found: list[int] = []
-    each(range(3), address)
-    first, found = found, []
-    each(range(3), address)
-    assert len(set(first)) == 3
-    assert sorted(found) == sorted(first)
-
-
-def test_memory_that_was_made_in_inference_mode_can_be_written_outside_of_it() -> None:
-    room, x = Room(), torch.zeros(0)
-    with torch.inference_mode():
-        address = room.of(x, 4).data_ptr()
-    assert room.of(x, 2, 2).zero_().data_ptr() == address
-    assert room.of(x.double(), 4).dtype == torch.float64
-
-
-@pytest.mark.parametrize("mode", [Seen, torch.autograd.profiler.profile])
-def test_who_looks_at_every_operation_sees_new_memory(mode: type) -> None:
-    room, x = Room(), torch.zeros(0)
-    with mode():
-        room.of(x, 4)
-    assert not room.kept
-    mine = room.of(x, 4)
-    with mode():
-        assert room.of(x, 4).data_ptr() != mine.data_ptr()
 
 
 @pytest.mark.parametrize("why", ["one thread", "few items", "tied to a core", "a mode", "a profiler"])
