@@ -221,11 +221,15 @@ def gather(
     else:
         mbarrier.expect(full, (x[0].block_type.nbytes + x[1].block_type.nbytes) * BOXES)
     for i in gl.static_range(BOXES):
-        if i % AHEAD == 0 and (i > 0 or AHEAD == 1):
-            found = some_pages(pages, row, rows, i, BOX, PAGE, AHEAD)
         first = row + i * BOX
         left = clamp(rows - first, 0, BOX)
-        t = clamp(found[i % AHEAD], 0, cache.count - 1) * step + first % PAGE
+        if AHEAD == 1:
+            page = gl.load(pages + first // PAGE, mask=left > 0, other=0)
+        else:
+            if i > 0 and i % AHEAD == 0:
+                found = some_pages(pages, row, rows, i, BOX, PAGE, AHEAD)
+            page = found[i % AHEAD]
+        t = clamp(page, 0, cache.count - 1) * step + first % PAGE
         copy_in(x[0], at(x[0], b, h, t, left, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
         if len(x) == 2:
             part = pipe.parts[1].index(stage).slice(i * BOX, BOX, dim=3)
