@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise_lab.bench.cases import Case, Inputs
-from tilewise_lab.bench.provider import Answer, Attention, Provider, ends, first_line, named
+from tilewise_lab.bench.provider import Answer, Attention, Provider, ends, first_line, named, not_cuda
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class FlashAttn(Provider):
     unbounded: int | None = -1
 
     def missing(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"only for CUDA, and the tensors are on the {device.type}"
-        return _absent(self.module, "flash_attn_func")
+        return not_cuda(device) or _absent(self.module, "flash_attn_func")
 
     def same_bits(self, case: Case) -> str | None:
         return None
@@ -70,8 +68,8 @@ class FlashAttn3(FlashAttn):
         if self.folder is None:
             reason = super().missing(device)
             return reason and reason + "; or give its folder: --fa3 DIR"
-        if device.type != "cuda":
-            return f"only for CUDA, and the tensors are on the {device.type}"
+        if reason := not_cuda(device):
+            return reason
         if torch.cuda.get_device_capability(device)[0] != 9:
             return "only for Hopper GPUs (compute capability 9.x)"
         return None if (self.folder / "fa3.py").exists() else f"no fa3.py in {self.folder.name}"
@@ -149,9 +147,7 @@ def _load(folder: Path) -> Any:
 @dataclass(frozen=True)
 class Xformers(Provider):
     def missing(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"only for CUDA, and the tensors are on the {device.type}"
-        return _absent("xformers.ops", "memory_efficient_attention")
+        return not_cuda(device) or _absent("xformers.ops", "memory_efficient_attention")
 
     def refuses(self, case: Case, which: str) -> str | None:
         return "its grouped heads have no backward" if case.heads != case.kv_heads else None
@@ -176,9 +172,7 @@ class Xformers(Provider):
 @dataclass(frozen=True)
 class FlashInfer(Provider):
     def missing(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"only for CUDA, and the tensors are on the {device.type}"
-        return _absent("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper")
+        return not_cuda(device) or _absent("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper")
 
     def refuses(self, case: Case, which: str) -> str | None:
         return "made for inference: no backward" if which == "backward" else None

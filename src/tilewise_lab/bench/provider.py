@@ -132,6 +132,11 @@ def auto(case: Case, x: Inputs) -> str:
     return f"{OURS}-{choose(Request(x.q, x.k, x.v, spec)).backend.name}"
 
 
+def not_cuda(device: torch.device) -> str | None:
+    """Why somebody who computes on CUDA devices alone is missing elsewhere."""
+    return None if device.type == "cuda" else f"only for CUDA, and the tensors are on the {device.type}"
+
+
 def first_line(error: BaseException) -> str:
     """
     >>> first_line(ValueError("no\\nbecause"))

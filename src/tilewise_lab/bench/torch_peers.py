@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise_lab.bench.cases import Case, Inputs
-from tilewise_lab.bench.provider import Attention, Provider, RefusedError, ends
+from tilewise_lab.bench.provider import Attention, Provider, RefusedError, ends, not_cuda
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sdpa(Provider):
     cpu: bool = True
 
     def missing(self, device: torch.device) -> str | None:
-        return None if self.cpu or device.type == "cuda" else f"only for CUDA, and the tensors are on the {device.type}"
+        return None if self.cpu else not_cuda(device)
 
     def refuses(self, case: Case, which: str) -> str | None:
         if case.lengths:
