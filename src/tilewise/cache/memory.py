@@ -29,12 +29,15 @@ WORD = "a tensor"
 address: Callable[[Tensor], int] = Tensor.data_ptr
 
 
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a call allocates
+
+
 class Ran(NamedTuple):
     """A launch that was recorded, and its tensors. `join` makes one recording of several, `again` runs it with tensors
-    at other addresses; the first tensor tells the device."""
+    at other addresses, and those it allocates behind them; the first tensor tells the device."""
 
     join: Callable[[Sequence[tuple[Any, Sequence[int | None]]], int, int], Any]
-    again: Callable[[Any, Sequence[int], Tensor], None]
+    again: Callable[[Any, Sequence[int], Sequence[Made], Tensor], list[Tensor]]
     recording: Any
     tensors: Sequence[Tensor | None]
 
@@ -53,8 +56,7 @@ class Look(NamedTuple):
 
 class Remembered(NamedTuple):
     """`looks` is of those tensors that are none of those before them, `firsts`, if some (`twins`) are. `made`: what the
-    call allocates, as that tensor of the pool is, or by shape and dtype; `finish` returns what it returns, of those of
-    them all that `results` says."""
+    call allocates; `finish` returns what it returns, of those of them all that `results` says."""
 
     looks: Callable[..., bool]
     firsts: tuple[int, ...]
@@ -62,8 +64,8 @@ class Remembered(NamedTuple):
     plan: tuple[Any, ...] | None
     low: Any
     recording: Any
-    again: Callable[[Any, Sequence[int], Tensor], None]
-    made: tuple[tuple[int | None, tuple[int, ...], torch.dtype], ...]
+    again: Callable[[Any, Sequence[int], Sequence[Made], Tensor], list[Tensor]]
+    made: tuple[Made, ...]
     results: tuple[int, ...]
     finish: Callable[..., Any]
 
@@ -128,12 +130,7 @@ def repeated(look: Look | None) -> Any:
             pool = look.pool()
             addresses = [*map(address, pool)]
             if known.low == _low(addresses):
-                first = pool[0]
-                for like, shape, dtype in known.made:
-                    new = first.new_empty(shape, dtype=dtype) if like is None else torch.empty_like(pool[like])
-                    pool.append(new)
-                    addresses.append(address(new))
-                known.again(known.recording, addresses, first)
+                pool += known.again(known.recording, addresses, known.made, pool[0])
                 return known.finish(*[pool[n] for n in known.results])
     return UNKNOWN
 
@@ -166,7 +163,7 @@ def learn(
         _low([address(x) for x in pool[:there]]),
         ran[0].join(parts, len(pool), tensors[0].get_device()),  # type: ignore[union-attr]
         ran[0].again,  # type: ignore[union-attr]
-        tuple((_like(x, pool[:there]), tuple(x.shape), x.dtype) for x in pool[there:]),
+        tuple((tuple(x.shape), x.stride(), x.dtype) for x in pool[there:]),
         tuple(places[id(x)] for x in results),
         finish,
     )
@@ -179,11 +176,3 @@ def _low(addresses: Sequence[int]) -> Any:
     """Addresses modulo 16: of aligned ones 0."""
     low = reduce(or_, addresses) & 15
     return low and [x & 15 for x in addresses]
-
-
-def _like(x: Tensor, pool: Sequence[Tensor]) -> int | None:
-    """Which of these torch.empty_like, which is faster, makes it of."""
-    for n, y in enumerate(pool):
-        if (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device):
-            return n
-    return None

@@ -143,7 +143,7 @@ def test_launches_of_two_recordings_are_one_call() -> None:
     assert two is not None
     both = replay.joined([(one, (2, 0)), (two, (1, None, 2))], 3, 0)
     kernel.calls.clear()
-    replay.run(both, [100, 200, 300], 0)
+    replay.run_at(both, [100, 200, 300], 0)
     assert kernel.calls == [((7, 1, 1), View(300, (3, 1)), 100, 5, 64), ((8, 1, 1), View(300, (3, 1)), 200, 5, 64)]
 
 
