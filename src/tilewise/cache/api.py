@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Unpack
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,17 +15,8 @@ from ..dispatch import choose
 from ..spec import AttentionError
 from . import checks, contents, memory, ops
 from .checks import KvOptions
-from .request import KvRequest
-
-
-class KvPlan(NamedTuple):
-    """How the keys of a step are dealt to the processors, and where they put what they have in common. Made by
-    `plan_kv`; every layer of the step uses it, one after the other."""
-
-    ledger: Tensor
-    room: Tensor
-    lse: Tensor  # of calls that do not return theirs
-    shape: tuple[Any, ...]
+from .memory import Ran
+from .request import KvPlan, KvRequest
 
 
 def _takes_options(function: Any) -> Any:
@@ -61,11 +53,10 @@ def attention_kv(
     max_seqlen_q: no sequence has more queries; chooses a tile, where q is packed.
     out: where to write.
     """
-    look = None if ALWAYS else memory.look_of(q, k_cache, v_cache, lengths, options)  # type: ignore[arg-type]
-    known = None if look is None else memory.recall(look)
-    if look is not None and known is not None:
-        results = known.run(look, options.get("out"))
-        return results if options.get("return_lse") else results[0]
+    look = None if ALWAYS else memory.look_of("attend", [q, k_cache, v_cache, lengths], options)  # type: ignore[list-item]
+    known = memory.repeated(look)
+    if known is not memory.UNKNOWN:
+        return known
     asked = checks.kv_options(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, asked)
     if ALWAYS:
@@ -79,17 +70,18 @@ def attention_kv(
             request = request._replace(call=request.call._replace(q=turned))
     elif asked["rotary"] is not None or asked["slots"] is not None:
         raise AttentionError("rotary and slots", "given without new tokens", "k_new and v_new too")
-    plan = asked["plan"]
-    if plan is None:
-        plan = _plan(request)
-    elif not isinstance(plan, KvPlan) or plan.shape != _shape_of(request):
-        found = plan.shape if isinstance(plan, KvPlan) else type(plan).__name__
+    given = asked["plan"]
+    if given is not None and (not isinstance(given, KvPlan) or given.shape != _shape_of(request)):
+        found = given.shape if isinstance(given, KvPlan) else type(given).__name__
         raise AttentionError("plan", f"one of {found}", f"one of {_shape_of(request)}, by plan_kv")
-    out, lse = _results(request, asked["out"])
+    plan = given or _plan(request, None, ran)
+    out = _out(request, asked["out"])
+    lse = _new_lse(request) if given and (look is None or asked["return_lse"]) else plan.lse
     ran.append(ops.attend(out, lse, plan.room, plan.ledger, request))
-    if look is not None:
-        memory.learn(look, ran, out, lse, turned)
-    return (out, lse) if asked["return_lse"] else out
+    results, finish = ((out, lse), _both) if asked["return_lse"] else ((out,), _one)
+    made = (*((lse,) if given else plan[:3]), turned, out)
+    memory.learn(look, ran, made, results, finish)
+    return finish(*results)
 
 
 @_takes_options
@@ -107,9 +99,17 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     (and cu_seqlens, starts) stay; a layer with another window wants its own. With `plan`, an earlier one is made again
     in its place.
     """
+    look = None if ALWAYS else memory.look_of("plan", [q, k_cache, v_cache, lengths], options)  # type: ignore[list-item]
+    known = memory.repeated(look)
+    if known is not memory.UNKNOWN:
+        made: KvPlan = options.get("plan") or known
+        return made
     asked = checks.kv_options(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, asked)
-    return _plan(request, asked["plan"])
+    ran: list[Ran | None] = []
+    plan = _plan(request, asked["plan"], ran)
+    memory.learn(look, ran, plan[:3] if asked["plan"] is None else (), plan[:3], partial(KvPlan, shape=plan.shape))
+    return plan
 
 
 @_takes_options
@@ -146,20 +146,38 @@ def append_kv(
     Arguments as in `attention_kv`: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows, rotary.
     What has no place in the cache is not written; two tokens for one slot: either of them.
     """
+    there, words = [k_new, v_new, k_cache, v_cache, lengths], {"q": q, "backend": backend, **options}
+    look = None if ALWAYS else memory.look_of("append", there, words)  # type: ignore[arg-type]
+    known: Tensor | None = memory.repeated(look)
+    if known is not memory.UNKNOWN:
+        return known
     asked = checks.kv_options(options)  # type: ignore[arg-type]
     places = checks.places_of(k_new, k_cache, lengths, asked)
     request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, asked)
-    ops.append(request, backend)
-    return q if request.turned is None else request.turned
+    ran = ops.append(request, backend)
+    found = q if request.turned is None else request.turned
+    memory.learn(look, [ran], [request.turned], [] if found is None else [found], _one)
+    return found
 
 
-def _plan(request: KvRequest, old: KvPlan | None = None) -> KvPlan:
+def _one(x: Tensor | None = None) -> Tensor | None:
+    return x
+
+
+def _both(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse
+
+
+def _plan(request: KvRequest, old: KvPlan | None, ran: list[Ran | None]) -> KvPlan:
+    """`ran` is told what did."""
     shape = _shape_of(request)
     if old is None:
-        return KvPlan(*ops.new_plan(request), _new_lse(request), shape)
+        ledger, room, one = ops.new_plan(request)
+        ran.append(one)
+        return KvPlan(ledger, room, _new_lse(request), shape)
     if old.shape != shape:
         raise AttentionError("plan", f"one of {old.shape}", f"one of {shape}, or none")
-    ops.plan(old.ledger, request)
+    ran.append(ops.plan(old.ledger, request))
     return old
 
 
@@ -173,16 +191,16 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _results(request: KvRequest, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, v = request.q, request.v
-    shape = (*q.shape[:-1], v.shape[-1])
-    if out is None:
-        out = q.new_empty(shape)
-    elif tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+def _out(request: KvRequest, given: Tensor | None) -> Tensor:
+    q = request.q
+    shape = (*q.shape[:-1], request.v.shape[-1])
+    if given is None:
+        return q.new_empty(shape)
+    if tuple(given.shape) != shape or given.dtype != q.dtype or given.device != q.device:
         raise AttentionError(
-            "out", f"{out.dtype} {tuple(out.shape)} on {out.device}", f"{q.dtype} {shape} on {q.device}"
+            "out", f"{given.dtype} {tuple(given.shape)} on {given.device}", f"{q.dtype} {shape} on {q.device}"
         )
-    return out, _new_lse(request)
+    return given
 
 
 def _new_lse(request: KvRequest) -> Tensor:

@@ -1,128 +1,178 @@
 """Calls with a KV cache that look alike run alike: what was launched for one is launched again, with other tensors.
 
 An eager step calls every layer, and checks, requests and keys of launches take the host longer than a small kernel
-takes the GPU. So a call with a plan is remembered by all that they depend on: its options as they were said, and of
-each tensor its shape, strides, dtype, device, address modulo 16 and whether it is one of those before it. What is
-remembered is which launches ran and, for each of their tensors, which of the call's it was; never a tensor.
+takes the GPU. So a call is remembered by all that they depend on: its options as they were said, the shape of its plan,
+and of each tensor its type, shape, strides, dtype, device, whether it requires a gradient, its address modulo 16 and
+whether it is one of those before it. What is remembered is which launches ran and, for each of their tensors, which of
+the call's it was; never a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch import Memory, signature
-from ..torch_private import is_watched
-from .request import Rotary
+from ..dispatch import Memory
+from ..torch_private import PLAIN, alike, is_watched
+from .request import KvPlan, Rotary
 
 SIMPLE = frozenset((bool, int, float, str, type(None)))  # kinds of options that say all there is to know of them
+SAME_WORDS = 16  # calls kept that differ in their tensors alone
+WORD = "a tensor"
+
+address: Callable[[Tensor], int] = Tensor.data_ptr
 
 
-class Look(NamedTuple):
-    """What a call looks like; its tensors in the order in which they were said, the plan's behind them; and, where
-    nobody wants to see the lse, the plan's memory for it."""
-
-    key: Any
-    tensors: list[Tensor]
-    lse: Tensor | None
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a call allocates
 
 
 class Ran(NamedTuple):
-    """A launch that was recorded, and its tensors."""
+    """A launch that was recorded, and its tensors. `join` makes one recording of several, `again` runs it with tensors
+    at other addresses, and those it allocates behind them; the first tensor tells the device."""
 
-    again: Callable[[Any, Sequence[Tensor | None]], None]
+    join: Callable[[Sequence[tuple[Any, Sequence[int | None]]], int, int], Any]
+    again: Callable[[Any, Sequence[int], Sequence[Made], Tensor], list[Tensor]]
     recording: Any
     tensors: Sequence[Tensor | None]
 
 
-class Stage(NamedTuple):
-    again: Callable[[Any, Sequence[Tensor | None]], None]
-    recording: Any
-    places: tuple[int | None, ...]
+class Look(NamedTuple):
+    """What a call looks like: what was said, its tensors in that order, and its plan."""
+
+    words: Any
+    tensors: list[Tensor]
+    plan: KvPlan | None
+
+    def pool(self) -> list[Tensor]:
+        """All tensors that are there before it runs."""
+        return [*self.tensors] if self.plan is None else [*self.tensors, *self.plan[:3]]
 
 
 class Remembered(NamedTuple):
-    """Launches, and the shapes of what they write: the result (None: it was given), its lse, turned queries or None."""
+    """`looks` is of those tensors that are none of those before them, `firsts`, if some (`twins`) are. `made`: what the
+    call allocates; `finish` returns what it returns, of those of them all that `results` says."""
 
-    stages: tuple[Stage, ...]
-    out: tuple[int, ...] | None
-    lse: tuple[int, ...]
-    turned: tuple[int, ...] | None
+    looks: Callable[..., bool]
+    firsts: tuple[int, ...]
+    twins: tuple[tuple[int, int], ...]
+    plan: tuple[Any, ...] | None
+    low: Any
+    recording: Any
+    again: Callable[[Any, Sequence[int], Sequence[Made], Tensor], list[Tensor]]
+    made: tuple[Made, ...]
+    results: tuple[int, ...]
+    finish: Callable[..., Any]
 
-    def run(self, look: Look, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        new = look.tensors[0].new_empty
-        lse = new(self.lse, dtype=torch.float32) if look.lse is None else look.lse
-        pool: list[Tensor] = [*look.tensors, lse]
-        if out is None:
-            assert self.out is not None
-            out = new(self.out)
-            pool.append(out)
-        if self.turned is not None:
-            pool.append(new(self.turned))
-        for again, recording, places in self.stages:
-            again(recording, [None if n is None else pool[n] for n in places])
-        return out, lse
-
-
-_calls: Memory[Remembered] = Memory()
+    def fits(self, look: Look) -> bool:
+        if look.plan is not None and look.plan.shape != self.plan:
+            return False
+        tensors = look.tensors
+        if not self.twins:
+            return self.looks(*tensors)
+        return all(tensors[a] is tensors[b] for a, b in self.twins) and self.looks(*[tensors[n] for n in self.firsts])
 
 
-def runs_on_gpu(q: Tensor) -> bool:
-    return q.is_cuda
+_calls: Memory[list[Remembered]] = Memory()
 
 
-def look_of(q: Tensor, k: Tensor, v: Tensor, lengths: Any, options: dict[str, Any]) -> Look | None:
-    """None where a call is not remembered: off the GPU, without a plan, watched, with a gradient that must be refused,
-    in float32 (whose products depend on torch's settings), or with mods and words of unusual kinds."""
-    plan = options.get("plan")
-    if plan is None or not isinstance(q, Tensor) or not isinstance(lengths, Tensor) or not runs_on_gpu(q):
+def runs_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def look_of(name: str, tensors: list[Tensor], options: Mapping[str, Any]) -> Look | None:
+    """None where a call is not remembered: traced, off the GPU, or with mods and words of unusual kinds. `tensors` are
+    those that are always there; the others join them."""
+    if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)) or not runs_on_gpu(tensors[0]):
         return None
-    if is_watched(q, k, v) or q.dtype.itemsize != 2:
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    tensors: list[Tensor] = [q, k, v, lengths]
-    words: list[Any] = []
-    for name, x in options.items():
-        words.append(name)
-        if type(x) in SIMPLE:
-            words += type(x), x
-        elif isinstance(x, Tensor):
+    words: list[Any] = [name, tensors[0].shape]
+    plan = None
+    for word, x in options.items():
+        kind = type(x)
+        words.append(word)
+        if kind in PLAIN:
             tensors.append(x)
-        elif x is plan:
-            words.append(plan.shape)  # which says all of its tensors
-        elif type(x) is tuple or type(x) is Rotary:
+        elif kind in SIMPLE:
+            words += kind, x
+        elif kind is KvPlan:
+            plan = x
+        elif kind is tuple or kind is Rotary:
             for part in x:
-                if isinstance(part, Tensor):
+                if type(part) in PLAIN:
                     tensors.append(part)
-                    words.append("a tensor")
+                    words.append(WORD)
                 elif type(part) in SIMPLE:
                     words += type(part), part
                 else:
                     return None
         else:
             return None
-    key = (*words, *signature(*tensors))
-    return Look(key, [*tensors, plan.ledger, plan.room], None if options.get("return_lse") else plan.lse)
+    if plan is None:
+        words.append(os.environ.get("TILEWISE_KV_TILE"))  # which a plan has heard of
+    words.append(len(tensors))
+    return Look(tuple(words), tensors, plan)
 
 
-def recall(look: Look) -> Remembered | None:
-    return _calls.get(look.key)
+UNKNOWN: Any = object()
 
 
-def learn(look: Look, ran: Sequence[Ran | None], out: Tensor, lse: Tensor, turned: Tensor | None) -> None:
-    """Remember what ran, if all of it was recorded and took no other tensors than the call's and its results."""
-    pool: list[Tensor] = [*look.tensors, lse]
-    given = any(x is out for x in pool)
-    pool += [*([] if given else [out]), *([] if turned is None else [turned])]
+def repeated(look: Look | None) -> Any:
+    """What a call returns that looks like one that is remembered; or UNKNOWN, and nothing was run."""
+    if look is None:
+        return UNKNOWN
+    for known in _calls.get(look.words, ()):
+        if known.fits(look):
+            pool = look.pool()
+            addresses = [*map(address, pool)]
+            if known.low == _low(addresses):
+                pool += known.again(known.recording, addresses, known.made, pool[0])
+                return known.finish(*[pool[n] for n in known.results])
+    return UNKNOWN
+
+
+def learn(
+    look: Look | None, ran: Sequence[Ran | None], made: Sequence[Tensor | None], results: Sequence[Tensor],
+    finish: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Remember what ran, if all of it was recorded and took no other tensors than the call's and those it made (`made`
+    may name some of its own); but no call that somebody watched, or whose first tensors require gradients, which may
+    have to be refused next time, or are float32, whose products depend on torch's settings."""
+    if look is None or not ran or None in ran:
+        return
+    tensors, pool = look.tensors, look.pool()
+    if is_watched(*tensors) or any(x.requires_grad for x in tensors[:3]) or tensors[0].dtype.itemsize != 2:
+        return
+    there = len(pool)
+    pool += [x for x in made if x is not None and not any(x is y for y in pool)]
     places = {id(x): n for n, x in reversed([*enumerate(pool)])}
-    stages = []
-    for one in ran:
-        if one is None or any(x is not None and id(x) not in places for x in one.tensors):
-            return
-        stages.append(Stage(one.again, one.recording, tuple(None if x is None else places[id(x)] for x in one.tensors)))
-    shapes = None if given else tuple(out.shape), tuple(lse.shape), None if turned is None else tuple(turned.shape)
-    _calls.keep(look.key, Remembered(tuple(stages), *shapes))
+    needed = [*results, *(x for one in ran if one is not None for x in one.tensors if x is not None)]
+    if any(id(x) not in places for x in needed):
+        return
+    parts = [(one.recording, [None if x is None else places[id(x)] for x in one.tensors]) for one in ran if one]
+    firsts = tuple(n for n, x in enumerate(tensors) if places[id(x)] == n)
+    known = Remembered(
+        alike(*(tensors[n] for n in firsts)),
+        firsts,
+        tuple((places[id(x)], n) for n, x in enumerate(tensors) if places[id(x)] != n),
+        None if look.plan is None else look.plan.shape,
+        _low([address(x) for x in pool[:there]]),
+        ran[0].join(parts, len(pool), tensors[0].get_device()),  # type: ignore[union-attr]
+        ran[0].again,  # type: ignore[union-attr]
+        tuple((tuple(x.shape), x.stride(), x.dtype) for x in pool[there:]),
+        tuple(places[id(x)] for x in results),
+        finish,
+    )
+    kept = _calls.keep(look.words, [])
+    kept.insert(0, known)
+    del kept[SAME_WORDS:]
+
+
+def _low(addresses: Sequence[int]) -> Any:
+    """Addresses modulo 16: of aligned ones 0."""
+    low = reduce(or_, addresses) & 15
+    return low and [x & 15 for x in addresses]

@@ -29,11 +29,9 @@ _library.define(f"attend_kv(Tensor(a!) out, Tensor(b!) lse, Tensor(c!) room, Ten
 _library.define(f"append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? turned, {APPEND}) -> ()")
 
 
-def _new_plan_of(request: KvRequest) -> tuple[Tensor, Tensor]:
+def _new_plan_of(request: KvRequest) -> tuple[Tensor, Tensor, Ran | None]:
     ledger, room = _room_of(request)
-    if ledger.numel():
-        _plan_of(ledger, request)
-    return ledger, room
+    return ledger, room, _plan_of(ledger, request) if ledger.numel() else None
 
 
 def _room_of(request: KvRequest) -> tuple[Tensor, Tensor]:
@@ -43,9 +41,10 @@ def _room_of(request: KvRequest) -> tuple[Tensor, Tensor]:
     return q.new_empty(numbers, dtype=torch.int64), q.new_empty(floats, dtype=torch.float32)
 
 
-def _plan_of(ledger: Tensor, request: KvRequest) -> None:
+def _plan_of(ledger: Tensor, request: KvRequest) -> Ran | None:
     call = _call_of(request, request.spec, request.split, request.most, request.places.new)
-    call.backend.plan(request, ledger, call.recordings)
+    ran: Ran | None = call.backend.plan(request, ledger, call.recordings)
+    return ran
 
 
 def _attend_of(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> Ran | None:
@@ -97,7 +96,8 @@ def _call_of(request: Any, *more: Any) -> Call:
 
 @torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
 def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
-    return _new_plan_of(attend_request(*given))
+    ledger, room, _ = _new_plan_of(attend_request(*given))
+    return ledger, room
 
 
 @torch.library.register_fake("tilewise::new_plan_kv", lib=_library)
@@ -124,22 +124,22 @@ for _name in ("plan_kv", "attend_kv", "append_kv"):
     torch.library.register_fake(f"tilewise::{_name}", lambda *given: None, lib=_library)
 
 
-def new_plan(request: KvRequest) -> tuple[Tensor, Tensor]:
+def new_plan(request: KvRequest) -> tuple[Tensor, Tensor, Ran | None]:
+    """The plan's numbers, its workspace; and what ran, here and below, where it was recorded and nobody watched."""
     if is_watched(*request.call[:3]):
         ledger, room = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
-        return ledger, room
+        return ledger, room, None
     return _new_plan_of(request)
 
 
-def plan(ledger: Tensor, request: KvRequest) -> None:
-    if is_watched(ledger, *request.call[:3]):
-        torch.ops.tilewise.plan_kv(ledger, *attend_arguments(request))
-    else:
-        _plan_of(ledger, request)
+def plan(ledger: Tensor, request: KvRequest) -> Ran | None:
+    if not is_watched(ledger, *request.call[:3]):
+        return _plan_of(ledger, request)
+    torch.ops.tilewise.plan_kv(ledger, *attend_arguments(request))
+    return None
 
 
 def attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> Ran | None:
-    """What ran, here and below, where it was recorded and nobody watched."""
     if not is_watched(*request.call[:3]):
         return _attend_of(out, lse, room, ledger, request)
     torch.ops.tilewise.attend_kv(out, lse, room, ledger, *attend_arguments(request))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import KvPlan, plan_kv
+from .api import plan_kv
+from .request import KvPlan
 
 
 class Plans(dict[Any, KvPlan]):

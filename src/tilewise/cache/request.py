@@ -29,6 +29,16 @@ class Rotary(NamedTuple):
     q_positions: Tensor | None = None
 
 
+class KvPlan(NamedTuple):
+    """How the keys of a step are dealt to the processors, and where they put what they have in common. Made by
+    `plan_kv`; every layer of the step uses it, one after the other."""
+
+    ledger: Tensor
+    room: Tensor
+    lse: Tensor  # of calls that do not return theirs
+    shape: tuple[Any, ...]
+
+
 class Places(NamedTuple):
     """Where the tokens of every sequence lie in a cache.
 

@@ -1,4 +1,4 @@
-"""The launch of a compiled kernel through CUDA's driver library.
+"""The launches of compiled kernels through CUDA's driver library.
 
 Triton's own launcher is a C extension that a C compiler makes for every signature when a kernel first runs, and that
 takes longer to read its arguments than the driver to launch. Here they are written once, into cells of eight bytes;
@@ -30,7 +30,7 @@ UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_gr
 L2_128B, PDL, MAX_SHARED = 2, 6, 8  # CUtensorMapL2promotion, CUlaunchAttributeID, CUfunction_attribute
 NO_CONTEXT = 201  # CUresult
 
-Addresses = Sequence[int | None]
+Addresses = Sequence[int]
 
 
 class Slot(NamedTuple):
@@ -51,69 +51,83 @@ class Config(ctypes.Structure):
     )  # fmt: skip
 
 
+class Job(NamedTuple):
+    """A compiled kernel, how many programs of it run, and its arguments, addresses among them being slots."""
+
+    binary: Any
+    programs: int
+    args: Sequence[Any]
+
+
 class Direct:
-    """A launch with all its arguments but the addresses, which are written under a lock: threads share the cells."""
+    """Launches with all their arguments but the addresses, which are written under a lock: threads share the cells. The
+    first cells are the addresses of the call's tensors, for all of its launches; 0 stands for a tensor that is not
+    there."""
 
-    __slots__ = (
-        "cells",
-        "config",
-        "config_at",
-        "device",
-        "function",
-        "kept",
-        "launch",
-        "lock",
-        "maps",
-        "params_at",
-        "pointers",
-    )
+    __slots__ = ("cells", "configs", "device", "kept", "launch", "launches", "lock", "maps", "parts", "stream", "write")
 
-    def __init__(self, binary: Any, programs: int, args: Sequence[Any], device: int) -> None:
-        fields = list(_fields(binary, args))
-        self.device, self.function = device, _function(binary, device)
-        self.launch = _driver().cuLaunchKernelEx
-        self.lock = Lock()
-        self.pointers: list[tuple[int, int, int]] = []
-        self.maps: list[tuple[int, Maps]] = []
-        memory = (c_uint64 * (9 + sum(MAP_CELLS + 8 if isinstance(x, Maps) else 1 for x in fields)))()
+    def __init__(self, jobs: Sequence[Job], tensors: int, device: int) -> None:
+        fields = [list(_fields(job.binary, job.args)) for job in jobs]
+        sizes = (MAP_CELLS + 8 if isinstance(x, Maps) else 1 for every in fields for x in every)
+        memory = (c_uint64 * (tensors + 1 + sum(sizes)))()
         base = ctypes.addressof(memory)
-        self.cells = memoryview(memory).cast("B").cast("Q")
-        at, places = -base % 64 // 8, []
-        for x in fields:
-            if isinstance(x, Maps):
-                at += -(base // 8 + at) % 8  # where one may stand
-                self.maps.append((at, x))
-            elif isinstance(x, Slot):
-                self.pointers.append((at, *x))
-            else:
-                self.cells[at] = x.cell
-            places.append(base + 8 * at)
-            at += MAP_CELLS if isinstance(x, Maps) else 1
-        places += [base + 8 * at, base + 8 * at]  # no scratch memory
-        params = (c_void_p * len(places))(*places)
-        attribute = Attribute(id=PDL, value=(1,))
-        overlaps = bool(binary.metadata.launch_pdl)
-        self.config = Config(
-            grid=(programs, 1, 1), block=(32 * binary.metadata.num_warps, 1, 1), shared=binary.metadata.shared,
-            attributes=ctypes.addressof(attribute), count=int(overlaps),
+        self.device, self.launch, self.lock, self.stream = device, _driver().cuLaunchKernelEx, Lock(), 0
+        self.cells: Any = memoryview(memory).cast("B").cast("Q")
+        self.write = struct.Struct(f"={tensors}Q").pack_into
+        self.parts: list[tuple[int, int, int]] = []  # (cell, tensor, bytes behind its beginning)
+        self.maps: list[tuple[int, Maps]] = []
+        self.configs: list[Config] = []
+        self.launches: list[tuple[int, int, int]] = []
+        self.kept: list[Any] = [memory]
+        scratch, at = base + 8 * tensors, tensors + 1  # of scratch memory there is none
+        for job, every in zip(jobs, fields, strict=True):
+            places = []
+            for x in every:
+                if isinstance(x, Slot) and x.offset == 0:
+                    places.append(base + 8 * x.n)
+                    continue
+                if isinstance(x, Maps):
+                    at += -(base // 8 + at) % 8  # where one may stand
+                    self.maps.append((at, x))
+                elif isinstance(x, Slot):
+                    self.parts.append((at, *x))
+                else:
+                    self.cells[at] = x.cell
+                places.append(base + 8 * at)
+                at += MAP_CELLS if isinstance(x, Maps) else 1
+            self._add(job, [*places, scratch, scratch])
+
+    def _add(self, job: Job, places: list[int]) -> None:
+        metadata = job.binary.metadata
+        params, attribute = (c_void_p * len(places))(*places), Attribute(id=PDL, value=(1,))
+        config = Config(
+            grid=(job.programs, 1, 1), block=(32 * metadata.num_warps, 1, 1), shared=metadata.shared,
+            attributes=ctypes.addressof(attribute), count=int(bool(metadata.launch_pdl)),
         )  # fmt: skip
-        self.config_at, self.params_at = ctypes.addressof(self.config), ctypes.addressof(params)
-        self.kept = memory, params, attribute
+        function = _function(job.binary, self.device)
+        self.launches.append((ctypes.addressof(config), function, ctypes.addressof(params)))
+        self.configs.append(config)
+        self.kept += params, attribute
 
     def __call__(self, addresses: Addresses, stream: int) -> None:
-        cells: Any = self.cells
         with self.lock:
-            for at, n, offset in self.pointers:
-                cells[at] = addresses[n] + offset  # type: ignore[operator]
+            self.write(self.cells, 0, *addresses)
+            for at, n, offset in self.parts:
+                self.cells[at] = addresses[n] + offset
             for at, maps in self.maps:
-                cells[at : at + MAP_CELLS] = maps[addresses[maps.n] + maps.offset]  # type: ignore[operator]
-            self.config.stream = stream
-            failed = self.launch(self.config_at, self.function, self.params_at, None)
-            if failed == NO_CONTEXT:  # as in a thread of autograd whose memory was all there before
-                attach(self.device)
-                failed = self.launch(self.config_at, self.function, self.params_at, None)
-        if failed:
-            check(failed)
+                self.cells[at : at + MAP_CELLS] = maps[addresses[maps.n] + maps.offset]
+            if stream != self.stream:
+                self.stream = stream
+                for config in self.configs:
+                    config.stream = stream
+            launch = self.launch
+            for config_at, function, params_at in self.launches:
+                failed = launch(config_at, function, params_at, None)
+                if failed == NO_CONTEXT:  # as in a thread of autograd whose memory was all there before
+                    attach(self.device)
+                    failed = launch(config_at, function, params_at, None)
+                if failed:
+                    check(failed)
 
 
 class Number:
@@ -153,9 +167,9 @@ class Maps(dict[int, Any]):
         return found
 
 
-def direct(binary: Any, programs: int, args: Sequence[Any], device: int) -> Direct | None:
-    """The launch of a compiled kernel, addresses among its arguments being slots; None where Triton has to."""
-    return Direct(binary, programs, args, device) if _is_known(binary, args) else None
+def direct(jobs: Sequence[Job], tensors: int, device: int) -> Direct | None:
+    """The launches of a call with so many tensors; None where Triton has to make them."""
+    return Direct(jobs, tensors, device) if all(_is_known(job.binary, job.args) for job in jobs) else None
 
 
 def _is_known(binary: Any, args: Sequence[Any]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..spec import Upstream
 from ..torch_private import current_stream, empty_cuda
 from .compiling import compiled
-from .cuda import Addresses, Direct, Slot, direct
+from .cuda import Addresses, Direct, Job, Slot, direct
 from .launch import Launch, on, runs_on_gpu
 from .triton_private import is_hooked
 
@@ -25,25 +25,18 @@ class Address(NamedTuple):
         return self.address
 
 
-class Step(NamedTuple):
-    """A compiled kernel and its arguments, with slots for the call's tensors."""
-
-    binary: Any
-    grid: tuple[int, int, int]
-    args: tuple[Any, ...]
-
-
 def nothing(device: int) -> Sequence[Tensor]:
     return ()
 
 
 class Recording(NamedTuple):
-    """The launches of a call; and, where the driver can be given all of them, the same for it. What else there is to
+    """The launches of a call, with slots for its tensors; and, where the driver can be given all of them, the same for
+    it. What else there is to
     know of the call, so that it can `run` with nothing but tensors: the strides of those it was given, what it
     allocates (first its results), and what it keeps between calls, by device."""
 
-    steps: list[Step]
-    direct: list[Direct] | None
+    steps: list[Job]
+    direct: Direct | None
     strides: tuple[tuple[int, ...], ...] = ()
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
@@ -134,27 +127,39 @@ def whole(
 def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:
     """Run recorded launches with tensors that look like those of the recording."""
     first: Any = tensors[0]
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    run_at(recording, [0 if x is None else x.data_ptr() for x in tensors], first.get_device())
+
+
+def run_at(recording: Recording, addresses: Addresses, device: int) -> None:
+    """The same, of the tensors' addresses: 0 for one that is not there."""
     if recording.direct is None or is_hooked():
         for step in recording.steps:
-            step.binary[step.grid](*(_filled(x, addresses) for x in step.args))
-        return
-    stream = current_stream(first.get_device())
-    for run in recording.direct:
-        run(addresses, stream)
+            step.binary[(step.programs, 1, 1)](*(_filled(x, addresses) for x in step.args))
+    else:
+        recording.direct(addresses, current_stream(device))
 
 
 def record(launches: Sequence[Launch], binaries: Sequence[Any], tensors: Sequence[Tensor | None]) -> Recording:
     steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
     first: Any = tensors[0]
-    found = [direct(step.binary, step.grid[0], step.args, first.get_device()) for step in steps]
-    return Recording(steps, None if None in found else found)  # type: ignore[arg-type]
+    return _recording(steps, len(tensors), first.get_device())
 
 
-def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Step:
+def joined(parts: Sequence[tuple[Recording, Sequence[int | None]]], tensors: int, device: int) -> Recording:
+    """Launches that follow each other as those of one call with so many tensors; beside each recording, which of these
+    its own were."""
+    steps = [step._replace(args=_moved(step.args, places)) for found, places in parts for step in found.steps]
+    return _recording(steps, tensors, device)
+
+
+def _recording(steps: list[Job], tensors: int, device: int) -> Recording:
+    return Recording(steps, direct(steps, tensors, device))
+
+
+def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Job:
     args = [*made.args, *(made.options[p.name] for p in made.kernel.params if p.is_constexpr)]
     template = tuple(_template(x, tensors) for x in args)  # the memory must not keep a call's tensors alive
-    return Step(binary, (made.programs, 1, 1), template)
+    return Job(binary, made.programs, template)
 
 
 def _template(x: Any, tensors: Sequence[Tensor | None]) -> Any:
@@ -183,19 +188,23 @@ def _slot(x: Tensor, tensors: Sequence[Tensor | None]) -> Slot:
 
 
 def _filled(x: Any, addresses: Addresses) -> Any:
+    """A launch's argument with addresses in its slots."""
+    return _mapped(x, lambda slot: addresses[slot.n] + slot.offset, Address)
+
+
+def _moved(x: Any, places: Sequence[int | None]) -> Any:
+    """The same with slots for the tensors of another call."""
+    return _mapped(x, lambda slot: slot._replace(n=places[slot.n]), lambda slot: slot)
+
+
+def _mapped(x: Any, change: Callable[[Slot], Any], base: Callable[[Any], Any]) -> Any:
     if isinstance(x, Slot):
-        return _address(x, addresses)
+        return change(x)
     if isinstance(x, tuple):
-        return _like(x, [_filled(item, addresses) for item in x])
+        return _like(x, [_mapped(item, change, base) for item in x])
     if hasattr(x, "block_shape"):
-        return _based(x, Address(_address(x.base, addresses)))
+        return _based(x, base(change(x.base)))
     return x
-
-
-def _address(slot: Slot, addresses: Addresses) -> int:
-    base = addresses[slot.n]
-    assert base is not None
-    return base + slot.offset
 
 
 def _like(x: tuple[Any, ...], items: list[Any]) -> Any:

@@ -104,8 +104,7 @@ def cache_folder() -> str:
 def is_hooked() -> bool:
     """Whether somebody, a profiler say, wants to hear of launches: then Triton makes them."""
     runtime = triton.knobs.runtime
-    return bool(_listeners(runtime.launch_enter_hook) or _listeners(runtime.launch_exit_hook))
-
-
-def _listeners(hook: Any) -> Any:
-    return hook is not None and getattr(hook, "calls", True)
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False

@@ -14,9 +14,22 @@ from torch.testing import assert_close
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, inputs
+from tilewise import torch_private
 from tilewise.cache import checks, memory
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="recordings are stood in for: a GPU makes its own")
+
+
+class Located(int):
+    """An address that knows whose it is: the interpreter wants tensors."""
+
+    tensor: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Located:
+        found = Located(x.data_ptr())
+        found.tensor = x
+        return found
 
 
 @pytest.fixture(autouse=True)
@@ -24,32 +37,30 @@ def recorded(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
     """Launches are recorded as on a GPU, arguments with slots for tensors, and run again in the interpreter. Yields
     what was run again."""
     from tilewise.kernels import replay
-    from tilewise.kernels.cuda import Slot
+    from tilewise.kernels.cuda import Job
     from tilewise.kernels.portable import kv_launch
 
     def launch(key: Any, tensors: Any, build: Any, recordings: Any, ahead: Any = None) -> Any:
         made = [x for x in build() if x.programs]
         for one in made:
             one()
-        return [x._replace(args=replay._template(x.args, tensors)) for x in made]
+        jobs = [Job(x._replace(args=()), x.programs, replay._template(x.args, tensors)) for x in made]
+        return replay.Recording(jobs, None)
 
-    def filled(x: Any, tensors: Any) -> Any:
-        if isinstance(x, Slot):
-            assert x.offset == 0
-            return tensors[x.n]
-        if isinstance(x, tuple):
-            return replay._like(x, [filled(item, tensors) for item in x])
-        return x
-
-    def again(recording: Any, tensors: Any) -> None:
-        for one in recording:
-            ran.append(one.kernel.__name__)
-            one._replace(args=filled(one.args, tensors))()
+    def again(recording: Any, addresses: list[Located], made: Any, first: Tensor) -> list[Tensor]:
+        new = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in made]
+        given = [*(x.tensor for x in addresses), *new]
+        for step in recording.steps:
+            ran.append(step.binary.kernel.__name__)
+            step.binary._replace(args=replay._mapped(step.args, lambda slot: given[slot.n], lambda x: x))()
+        return new
 
     ran: list[str] = []
     monkeypatch.setattr(memory, "runs_on_gpu", lambda q: True)
+    monkeypatch.setattr(memory, "address", Located.of)
+    monkeypatch.setattr(replay, "direct", lambda *_: None)
     monkeypatch.setattr(kv_launch.replay, "launch", launch)
-    monkeypatch.setattr(kv_launch.replay, "again", again)
+    monkeypatch.setattr(kv_launch, "again", again)
     memory._calls.clear()
     yield ran
     memory._calls.clear()
@@ -93,10 +104,50 @@ def test_other_tensors(case: KvCase, words: dict[str, Any], recorded: list[str])
         found, expected = alike(case, seed, words)
         assert_close(found[0], expected[0], atol=2e-3, rtol=2e-3)
         assert_close(found[1], expected[1], atol=2e-3, rtol=2e-3)
-    assert len(memory._calls) == 1
+    assert [len(kept) for kept in memory._calls.values()] == [1, 1]  # the plan, the call
     attending = ["attend_kernel"] * (2 if isinstance(case.queries, tuple) else 1)  # then those with a nan once more
-    each = ["append_kernel"] * (case.new != 0) + [*attending, "combine_kernel"]
+    each = ["plan_kernel"] + ["append_kernel"] * (case.new != 0) + [*attending, "combine_kernel"]
     assert recorded == each
+
+
+def test_without_a_plan(recorded: list[str]) -> None:
+    for seed in (0, 1):
+        x = inputs(CASE, torch.float16, seed=seed)
+        found, expected = call(x, plan=False), call(x, "reference", plan=False)
+        assert_close(found[0], expected[0], atol=2e-3, rtol=2e-3)
+        assert_close(found[1], expected[1], atol=2e-3, rtol=2e-3)
+    assert recorded == ["plan_kernel", "attend_kernel", "combine_kernel"]
+
+
+def test_appending(recorded: list[str]) -> None:
+    """With queries to turn, and one tensor as both keys and values."""
+    rotary = tilewise.Rotary(ANGLES.cos(), ANGLES.sin())
+    lengths, written = torch.tensor([3, 0], dtype=torch.int32), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        new, q = torch.randn(2, 2, 1, 16).half(), torch.randn(2, 2, 3, 16).half()
+        for backend in ("triton", "reference"):
+            k, v = torch.zeros(2, 2, 8, 1, 16).half()
+            turned = tilewise.append_kv(new, new, k, v, lengths, q=q, rotary=rotary, backend=backend)
+            assert tilewise.append_kv(new, new, k, v, lengths + 2, backend=backend) is None
+            assert tilewise.append_kv(new, new, k, v, lengths + 4, q=q, backend=backend) is q
+            written.append((turned, k, v))
+        for a, b in zip(*written[-2:], strict=True):
+            assert_close(a, b)
+    assert recorded == ["append_kernel"] * 3
+
+
+def test_a_plan_made_again(recorded: list[str]) -> None:
+    x = inputs(CASE, torch.float16)
+    words = x.options | {"backend": "triton"}
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **words)
+    for _ in range(2):
+        assert tilewise.plan_kv(x.q, x.k, x.v, x.lengths, plan=plan, **words) is plan
+    fresh = tilewise.plan_kv(x.q, x.k, x.v, x.lengths // 2, **words)
+    assert recorded == ["plan_kernel"] * 2
+    assert fresh.shape == plan.shape
+    assert fresh.room.data_ptr() != plan.room.data_ptr()
+    assert not torch.equal(fresh.ledger, plan.ledger)
 
 
 def test_where_to_write(recorded: list[str]) -> None:
@@ -125,34 +176,106 @@ def test_nothing_is_kept_alive_or_checked_twice(monkeypatch: pytest.MonkeyPatch)
     assert [w() for w in watched] == [None] * 5
 
 
+SHAPE = (1, "of a plan")
+NEW = torch.zeros(2, 1, 1, 8).half()
+
+
+def said(**words: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The tensors and options of a call."""
+    q, k, v, lengths = torch.zeros(2, 1, 2, 8), torch.zeros(4, 8, 1, 8), torch.zeros(4, 8, 1, 8), torch.zeros(2)
+    given: dict[str, Any] = {"q": q.half(), "k": k.half(), "v": v.half(), "lengths": lengths.int(), "k_new": NEW}
+    given |= {"plan": tilewise.KvPlan(*torch.zeros(3, 8), SHAPE), "v_new": NEW.clone(), "page_table": torch.zeros(2, 4)}
+    given |= words
+    return [given.pop(name) for name in ("q", "k", "v", "lengths")], given
+
+
+def remember(**words: Any) -> None:
+    look = memory.look_of("attend", *said(**words))
+    assert look is not None
+    out = torch.zeros(2)
+    ran = memory.Ran(lambda *_: None, lambda *_: [out], None, [*look.tensors, out])
+    memory.learn(look, [ran], [out], [out], lambda x: x)
+
+
+def is_known(**words: Any) -> bool:
+    look = memory.look_of("attend", *said(**words))
+    return memory.repeated(look) is not memory.UNKNOWN
+
+
+@pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize(
     "other",
     [
         {"window": (5, 0)}, {"window": (5.0, 0)}, {"scale": 0.5}, {"scale": 1}, {"split": 128}, {"max_seqlen_q": 3},
         {"causal": False}, {"causal": 0}, {"softcap": 2.0}, {"starts": torch.zeros(3, dtype=torch.int32)},
+        {"q": torch.zeros(3, 1, 2, 8).half()}, {"q": torch.zeros(2, 2, 1, 8).half().transpose(1, 2)},
+        {"q": torch.zeros(2, 1, 2, 8).bfloat16()}, {"q": torch.zeros(33).half()[1:].view(2, 1, 2, 8)},
+        {"q": torch.zeros(2, 1, 2, 8).half().requires_grad_()},
+        {"q": torch.nn.Parameter(torch.zeros(2, 1, 2, 8).half(), False)},
+        {"k": torch.zeros(4, 1, 8, 8).half().transpose(1, 2)}, {"v": torch.zeros(5, 8, 1, 8).half()},
+        {"lengths": torch.zeros(2).long()}, {"lengths": torch.zeros(4).int()[::2]}, {"lengths": 5},
+        {"v_new": NEW}, {"page_table": (torch.zeros(2, 4), torch.zeros(2, 4))}, {"page_table": torch.zeros(4, 2).T},
+        {"plan": tilewise.KvPlan(*torch.zeros(3, 8), (2, "of another"))}, {"plan": None},
+        {"rotary": tilewise.Rotary(torch.zeros(4, 4), torch.zeros(4, 4))}, {"score_mod": tilewise.mods.softcap(3.0)},
+        {"page_table": (torch.zeros(2, 4),)}, {"page_table": ()}, {"out": torch.zeros(2, 1, 2, 8).half()},
+        {"return_lse": True},
     ],
-    ids=str,
 )  # fmt: skip
-def test_other_words_are_other_calls(other: dict[str, Any]) -> None:
-    x = inputs(CASE, torch.float16)
-    plain = x.options | {"plan": object()}
-    one = memory.look_of(x.q, x.k, x.v, x.lengths, dict(plain, plan=tilewise.KvPlan(x.q, x.q, x.q, ())))
-    two = memory.look_of(x.q, x.k, x.v, x.lengths, dict(plain | other, plan=tilewise.KvPlan(x.q, x.q, x.q, ())))
-    assert one is not None
-    assert two is not None
-    assert one.key != two.key
+def test_other_calls(other: dict[str, Any], public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is served by what is remembered of the first, nor the first by what is remembered of it; whether torch
+    compares tensors for us, or its public functions do."""
+    if public:
+        monkeypatch.setattr(torch_private, "_Guards", None)
+    remember()
+    assert is_known()
+    assert not is_known(**other)
+    memory._calls.clear()
+    if memory.look_of("attend", *said(**other)) is not None:
+        remember(**other)
+        assert not is_known()
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_who_is_watched_is_not_remembered(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if public:
+        monkeypatch.setattr(torch_private, "_Guards", None)
+    remember()
+    with FlopCounterMode(display=False):
+        assert not is_known()
+        remember(split=0)
+    seen = []
+    torch.vmap(lambda x: seen.append(is_known()) or x)(torch.zeros(1))
+    assert seen == [False]
+    assert is_known()
+    assert not is_known(split=0)
+
+
+def test_one_tensor_in_two_places() -> None:
+    remember(v_new=NEW)
+    assert is_known(v_new=NEW)
+    fresh = NEW.clone()
+    assert is_known(k_new=fresh, v_new=fresh)
+    assert not is_known(k_new=NEW, v_new=fresh)
 
 
 def test_what_is_not_remembered() -> None:
+    for other in ({"q": torch.zeros(2, 1, 2, 8)}, {"k": torch.zeros(4, 8, 1, 8).half().requires_grad_()}):
+        remember(**other)
+        assert not memory._calls
     x = inputs(CASE, torch.float16)
-    plan = {"plan": tilewise.KvPlan(x.q, x.q, x.q, ())}
-    assert memory.look_of(x.q, x.k, x.v, x.lengths, {}) is None
-    assert memory.look_of(x.q, x.k, x.v, 5, plan) is None
-    assert memory.look_of(x.q.float(), x.k, x.v, x.lengths, plan) is None
-    assert memory.look_of(x.q, x.k, x.v, x.lengths, plan | {"score_mod": tilewise.mods.softcap(3.0)}) is None
-    assert memory.look_of(x.q.clone().requires_grad_(), x.k, x.v, x.lengths, plan) is None
     with pytest.raises(tilewise.AttentionError, match="gradient"):
         call(replace(x, q=x.q.clone().requires_grad_()), plan=False)
+
+
+def test_the_memory_is_bounded() -> None:
+    for n in range(20):
+        remember(v=torch.zeros(n + 1, 8, 1, 8).half())
+    [kept] = memory._calls.values()
+    assert len(kept) == memory.SAME_WORDS
+    assert is_known(v=torch.zeros(20, 8, 1, 8).half())
+    assert not is_known(v=torch.zeros(1, 8, 1, 8).half())
 
 
 def test_a_plan_under_another_tile_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tilewise.kernels import cuda
-from tilewise.kernels.cuda import Slot
+from tilewise.kernels.cuda import Job, Slot
 
 DESCRIPTOR = "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>"
 
@@ -92,7 +92,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_a_launch_gives_the_driver_its_arguments(driver: Driver) -> None:
-    run = cuda.direct(kernel("one"), 9, arguments(), 0)
+    run = cuda.direct([Job(kernel("one"), 9, arguments())], 2, 0)
     assert run is not None
     run([1000, 2048], 5)
     run([3000, 4096], 6)
@@ -112,8 +112,27 @@ def test_a_launch_gives_the_driver_its_arguments(driver: Driver) -> None:
     assert first["map_at"] % 64 == 0
 
 
+def test_launches_of_a_call_share_its_addresses(driver: Driver) -> None:
+    """Each has its own place in a tensor, its own descriptors and numbers."""
+    descriptor = SimpleNamespace(base=Slot(0), shape=[7, 9], strides=[16, 1], block_shape=[8, 8])
+    jobs = [Job(kernel("first"), 9, arguments()), Job(kernel("then"), 3, [Slot(2), descriptor, None, (2.5,)])]
+    run = cuda.direct(jobs, 3, 0)
+    assert run is not None
+    for addresses, stream in (([1000, 2048, 5000], 5), ([3000, 4096, 6000], 6)):
+        run(addresses, stream)
+        one, two = driver.launches[-2:]
+        assert (one["grid"], two["grid"]) == ((9, 1, 1), (3, 1, 1))
+        assert [x["stream"] for x in (one, two)] == [stream, stream]
+        pointers = [struct.unpack("<Q", x["cells"][0])[0] for x in (one, two)]
+        assert pointers == [addresses[0] + 16, addresses[2]]
+        assert [struct.unpack("<Q", x["map"][:8])[0] for x in (one, two)] == [addresses[1], addresses[0]]
+        assert [struct.unpack("<f", x["cells"][6][:4])[0] for x in (one, two)] == [1.5, 2.5]
+        assert two["map_at"] % 64 == 0
+    assert len(driver.launches) == 4
+
+
 def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
-    run = cuda.direct(kernel("two"), 1, arguments(), 0)
+    run = cuda.direct([Job(kernel("two"), 1, arguments())], 2, 0)
     assert run is not None
     before, driver.without_context = driver.contexts, 1
     run([1000, 2048], 0)
@@ -122,7 +141,7 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
 
 
 def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = cuda.direct(kernel("three"), 1, arguments(), 0)
+    run = cuda.direct([Job(kernel("three"), 1, arguments())], 2, 0)
     assert run is not None
     run.launch = lambda *_: 719
     monkeypatch.setattr(driver, "cuGetErrorString", lambda *_: 0, raising=False)
@@ -142,4 +161,5 @@ def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.Mo
     ids=lambda x: x.hash,
 )
 def test_what_is_not_known_is_left_to_triton(other: Any, driver: Driver) -> None:
-    assert cuda.direct(other, 1, arguments(), 0) is None
+    known = Job(kernel("known"), 1, arguments())
+    assert cuda.direct([known, Job(other, 1, arguments())], 2, 0) is None

@@ -133,6 +133,20 @@ def test_a_strangers_tensor_is_refused() -> None:
         replay.launch("key", (x,), lambda: [made], {})
 
 
+def test_launches_of_two_recordings_are_one_call() -> None:
+    """Whose tensors are in other places."""
+    kernel, x, y, z = Kernel(), torch.zeros(2, 3), torch.zeros(4), torch.zeros(4)
+    made = [Launch(kernel, n, (View(x, (3, 1)), other, 5), {"BLOCK": 64}) for n, other in ((7, y), (8, z))]
+    one = replay.launch("key", (x, y), lambda: made[:1], {})
+    two = replay.launch("key", (z, None, x), lambda: made[1:], {})
+    assert one is not None
+    assert two is not None
+    both = replay.joined([(one, (2, 0)), (two, (1, None, 2))], 3, 0)
+    kernel.calls.clear()
+    replay.run_at(both, [100, 200, 300], 0)
+    assert kernel.calls == [((7, 1, 1), View(300, (3, 1)), 100, 5, 64), ((8, 1, 1), View(300, (3, 1)), 200, 5, 64)]
+
+
 def test_without_a_memory_nothing_is_recorded() -> None:
     builds = []
 

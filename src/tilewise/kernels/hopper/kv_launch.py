@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...cache.memory import Ran
 from ...cache.request import KvRequest
 from .. import replay
 from ..gpu import Gpu
@@ -40,11 +41,13 @@ def room_for(request: KvRequest) -> tuple[int, int]:
     return (0, 0) if request.call.cu_q is None else portable.room_for(of_few(request))
 
 
-def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None = None) -> None:
-    if request.call.cu_q is not None:
-        with on(ledger):
-            build = lambda: [portable.plan_launch(of_few(request), ledger, GPU, FEW)]  # noqa: E731
-            replay.launch(("few", ledger.numel()), (ledger, *request.tensors()), build, recordings)
+def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None = None) -> Ran | None:
+    if request.call.cu_q is None:
+        return None
+    tensors = (ledger, *request.tensors())
+    with on(ledger):
+        build = lambda: [portable.plan_launch(of_few(request), ledger, GPU, FEW)]  # noqa: E731
+        return portable.ran(replay.launch(("few", ledger.numel()), tensors, build, recordings), tensors)
 
 
 def attend(

@@ -8,9 +8,10 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from ...cache.memory import Ran
+from ...cache.memory import Made, Ran
 from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
 from ...spec import AttentionError
+from ...torch_private import empty_cuda
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
@@ -56,13 +57,14 @@ def room_for(request: KvRequest) -> tuple[int, int]:
     return dealt.numbers, dealt.floats(request.v.shape[-1])
 
 
-def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None = None) -> None:
+def plan(request: KvRequest, ledger: Tensor, recordings: dict[Any, Any] | None = None) -> Ran | None:
     """`recordings`, here and below, remembers the launches of calls that look alike."""
     gpu = gpu_for(request.q)
     tensors = (ledger, *request.tensors())
     key = "plan", kv_tiles.asked(), ledger.numel()
     with on(ledger):
-        replay.launch(key, tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
+        recording = replay.launch(key, tensors, lambda: [plan_launch(request, ledger, gpu)], recordings)
+    return ran(recording, tensors)
 
 
 def attend(
@@ -84,7 +86,7 @@ def attend(
     with on(out):
         build = lambda: attend_launches(request, out, lse, ledger, room, gpu)  # noqa: E731
         recording = replay.launch(key, tensors, build, recordings)
-    return None if recording is None else Ran(again, recording, tensors)
+    return ran(recording, tensors)
 
 
 def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> Ran | None:
@@ -92,13 +94,19 @@ def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> 
     tensors = request.tensors()
     with on(request.k):
         recording = replay.launch("append", tensors, lambda: [append_launch(request, gpu)], recordings)
-    return None if recording is None else Ran(again, recording, tensors)
+    return ran(recording, tensors)
 
 
-def again(recording: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Launches of a call that looked like this one."""
-    with on(tensors[0]):  # type: ignore[arg-type]
-        replay.again(recording, tensors)
+def ran(recording: Any, tensors: Sequence[Tensor | None]) -> Ran | None:
+    return None if recording is None else Ran(replay.joined, again, recording, tensors)
+
+
+def again(recording: Any, addresses: Sequence[int], made: Sequence[Made], first: Tensor) -> list[Tensor]:
+    """Launches of a call that looked like this one, whose tensors lie there, and what it allocates behind them."""
+    with on(first):
+        new = [empty_cuda(*what) for what in made]
+        replay.run_at(recording, [*addresses, *(x.data_ptr() for x in new)], first.get_device())
+    return new
 
 
 def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu, few: int | None = None) -> Launch:
