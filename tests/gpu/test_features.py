@@ -52,6 +52,16 @@ def test_random_combinations_on_hopper(number: int, record_property: Any, monkey
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", features.MASKS)
+def test_tile_lists_on_hopper(name: str, d: int, record_property: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward_launch = pytest.importorskip("tilewise.kernels.hopper.backward_launch")
+    monkeypatch.setattr(backward_launch, "portable_backward", None)
+    band = (d == 64, True) if name in ("document", "prefix_lm") else (False, False)
+    chosen = features.Features(dtype="bfloat16", d=d, dv=d, mask=name, blocks=128, band=band, softcap=d == 64)
+    judge_calls(chosen, d, "hopper", record_property)
+
+
 @pytest.mark.parametrize("number", [1003, 1007, 1012, 1020])
 def test_two_runs_agree_bit_for_bit(number: int) -> None:
     chosen = features.Features.random(number, dims=(64,), dtypes=("bfloat16",), blocks=128)

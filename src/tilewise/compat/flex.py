@@ -146,9 +146,13 @@ def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:
     before, after, rest = split(mod)
     keys = max(0, min(n_k, n_q + after))
     sides = before + keys - n_q, after - (keys - n_q)  # around the diagonal that ends in the last key
-    if rest is None and sides[0] >= 0 and keys > 0 and _is_band(kinds, before, after, n_q, n_k, block):
-        left, right = (None if side >= FAR // 2 else side for side in sides)
-        return Converted((left, right), None, keys)
+    window = (None if sides[0] >= FAR // 2 else sides[0]), (None if sides[1] >= FAR // 2 else sides[1])
+    if sides[0] >= 0 and keys > 0:
+        touched, within = _band(kinds, before, after, n_q, n_k, block)
+        if rest is None and bool((((kinds > 0) == touched) & ((kinds < 3) | within)).all()):
+            return Converted(window, None, keys)  # the listed tiles are those that the band touches
+        if rest is not None and rest is not mod and keys == n_k and bool(((kinds < 3) | within).all()):
+            return Converted(window, listed(rest, kinds, block, n_q, n_k, window), n_k)
     return Converted(None, listed(mod, kinds, block, n_q, n_k), n_k)
 
 
@@ -173,12 +177,11 @@ def _dense(counts: Tensor, indices: Tensor) -> Tensor:
     return found.scatter_(-1, places.long(), 1)[..., :columns]
 
 
-def _is_band(kinds: Tensor, before: int, after: int, n_q: int, n_k: int, block: tuple[int, ...]) -> bool:
-    """Whether the listed tiles are those that the band touches, and the full ones within it: a BlockMask may list fewer
-    than its mask_mod would show."""
+def _band(kinds: Tensor, before: int, after: int, n_q: int, n_k: int, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Which tiles the band touches, and which lie within it: a BlockMask may list fewer than its mask_mod would show,
+    and call full what the band cuts."""
     rows, columns = (torch.arange(n, device=kinds.device) for n in kinds.shape[-2:])
     first, top = columns * block[1], (rows * block[0])[:, None]
     last, bottom = (first + block[1]).clamp(max=n_k) - 1, (top + block[0]).clamp(max=n_q) - 1
     touched = (first - bottom <= after) & (last - top >= -before)
-    within = (last - top <= after) & (first - bottom >= -before)
-    return bool((((kinds > 0) == touched) & ((kinds < 3) | within)).all())
+    return touched, (last - top <= after) & (first - bottom >= -before)

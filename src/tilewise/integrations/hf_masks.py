@@ -90,10 +90,12 @@ class Mask(BlockMask):
     def __getitem__(self, index: Any) -> Any:
         raise AttentionError("an index into tilewise's attention mask", repr(index), "the mask as it is")
 
-    def __radd__(self, scores: Any) -> Any:
-        raise AttentionError(
-            "attn_implementation", "tilewise, in a model that adds its mask to its own scores", "eager"
-        )
+    @classmethod
+    def __torch_function__(cls, function: Any, *given: Any) -> Any:
+        """A model that hands its mask to torch (scores + mask, scores.masked_fill(mask, ...)) attends by itself."""
+        name = getattr(function, "__name__", repr(function))
+        found = f"tilewise, in a model that computes with its mask itself ({name})"
+        raise AttentionError("attn_implementation", found, "eager")
 
     def __getattr__(self, name: str) -> Any:
         found = f"tilewise's attention mask has no {name}; a model that asks for it computes its own attention"

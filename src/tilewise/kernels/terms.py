@@ -16,8 +16,9 @@ from .launch import INTERPRETED
 LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
 
 
-def device_terms(request: Request, gpu: Gpu, tile: Any = None, by_key: bool = False) -> device.Terms:
-    """The terms; with `by_key`, the tile lists of the owner of keys."""
+def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None, by_key: bool = False) -> device.Terms:
+    """The terms; of a kernel that walks the lists of a block mask, `tile` is the queries and keys that it takes at a
+    time, and `by_key` whether its programs own keys."""
     if request.is_plain:
         return device.Terms()
     spec, bias = request.spec, request.bias
@@ -43,13 +44,11 @@ def lists_tiles(gpu: Gpu) -> bool:
     return gpu.kind != "hip"
 
 
-def _blocks(request: Request, tile: Any, by_key: bool) -> device.Blocks:
+def _blocks(request: Request, tile: tuple[int, int], by_key: bool) -> device.Blocks:
     block_q, block_k, batch, heads = request.spec.mask_block
     log_q, log_k = block_q.bit_length() - 1, block_k.bit_length() - 1
-    if block_q % tile.block_m or block_k % tile.block_n or (1 << log_q, 1 << log_k) != (block_q, block_k):
-        raise AttentionError(
-            "tiles of the block mask", (block_q, block_k), f"powers of two from ({tile.block_m}, {tile.block_n}) on"
-        )
+    if block_q % tile[0] or block_k % tile[1] or (1 << log_q, 1 << log_k) != (block_q, block_k):
+        raise AttentionError("tiles of the block mask", (block_q, block_k), f"powers of two from {tile} on")
     offsets, entries = request.blocks[2:] if by_key else request.blocks[:2]
     own, other = (log_k, log_q) if by_key else (log_q, log_k)
     rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))

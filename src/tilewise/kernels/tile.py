@@ -248,31 +248,34 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        row = tl.minimum(
-            w.first >> blocks.own, blocks.rows // 16 - 1
-        )  # of sequences that it was not made for, some row
-        row += blocks.offsets + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16
+        tile = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # of sequences that it was not made for, some
+        row = blocks.offsets + (tile + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16)
         lo = tl.load(row)
         hi = tl.load(row + 1)
         width = 1 << blocks.other
         start = tl.load(blocks.entries + lo, mask=lo < hi, other=0) >> 2 << blocks.other
-        end = ((tl.load(blocks.entries + hi - 1, mask=lo < hi, other=0) >> 2) + 1) << blocks.other
+        end = ((tl.load(blocks.entries + (hi - 1), mask=lo < hi, other=0) >> 2) + 1) << blocks.other
         skip = tl.minimum(tl.maximum(span.lo - start, 0), width) // BLOCK * BLOCK
         drop = tl.minimum(tl.maximum(end - span.hi, 0), width) // BLOCK * BLOCK
         return (lo << blocks.other) + skip, (hi << blocks.other) - drop
 
 
 @triton.jit
-def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
-    """The first column of the tile at this place of the walk; whether the band may hide some pair of it (`edge`), and
-    whether the mask mod may (`picky`)."""
+def listed(at, blocks, BLOCK: tl.constexpr, SOME: tl.constexpr = True):
+    """The first column of the tile at this place of the walk, and whether the mask mod may hide some pair of it
+    (`picky`). Not SOME: at places below 0, of rows that list nothing, there is none."""
     if blocks.offsets is None:
-        first = at
-        picky = True
+        return at, True
     else:
-        entry = tl.load(blocks.entries + (at >> blocks.other))
+        entry = tl.load(blocks.entries + (at >> blocks.other), mask=None if SOME else at >= 0)
         first = tl.multiple_of((entry >> 2 << blocks.other) + (at & ((1 << blocks.other) - 1)), BLOCK)
-        picky = entry & 2 == 0
+        return first, entry & 2 == 0
+
+
+@triton.jit
+def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
+    """`listed`, and whether the band may hide some pair of the tile (`edge`)."""
+    first, picky = listed(at, blocks, BLOCK)
     edge = CAREFUL or (first < span.full_lo) or (first + BLOCK > span.full_hi)
     return first, edge, picky
 

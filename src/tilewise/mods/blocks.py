@@ -132,13 +132,16 @@ def block_mask(
     return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window))
 
 
-def listed(mod: Mod, kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int) -> BlockMask:
-    """A block mask from what is known of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`: whoever says that a tile is
-    empty or full is believed."""
+def listed(
+    mod: Mod, kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int,
+    edges: tuple[int | None, int | None] = (None, None),
+) -> BlockMask:  # fmt: skip
+    """A block mask from what is known of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`, for calls with this band:
+    whoever says that a tile is empty or full is believed."""
     block_q, block_k = block
     _check(mod, (block_q, block_k), {})
     shape = (kinds.shape[0], kinds.shape[1], n_q, n_k)
-    return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, (None, None))
+    return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, edges)
 
 
 def block_mask_varlen(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +166,11 @@ def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
     >>> indexed(alibi(torch.ones(4)).key)
     ((0, 0, 'h'),)
     """
+    return _indexed(key)
+
+
+@lru_cache(LIMIT)
+def _indexed(key: str) -> tuple[tuple[int, int, str], ...]:
     names = {expr.B: "b", expr.H: "h", expr.I: "i", expr.J: "j", expr.Q_POS: "j"}
     loads = [x for x in expr.nodes(PROGRAMS[key].root) if x.op == "load"]
     return tuple({(x.value, n, names[place]): None for x in loads for n, place in enumerate(x.args) if place in names})
@@ -174,6 +179,11 @@ def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
 @constant
 def chain(keys: tuple[str, ...]) -> str:
     """The key of one program that applies the given ones in order; of masks, that shows what all of them do."""
+    return _chain(keys)
+
+
+@lru_cache(LIMIT)
+def _chain(keys: tuple[str, ...]) -> str:
     first, *rest = (PROGRAMS[key] for key in keys)
     for program in rest:
         first = program.after(first)

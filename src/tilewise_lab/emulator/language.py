@@ -418,7 +418,7 @@ WORDS = SimpleNamespace(
     to_tensor=Int, cast=cast, pointer_type=PointerType,
     program_id=lambda axis: Int(current().program.index), num_programs=lambda axis: Int(current().program.count),
     num_warps=lambda: current().warps,
-    cdiv=lambda a, b: (a + b - 1) // b,
+    cdiv=lambda a, b: (a + b - 1) // b, multiple_of=lambda x, _n: x,
     load=load, store=store, atomic_add=atomic_add,
     arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
     zeros=lambda shape, dtype, layout=None: Value(torch.zeros(list(shape), dtype=dtype)),

@@ -320,6 +320,19 @@ def test_a_block_mask_is_believed() -> None:
     assert_close(flex_attention(*leaves, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_band_of_a_mask_is_computed_as_one() -> None:
+    """Its other part is left to ask, unless a tile that the band cuts is listed as full."""
+    causal_documents = MASKS["causal documents"][0]
+    found = _converted(create_block_mask(causal_documents, None, None, S, S, device="cpu"), S, S)
+    assert found.window == (None, 0) == found.mask.band
+    assert found.mask.mod.program.root.op == "eq"
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    full = BlockMask.from_kv_blocks(
+        0 * counts, indices, counts, indices, BLOCK_SIZE=128, mask_mod=causal_documents, seq_lengths=(128, 128)
+    )
+    assert _converted(full, 128, 128).window is None
+
+
 def test_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.compat import flex
 

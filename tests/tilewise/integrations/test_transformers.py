@@ -286,8 +286,9 @@ def test_what_cannot_be_honoured_raises() -> None:
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(tilewise.AttentionError, match="output_attentions"):
         integration.attention_forward(model, q, q, q, None, output_attentions=True)
-    with pytest.raises(tilewise.AttentionError, match="adds its mask to its own scores"):
-        q + Mask((1, 1, 3, 4))
+    for computed in (lambda mask: q + mask, lambda mask: mask + q, lambda mask: q.masked_fill(mask, 0.0)):
+        with pytest.raises(tilewise.AttentionError, match="computes with its mask itself"):
+            computed(Mask((1, 1, 3, 4)))
     with pytest.raises(AttributeError, match="computes its own attention"):
         Mask((1, 1, 3, 4)).size()
     with pytest.raises(tilewise.AttentionError, match="queries and keys"):

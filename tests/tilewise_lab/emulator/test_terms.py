@@ -30,6 +30,7 @@ ONE = {
     "mod per key": {"mod": "per_key", "band": (True, True)},
     "mask": {"mask": "document"},
     "mask and band": {"mask": "prefix_lm", "band": (True, True), "packed": True},
+    "tile lists and band": {"mask": "prefix_lm", "blocks": 128, "band": (True, True), "sinks": True},
     "many": {"softcap": True, "mod": "gated", "alibi": "h", "bias": "hi", "sinks": True, "mask": "dilated_window"},
     "256 softcap": {"softcap": True, "d": 256, "dv": 256, "band": (False, True)},
     "256 alibi": {"alibi": "h", "d": 256, "dv": 128},
@@ -122,3 +123,39 @@ def test_who_does_not_see_a_nan_gets_none(d, scale):
     for x, y in zip(found, clean, strict=True):
         torch.testing.assert_close(x[:, :80], y[:, :80], atol=4e-3, rtol=0)
     assert found[0][:, 80:].isnan().all()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_tile_lists_are_believed(d):
+    """Tiles are skipped and taken for full as the lists say, whatever the mask mod would, rows and columns of tiles
+    that list nothing among them, and for every head of a group; a nan among keys that nobody sees reaches nobody."""
+    torch.manual_seed(0)
+    n_q, n_k = 300, 400
+    kinds = torch.tensor([[[[1, 0, 3, 0], [0, 0, 0, 0], [0, 0, 1, 3]]]], dtype=torch.int8)
+    mask = tilewise.mods.blocks.listed(odd(), kinds, (128, 128), n_q, n_k)
+    q = torch.randn(1, n_q, 2, d, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, n_k, 1, d, dtype=torch.bfloat16) for _ in range(2))
+    spec = Spec(d**-0.5, mask_mod=mask.mod.key, mask_block=(128, 128, 1, 1))
+    request = Request(q, k, v, spec, blocks=mask.lists)
+    dout = torch.randn_like(q)
+    upstream = Upstream(*forward(request), dout, None)
+    grads = backward(request, upstream)
+
+    kind = kinds[0, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)[:n_q, :n_k]
+    seen = (kind == 3) | ((kind == 1) & ((torch.arange(n_q)[:, None] + torch.arange(n_k)) % 2 == 1))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    s = torch.einsum("bihd,bjgd->bhij", leaves[0], leaves[1]) * d**-0.5
+    p = s.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    out = torch.einsum("bhij,bjgd->bihd", p, leaves[2])
+    torch.testing.assert_close(upstream.out.double(), out.detach(), atol=2e-2, rtol=0)
+    for ours, theirs in zip(grads, torch.autograd.grad(out, leaves, dout.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=4e-2, rtol=0)
+
+    k[:, 128:256] = v[:, 128:256] = torch.nan
+    for ours, theirs in zip(backward(request, upstream), grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=0)
+
+
+@tilewise.mask_mod
+def odd(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx) % 2 == 1

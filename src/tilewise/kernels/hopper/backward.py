@@ -18,7 +18,7 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
-from ..tile import ANY_SIZE, steepened
+from ..tile import ANY_SIZE, listed, steepened
 from .backward_tiles import (
     DQ_STORED,
     Call,
@@ -120,7 +120,7 @@ def add_dq(dq, out, sums, tile, n, WG: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def sum_block(
-    hold, sums, s, dk, dv, n, turn, tile, w, h, at_keys, left, i0, edge, more, call,
+    hold, sums, s, dk, dv, n, turn, tile, w, h, at_keys, left, i0, edge, picky, more, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WG: gl.constexpr, FIRST: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def sum_block(
         dp = product_t(v, do)
     if TALL:
         lse2 = queries.statistics.index(cur).load(layout)
-    s, slope = exponents(s, lse2, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
+    s, slope = exponents(s, lse2, w, h, i0, edge, picky, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
     if not TALL:
         p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
@@ -212,7 +212,8 @@ def sum_blocks(
     end = n + blocks_of(visit, PLAN)
     at_keys = w.first + 64 * WG + here(w.n_q) - here(w.n_k)
     left = w.n_k - w.first - 64 * WG
-    i0 = visit.start
+    place = visit.start
+    i0, picky = listed(place, call.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
     h = w.h * PLAN.GROUP
     mbarrier.wait(queries.full.index(n & 1), (n >> 1) & 1)
@@ -220,15 +221,16 @@ def sum_blocks(
     q = queries.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
     s = product_t(keys.k.index(WG + zero).reshape([64, D]), q)
     s, dk, dv = sum_block(
-        hold, outputs.sums, s, dk, dv, n, turn, 0, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN), n + 1 < end,
-        call, SCORE_MOD, MASK_MOD, WG, True, PLAN,
+        hold, outputs.sums, s, dk, dv, n, turn, 0, w, h, at_keys, left, i0, is_edge(visit, i0, PLAN), picky,
+        n + 1 < end, call, SCORE_MOD, MASK_MOD, WG, True, PLAN,
     )  # fmt: skip
     for m in range(n + 1, end):
         tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
-        i0, g = after_block(visit, i0, g, PLAN)
+        place, g = after_block(visit, place, g, PLAN)
+        i0, picky = listed(place, call.terms.blocks, BLOCK_M)
         s, dk, dv = sum_block(
             hold, outputs.sums, s, dk, dv, m, turn, tile, w, h + g, at_keys, left, i0, is_edge(visit, i0, PLAN),
-            m + 1 < end, call, SCORE_MOD, MASK_MOD, WG, False, PLAN,
+            picky, m + 1 < end, call, SCORE_MOD, MASK_MOD, WG, False, PLAN,
         )  # fmt: skip
     tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
 

@@ -19,11 +19,11 @@ from ..tile import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel
-from .careful import careful
+from .careful import STEP, careful
 from .compat import TensorDescriptor, gl
 from .descriptors import descriptor, full
 from .finish import finish_kernel, start_kernel
-from .limits import GPU, has_backward
+from .limits import GPU, has_backward, is_uneven
 from .tiles import backward_tile
 
 ROWS = 32  # of a tile that is repaired
@@ -92,7 +92,6 @@ def backward_launches(
     group = size.heads // size.kv_heads
     masked = request.is_masked
     flag = space.flag if masked else None
-    on_device = device_terms(request, GPU)
     with_terms = not request.is_plain
     score, unit, rate = folded(request, GPU, slope=True)
     if with_terms and not score["FOLD"]:  # then the scores have been multiplied
@@ -126,7 +125,7 @@ def backward_launches(
     )  # fmt: skip
     tiles = size.tiles(size.n_k, plan.BLOCK_N)
     lines = size.kv_heads * (1 if size.packed else size.batch)
-    cohort = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if spec.after is not None else 1)
+    cohort = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
     if spec.deterministic:  # so that few programs wait for one another's sums; a power of two, as the heads mostly are
         cohort = max(cohort, 1 << (processors // tiles).bit_length())
     rising = max(0, lines // cohort - 1) * cohort if spec.deterministic else 0
@@ -144,7 +143,8 @@ def backward_launches(
             descriptor(v if spec.partial else dv, 64, block_dv // 2 if wide else block_dv),
             full(dk, spec), full(dv, spec), flag, space.semaphores, *packing,
             spec.before, spec.after, unit * LOG2E.value, rate, space.tokens, rising,
-            space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort, on_device,
+            space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort,
+            device_terms(request, GPU, (plan.BLOCK_M, plan.BLOCK_N), by_key=True),
         ),
         mask | {"SCORE_MOD": score["SCORE_MOD"], "PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},
     )  # fmt: skip
@@ -167,7 +167,8 @@ def backward_launches(
         (
             Saved(*(view(x) for x in (q, k, v, dout)), *statistics), *(view(x) for x in (dq, dk, dv)), flag, *packing,
             spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
-            size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch, on_device, on_device,
+            size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch,
+            device_terms(request, GPU, (ROWS, STEP)), device_terms(request, GPU, (STEP, ROWS), by_key=True),
         ),
         mask | {
             "SCORE_MOD": slope_mod(request, GPU), "EACH": False, "QUERIES": ROWS, "KEYS": ROWS, "QUERY": plain,
@@ -182,8 +183,8 @@ def backward(
     request: Request, upstream: Upstream, recordings: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). `recordings` remembers the launches of calls that look alike."""
-    q, k, v, *_ = request
-    if not has_backward(q.shape[-1], v.shape[-1]):
+    q, k = request.q, request.k
+    if not has_backward(request):
         return portable_backward(request, upstream, recordings)
     dq, dk, dv = new_gradients(request)
     if q.numel() == 0 or k.numel() == 0:

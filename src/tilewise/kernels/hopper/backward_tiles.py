@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, exponent, locate, pleases, worth_and_slope
+from ..tile import PAD, Work, band, exponent, listed, locate, pleases, walk, worth_and_slope
 from .compat import (
     add_out,
     await_previous,
@@ -112,8 +112,8 @@ class RowRing(NamedTuple):
 
 class Visit(NamedTuple):
     """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on, `step` at a
-    time; those inside [full_lo, full_hi) need no mask. `tile` is the place of the first head's query 0 among all
-    blocks, in the padded statistics and in dQ."""
+    time (of a block mask, as `walk` counts them); those inside [full_lo, full_hi) need no mask. `tile` is the place of
+    the first head's query 0 among all blocks, in the padded statistics and in dQ."""
 
     start: tl.tensor
     step: tl.tensor
@@ -167,11 +167,12 @@ def visit_of(w, queue, call, PLAN: tl.constexpr):
     at = w.first + here(w.n_q) - here(w.n_k)
     # the forward's band, sideways
     span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)
-    hi = (span.hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    lo, hi = walk(span, w, w.h * PLAN.GROUP, call.terms.blocks, BLOCK_M)
+    hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     line = w.h
     if call.cu_q is None:
         line += w.b * queue.heads
-    start = span.lo
+    start = lo
     step = BLOCK_M
     if PLAN.ORDERED:
         rising = is_rising(line, call, PLAN)
@@ -185,7 +186,7 @@ def visit_of(w, queue, call, PLAN: tl.constexpr):
         tile = line * PLAN.GROUP * blocks
     else:
         tile = line * PLAN.GROUP * blocks + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
-    return Visit(start, step, span.lo, hi, span.full_lo, full_hi, tile)
+    return Visit(start, step, lo, hi, span.full_lo, full_hi, tile)
 
 
 @gluon.jit
@@ -195,7 +196,7 @@ def blocks_of(visit, PLAN: gl.constexpr):
 
 @gluon.jit
 def after_block(visit, i0, g, PLAN: gl.constexpr):
-    """The block after that of query i0 of head g of the group: the next one of this head; ORDERED, that of the next
+    """The block after that at i0 of head g of the group: the next one of this head; ORDERED, that of the next
     head, which keeps programs that wait for one another at the same queries."""
     if PLAN.ORDERED:
         last = g == PLAN.GROUP - 1
@@ -229,11 +230,11 @@ def masked(s, at, left, call):
 
 @gluon.jit
 def exponents(
-    s, lse2, w, h, i0, edge, at, left, call,
+    s, lse2, w, h, i0, edge, picky, at, left, call,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """log2 P^T from S^T = K Q^T, the queries being those of head h from i0 on, `at` and `left` as in `masked` for query
-    0; and the slope of the score mod."""
+    0; and the slope of the score mod. The mask mod is asked of blocks that are `picky`."""
     slope = s
     if PLAN.TERMS:
         w = Work(w.b, w.h, w.first, w.q0, here(w.n_q), w.k0, here(w.n_k), w.r0)
@@ -241,9 +242,10 @@ def exponents(
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
     s = exponent(s, lse2, call.unit, call.terms.bias.ptr)
-    if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
-        s = gl.where(seen, s, float("-inf"))
+    if MASK_MOD is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+        if picky:
+            seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
+            s = gl.where(seen, s, float("-inf"))
     if edge:
         s = masked(s, at - i0, left, call)
     return s, slope
@@ -322,9 +324,10 @@ def fill_tile(hold, inputs, w, visit, n, turn, call, PLAN: gl.constexpr):
     blocks = here(call.padded) // BLOCK_M
     row = visit.tile // blocks
     column = visit.tile % blocks * BLOCK_M
-    i0 = visit.start
+    place = visit.start
     g = gl.to_tensor(0)
     for m in range(n, n + blocks_of(visit, PLAN)):
+        i0, _picky = listed(place, call.terms.blocks, BLOCK_M)
         h = w.h * PLAN.GROUP + g
         q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
         fill_rows(hold.queries, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
@@ -332,7 +335,7 @@ def fill_tile(hold, inputs, w, visit, n, turn, call, PLAN: gl.constexpr):
             fill_keys(hold.keys, inputs, w, turn)
         do_at = at(inputs.do, w.b, h, w.q0, w.n_q, i0)
         fill_rows(hold.grads, m, inputs.do, do_at, inputs.delta, row + g, column + i0)
-        i0, g = after_block(visit, i0, g, PLAN)
+        place, g = after_block(visit, place, g, PLAN)
 
 
 @gluon.jit
@@ -385,9 +388,10 @@ def add_tiles(out, outputs, semaphores, work, call, queue, WARP: gl.constexpr, P
     w = take(work, turn, call.n_q, call.n_k, PACKED)
     while w.first >= 0:
         visit = visit_of(w, queue, call, PLAN)
-        i0 = visit.start
+        place = visit.start
         g = gl.to_tensor(0)
         for _ in range(blocks_of(visit, PLAN)):
+            i0, _picky = listed(place, call.terms.blocks, BLOCK_M)
             tile = visit.tile + g * (here(call.padded) // BLOCK_M) + i0 // BLOCK_M
             if not PLAN.ORDERED:
                 wait_turn(DQ_STORED + WARP, 160)
@@ -402,7 +406,7 @@ def add_tiles(out, outputs, semaphores, work, call, queue, WARP: gl.constexpr, P
                 tma.store_wait(0)
                 mbarrier.arrive(out.empty.index(0), count=1)
                 semaphore_release(semaphores + tile)
-            i0, g = after_block(visit, i0, g, PLAN)
+            place, g = after_block(visit, place, g, PLAN)
             n += 1
         hand_back(work, turn)
         turn += 1

@@ -121,7 +121,7 @@ def probabilities(
     """P^T of the queries of head h from i0 on, also stored for the other warpgroup: where scores have a slope, P^T
     times that, and P^T in 16 bits where dS^T will be."""
     lse2 = hold.queries.statistics.index(stage).load(s.type.layout)
-    s, slope = exponents(s, lse2, w, h, i0, edge, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
+    s, slope = exponents(s, lse2, w, h, i0, edge, True, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
     p16 = narrow(p, hold.ds.dtype)
     if call.terms.steep is not None:

@@ -4,6 +4,8 @@ from ..launch import INTERPRETED
 from ..shapes import Problem
 from ..tile import Plan
 
+STEP = 16  # rows of the other side that it takes at a time
+
 
 def careful(size: Problem, rows: int, block_d: int, block_dv: int) -> Plan:
     """By tiles of so many rows."""

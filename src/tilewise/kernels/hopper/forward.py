@@ -47,6 +47,7 @@ from .pipeline import (
     fill,
     gather,
     hand_back,
+    keys_of,
     length_of,
     matrix,
     next_ticket,
@@ -121,18 +122,20 @@ def product(q, wg, k, use, PLAN: gl.constexpr):
 
 @gluon.jit
 def score(
-    s, w, span, first, start, before, after, scale, terms,
+    s, w, span, first, start, picky, before, after, scale, terms,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """What the softmax exponentiates: the scores of the keys from `start` on, -inf where a query does not see a key."""
+    """What the softmax exponentiates: the scores of the keys from `start` on, -inf where a query does not see a key.
+    The mask mod is asked of blocks that are `picky`."""
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
-    if MASK_MOD is not None:
-        seen = (i == i) & (j == j) & pleases(i, j, w, w.h, terms, MASK_MOD)
-        s = gl.where(seen, s, float("-inf"))
+    if MASK_MOD is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
+        if picky:
+            seen = (i == i) & (j == j) & pleases(i, j, w, w.h, terms, MASK_MOD)
+            s = gl.where(seen, s, float("-inf"))
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         last = here(row) + (first + w.n_k - w.n_q - start)
         end = last * 0 + (w.n_k - start)
@@ -310,20 +313,20 @@ def consume(
     r = gl.to_tensor(0)  # tiles so far
     w = take(pipes.work, r, n_q, n_k, RAGGED)
     while w.first >= 0:
-        lo, hi, _whole = blocks(w.first, w, before, after, ROWS * PLAN.WARPGROUPS, BLOCK_N)
+        lo, hi, _whole = blocks(w.first, w, before, after, terms.blocks, ROWS * PLAN.WARPGROUPS, BLOCK_N)
         first = w.first + WG * ROWS
-        mine, end, span = blocks(first, w, before, after, ROWS, BLOCK_N)
-        mine = gl.minimum(mine, hi - 1)
+        mine, end, span = blocks(first, w, before, after, terms.blocks, ROWS, BLOCK_N)
+        mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
         start = n + mine - lo
         stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo
         skip(pipes, n, start, WG, PLAN)
 
+        key, picky = keys_of(start - n + lo, w, terms.blocks, BLOCK_N)
         mbarrier.wait(pipes.q.full.index(WG), phase(r, 1))
         await_full(pipes.k, start, STAGES)
         s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
         release(pipes.k, start, STAGES)
-        key = (start - n + lo) * BLOCK_N
-        s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
+        s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
         m = measured(row_max(s), unit, terms.bias.ptr)
         left, right = halves(s)
         p_left = weights(left, origin(m), unit, terms)
@@ -333,6 +336,7 @@ def consume(
         acc = nothing(PLAN)
         await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
         for use in range(start + 1, stop):
+            key, picky = keys_of(use - n + lo, w, terms.blocks, BLOCK_N)
             wait_for_turn(WG, PLAN)
             s_coming = product(pipes.q, WG, pipes.k, use, PLAN)
             await_full(pipes.v, use - 1, STAGES)
@@ -340,8 +344,7 @@ def consume(
             next_turn(WG, PLAN)
             s = warpgroup_mma_wait(2 * len(PLAN.WIDTHS), deps=(s_coming,))
             release(pipes.k, use, STAGES)
-            key = (use - n + lo) * BLOCK_N
-            s = score(s, w, span, first, key, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
+            s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
             m_before = m
             m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
             pivot = origin(m)
@@ -453,7 +456,7 @@ def with_sink(m, total, sink, terms):
 
 
 @gluon.jit
-def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN: gl.constexpr):
+def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, lists, queue, cache, PLAN: gl.constexpr):
     """Fetch work; post it; copy K_0, Q, K_1, V_0, K_2, V_1 ..: the order in which the consumers need them."""
     STAGES: gl.constexpr = PLAN.STAGES
     BLOCK_N: gl.constexpr = PLAN.BLOCK_N
@@ -467,8 +470,9 @@ def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, P
         if w.first < w.n_q:
             post(pipes.work, r, w, RAGGED)
             h = w.h // PLAN.GROUP
-            lo, hi, _span = blocks(w.first, w, before, after, ROWS * WARPGROUPS, BLOCK_N)
-            fetch(pipes.k, n, k, 0, cache, w, h, lo * BLOCK_N, PLAN)
+            lo, hi, _span = blocks(w.first, w, before, after, lists, ROWS * WARPGROUPS, BLOCK_N)
+            row, _picky = keys_of(lo, w, lists, BLOCK_N)
+            fetch(pipes.k, n, k, 0, cache, w, h, row, PLAN)
             for wg in gl.static_range(WARPGROUPS):
                 mbarrier.wait(pipes.q.empty.index(wg), phase(r, 1) ^ 1)
                 send(pipes.q, wg, q, w.b, w.h, w.q0, w.n_q, w.first + wg * ROWS)
@@ -476,12 +480,14 @@ def produce(pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, P
             if short:
                 ticket = next_ticket(queue)
             for j in range(lo + 1, hi):
-                fetch(pipes.k, n + 1, k, 0, cache, w, h, j * BLOCK_N, PLAN)
-                fetch(pipes.v, n, v, 1, cache, w, h, (j - 1) * BLOCK_N, PLAN)
+                row_before = row
+                row, _picky = keys_of(j, w, lists, BLOCK_N)
+                fetch(pipes.k, n + 1, k, 0, cache, w, h, row, PLAN)
+                fetch(pipes.v, n, v, 1, cache, w, h, row_before, PLAN)
                 n += 1
             if not short:
                 ticket = next_ticket(queue)
-            fetch(pipes.v, n, v, 1, cache, w, h, (hi - 1) * BLOCK_N, PLAN)
+            fetch(pipes.v, n, v, 1, cache, w, h, row, PLAN)
             n += 1
             r += 1
         else:
@@ -548,7 +554,7 @@ def forward_kernel(
                 pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 1, PACKED, RAGGED,
                 SCORE_MOD, MASK_MOD, PLAN,
             )),
-            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, terms.blocks, queue, cache, PLAN)),
         ], [4, 1], [240, 24] if PLAN.BOXES == 1 else [232, 40] if PLAN.AHEAD < 8 else [224, 56])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -564,5 +570,5 @@ def forward_kernel(
                 pipes, o, lse, flag, n_q, n_k, heads, before, after, scale, terms, 2, PACKED, RAGGED,
                 SCORE_MOD, MASK_MOD, PLAN,
             )),
-            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, queue, cache, PLAN)),
+            (produce, (pipes, q, k, v, cu_q, cu_k, n_q, n_k, before, after, terms.blocks, queue, cache, PLAN)),
         ], [4, 4, 1], [160, 160, 32] if PLAN.BOXES > 1 else [160, 160, 24])  # fmt: skip

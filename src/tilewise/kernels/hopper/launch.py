@@ -21,10 +21,10 @@ from ..shapes import Problem, by_group, padded, problem, view
 from ..terms import device_terms, mask_mod, score_mod
 from . import tiles
 from .backward_launch import backward, backward_launches, new_space
-from .careful import careful
+from .careful import STEP, careful
 from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
-from .limits import GPU, has_backward
+from .limits import GPU, has_backward, is_uneven
 from .pipeline import Cached, Held
 
 __all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
@@ -63,7 +63,7 @@ def forward_launches(
         (
             *(view(x) for x in (q, k, v, out)), lse, state.flag, cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
-            device_terms(request, GPU), total,
+            device_terms(request, GPU, (block_m, STEP)), total,
         ),
         {
             "SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request),
@@ -82,8 +82,9 @@ def forward_launch(
     q, spec, cu_q, cu_k = request.q, request.spec, request.cu_q, request.cu_k
     tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
     lines = size.heads * (1 if size.packed else size.batch)
-    in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if spec.after is not None else 1
+    in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
     rows = ROWS.value
+    terms = device_terms(request, GPU, (rows * plan.WARPGROUPS, plan.BLOCK_N))
     return Launch(
         forward_kernel,
         min(tiles * lines, processors),
@@ -93,7 +94,7 @@ def forward_launch(
             descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
             state.counter, state.flag if request.is_masked and cache.lengths is None else None, cu_q, cu_k,
             size.n_q, size.n_k, spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads,
-            size.batch, max(1, in_l2) * plan.GROUP, device_terms(request, GPU), Held(*cache[:4]), *cache[4:],
+            size.batch, max(1, in_l2) * plan.GROUP, terms, Held(*cache[:4]), *cache[4:],
         ),
         {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "PLAN": plan, "num_warps": 4},
     )  # fmt: skip
@@ -103,7 +104,7 @@ def forward_launch(
 def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
     worth_is_product = spec.score_mod is None and not biased
     plain = worth_is_product and spec.mask_mod is None
-    row = tiles.forward_tile(size.d, size.dv, banded=spec.after is not None, keys=size.n_k, plain=plain)
+    row = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=size.n_k, plain=plain)
     return Plan(
         BLOCK_DV=padded(size.dv, 64), WIDTHS=tiles.widths(size.dv),
         BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
@@ -134,10 +135,10 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
 
 def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
     """The launches of a call by name, for a compiler: nothing runs, and the tensors may be meta."""
-    q, _, v, *_ = request
+    q = request.q
     out, lse = new_results(request)
     launches = {"hopper forward": forward_launches(request, out, lse, new_state(q.device), PROCESSORS)[0]}
-    if backward and has_backward(q.shape[-1], v.shape[-1]):
+    if backward and has_backward(request):
         grads = new_gradients(request)
         space = new_space(q, problem(request))
         passes = backward_launches(request, Upstream(out, lse, out, None), grads, space, PROCESSORS)
@@ -149,7 +150,7 @@ def offline(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
 
 def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
     """All launches of a call, as `offline` gives the main ones."""
-    q, _, v, *_ = request
+    q = request.q
     out, lse = new_results(request)
     launches = [
         *forward_launches(request, out, lse, new_state(q.device), PROCESSORS),
@@ -157,7 +158,7 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
     ]
     if not backward:
         return launches
-    if not has_backward(q.shape[-1], v.shape[-1]):
+    if not has_backward(request):
         return launches + portable_launches(request, gpu, True)
     dq, dk, dv = new_gradients(request)
     upstream, space = Upstream(out, lse, out, None), new_space(q, problem(request))

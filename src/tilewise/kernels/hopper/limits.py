@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...spec import Request
+from ...spec import Request, Spec
 from ...torch_private import has_address
 from ..gpu import Gpu, triton_version
 from ..portable.tiles import FEW_QUERIES, MANY_KEYS
@@ -15,6 +15,7 @@ from ..portable.tiles import FEW_QUERIES, MANY_KEYS
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
 MANY_QUERIES = 256  # of a sequence, from which on products and not memory are what a cache waits for
+BLOCK = 128  # queries and keys of the least tile that a block mask may have
 BOX = 8  # rows of a page that a copy must have, at least: as many as shared memory's pattern repeats after
 FAR_TOKENS = 2**30  # that a cache may be long
 
@@ -34,8 +35,10 @@ def obstacle(request: Any, gpu: Gpu | None) -> str | None:
         return "no triton >= 3.6 installed"
     if k.shape[-2] == 0:
         return "no heads"
-    if isinstance(request, Request) and (request.seed is not None or request.blocks):
-        return "a block mask" if request.blocks else "dropout"
+    if isinstance(request, Request) and request.seed is not None:
+        return "dropout"
+    if isinstance(request, Request) and request.blocks and (found := of_blocks(request)):
+        return found
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
     if v.shape[-1] % 8:
@@ -45,6 +48,16 @@ def obstacle(request: Any, gpu: Gpu | None) -> str | None:
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
             return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
     return None if isinstance(request, Request) else of_cache(request)
+
+
+def of_blocks(request: Request) -> str | None:
+    """What keeps a call with a block mask from these kernels."""
+    if request.cu_q is not None:
+        return "a block mask of packed sequences"
+    block = request.spec.mask_block[:2]
+    if any(x < BLOCK or x & (x - 1) for x in block):
+        return f"a block mask with tiles of {block[0]} x {block[1]}, of powers of two from {BLOCK} on"
+    return None
 
 
 def of_cache(request: Any) -> str | None:
@@ -79,9 +92,25 @@ def yields(request: Any, gpu: Gpu | None) -> str | None:
     return None
 
 
-def has_backward(d: int, dv: int) -> bool:
-    """Whether the Hopper backward takes these head dims; the portable one takes the others."""
-    return max(d, dv) <= MAX_HEAD_DIM and d % 8 == 0
+def has_backward(request: Request) -> bool:
+    """Whether the Hopper backward takes a call; the portable one takes the others. Of a block mask a program that sums
+    for a group of heads walks one list for all of them, in any order."""
+    d, dv, spec = request.q.shape[-1], request.v.shape[-1], request.spec
+    if request.blocks:
+        by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
+        return takes(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
+    return takes(d, dv)
+
+
+def takes(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:
+    """Whether the Hopper backward takes these head dims; `listed`: with a block mask."""
+    most = 128 if listed else MAX_HEAD_DIM
+    return max(d, dv) <= most and d % 8 == 0 and not (listed and deterministic)
+
+
+def is_uneven(spec: Spec) -> bool:
+    """Whether some queries may see far more keys than others."""
+    return spec.after is not None or bool(spec.mask_block)
 
 
 def is_aligned(x: Tensor) -> bool:

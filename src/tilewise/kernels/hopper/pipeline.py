@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import Work, band, clamp
+from ..tile import Work, band, clamp, listed, walk
 from .compat import arrive, copy_in, gl, gluon, mbarrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
@@ -336,9 +336,23 @@ def next_ticket(queue):
 
 
 @triton.jit
-def blocks(first, w, before, after, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span."""
+def blocks(first, w, before, after, lists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span. Of a
+    block mask's lists, blocks are counted as `walk` does, through the listed tiles; where none is listed, -1 is."""
     at = first + w.n_k - w.n_q
     span = band(at, at + ROWS - 1, w.n_k, before, after, BLOCK)
-    lo = span.lo // BLOCK
-    return lo, tl.maximum((span.hi + BLOCK - 1) // BLOCK, lo + 1), span
+    lo, hi = walk(span, w, w.h, lists, BLOCK)
+    if lists.offsets is not None:
+        hi = tl.where(lo < hi, hi, 0)
+        lo = tl.where(lo < hi, lo, -BLOCK)
+    lo = lo // BLOCK
+    return lo, tl.maximum((hi + BLOCK - 1) // BLOCK, lo + 1), span
+
+
+@triton.jit
+def keys_of(n, w, lists, BLOCK: tl.constexpr):
+    """The first key of block n, and whether the mask mod may hide some of its pairs."""
+    first, picky = listed(n * BLOCK, lists, BLOCK, False)
+    if lists.offsets is not None:
+        first = tl.where(n < 0, w.n_k, first)  # past the last key, where nobody sees one
+    return first, picky

@@ -6,13 +6,13 @@ from ..gpu import Gpu
 from ..portable import profile as portable
 from ..portable.tiles import Tile
 from ..profile import Profile, Shapes, padded
-from .limits import has_backward
+from .limits import takes
 from .tiles import forward_tile, widths
 
 
 def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     """The tile is that of a program, whose warps have different jobs."""
-    row = forward_tile(call.d, call.dv, banded=call.after is not None, keys=call.n_k)
+    row = forward_tile(call.d, call.dv, banded=call.after is not None or call.has_lists, keys=call.n_k)
     tile = Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages)
     columns = sum(widths(call.d)) + sum(widths(call.dv))
     heads = call.heads // call.kv_heads if call.heads_are_queries else 1
@@ -21,7 +21,7 @@ def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
 
 def backward(call: Shapes, gpu: Gpu) -> list[Profile]:
     """Around it O and dO are read, and dQ in float32 is cleared, read and stored."""
-    if not has_backward(call.d, call.dv):
+    if not takes(call.d, call.dv, listed=call.has_lists, deterministic=call.deterministic):
         return portable.backward(call, gpu)
     width = _width(call)
     q, wide = call.rows("q"), 4 * call.rows("q") // call.itemsize

@@ -67,7 +67,7 @@ def backward_launches(
         size.programs(size.n_q, size.heads, tile.block_m),
         (
             saved, view(dq), flags, *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
-            device_terms(request, gpu, tile),
+            device_terms(request, gpu, tile.block),
         ),
         options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )  # fmt: skip
@@ -82,7 +82,7 @@ def backward_launches(
             (
                 saved, view(dk), view(dv), None if flags is None else flags[start:], *scalars,
                 size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch,
-                device_terms(request, gpu, tile, by_key=True),
+                device_terms(request, gpu, tile.block, by_key=True),
             ),
             options_of(
                 request, tile, gpu, **program, EVEN=is_even(size, size.n_q, tile.block_m), SUM_K=sum_k, SUM_V=sum_v

@@ -157,7 +157,7 @@ def forward_launch(
         (
             *(view(x) for x in (q, k, v, out)), lse, flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
             spec.before, spec.after, scale, rows.tiles(rows.n_q, tile.block_m), rows.heads, size.batch,
-            parts if parts > 1 else None, device_terms(request, gpu, tile),
+            parts if parts > 1 else None, device_terms(request, gpu, tile.block),
         ),
         options_of(
             request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), HEADS=heads,

@@ -185,7 +185,7 @@ class Sums:
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        return device_terms(self.request._replace(blocks=()), self.gpu, self.tile)
+        return device_terms(self.request._replace(blocks=()), self.gpu)
 
     def _options(self, site: Any) -> dict[str, Any]:
         named = {"SCORE_MOD": slope_mod(self.request, self.gpu), "MASK_MOD": mask_mod(self.request), "SITE": site}

@@ -26,6 +26,10 @@ class Tile:
     apart: bool = False
     chunk: int = 512
 
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
     def options(self) -> dict[str, int]:
         return {
             "BLOCK_M": self.block_m,

@@ -24,7 +24,7 @@ SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(to
 
 
 def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
-    """A call with these terms; `names`, of softcap alibi document sinks bias."""
+    """A call with these terms; `names`, of softcap alibi document sinks bias lists."""
     heads = request.q.shape[-2]
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
@@ -32,6 +32,7 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
         score_mod=score and score.key, score_numbers=score.numbers if score else (),
         score_tensors=len(score.tensors) if score else 0, mask_mod=mask and mask.key,
         mask_numbers=mask.numbers if mask else (), mask_tensors=len(mask.tensors) if mask else 0,
+        mask_block=(128, 128, batch, 1) if "lists" in names else (),
     )  # fmt: skip
     return request._replace(
         spec=spec,
@@ -39,6 +40,9 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
         sinks=torch.empty(heads) if "sinks" in names else None,
         score=score.tensors if score else (),
         mask=mask.tensors if mask else (),
+        blocks=tuple(torch.zeros(batch * n // 128 + 1, dtype=torch.int32) for _ in range(4))
+        if "lists" in names
+        else (),
     )
 
 

@@ -28,6 +28,7 @@ CALLS = {
     "128 softcap": {"d": 128, "after": 0, "terms": "softcap"},
     "128 alibi, shared keys": {"d": 128, "after": 0, "terms": "alibi", "group": 4},
     "128 document, packed": {"d": 128, "terms": "document", "packed": True},
+    "128 document lists, shared keys": {"d": 128, "terms": "document lists", "group": 2},
     "128 bias": {"d": 128, "after": 0, "terms": "bias"},
     "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
     "256 softcap, ordered": {"d": 256, "terms": "softcap", "deterministic": True},
@@ -41,7 +42,7 @@ CALLS = {
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "128 ordered": 8, "128 shared keys": 24}
 SPILLS |= {"256 packed": 16, "256 ordered": 8, "128 softcap": 40, "128 document, packed": 24, "128 bias": 116}
 SPILLS |= {"128 alibi, shared keys": 16, "256 softcap, ordered": 8, "256 document, bias": 8}
-SPILLS |= {"128 partial": 72, "128 partial, ordered": 36}
+SPILLS |= {"128 partial": 72, "128 partial, ordered": 36, "128 document lists, shared keys": 80}
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal")  # what other Tritons compile, too
 

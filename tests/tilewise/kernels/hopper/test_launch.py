@@ -98,9 +98,33 @@ def test_what_goes_to_the_portable_kernels():
         (call._replace(sinks=torch.zeros(4)), "hopper"),
         (call._replace(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
         (call._replace(seed=torch.zeros((), dtype=torch.int64)), "triton"),
-        (call._replace(blocks=(torch.zeros(1),)), "triton"),
+        (listed((128, 256, 1, 1)), "hopper"),
+        (listed((128, 64, 1, 1)), "triton"),
+        (listed((384, 128, 1, 1)), "triton"),
+        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "triton"),
     ):
         assert dispatch.choose(request, Gpu("cuda", 90)).backend.name == backend
+
+
+def listed(block: tuple[int, ...], **others: Any) -> Request:
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    spec = Spec(0.1, mask_mod="mod", mask_block=block)
+    return Request(q, q, q, spec, blocks=(torch.zeros(1),) * 4)._replace(**others)
+
+
+def test_block_masks_whose_backward_is_portable():
+    few, wide = (torch.empty(2, 64, *x, dtype=torch.bfloat16) for x in ((2, 128), (4, 192)))
+    call, by_head = listed((128, 128, 1, 1)), listed((128, 128, 1, 4))
+    ordered = call._replace(spec=call.spec._replace(deterministic=True))
+    for request, found in (
+        (call, True),
+        (call._replace(k=few, v=few), True),
+        (by_head, True),
+        (by_head._replace(k=few, v=few), False),
+        (ordered, False),
+        (call._replace(q=wide, k=wide, v=wide), False),
+    ):
+        assert limits.has_backward(request) is found
 
 
 def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
