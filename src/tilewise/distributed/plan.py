@@ -86,7 +86,7 @@ class Plan:
     @cached_property
     def shards(self) -> list[Shard]:
         """The runs that each rank holds."""
-        return LAYOUTS[self.layout](self.lengths, self.ranks)
+        return _dealt(self.layout, self.lengths, self.ranks)
 
     @cached_property
     def held(self) -> list[Shard]:
@@ -297,6 +297,12 @@ class Plan:
         from .simulate import explain
 
         return explain(self)
+
+
+@lru_cache(16)
+def _dealt(layout: str, lengths: tuple[int, ...], ranks: int) -> list[Shard]:
+    """Plans of one batch, and those that are compared for it, have the same."""
+    return LAYOUTS[layout](lengths, ranks)
 
 
 def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
