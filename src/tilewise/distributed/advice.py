@@ -50,7 +50,7 @@ def estimate(
     **shape: Any,
 ) -> Estimate:  # fmt: skip
     """A step of training, or its `forward` alone; `shape` as `simulate` takes it."""
-    kv_heads = kv_heads or max(1, heads // 4)
+    kv_heads = (heads // 4 if heads % 4 == 0 else heads) if kv_heads is None else kv_heads
     passes = [
         simulate(plan, machine, heads=heads, kv_heads=kv_heads, backward=backward, **shape)
         for backward in ((False,) if forward else (False, True))

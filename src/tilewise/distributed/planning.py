@@ -14,7 +14,7 @@ from ..spec import AttentionError, Window
 from ..spec import band as band_of
 from .cluster import group_of
 from .layout import LAYOUTS, starts
-from .plan import PLANS, REMEMBERED, STRATEGIES, Plan
+from .plan import REMEMBERED, STRATEGIES, Plan
 from .tiles import Band
 
 _made: dict[Any, Plan] = {}
@@ -50,6 +50,9 @@ def plan(
     node: how many ranks share fast links; 8 unless the mesh says.
     """
     ranks, group, found = _ranks(mesh)
+    for name, given in (("node", node), ("heads", heads)):
+        if given is not None and given < 1:
+            raise AttentionError(f"{name} of a plan", given, "at least 1, or None")
     node = node or found or min(8, ranks)
     lengths = _lengths(seqlen, cu_seqlens)
     before, after = band_of(causal, window)
@@ -73,9 +76,9 @@ def plan(
     named = (ranks, lengths, packed, (before, after), strategy, layout, width, queries if strategy == "tree" else 0)
     key = (*named, id(mask), id(group), node)
     made = _made.get(key)
-    if made is None or made.mask is not mask or made.number not in PLANS:
-        if len(_made) >= REMEMBERED:
-            _made.clear()
+    if made is None or made.mask is not mask:
+        while len(_made) >= REMEMBERED:
+            _made.pop(next(iter(_made)))
         made = _made[key] = Plan(*named, mask, group, node)
     return made
 
@@ -108,13 +111,10 @@ def _strategy(ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads
         return dense
     from .advice import advised, estimate
 
-    def in_thought(strategy: str) -> Plan:
-        width = node if strategy == "two-level" else 1
-        made = Plan(ranks, lengths, packed, band, strategy, _layout(strategy, band, packed), width, node=node)
-        PLANS.pop(made.number)  # nobody will ask for it
-        return made
-
-    options = [in_thought(x) for x in ("halo", dense)]
+    options = [
+        Plan(ranks, lengths, packed, band, x, _layout(x, band, packed), node if x == "two-level" else 1, node=node)
+        for x in ("halo", dense)
+    ]
     return advised(estimate(x, f"{node}xH200+400G", heads=heads or 32) for x in options).plan.strategy
 
 

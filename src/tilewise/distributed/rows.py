@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..mods import PROGRAMS
 from ..spec import Request, Spec
-from .layout import starts
+from .layout import lasting, starts
 from .plan import Plan
 from .tiles import Call, Tile
 
@@ -64,6 +64,7 @@ class Rows(NamedTuple):
 
 
 @lru_cache(4096)
+@lasting
 def _index(ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)]).to(device)
 
@@ -123,6 +124,7 @@ def parts(plan: Plan, station: int, sources: tuple[int, ...], whole: Request, fi
 
 
 @lru_cache(4096)
+@lasting
 def _recipes(
     plan: Plan, station: int, sources: tuple[int, ...], spec: Spec, placed: bool, biased: bool,
     shape: tuple[int, int, int, int], device: torch.device,

@@ -24,6 +24,7 @@ from ..costs.devices import ITEMSIZE, device
 from ..costs.explain import explain as explain_call
 from ..costs.predict import Model
 from ..spec import AttentionError
+from .layout import lasting
 from .plan import GATHERING, Plan
 
 LINKS = Path(__file__).with_name("links.json")
@@ -142,13 +143,18 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
     )  # fmt: skip
 
 
+@lasting
 def simulate(
     plan: Plan, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
     batch: int = 1, dtype: str = "bfloat16", backward: bool = False, links: Mapping[str, Any] | None = None,
 ) -> Simulation:  # fmt: skip
     """One pass of attention, forward (or `backward`), on the ranks of the plan."""
     on = machine_of(machine, dim, dtype, links or json.loads(LINKS.read_text(encoding="utf-8")))
-    shape = Shape(heads, kv_heads or heads, dim, batch, ITEMSIZE[dtype])
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(heads, kv_heads, dim, batch) < 1 or heads % kv_heads:
+        found = f"{heads} on {kv_heads} of {dim}, batch {batch}"
+        raise AttentionError("heads", found, "at least 1 of each, query heads a multiple of KV heads")
+    shape = Shape(heads, kv_heads, dim, batch, ITEMSIZE[dtype])
     n, width = plan.stations, plan.width
     rows = torch.tensor([float(plan.rows(s)) for s in range(n)])
     own = -(-heads // width) / heads  # of the heads, the member with most of them
