@@ -229,13 +229,15 @@ def backward(
         dq, dk, dv = new_gradients(request)
         return dq.zero_(), dk.zero_(), dv.zero_()
     n = copies(request, multiprocessors(q.device))
-    dq, dk, dv = _backward(spread(request, n), upstream, recordings)
+    dq, dk, dv = _backward(spread(request, n), upstream, recordings, n)
     if n > 1:
         dk, dv = (x.unflatten(-2, (-1, n)).sum(-2) for x in (dk, dv))
     return dq, dk, dv
 
 
-def _backward(request: Request, upstream: Upstream, recordings: dict[Any, Any] | None) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    request: Request, upstream: Upstream, recordings: dict[Any, Any] | None, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
     q, dq, dk, dv = request.q, *new_gradients(request)
     upstream = lined(upstream)
     dout = upstream.dout
@@ -253,6 +255,7 @@ def _backward(request: Request, upstream: Upstream, recordings: dict[Any, Any] |
             ]
 
         tensors = request.tensors()
-        name, key = replay.of_gradients(upstream), replay.layout_of(upstream, tensors)
+        key = replay.layout_of(upstream, tensors)
+        name = replay.of_gradients(upstream) + (f" of {n} copies" if n > 1 else "")  # not the caller's tensors
         replay.whole(name, (*tensors, *upstream), (dq, dk, dv, memory), build, recordings, key=key)
     return dq, dk, dv

@@ -109,7 +109,8 @@ def test_without_semaphores_they_would(case: Case) -> None:
 def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more processors than programs."""
 
-    def launch(_key: Any, _tensors: Any, build: Any, _recordings: Any) -> None:
+    def whole(name: str, _given: Any, _made: Any, build: Any, _recordings: Any, key: Any) -> None:
+        assert name == "backward of 4 copies"
         for job in build():
             if hasattr(job.kernel, "is_gluon") and job.kernel.is_gluon():
                 programs.append(job.programs)
@@ -117,7 +118,9 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
             else:
                 job()
 
-    monkeypatch.setattr(hopper, "replay", SimpleNamespace(launch=launch, layout_of=lambda *_: ()))
+    of_gradients, layout_of = lambda _: "backward", lambda *_: ()
+    replay = SimpleNamespace(whole=whole, of_gradients=of_gradients, layout_of=layout_of)
+    monkeypatch.setattr(hopper, "replay", replay)
     monkeypatch.setattr(hopper, "multiprocessors", lambda _: 64)
     monkeypatch.setattr(hopper, "COPY", 0)
     hopper._copies.cache_clear()
