@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any
 
 from tilewise.costs import cost, devices, explain, predict
-from tilewise.distributed.advice import advised
 from tilewise.kernels.portable import kv_tiles
 from tilewise.spec import AttentionError
 from tilewise_lab.plan import command as plan_command
@@ -163,7 +162,7 @@ def plans(*, tokens: str = "128k", ranks: int = 16, mask: str = "causal", machin
         raise AttentionError("tokens", repr(tokens), "a number like 4096, 128k or 1M") from error
     options.ranks, options.machine = ranks, machine
     found = plan_command.compare(options)
-    best = advised(found)
+    best = plan_command.advised(found)
     return {
         "advice": best.plan.strategy,
         "strategies": [

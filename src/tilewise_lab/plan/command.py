@@ -13,6 +13,7 @@ from tilewise.distributed.advice import Estimate, advised, estimate
 from tilewise.spec import AttentionError
 from tilewise_lab.plan.gantt import gantt
 
+__all__ = ["advised", "compare", "configure", "number", "run"]
 STRATEGIES = ("ring", "two-level", "halo", "allgather", "ulysses")
 
 
