@@ -189,6 +189,7 @@ class Backward(Work):
     ) -> None:  # fmt: skip
         super().__init__(plan, heads, request, saved.q, (saved.k, saved.v), backward=True)
         self.upstream = Upstream(saved.out, saved.lse, dout, dlse)
+        self.taken: tuple[tuple[Rows, bool], Upstream] | None = None
         self.dq = zeros(saved.q, self.dtype)
         self.is_new = True
         self.dkv: dict[int, Keys] = {}
@@ -202,10 +203,7 @@ class Backward(Work):
         grads: list[Tensor | None] = [None if self.is_new else self.dq, None, None]
         for part in self.parts(sources, (k, v)):
             request, rows, keys, _ = part
-            out, lse, dout, dlse = (None if x is None else rows.take(x, n % 2 + 1) for n, x in enumerate(self.upstream))
-            if request.cu_q is not None:
-                out, lse, dout, dlse = (None if x is None else x[0] for x in (out, lse, dout, dlse))
-            upstream = Upstream(out, lse, dout, dlse)  # type: ignore[arg-type]
+            upstream = self.upstream_of(rows, request.cu_q is not None)
             call = call_of(request)
             found = call.backend.backward(request, upstream, call.recordings)
             if request.cu_q is not None:
@@ -217,6 +215,18 @@ class Backward(Work):
         dq, dk, dv = (zeros(x, self.dtype) if g is None else g for x, g in zip((self.q, k, v), grads, strict=True))
         self.dq = dq
         self.keep(sources, dk, dv)
+
+    def upstream_of(self, rows: Rows, packed: bool) -> Upstream:
+        """Of these rows; kept, since the next tile mostly has the same."""
+        if self.taken is None or self.taken[0] != (rows, packed):
+            out, lse, dout, dlse = self.upstream
+            if not rows.is_all:
+                out, lse, dout = rows.take(out), rows.take(lse, 2).contiguous(), rows.take(dout)
+                dlse = None if dlse is None else rows.take(dlse, 2).contiguous()
+            if packed:
+                out, lse, dout, dlse = out[0], lse[0], dout[0], None if dlse is None else dlse[0]
+            self.taken = (rows, packed), Upstream(out, lse, dout, dlse)
+        return self.taken[1]
 
     def add_terms(self, call: Any, part: Part, upstream: Upstream) -> None:
         wanted = [x is not None for x in self.terms]

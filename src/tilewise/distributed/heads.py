@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import cut, tokens
+from .layout import cut, lasting, tokens
 from .plan import Plan
 
 
@@ -153,6 +153,7 @@ def _gathered(x: Tensor, s: Share) -> Tensor:
 
 
 @lru_cache(4096)
+@lasting
 def _order(plan: Plan, station: int, device: torch.device) -> Tensor:
     """For each row of the station, its row among those of its members, one after the other."""
     members = range(station * plan.width, (station + 1) * plan.width)

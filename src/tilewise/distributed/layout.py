@@ -13,15 +13,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PARTS = (1.0, 0.5, 0.25)  # of a rank's share: a document above it is cut, tried in turn
 EVEN = 0.03  # more than its share may the busiest rank have
 SLIVER = 0.005  # of a rank's share: less is not worth a cut
+
+
+def lasting(make: Callable[P, T]) -> Callable[P, T]:
+    """For what is remembered: tensors on the CPU, whatever the default device, and fit for training, whoever asks for
+    them first."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return make(*args, **kwargs)
+
+    return made
 
 
 class Run(NamedTuple):

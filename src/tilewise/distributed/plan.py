@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
 GATHERING = ("allgather", "halo")  # the strategies that send keys to whoever sees them, all at once
 TOGETHER = 1 << 22  # pairs of runs are counted at a time
-REMEMBERED = 256  # plans, of which the ops know the number alone
+REMEMBERED = 256  # plans, so that the same words give the same one, and a backward finds that of its forward
 _numbers = itertools.count()
-PLANS: dict[int, Plan] = {}
+PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # the ops know a plan by its number
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,14 @@ class Plan:
     number: int = field(default_factory=_numbers.__next__)
 
     def __post_init__(self) -> None:
-        while len(PLANS) >= REMEMBERED:
-            PLANS.pop(next(iter(PLANS)))
         PLANS[self.number] = self
+
+    def __reduce__(self) -> Any:
+        """In another process its number is another's: it gets a new one."""
+        return Plan, tuple(getattr(self, x.name) for x in fields(self) if x.name != "number")
+
+    def __deepcopy__(self, _memo: Any) -> Plan:
+        return self
 
     def __repr__(self) -> str:
         before, after = self.band
@@ -86,7 +92,7 @@ class Plan:
     @cached_property
     def shards(self) -> list[Shard]:
         """The runs that each rank holds."""
-        return LAYOUTS[self.layout](self.lengths, self.ranks)
+        return _dealt(self.layout, self.lengths, self.ranks)
 
     @cached_property
     def held(self) -> list[Shard]:
@@ -177,6 +183,7 @@ class Plan:
         return calls(found if placed else fused(found), self.packed and not alone)
 
     @cached_property
+    @layouts.lasting
     def pairs(self) -> Tensor:
         """(stations, stations): how many pairs of a station's queries and another's keys see each other."""
         total = torch.zeros(self.stations**2, dtype=torch.int64)
@@ -204,6 +211,7 @@ class Plan:
         return total.view(self.stations, self.stations)
 
     @cached_property
+    @layouts.lasting
     def reach(self) -> list[int]:
         """How many hops the keys of each station travel around the ring: to the last one that wants them."""
         n = self.stations
@@ -299,6 +307,13 @@ class Plan:
         return explain(self)
 
 
+@lru_cache(16)
+@layouts.lasting
+def _dealt(layout: str, lengths: tuple[int, ...], ranks: int) -> list[Shard]:
+    """Plans of one batch, and those that are compared for it, have the same."""
+    return LAYOUTS[layout](lengths, ranks)
+
+
 def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
     """Of runs of several documents, as many of each: the station, start, size and step, broadcast along an axis."""
     rows = [[(at, run.start, run.size, run.step) for at, run in of] for of in runs]
@@ -306,6 +321,7 @@ def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
 
 
 @lru_cache(4096)
+@layouts.lasting
 def _moved(of: Plan, what: str, rank: int, device: Any) -> Tensor:
     if not 0 <= rank < of.ranks:
         raise AttentionError("rank", rank, f"0 to {of.ranks - 1}, of {of!r}")

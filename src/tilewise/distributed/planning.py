@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..spec import AttentionError, Window
 from ..spec import band as band_of
 from .cluster import group_of
 from .layout import LAYOUTS, starts
-from .plan import PLANS, REMEMBERED, STRATEGIES, Plan
+from .plan import REMEMBERED, STRATEGIES, Plan
 from .tiles import Band
 
 _made: dict[Any, Plan] = {}
@@ -42,12 +43,16 @@ def plan(
         "two-level"   Ulysses in the node, the ring between nodes
         "tree"        decoding: the cache is sharded by tokens, `queries` last queries are everywhere; partial results
                       are merged in log2(ranks) exchanges
-        "auto"        halo for windows and documents; two-level on several nodes where `heads` allow it; else the ring
+        "auto"        two-level on several nodes where `heads` allow it, else the ring; for windows and documents, halo
+                      where the simulator (of H200s, with `heads` or 32) finds it as fast
     layout: see `tilewise.distributed.layout`; "auto" is zigzag for causal, contiguous for windows and full attention,
         by document for packed ones.
     node: how many ranks share fast links; 8 unless the mesh says.
     """
     ranks, group, found = _ranks(mesh)
+    for name, given in (("node", node), ("heads", heads)):
+        if given is not None and given < 1:
+            raise AttentionError(f"{name} of a plan", given, "at least 1, or None")
     node = node or found or min(8, ranks)
     lengths = _lengths(seqlen, cu_seqlens)
     before, after = band_of(causal, window)
@@ -71,9 +76,9 @@ def plan(
     named = (ranks, lengths, packed, (before, after), strategy, layout, width, queries if strategy == "tree" else 0)
     key = (*named, id(mask), id(group), node)
     made = _made.get(key)
-    if made is None or made.mask is not mask or made.number not in PLANS:
-        if len(_made) >= REMEMBERED:
-            _made.clear()
+    if made is None or made.mask is not mask:
+        while len(_made) >= REMEMBERED:
+            _made.pop(next(iter(_made)))
         made = _made[key] = Plan(*named, mask, group, node)
     return made
 
@@ -86,25 +91,31 @@ def again(of: Plan, *, ranks: int | None = None, band: Band | None = None) -> Pl
         mesh, strategy = ranks, "auto" if ranks == 1 else strategy
     if band is None:
         band = of.band
-    elif _strategy(of.ranks, of.lengths, band, of.node, None, of.packed) == "halo":
-        strategy = "halo"
-    elif strategy == "halo":
-        strategy = "ring"
+    else:
+        suits = _strategy(of.ranks, of.lengths, band, of.node, None, of.packed)
+        strategy = suits if "halo" in (suits, strategy) else strategy
     return plan(mesh, **given, window=band, mask=of.mask, strategy=strategy, layout=layout,
                 queries=max(1, of.queries), node=of.node)  # fmt: skip
 
 
+@lru_cache(REMEMBERED)
 def _strategy(ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool) -> str:
-    """A window that reaches over less than half of the ranks, and packed documents: halo. Several nodes: two-level,
-    unless there are fewer heads than GPUs in a node. Else the ring."""
+    """Several nodes: two-level, unless there are fewer heads than GPUs in a node; else the ring. A window that reaches
+    over less than half of the ranks, and packed documents: halo, if the simulator has nothing against it."""
     before, after = band
     share = max(1, sum(lengths) // ranks)
     reach = (before if before is not None else sum(lengths)) + (after if after is not None else sum(lengths))
-    if ranks > 1 and (packed or reach // share + 1 < ranks / 2):
-        return "halo"
-    if ranks > node > 1 and ranks % node == 0 and (heads is None or heads >= node):
-        return "two-level"
-    return "ring"
+    wide = ranks > node > 1 and ranks % node == 0 and (heads is None or heads >= node)
+    dense = "two-level" if wide else "ring"
+    if ranks == 1 or not sum(lengths) or not (packed or reach // share + 1 < ranks / 2):
+        return dense
+    from .advice import advised, estimate
+
+    options = [
+        Plan(ranks, lengths, packed, band, x, _layout(x, band, packed), node if x == "two-level" else 1, node=node)
+        for x in ("halo", dense)
+    ]
+    return advised(estimate(x, f"{node}xH200+400G", heads=heads or 32) for x in options).plan.strategy
 
 
 def _layout(strategy: str, band: Band, packed: bool) -> str:

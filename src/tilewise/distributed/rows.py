@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..mods import PROGRAMS
-from ..spec import Request
-from .layout import starts
+from ..spec import Request, Spec
+from .layout import lasting, starts
 from .plan import Plan
 from .tiles import Call, Tile
 
@@ -64,6 +64,7 @@ class Rows(NamedTuple):
 
 
 @lru_cache(4096)
+@lasting
 def _index(ranges: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)]).to(device)
 
@@ -86,30 +87,59 @@ def is_placed(request: Request, packed: bool, heads: bool) -> bool:
     return any(key is not None and not asked.isdisjoint(PROGRAMS[key].root.deps) for key in keys)
 
 
+class Recipe(NamedTuple):
+    """What the calls of a plan have in common, whatever their tensors hold: found once, for all layers and steps."""
+
+    tile: Tile
+    rows: Rows
+    keys: Rows
+    spec: Spec
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    origin: Tensor | None
+
+
 def parts(plan: Plan, station: int, sources: tuple[int, ...], whole: Request, first_head: int) -> Iterator[Part]:
     """The calls of a station with the keys of some others. `whole`: q of the station, k and v as `Plan.buffer` has
     them, the bias with all keys; dense tensors (a packed plan has one batch row)."""
-    q, k, v, spec = whole[:4]
-    if 0 in (q.shape[0], q.shape[2]):
+    q, k, v, spec, bias, _, score, _, _, seed, mask, blocks, _ = whole
+    batch, n_q, heads, _ = q.shape
+    if 0 in (batch, heads):
         return
     placed = is_placed(whole, plan.packed, plan.width > 1)
-    biased = whole.bias is not None  # whose columns jump where the runs do
-    for call in plan.calls(station, sources, placed or biased, biased):
-        rows = Rows.of([(x.q0, x.q1) for x in call.tiles], q.shape[1])
-        keys = Rows.of([(x.k0, x.k1) for x in call.tiles], k.shape[1])
-        before, after = call.window
+    # the columns of a bias jump where the runs do
+    shape = n_q, k.shape[1], batch, first_head
+    for tile, rows, keys, own, cu_q, cu_k, origin in _recipes(
+        plan, station, sources, spec, placed, bias is not None, shape, q.device
+    ):
         q_part, k_part, v_part = rows.take(q), keys.take(k), keys.take(v)
-        cu: tuple[Tensor | None, Tensor | None] = (None, None)
-        if len(call.tiles) > 1:
+        if cu_q is not None:
             q_part, k_part, v_part = q_part[0], k_part[0], v_part[0]
-            cu = _ends(call, q.device)
-        at = _bias_at(plan, call.tiles[0], whole.bias)
-        request = whole._replace(
-            q=q_part, k=k_part, v=v_part, spec=spec._replace(before=before, after=after, partial=True), sinks=None,
-            bias=None if whole.bias is None else whole.bias[at], cu_q=cu[0], cu_k=cu[1],
-            origin=_origin(plan, call, first_head, q.shape[0], q.device) if placed else None,
+        at = _bias_at(plan, tile, bias)
+        some = None if bias is None else bias[at]
+        request = Request(
+            q_part, k_part, v_part, own, some, None, score, cu_q, cu_k, seed, mask, blocks, origin
         )  # fmt: skip
         yield Part(request, rows, keys, at)
+
+
+@lru_cache(4096)
+@lasting
+def _recipes(
+    plan: Plan, station: int, sources: tuple[int, ...], spec: Spec, placed: bool, biased: bool,
+    shape: tuple[int, int, int, int], device: torch.device,
+) -> list[Recipe]:  # fmt: skip
+    n_q, n_k, batch, first_head = shape
+    found = []
+    for call in plan.calls(station, sources, placed or biased, biased):
+        rows = Rows.of([(x.q0, x.q1) for x in call.tiles], n_q)
+        keys = Rows.of([(x.k0, x.k1) for x in call.tiles], n_k)
+        before, after = call.window
+        cu_q, cu_k = _ends(call, device) if len(call.tiles) > 1 else (None, None)
+        origin = _origin(plan, call, first_head, batch, device) if placed else None
+        own = spec._replace(before=before, after=after, partial=True)
+        found.append(Recipe(call.tiles[0], rows, keys, own, cu_q, cu_k, origin))
+    return found
 
 
 def _bias_at(plan: Plan, tile: Tile, bias: Tensor | None) -> tuple[slice, ...]:
@@ -125,14 +155,12 @@ def _bias_at(plan: Plan, tile: Tile, bias: Tensor | None) -> tuple[slice, ...]:
     )  # fmt: skip
 
 
-@lru_cache(4096)
 def _ends(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([(0, 0), *((x.q1 - x.q0, x.k1 - x.k0) for x in call.tiles)], dtype=torch.int32)
     ends = lengths.cumsum(0, dtype=torch.int32).to(device)
     return ends[:, 0].contiguous(), ends[:, 1].contiguous()
 
 
-@lru_cache(4096)
 def _origin(plan: Plan, call: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
     """See tilewise.spec.ORIGIN. Of packed documents b is the document's number."""
 

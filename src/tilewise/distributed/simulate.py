@@ -24,6 +24,7 @@ from ..costs.devices import ITEMSIZE, device
 from ..costs.explain import explain as explain_call
 from ..costs.predict import Model
 from ..spec import AttentionError
+from .layout import lasting
 from .plan import GATHERING, Plan
 
 LINKS = Path(__file__).with_name("links.json")
@@ -142,13 +143,18 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
     )  # fmt: skip
 
 
+@lasting
 def simulate(
     plan: Plan, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
     batch: int = 1, dtype: str = "bfloat16", backward: bool = False, links: Mapping[str, Any] | None = None,
 ) -> Simulation:  # fmt: skip
     """One pass of attention, forward (or `backward`), on the ranks of the plan."""
     on = machine_of(machine, dim, dtype, links or json.loads(LINKS.read_text(encoding="utf-8")))
-    shape = Shape(heads, kv_heads or heads, dim, batch, ITEMSIZE[dtype])
+    kv_heads = heads if kv_heads is None else kv_heads
+    if min(heads, kv_heads, dim, batch) < 1 or heads % kv_heads:
+        found = f"{heads} on {kv_heads} of {dim}, batch {batch}"
+        raise AttentionError("heads", found, "at least 1 of each, query heads a multiple of KV heads")
+    shape = Shape(heads, kv_heads, dim, batch, ITEMSIZE[dtype])
     n, width = plan.stations, plan.width
     rows = torch.tensor([float(plan.rows(s)) for s in range(n)])
     own = -(-heads // width) / heads  # of the heads, the member with most of them
@@ -201,6 +207,15 @@ def _ring(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, bac
         free = finish
         starts.append(start)
         finishes.append(finish)
+    if backward and n > 1:  # from where the keys have stopped, their gradients go home
+        end = (station + reach) % n
+        crosses = (station * width // on.node) != (end * width // on.node)
+        gradients = shape.kv(rows, width).double() * 4 / shape.itemsize * (reach > 0)
+        took = gradients / torch.where(crosses, on.between[0], on.inside[0])
+        took += torch.where(crosses, on.between[1], on.inside[1])
+        home = torch.where(reach > 0, torch.stack(finishes)[reach, end] + took, 0.0)
+        finishes[-1] = torch.maximum(finishes[-1], home)
+        sent.index_add_(0, end, gradients)
     held = shape.kv(rows, width) + 2 * shape.kv(rows.max().expand(n), width) * (n > 1)
     return torch.stack(starts), torch.stack(finishes), sent, held * (3 if backward else 1)
 
@@ -209,8 +224,7 @@ def _gathered(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor,
     n = plan.stations
     wanted = torch.zeros(n, n, dtype=torch.float64)  # rows of column s that row g is sent
     if plan.strategy == "halo":
-        for g, s in (plan.pairs > 0).nonzero().tolist():
-            wanted[g, s] = sum(b - a for a, b in plan.wants(g, s))
+        wanted += halo_rows(plan)
     elif plan.strategy in GATHERING:
         wanted += rows
     wanted.fill_diagonal_(0)
@@ -221,8 +235,11 @@ def _gathered(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor,
 
     def time(size: Tensor) -> Tensor:
         links = ((near, on.inside), (~near, on.between))
-        each = [torch.stack([(size * kind).sum(1), (size * kind).sum(0)]).amax(0) / link[0] for kind, link in links]
-        return torch.stack(each).amax(0) + on.between[1] * (n > on.node) + on.inside[1] * (n > 1)
+        each = []
+        for kind, (speed, delay) in links:
+            most = torch.stack([(size * kind).sum(1), (size * kind).sum(0)]).amax(0)
+            each.append(most / speed + delay * (most > 0))
+        return torch.stack(each).amax(0)
 
     arrive = time(size)
     others = torch.maximum(own, arrive)
@@ -238,6 +255,34 @@ def _gathered(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor,
         finishes[1] = own + steps * (state / on.between[0] + on.between[1])
         sent = torch.full((n,), float(state * steps))
     return starts, finishes, sent, (shape.kv(rows, 1) + size.sum(1)) * (3 if backward else 1)
+
+
+def halo_rows(plan: Plan) -> Tensor:
+    """(stations, stations): the rows of column s that row g sees, as `Plan.wants` has them."""
+    n, (before, after) = plan.stations, plan.band
+    found = torch.zeros(n, n, dtype=torch.int64)
+    if before is not None and after is not None:  # few, which may lie apart
+        for g, s in (plan.pairs > 0).nonzero().tolist():
+            found[g, s] = sum(b - a for a, b in plan.wants(g, s))
+        return found
+    runs: dict[int, list[tuple[int, int, int, int]]] = {}
+    for station, held in enumerate(plan.held):
+        for run in held:
+            runs.setdefault(run.document, []).append((station, run.start, run.size, run.step))
+    for of in runs.values():  # a station sees the beginning of each run of keys, or its end: the most of its queries
+        at, start, size, step = torch.tensor(of).unbind(1)
+        away = start[:, None] - start
+        if after is not None:
+            seen = (away + after).div(step, rounding_mode="floor") + size[:, None]
+        elif before is not None:
+            seen = size + (before - away).div(step, rounding_mode="floor")
+        else:
+            seen = size.expand_as(away)
+        seen = torch.minimum(seen.clamp(min=0), size)
+        most = torch.zeros(n, len(of), dtype=torch.int64)
+        most.scatter_reduce_(0, at[:, None].expand_as(seen), seen, "amax")
+        found.index_add_(1, at, most)
+    return found
 
 
 def _exchange(plan: Plan, on: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:

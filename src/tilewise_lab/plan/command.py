@@ -6,43 +6,15 @@ import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
-from typing import NamedTuple
 
-from tilewise.costs.devices import ITEMSIZE, device
-from tilewise.distributed import Plan, plan
-from tilewise.distributed.simulate import Simulation
+from tilewise.costs.devices import ITEMSIZE
+from tilewise.distributed import plan
+from tilewise.distributed.advice import Estimate, advised, estimate
 from tilewise.spec import AttentionError
 from tilewise_lab.plan.gantt import gantt
 
+__all__ = ["advised", "compare", "configure", "number", "run"]
 STRATEGIES = ("ring", "two-level", "halo", "allgather", "ulysses")
-
-
-class Estimate(NamedTuple):
-    """A strategy, its passes on the machine, and why it would not do, if so."""
-
-    plan: Plan
-    passes: list[Simulation]
-    refusal: str | None
-
-    @property
-    def time(self) -> float:
-        return sum(x.time for x in self.passes)
-
-    @property
-    def efficiency(self) -> float:
-        return sum(x.ideal for x in self.passes) / self.time if self.time else 1.0
-
-    @property
-    def memory(self) -> float:
-        return max(float(x.memory.max()) for x in self.passes)
-
-    @property
-    def sent(self) -> float:
-        return sum(float(x.sent.max()) for x in self.passes)
-
-    @property
-    def exposed(self) -> float:
-        return sum(float(x.exposed.max()) for x in self.passes)
 
 
 def number(text: str) -> int:
@@ -108,7 +80,6 @@ def compare(options: Namespace) -> list[Estimate]:
     links = json.loads(options.links.read_text(encoding="utf-8")) if options.links else None
     head, _, _ = options.machine.partition("x")
     node = min(options.ranks, int(head)) if head.isdigit() else 1
-    memory = device(options.machine.partition("x")[2].partition("+")[0] or options.machine).memory
     found = []
     for strategy in STRATEGIES:
         if strategy == "two-level" and (node == 1 or options.ranks <= node or options.ranks % node):
@@ -116,28 +87,9 @@ def compare(options: Namespace) -> list[Estimate]:
         made = plan(options.ranks, **given, causal=options.causal, window=options.window, strategy=strategy, node=node)
         if strategy == "halo" and not options.window and not options.documents:
             continue  # as the gather
-        passes = [
-            made.simulate(
-                options.machine, heads=options.heads, kv_heads=options.kv_heads, dim=options.dim, batch=options.batch,
-                dtype=options.dtype, backward=backward, links=links,
-            )
-            for backward in ((False,) if options.forward else (False, True))
-        ]  # fmt: skip
-        one = Estimate(made, passes, None)
-        refusal = None
-        if made.width > options.heads:
-            refusal = f"{made.width} ranks for {options.heads} heads"
-        elif one.memory > 0.5 * memory:
-            refusal = f"{one.memory / 1e9:.0f} GB of keys and sums"
-        found.append(one._replace(refusal=refusal))
+        shape = {name: getattr(options, name) for name in ("heads", "kv_heads", "dim", "batch", "dtype", "forward")}
+        found.append(estimate(made, options.machine, links=links, **shape))
     return found
-
-
-def advised(found: list[Estimate]) -> Estimate:
-    """The fastest that fits; of those within 3 %, the one that holds the least."""
-    able = [x for x in found if x.refusal is None] or found
-    fastest = min(x.time for x in able)
-    return min((x for x in able if x.time <= 1.03 * fastest), key=lambda x: x.memory)
 
 
 def show(options: Namespace, found: list[Estimate], best: Estimate) -> None:

@@ -10,8 +10,11 @@ import torch
 
 from tilewise import AttentionError
 from tilewise.distributed import cluster, execute, plan
+from tilewise.distributed.advice import estimate
 from tilewise.distributed.heads import Exchange
+from tilewise.distributed.layout import LAYOUTS
 from tilewise.distributed.program import Post, program
+from tilewise.distributed.simulate import halo_rows
 from tilewise.spec import Request, Spec
 
 SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
@@ -39,8 +42,7 @@ def test_bytes_are_those_of_the_messages(words):
     made = plan(8, seqlen=5003, **words)
     found = made.simulate(**SHAPE)
     assert found.sent.tolist() == [bytes_of(made, r) for r in range(8)]
-    if words["strategy"] != "ring":  # whose gradients go one hop more, home, when all is done
-        assert made.simulate(**SHAPE, backward=True).sent.tolist() == [bytes_of(made, r, True) for r in range(8)]
+    assert made.simulate(**SHAPE, backward=True).sent.tolist() == [bytes_of(made, r, True) for r in range(8)]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -133,3 +135,42 @@ def test_an_unknown_machine_says_what_is_known():
         made.simulate("8xH200+fast")
     with pytest.raises(AttentionError, match="device"):
         made.simulate("8xABACUS")
+
+
+def ends(*lengths: int) -> list[int]:
+    return torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "taken"),
+    [
+        (8, {"cu_seqlens": ends(*[4096] * 32)}, "halo"),  # nothing is cut
+        (8, {"cu_seqlens": ends(60000, 71072)}, "ring"),
+        (64, {"cu_seqlens": ends(1 << 20)}, "two-level"),
+        (64, {"cu_seqlens": ends(300_000, 300_000, 400_000)}, "two-level"),
+        (64, {"cu_seqlens": ends(*[4000] * 250)}, "halo"),
+        (64, {"cu_seqlens": ends(1 << 20), "heads": 4}, "ring"),  # which a node of 8 cannot share
+        (64, {"seqlen": 1 << 20}, "two-level"),
+        (8, {"seqlen": 1 << 16}, "ring"),
+        (64, {"seqlen": 1 << 20, "window": (4095, 0)}, "halo"),
+        (64, {"seqlen": 1 << 17, "window": (60_000, 0)}, "two-level"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_is_simulated_to_be_fast(ranks, words, taken):
+    """What `./run plan` would advise among the ring, two levels and the halo."""
+    words = words if "window" in words else words | {"causal": True}
+    found = plan(ranks, **words)
+    heads = words.get("heads", 32)
+    options = ["ring", "halo"] + ["two-level"] * (ranks > 8 and heads >= 8)
+    each = {x: estimate(plan(ranks, **words | {"strategy": x}), heads=heads).time for x in options}
+    assert each[found.strategy] <= 1.05 * min(each.values()), (found, each)
+    assert found.strategy == taken
+
+
+@pytest.mark.parametrize("band", [(None, 0), (None, None), (5, None), (None, 7), (3, 2)], ids=str)
+def test_rows_of_a_halo_are_counted_as_they_are_sent(band):
+    for layout in LAYOUTS:
+        made = plan(5, cu_seqlens=ends(31, 0, 7, 58), window=band, strategy="halo", layout=layout)
+        sent = [[sum(b - a for a, b in made.wants(g, s)) for s in range(5)] for g in range(5)]
+        assert halo_rows(made).tolist() == sent

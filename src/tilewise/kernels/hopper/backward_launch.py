@@ -1,6 +1,7 @@
 """From tensors to the launches of the Hopper backward: statistics, the sums, dQ from its sums, repair."""
 
 from functools import cache
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from .tiles import backward_tile
 
 ROWS = 32  # of a tile that is repaired
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
+COPY = 350  # queries that a program could see in the time it takes to copy its keys, to store and add its gradients
 PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -179,6 +181,44 @@ def backward_launches(
     return [prepare, sums, finish, repair]
 
 
+def copies(request: Request, processors: int) -> int:
+    """Into how many parts the query heads of a KV head are best divided, each with a copy of it. A program owns a tile
+    of keys of a KV head: of few keys and KV heads there are fewer programs than processors, or, of a triangle, the
+    longest are still at work when the others are done. Only where the gradients are float32: the parts are then added
+    without a rounding in between."""
+    spec, size = request.spec, problem(request)
+    if not spec.partial or size.heads == size.kv_heads:
+        return 1
+    return _copies(size, spec.before, spec.after, request.is_plain, processors)
+
+
+@cache
+def _copies(size: Problem, before: int | None, after: int | None, plain: bool, processors: int) -> int:
+    row = backward_tile(block_dims(size)[0], plain=plain)
+    group = size.heads // size.kv_heads
+    programs = size.programs(size.n_k, size.kv_heads, row.block_n)
+    queries = -(-size.n_q // size.batch) if size.packed else size.n_q
+    triangle = (before is None) != (after is None)
+    if before is not None and after is not None:
+        queries = min(queries, before + after + row.block_n)
+
+    def time(n: int) -> float:
+        """In queries that a program sees; estimated, not measured. Four more launches are worth three copies."""
+        share = n * programs / processors
+        rounds = max(1.0, (share + 1) / 2) if triangle else ceil(share)
+        return rounds * queries * group / n + COPY * (3 + share) * (n > 1)
+
+    return min((n for n in (1 << e for e in range(group.bit_length())) if group % n == 0), key=time)
+
+
+def spread(request: Request, n: int) -> Request:
+    """The same call with n copies of each KV head, one after the other."""
+    if n == 1:
+        return request
+    k, v = (x.unsqueeze(-2).expand(*x.shape[:-1], n, -1).flatten(-3, -2) for x in request[1:3])
+    return request._replace(k=k, v=v)
+
+
 def backward(
     request: Request, upstream: Upstream, recordings: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,9 +226,20 @@ def backward(
     q, k = request.q, request.k
     if not has_backward(request):
         return portable_backward(request, upstream, recordings)
-    dq, dk, dv = new_gradients(request)
     if q.numel() == 0 or k.numel() == 0:
+        dq, dk, dv = new_gradients(request)
         return dq.zero_(), dk.zero_(), dv.zero_()
+    n = copies(request, multiprocessors(q.device))
+    dq, dk, dv = _backward(spread(request, n), upstream, recordings, n)
+    if n > 1:
+        dk, dv = (x.unflatten(-2, (-1, n)).sum(-2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _backward(
+    request: Request, upstream: Upstream, recordings: dict[Any, Any] | None, n: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, dq, dk, dv = request.q, *new_gradients(request)
     upstream = lined(upstream)
     dout = upstream.dout
     if dout.stride(-1) != 1 or dout.data_ptr() % 16 or any(stride % 8 for stride in dout.stride()[:-1]):
@@ -205,6 +256,7 @@ def backward(
             ]
 
         tensors = request.tensors()
-        name, key = replay.of_gradients(upstream), replay.layout_of(upstream, tensors)
+        key = replay.layout_of(upstream, tensors)
+        name = replay.of_gradients(upstream) + (f" of {n} copies" if n > 1 else "")  # not the caller's tensors
         replay.whole(name, (*tensors, *upstream), (dq, dk, dv, memory), build, recordings, key=key)
     return dq, dk, dv

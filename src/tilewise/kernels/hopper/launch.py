@@ -20,7 +20,7 @@ from ..repair import repair_forward_kernel
 from ..shapes import Problem, by_group, padded, problem, view
 from ..terms import device_terms, mask_mod, score_mod
 from . import tiles
-from .backward_launch import backward, backward_launches, new_space
+from .backward_launch import backward, backward_launches, copies, new_space, spread
 from .careful import STEP, careful
 from .descriptors import both, descriptor, full
 from .forward import ROWS, Plan, forward_kernel
@@ -160,6 +160,7 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
         return launches
     if not has_backward(request):
         return launches + portable_launches(request, gpu, True)
+    request = spread(request, copies(request, PROCESSORS))
     dq, dk, dv = new_gradients(request)
     upstream, space = Upstream(out, lse, out, None), new_space(q, problem(request))
     launches += backward_launches(request, upstream, (dq, dk, dv), space, PROCESSORS)

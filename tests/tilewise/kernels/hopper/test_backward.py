@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace as altered
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,38 @@ def test_without_semaphores_they_would(case: Case) -> None:
     options: Any = {"deterministic": True, "processors": 8, "semaphore_wait": lambda *_: None}
     runs = [gradients(inputs, seed=n, **options)[0] for n in range(4)]
     assert not all(torch.equal(runs[0], x) for x in runs[1:])
+
+
+@pytest.mark.parametrize("name", ["full", "shared keys", "packed", "lse"])
+def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more processors than programs."""
+
+    def whole(name: str, _given: Any, _made: Any, build: Any, _recordings: Any, key: Any) -> None:
+        assert name == "backward of 4 copies"
+        for job in build():
+            if hasattr(job.kernel, "is_gluon") and job.kernel.is_gluon():
+                programs.append(job.programs)
+                emulator.launch(*job)
+            else:
+                job()
+
+    of_gradients, layout_of = lambda _: "backward", lambda *_: ()
+    replay = SimpleNamespace(whole=whole, of_gradients=of_gradients, layout_of=layout_of)
+    monkeypatch.setattr(hopper, "replay", replay)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda _: 64)
+    monkeypatch.setattr(hopper, "COPY", 0)
+    hopper._copies.cache_clear()
+    programs: list[int] = []
+    inputs = make(altered(CASES[name], heads=4, kv_heads=1), "cpu")
+    case, q, k, v, dout, dlse, cu_q, cu_k = inputs
+    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
+    request = Request(q, k, v, case.spec._replace(partial=True), cu_q=cu_q, cu_k=cu_k)
+    found = hopper.backward(request, Upstream(out.to(q.dtype), lse.float(), dout, dlse))
+    hopper._copies.cache_clear()
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert programs == [4 * hopper.problem(request).programs(k.shape[-3], 1, 128)]
+    unused = torch.zeros(())
+    check([unused, unused, *(x.to(q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
 
 
 def limping(name: str) -> Any:
