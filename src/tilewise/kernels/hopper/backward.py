@@ -18,7 +18,8 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
-from ..tile import ANY_SIZE, steepened
+from ..tile.score import steepened
+from ..tile.tuples import ANY_SIZE
 from .backward_tiles import (
     DQ_STORED,
     Call,

@@ -2,7 +2,7 @@
 
 from ..launch import INTERPRETED
 from ..shapes import Problem
-from ..tile import Plan
+from ..tile.tuples import Plan
 
 
 def careful(size: Problem, rows: int, block_d: int, block_dv: int) -> Plan:
