@@ -109,6 +109,11 @@ def each_of_batch(function: Callable[..., Any], *tensors: Tensor | None) -> tupl
     )
 
 
+def is_disturbed(x: Tensor) -> bool:
+    """Whether a backward that starts from this is more than one: watched, timed, or differentiated again."""
+    return torch.is_grad_enabled() or is_forward_mode() or is_watched(x) or _profiled() or _is_batched(x)
+
+
 def apply_unchecked(function: Any, *args: Any) -> Any:
     """function.apply(*args) of an autograd Function, without the inspection of its signature that comes first."""
     return super(torch.autograd.Function, function).apply(*args)
