@@ -118,7 +118,9 @@ def _run(
         return ops.attend_again(call, q, k, v)
     if call is None:
         request = checks.request_of(q, k, v, cu, longest, given)
-    else:
+    elif cu:
         checks.check_longest(*longest)
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
+    else:  # a softcap, say, which has no tensor
+        request = Request(q, k, v, call.spec)
     return ops.attend(request, call, key)

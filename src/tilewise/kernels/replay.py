@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Upstream
-from ..torch_private import current_stream
+from ..torch_private import current_stream, empty_cuda
 from .compiling import compiled
 from .cuda import Addresses, Direct, Slot, direct
 from .launch import Launch, on, runs_on_gpu
@@ -45,7 +45,7 @@ class Recording(NamedTuple):
     steps: list[Step]
     direct: list[Direct] | None
     strides: tuple[tuple[int, ...], ...] = ()
-    made: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
 
     def suits(self, given: Sequence[Tensor]) -> bool:
@@ -61,9 +61,8 @@ class Recording(NamedTuple):
     def run(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Everything again, with tensors that look like those of the recording."""
         first = given[0]
-        device = first.device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
         with on(first):
+            made = [empty_cuda(*what) for what in self.made]
             again(self, (*given, *made, *self.kept(first.get_device())))
         return made
 
@@ -128,8 +127,8 @@ def whole(
     if known is not None and known.steps is recording.steps:
         return
     if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
-        strides, shapes = tuple(x.stride() for x in inputs), tuple((x.shape, x.dtype) for x in rooms)
-        recordings[name] = recording._replace(strides=strides, made=shapes, kept=kept)
+        shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
+        recordings[name] = recording._replace(strides=tuple(x.stride() for x in inputs), made=shapes, kept=kept)
 
 
 def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:

@@ -39,17 +39,28 @@ def _backward_of(request: Request, upstream: Upstream, call: Call | None = None)
     return grads
 
 
+def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
+    found = call.again("forward", *tensors) or call.backend.forward(Request.of(spec, tensors), call.recordings)
+    out, lse, *_ = found
+    return out, lse
+
+
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_of(*call)
     found = call_of(request)
-    result: tuple[Tensor, Tensor] = found.backend.forward(request, found.recordings)
-    return result
+    return _forward_of(request.spec, found, request[:3] if found.bare else request.tensors())
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_of(request_of(*call), Upstream(out, lse, dout, dlse))
+    request = request_of(*call)
+    found = call_of(request)
+    grads = None if dlse is not None else found.again("backward", *request[:3], out, lse, dout)
+    if grads is None:
+        return _backward_of(request, Upstream(out, lse, dout, dlse), found)
+    dq, dk, dv, *_ = grads
+    return dq, dk, dv
 
 
 @torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
@@ -252,14 +263,6 @@ def _outputs(spec: Any, call: Call | None, tensors: Any) -> Any:
     return _forward_of(spec, call, tensors)
 
 
-def _forward_of(spec: Any, call: Call, tensors: Any) -> Any:
-    found = call.again("forward", *tensors)
-    if found is None:
-        return call.backend.forward(Request.of(spec, tensors), call.recordings)
-    out, lse, *_ = found
-    return out, lse
-
-
 def _watched(name: str) -> Callable[..., Any]:
     """The registered op, known to whoever counts FLOPs."""
     if COUNTER in sys.modules and not torch.compiler.is_compiling():
@@ -308,11 +311,6 @@ def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
     transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
-    if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
-        k, v, cu_k = request.k, request.v, request.cu_k
-        request = request._replace(
-            k=k.view_as(k), v=v.view_as(v), cu_k=None if cu_k is None else cu_k.view_as(cu_k)
-        )  # fmt: skip
     tensors = request[:3] if call is not None and call.bare else request.tensors()
     if transformed:
         return Transformed.apply(request.spec, call, *tensors)  # type: ignore[no-untyped-call]
@@ -330,6 +328,8 @@ def _differentiably(spec: Any, call: Call | None, tensors: Any) -> Any:
     wanted = tensors[: 5 + spec.score_tensors]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return _outputs(spec, call, tensors)
+    if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
+        tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
     if call is None:
         return Attention.apply(spec, None, *tensors)  # type: ignore[no-untyped-call]
     return apply_unchecked(Attention, spec, call, *tensors)
