@@ -64,7 +64,7 @@ RULES = {
     "kernels.compiling": Rule("kernels.triton_private"),
     "kernels.cuda": Rule(),
     "kernels.offline": Rule("kernels.gpu", lazy="spec triton"),
-    "kernels.replay": Rule("kernels.compiling kernels.cuda kernels.launch kernels.triton_private torch_private"),
+    "kernels.replay": Rule("kernels.compiling kernels.cuda kernels.launch kernels.triton_private spec torch_private"),
     "kernels.shapes": Rule("kernels.tile spec triton"),
     "kernels.terms": Rule("kernels.gpu kernels.launch kernels.mods kernels.tile mods spec"),
     "kernels.overlap": Rule("triton"),
