@@ -88,7 +88,7 @@ if HERE:
 # %%
 if HERE:
     from tilewise.kernels.portable.forward import stream_keys
-    from tilewise.kernels.tile import softmax_step
+    from tilewise.kernels.tile.softmax import softmax_step
 
     print(inspect.getsource(softmax_step.fn))
     print(inspect.getsource(stream_keys.fn))

@@ -77,7 +77,7 @@ def attention_varlen(
     Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number. Where a
     buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
-    cu = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in (cu_seqlens_q, cu_seqlens_k))
+    cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
     out, lse = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     return (out, lse) if options.get("return_lse") else out
 

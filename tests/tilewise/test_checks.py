@@ -18,6 +18,14 @@ Q = torch.zeros(1, 4, 2, 8)
 T = torch.zeros(4, 2, 8)
 CU = torch.tensor([0, 4], dtype=torch.int32)
 
+
+class NoFloat:
+    """As a symbol of sympy: it has a __float__ that raises."""
+
+    def __float__(self) -> float:
+        raise TypeError
+
+
 WRONG: dict[str, dict[str, Any]] = {
     **{
         f"{name} {type(x).__name__} {x}": {name: x}
@@ -42,6 +50,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "a bool bias": {"bias": torch.ones(4, 4, dtype=torch.bool)},
     "no such backend": {"backend": "cuda"},
     "no such layout": {"layout": "sbhd"},
+    **{f"{name} array": {"dropout_p": 0.1, name: np.zeros(2)} for name in ("seed", "backend", "layout", "scale")},
+    "seed float array": {"dropout_p": 0.1, "seed": np.array(3.0)},
+    "scale that is none": {"scale": NoFloat()},
     **{
         f"{name} {type(x).__name__}": {name: x}
         for name in ("q", "k", "v")
@@ -86,12 +97,16 @@ def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
             call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
 
 
-@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], torch.zeros(0, dtype=torch.int32)])
+@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], CU[:0], CU.to_sparse()])
 def test_what_is_no_offsets(x: Any) -> None:
     with pytest.raises(AttentionError):
         tilewise.attention_varlen(T, T, T, x, CU)
+
+
+@pytest.mark.parametrize("x", [1.5, True, -1, "4", np.zeros(2), torch.tensor(4)])
+def test_what_is_no_longest_sequence(x: Any) -> None:
     with pytest.raises(AttentionError, match="max_seqlen_q"):
-        tilewise.attention_varlen(T, T, T, CU, CU, max_seqlen_q=1.5)
+        tilewise.attention_varlen(T, T, T, CU, CU, max_seqlen_q=x)
 
 
 @pytest.mark.parametrize(

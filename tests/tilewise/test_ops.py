@@ -198,3 +198,11 @@ def test_a_nan_that_nobody_sees_stays_out_of_the_gradients_of_a_mod_under_torch_
     clean = torch.func.grad(total, (0, 1, 2))(k, v, slopes)
     k[:, 0] = v[:, 1] = q[:, 0] = torch.nan
     assert_close(torch.func.grad(total, (0, 1, 2))(k, v, slopes), clean)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functionalize(name: str) -> None:
+    tensors = [x.detach() for x in used(name)]
+    assert_close(torch.func.functionalize(CALLS[name])(*tensors), CALLS[name](*tensors))
+    gradient = torch.func.grad(loss(name))
+    assert_close(torch.func.functionalize(gradient)(*tensors), gradient(*tensors))

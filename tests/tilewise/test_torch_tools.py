@@ -133,6 +133,7 @@ def test_what_is_not_for_nested_tensors() -> None:
 
 LOADED = """
 import sys, torch, tilewise
+import torch._inductor.codecache  # of which the loader of torch 2.10 thinks that somebody has imported it
 packaged = torch._inductor.aoti_load_package(sys.argv[1])
 q, k, v = (torch.randn(2, 16, 4, 8) for _ in range(3))
 torch.testing.assert_close(packaged(q, k, v), 2 * tilewise.attention(q, k, v, causal=True, softcap=20.0))

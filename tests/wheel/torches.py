@@ -1,9 +1,9 @@
 """The oldest and the newest torch that we claim, on a CPU: what of torch we use is there, and does what it did.
 
-    python tests/wheel/torches.py                     the boundary to torch with both: a download, and half a minute
+    python tests/wheel/torches.py                     the boundary to torch with both: a download, and a minute
     python tests/wheel/torches.py --all 2.12.1        the public functions and the reference too, with any torch
     python tests/wheel/torches.py --fetch FOLDER      only the download, for a later time
-    python tests/wheel/torches.py --from FOLDER       without one, as .ci/run does
+    python tests/wheel/torches.py --from FOLDER       without one
 
 The oldest is that of `dependencies` in pyproject.toml, the newest that of its group `newest`. Each is put into a folder
 ahead of what is installed, and is left out, with a word, where it cannot be had. CPU builds come from pytorch.org.
@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 900  # seconds for a download
+PATIENCE = 600  # seconds for a download
 READY = "ready"  # a file beside a torch that is whole
-BOUNDARY = ("tests/tilewise/test_torch_tools.py", "tests/tilewise/test_integration.py")
-ALL = (*BOUNDARY, "tests/tilewise/test_api.py", "tests/tilewise/test_ops.py", "tests/tilewise/reference")
+BOUNDARY = tuple(f"tests/tilewise/test_{name}.py" for name in ("torch_tools", "integration", "ops"))
+ALL = (*BOUNDARY, "tests/tilewise/test_api.py", "tests/tilewise/reference")
 
 
 def script() -> Any:
@@ -142,7 +142,7 @@ def tests(version: str, folder: Path, everything: bool) -> int:
     found = subprocess.run(look, capture_output=True, text=True, check=True, env=env).stdout.strip()
     assert found.startswith(version), found
     print(f"with torch {found}:", flush=True)
-    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "-n", "2", *chosen]
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *chosen]
     return subprocess.run(line, cwd=ROOT, env=env).returncode
 
 

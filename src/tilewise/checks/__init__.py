@@ -18,7 +18,7 @@ from torch import Tensor
 from ..mods.blocks import BlockMask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
-from ..mods.dropout import as_seed
+from ..mods.dropout import as_seed, is_whole
 from ..mods.program import Mod, bound, indexed
 from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, band
 from ..torch_private import any_autocast, has_address
@@ -123,7 +123,7 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
 def check_longest(n_q: Any, n_k: Any) -> None:
     """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
     for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
-        if n is not None and (isinstance(n, (bool, float, Tensor)) or not hasattr(n, "__index__") or n < 0):
+        if n is not None and (not is_whole(n) or n < 0):
             raise AttentionError(name, repr(n), "an int >= 0, or None")
 
 
@@ -132,6 +132,8 @@ def sized(
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Request:  # fmt: skip
     """sizes: B, H, Sq, Sk; for packed sequences the last two are what the caller says of them, or None."""
+    if not isinstance(options["backend"], str):
+        raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
     for name in ("causal", "return_lse", "deterministic"):
         if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
             raise AttentionError(name, repr(options[name]), "True or False")
@@ -212,6 +214,8 @@ def number(name: str, x: Any, expected: str) -> float:
         found = float(x)
     except OverflowError:
         found = math.inf
+    except (TypeError, ValueError):
+        raise AttentionError(name, repr(x), expected) from None
     if not math.isfinite(found):
         raise AttentionError(name, x, expected)
     return found
@@ -368,7 +372,7 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
 
 def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
     """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
-    if layout != "bshd":
+    if not isinstance(layout, str) or layout != "bshd":
         q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
@@ -383,7 +387,7 @@ def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of (batch, heads, tokens, dim) tensors as the rest of the library has them."""
-    if layout != "bhsd":
+    if not isinstance(layout, str) or layout != "bhsd":
         raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
     for name, x in zip("qkv", tensors, strict=True):
         if not isinstance(x, Tensor) or x.dim() != 4:

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch, on
-from .tile import LOG2E, logsumexp
+from .tile.softmax import logsumexp
+from .tile.tuples import LOG2E
 
 ELEMENTS = 2048  # of out, for each program
 

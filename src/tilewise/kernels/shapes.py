@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from ..spec import MAX_HEAD_DIM, Request, Upstream, heads_are_queries
-from .tile import View
+from .tile.tuples import View
 
 
 class Problem(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..mods.dropout import threshold
 from ..spec import AttentionError, Request
 from . import mods
-from . import tile as device
 from .gpu import Gpu
 from .launch import INTERPRETED
+from .tile import tuples as device
 
 LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
 

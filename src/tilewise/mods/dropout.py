@@ -56,6 +56,15 @@ def dropout_mask(
     return keep(p, as_seed(seed, b.device), b[:, None, None, None], h[:, None, None], i[:, None], j)
 
 
+def is_whole(x: Any) -> bool:
+    """Whether x is an int or counts as one, as numpy's do; an array does not, though it may have one element.
+
+    >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole([3])
+    (True, False, False, False)
+    """
+    return hasattr(x, "__index__") and not isinstance(x, (bool, float, Tensor)) and not hasattr(x, "__len__")
+
+
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """A seed on the device, without a sync: the caller's, or the next of torch's own generator."""
     if seed is None:
@@ -64,6 +73,6 @@ def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise AttentionError("seed", f"{seed.dtype} {tuple(seed.shape)}", "an int, or one torch.int64")
         return seed.reshape(()).to(device)
-    if isinstance(seed, (bool, float, str)) or not hasattr(seed, "__index__") or not -(2**63) <= seed < 2**63:
+    if not is_whole(seed) or not -(2**63) <= seed < 2**63:
         raise AttentionError("seed", repr(seed), "an int of 64 bits, or one torch.int64")
     return torch.full((), seed, dtype=torch.int64, device=device)

@@ -221,9 +221,9 @@ def hidden(block: Block, request: Request) -> Tensor:
     at = local.i + (local.n_k - local.n_q)
     hide = torch.zeros_like(at == local.j)
     if spec.before is not None:
-        hide |= local.j < at - spec.before
+        hide = hide | (local.j < at - spec.before)
     if spec.after is not None:
-        hide |= local.j > at + spec.after
+        hide = hide | (local.j > at + spec.after)
     if spec.mask_mod is not None:
         (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], block.place, None, request.mask, spec.mask_numbers)
         hide = hide | ~torch.as_tensor(seen, device=hide.device)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.tile import softmax_step
+from tilewise.kernels.tile.softmax import softmax_step
 
 
 @triton.jit

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.portable.forward import stream_keys
-from tilewise.kernels.tile import Law, Terms, Work, band, locate, visible
+from tilewise.kernels.tile.sight import visible
+from tilewise.kernels.tile.tuples import Law, Terms, Work
+from tilewise.kernels.tile.walk import band, locate
 
 
 @triton.jit

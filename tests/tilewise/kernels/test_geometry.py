@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracle import seen
 from tests.tilewise.kernels.probes import band_probe, locate_probe, visible_probe
 from tilewise.kernels.portable.launch import Problem
-from tilewise.kernels.tile import PAD
+from tilewise.kernels.tile.tuples import PAD
 from tilewise.spec import Spec
 
 SIDES = (None, 0, 1, 3)

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.dispatch import signature
 from tilewise.kernels import replay
-from tilewise.kernels.tile import View
+from tilewise.kernels.tile.tuples import View
 
 
 class Parameter(NamedTuple):

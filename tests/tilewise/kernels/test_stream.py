@@ -17,7 +17,7 @@ from tests.tilewise.kernels.probes import stream_probe
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.portable import launch
 from tilewise.kernels.shapes import view
-from tilewise.kernels.tile import Plan
+from tilewise.kernels.tile.tuples import Plan
 from tilewise.merge import union
 from tilewise.reference import attention as rung
 from tilewise.spec import Request, Spec

@@ -18,7 +18,9 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
-from ..tile import ANY_SIZE, listed, steepened
+from ..tile.score import steepened
+from ..tile.tuples import ANY_SIZE
+from ..tile.walk import listed
 from .backward_tiles import (
     DQ_STORED,
     Call,

@@ -16,7 +16,7 @@ from ..portable.launch import clear_launches, new_gradients
 from ..repair import repair_backward_kernel
 from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, mask_mod, slope_mod
-from ..tile import LOG2E, PAD, View
+from ..tile.tuples import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_tiles import Plan
 from .backward_wide import backward_wide_kernel

@@ -5,7 +5,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import PAD, Work, band, exponent, listed, locate, pleases, walk, worth_and_slope
+from ..tile.score import worth_and_slope
+from ..tile.sight import pleases
+from ..tile.softmax import exponent
+from ..tile.tuples import PAD, Work
+from ..tile.walk import band, listed, locate, walk
 from .compat import (
     add_out,
     await_previous,

@@ -17,7 +17,8 @@ tiles, for which two more warps ask and tell.
 
 from typing import NamedTuple
 
-from ..tile import ANY_SIZE, steepened
+from ..tile.score import steepened
+from ..tile.tuples import ANY_SIZE
 from .backward_tiles import (
     BLOCK_M,
     Call,

@@ -2,7 +2,7 @@
 
 from ..launch import INTERPRETED
 from ..shapes import Problem
-from ..tile import Plan
+from ..tile.tuples import Plan
 
 STEP = 16  # rows of the other side that it takes at a time
 

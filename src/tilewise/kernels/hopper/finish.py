@@ -5,7 +5,9 @@ import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
 from ..portable.backward import prepare_kernel
-from ..tile import ANY_SIZE, PAD, Rows, locate, store_rows
+from ..tile.memory import store_rows
+from ..tile.tuples import ANY_SIZE, PAD, Rows
+from ..tile.walk import locate
 
 ROWS: tl.constexpr = tl.constexpr(64)
 

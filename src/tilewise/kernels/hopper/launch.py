@@ -23,7 +23,8 @@ from . import tiles
 from .backward_launch import backward, backward_launches, copies, new_space, spread
 from .careful import STEP, careful
 from .descriptors import both, descriptor, full
-from .forward import ROWS, Plan, forward_kernel
+from .forward import forward_kernel
+from .forward_tiles import ROWS, Plan
 from .limits import GPU, has_backward, is_uneven
 from .pipeline import Cached, Held
 

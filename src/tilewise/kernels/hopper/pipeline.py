@@ -9,7 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile import Work, band, clamp, listed, walk
+from ..tile.tuples import Work
+from ..tile.walk import band, clamp, listed, walk
 from .compat import arrive, copy_in, gl, gluon, mbarrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer

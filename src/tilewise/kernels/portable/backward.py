@@ -13,31 +13,13 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import (
-    ANY_SIZE,
-    LOG2E,
-    Law,
-    Rows,
-    Work,
-    band,
-    column,
-    dot,
-    dropped,
-    exponent,
-    inner,
-    load_rows,
-    locate,
-    masked,
-    raise_flag,
-    row_pointers,
-    seen,
-    statistic_pointers,
-    steepened,
-    store_rows,
-    unit_of,
-    walk,
-    worth_and_slope,
-)
+from ..tile.memory import load_rows, row_pointers, statistic_pointers, store_rows
+from ..tile.product import dot, inner, raise_flag
+from ..tile.score import dropped, steepened, worth_and_slope
+from ..tile.sight import masked, seen
+from ..tile.softmax import exponent, unit_of
+from ..tile.tuples import ANY_SIZE, LOG2E, Law, Rows, Work
+from ..tile.walk import band, column, locate, walk
 
 
 class Saved(NamedTuple):

@@ -9,7 +9,7 @@ from ..launch import Launch, can_overlap, overlapped
 from ..repair import LINE, repair_backward_kernel
 from ..shapes import padded, problem, view
 from ..terms import device_terms, folded, mask_mod
-from ..tile import PAD, Plan, View
+from ..tile.tuples import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
 from .options import costly_term, is_even, options_of, tile_of
 from .repairs import repair

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_wait
-from ..tile import ANY_SIZE
+from ..tile.tuples import ANY_SIZE
 
 
 @triton.jit

@@ -9,32 +9,13 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import (
-    ANY_SIZE,
-    LOG2E,
-    Law,
-    Rows,
-    band,
-    column,
-    dot,
-    dropped,
-    head_of,
-    inner,
-    load_rows,
-    locate,
-    logsumexp,
-    masked,
-    measured,
-    raise_flag,
-    row_pointers,
-    seen,
-    share,
-    softmax_step,
-    store_rows,
-    unit_of,
-    walk,
-    worth,
-)
+from ..tile.memory import load_rows, row_pointers, store_rows
+from ..tile.product import dot, inner, raise_flag
+from ..tile.score import dropped, worth
+from ..tile.sight import masked, seen
+from ..tile.softmax import logsumexp, measured, softmax_step, unit_of
+from ..tile.tuples import ANY_SIZE, LOG2E, Law, Rows
+from ..tile.walk import band, column, head_of, locate, share, walk
 
 
 @triton.jit

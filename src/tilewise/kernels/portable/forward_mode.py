@@ -10,23 +10,13 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents
-from ..tile import (
-    ANY_SIZE,
-    LOG2E,
-    Law,
-    Rows,
-    band,
-    dot,
-    inner,
-    load_rows,
-    locate,
-    raise_flag,
-    row_pointers,
-    scores,
-    store_rows,
-    unit_of,
-    visible,
-)
+from ..tile.memory import load_rows, row_pointers, store_rows
+from ..tile.product import dot, inner, raise_flag
+from ..tile.score import scores
+from ..tile.sight import visible
+from ..tile.softmax import unit_of
+from ..tile.tuples import ANY_SIZE, LOG2E, Law, Rows
+from ..tile.walk import band, locate
 
 
 class Moving(NamedTuple):

@@ -11,7 +11,12 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import Law, Work, clamp, dot, logsumexp, masked, raise_flag, seen, softmax_step, unit_of, worth
+from ..tile.product import dot, raise_flag
+from ..tile.score import worth
+from ..tile.sight import masked, seen
+from ..tile.softmax import logsumexp, softmax_step, unit_of
+from ..tile.tuples import Law, Work
+from ..tile.walk import clamp
 from .kv_combine import columns, row_pointers, union, with_sink
 from .kv_plan import items_of, load_item, load_stretch, work_of
 

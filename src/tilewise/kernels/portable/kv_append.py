@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import clamp
+from ..tile.walk import clamp
 from .kv_combine import columns
 
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_wait
-from ..tile import LOG2E, Work, logsumexp
+from ..tile.softmax import logsumexp
+from ..tile.tuples import LOG2E, Work
 from .kv_plan import items_of, load_item, load_stretch, task_of, work_of
 
 

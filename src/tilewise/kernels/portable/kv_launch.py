@@ -17,7 +17,7 @@ from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
 from ..shapes import padded, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
-from ..tile import Plan, View
+from ..tile.tuples import Plan, View
 from . import kv_profile, kv_tiles
 from .kv import Cache, attend_kernel
 from .kv_append import Turn, append_kernel

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import gdc_launch_dependents, gdc_wait
-from ..tile import clamp
+from ..tile.walk import clamp
 
 
 class Item(NamedTuple):

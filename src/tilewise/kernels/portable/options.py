@@ -11,7 +11,7 @@ from ..launch import INTERPRETED
 from ..repair import LINE
 from ..shapes import Problem, padded, problem
 from ..terms import is_linear, lists_tiles
-from ..tile import Plan
+from ..tile.tuples import Plan
 from . import limits, tiles
 from .tiles import Tile
 

@@ -10,22 +10,12 @@ tile, and summed by whoever owns the sum, in one fixed order and without atomics
 import triton
 import triton.language as tl
 
-from ..tile import (
-    ANY_SIZE,
-    Law,
-    Rows,
-    Work,
-    band,
-    dropped,
-    inner,
-    load_rows,
-    locate,
-    place,
-    row_pointers,
-    seen,
-    sequence,
-    statistic_pointers,
-)
+from ..tile.memory import load_rows, row_pointers, statistic_pointers
+from ..tile.product import inner
+from ..tile.score import dropped
+from ..tile.sight import place, seen
+from ..tile.tuples import ANY_SIZE, Law, Rows, Work
+from ..tile.walk import band, locate, sequence
 from .backward import weights
 
 

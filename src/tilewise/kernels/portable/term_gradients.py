@@ -18,7 +18,7 @@ from .. import mods
 from ..launch import Launch, gpu_for, on
 from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
-from ..tile import FAR, LOG2E, Bias
+from ..tile.tuples import FAR, LOG2E, Bias
 from .backward_launch import prepare_launch, row_statistics
 from .options import options_of, tile_of
 from .sums import line_sums_kernel, tile_sums_kernel
