@@ -90,7 +90,7 @@ RULES = {
     "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
-    "kernels.hopper.kv_launch": Rule("cache.request kernels"),
+    "kernels.hopper.kv_launch": Rule("cache.memory cache.request kernels"),
     "kernels.hopper.profile": Rule(
         "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
         " kernels.portable.tiles"

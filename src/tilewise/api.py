@@ -110,12 +110,13 @@ def check(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = (), layout: str = "bshd"
 ) -> Any:
-    """(out, lse) of a call, which is checked if none like it was before."""
+    """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
     q, k, v = checks.arranged(q, k, v, layout)
     key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
+    lse = bool(given.get("return_lse"))
     if call is not None and call.bare:
-        return ops.attend_again(call, q, k, v)
+        return ops.attend_again(call, q, k, v, lse)
     if call is None:
         request = checks.request_of(q, k, v, cu, longest, given)
     elif cu:
@@ -123,4 +124,4 @@ def _run(
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
     else:  # a softcap, say, which has no tensor
         request = Request(q, k, v, call.spec)
-    return ops.attend(request, call, key)
+    return ops.attend(request, call, key, lse)

@@ -26,8 +26,9 @@ def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tup
     return (q.values(), k.values(), v.values()), (q.offsets().int(), k.offsets().int())
 
 
-def packed(out: Tensor, lse: Tensor, q: Any) -> tuple[Tensor, Tensor]:
+def packed(out: Tensor, lse: Tensor | None, q: Any) -> tuple[Tensor, Tensor | None]:
     """out (T, H, D) and lse (H, T) as nested (B, j, H, D) and (B, H, j), of the same sequences as q."""
     like: Any = torch.nested.nested_tensor_from_jagged
     bounds = {"min_seqlen": getattr(q, "_maybe_min_seqlen", None), "max_seqlen": getattr(q, "_maybe_max_seqlen", None)}
-    return like(out, q.offsets(), **bounds), like(lse.mT, q.offsets(), **bounds).transpose(1, 2)
+    stacked = None if lse is None else like(lse.mT, q.offsets(), **bounds).transpose(1, 2)
+    return like(out, q.offsets(), **bounds), stacked

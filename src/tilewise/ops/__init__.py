@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -163,29 +164,21 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        *tensors, out, lse = ctx.saved_tensors
-        if ctx.call is not None and dout is not None and dlse is None and not is_disturbed(dout):
-            found = ctx.call.again("backward", *tensors, out, lse, dout)
-            if found is not None:
-                return None, None, *found[:3]
-        request = Request.of(ctx.spec, tensors)
-        every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
-        n = min(every, len(tensors))
-        wanted = ctx.needs_input_grad[2 : 2 + n]
+        return _propagated(ctx, dout, dlse)
 
-        def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
-            upstream = Upstream(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-            if not _is_higher_order(dout, dlse, *tensors[:n]):
-                return _gradients(wanted, ctx.call, upstream, request)
-            if choose(request).backend.name == REFERENCE:
-                of_all = (*wanted, *(False,) * (every - n))
-                return named(REFERENCE).differentiable_backward(request, upstream, of_all)[:n]
-            flat: Any = (wanted, ctx.spec, *upstream, *tensors)
-            return OneDerivative.apply(*flat)  # type: ignore[no-untyped-call]
 
-        batched = is_batched(dout) or is_batched(dlse)
-        grads = each_of_batch(gradients, dout, dlse) if batched else gradients(dout, dlse)
-        return None, None, *grads, *(None,) * (len(tensors) - n)
+class OutAlone(Attention):
+    """Where lse is not asked for: one result less to wrap; and torch.compile makes no zeros for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, call: Any, *tensors: Any) -> Any:
+        output = _outputs(spec, call, tensors)
+        _save(ctx, spec, call, tensors, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None) -> Any:  # type: ignore[override]
+        return _propagated(ctx, dout, None)
 
 
 class Transformed(Attention):
@@ -212,6 +205,33 @@ class Transformed(Attention):
             raise AttentionError("forward mode on these kernels", "a tangent of a term", "tangents of q, k and v only")
         along = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         return torch.ops.tilewise.jvp(out, lse, along, *arguments(request))
+
+
+def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    """What a backward returns."""
+    *tensors, out, lse = ctx.saved_tensors
+    if ctx.call is not None and dout is not None and dlse is None and not is_disturbed(dout):
+        found = ctx.call.again("backward", *tensors, out, lse, dout)
+        if found is not None:
+            return None, None, *found[:3]
+    request = Request.of(ctx.spec, tensors)
+    every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
+    n = min(every, len(tensors))
+    wanted = ctx.needs_input_grad[2 : 2 + n]
+
+    def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
+        upstream = Upstream(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        if not _is_higher_order(dout, dlse, *tensors[:n]):
+            return _gradients(wanted, ctx.call, upstream, request)
+        if choose(request).backend.name == REFERENCE:
+            of_all = (*wanted, *(False,) * (every - n))
+            return named(REFERENCE).differentiable_backward(request, upstream, of_all)[:n]
+        flat: Any = (wanted, ctx.spec, *upstream, *tensors)
+        return OneDerivative.apply(*flat)  # type: ignore[no-untyped-call]
+
+    batched = is_batched(dout) or is_batched(dlse)
+    grads = each_of_batch(gradients, dout, dlse) if batched else gradients(dout, dlse)
+    return None, None, *grads, *(None,) * (len(tensors) - n)
 
 
 def _save(ctx: Any, spec: Any, call: Any, tensors: Any, output: Any) -> None:
@@ -303,9 +323,10 @@ def _is_higher_order(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
-    """(out, lse), through autograd only where a derivative will be asked for. `call` is what is remembered of requests
-    like this; what is found out for the first of them is remembered by `key` too. Where somebody watches, none is."""
+def attend(request: Request, call: Call | None = None, key: Any = None, lse: bool = True) -> Any:
+    """(out, lse), through autograd only where a derivative will be asked for; where `lse` is not, maybe None. `call`
+    is what is remembered of requests like this; what is found out for the first of them is remembered by `key` too.
+    Where somebody watches, none is."""
     if call is None and not is_watched(*request[:3]):
         call = call_of(request, key)
     transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
@@ -314,22 +335,23 @@ def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
     tensors = request[:3] if call is not None and call.bare else request.tensors()
     if transformed:
         return Transformed.apply(request.spec, call, *tensors)  # type: ignore[no-untyped-call]
-    return _differentiably(request.spec, call, tensors)
+    return _differentiably(request.spec, call, tensors, lse)
 
 
-def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> Any:
     """The same of a call without other tensors, one like which ran before."""
     if is_forward_mode():
         return attend(Request(q, k, v, call.spec), call)
-    return _differentiably(call.spec, call, (q, k, v))
+    return _differentiably(call.spec, call, (q, k, v), lse)
 
 
-def _differentiably(spec: Any, call: Call | None, tensors: Any) -> Any:
+def _differentiably(spec: Any, call: Call | None, tensors: Any, lse: bool) -> Any:
     wanted = tensors[: 5 + spec.score_tensors]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return _outputs(spec, call, tensors)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
-    if call is None:
-        return Attention.apply(spec, None, *tensors)  # type: ignore[no-untyped-call]
-    return apply_unchecked(Attention, spec, call, *tensors)
+    kind = Attention if lse else OutAlone
+    apply: Any = kind.apply if call is None else partial(apply_unchecked, kind)
+    found = apply(spec, call, *tensors)
+    return found if lse else (found, None)
