@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 from tilewise.spec import AttentionError
+from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import chosen, lesson
-from tilewise_lab.learn.language import language, say
 from tilewise_lab.learn.tools import not_written
 
 

@@ -38,7 +38,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    from tilewise_lab.learn import check, lab, language, notebook, play
+    from tilewise_lab import language
+    from tilewise_lab.learn import check, lab, notebook, play
 
     if options.lang:
         language.use(options.lang)

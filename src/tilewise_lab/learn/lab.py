@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise_lab.language import say
 from tilewise_lab.learn.course import home
-from tilewise_lab.learn.language import say
 
 Found = dict[str, Any]
 EXPERIMENTS: dict[str, Callable[[], Found]] = {}

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import Cell, Lesson, lesson, lessons
 from tilewise_lab.learn.formulas import for_terminal
-from tilewise_lab.learn.language import language, say
 
 
 def contents() -> int:
@@ -74,7 +74,7 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
     printed: takes what each cell prints, in place of the terminal.
     """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
-    for cell in one.cells_in(language()):
+    for cell in one.cells_in("zh" if language() == "zh" else "en"):
         if not quiet:
             display(cell)
         if cell.kind == "code":
@@ -90,19 +90,20 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
 
 
 def display(cell: Cell) -> None:
+    words = cell.read_in(language())
     try:
         from rich.console import Console
         from rich.markdown import Markdown
         from rich.padding import Padding
         from rich.syntax import Syntax
     except ModuleNotFoundError:
-        code = "\n".join(f"    {x}" for x in cell.text.splitlines())
-        print(f"\n{for_terminal(cell.text)}\n" if cell.kind == "markdown" else code)
+        code = "\n".join(f"    {x}" for x in words.splitlines())
+        print(f"\n{for_terminal(words)}\n" if cell.kind == "markdown" else code)
         return
     console = Console()
     if cell.kind == "markdown":
-        console.print(Markdown(for_terminal(cell.text)))
+        console.print(Markdown(for_terminal(words)))
     else:
         console.print(
-            Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
+            Padding(Syntax(words, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
         )
