@@ -43,21 +43,19 @@ def run(options: Namespace) -> int:
 
     if options.lang:
         language.use(options.lang)
-    try:
-        if options.notebooks:
-            return notebook.write_all(options.notebooks)
-        if options.check:
-            number, answer = options.check
-            return check.grade(int(number), Path(answer))
-        if options.measure:
-            return lab.measure_all(options.measure, options.only)
-        if options.lesson is None:
-            return play.contents()
-        if options.exercise:
-            return check.hand_out(options.lesson)
-        if options.solution:
-            return check.reveal(options.lesson)
-        return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)
-    except AttentionError as error:
-        print(f"tilewise learn: {error}")
-        return 2
+    if options.notebooks:
+        return notebook.write_all(options.notebooks)
+    if options.check:
+        number, answer = options.check
+        if not number.isdigit():
+            raise AttentionError("--check", repr(number), "the number of a lesson, then the file of an answer")
+        return check.grade(int(number), Path(answer))
+    if options.measure:
+        return lab.measure_all(options.measure, options.only)
+    if options.lesson is None:
+        return play.contents()
+    if options.exercise:
+        return check.hand_out(options.lesson)
+    if options.solution:
+        return check.reveal(options.lesson)
+    return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)

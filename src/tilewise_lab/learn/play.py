@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tilewise_lab.cli import CALLED
 from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import Cell, Lesson, lesson, lessons
@@ -32,8 +33,8 @@ def contents() -> int:
     print()
     print(
         say(
-            f"{solved} of {len(rows)} exercises solved. `tilewise learn {following}` goes on.",
-            f"已完成 {solved} / {len(rows)} 道练习。接着学：`tilewise learn {following}`",
+            f"{solved} of {len(rows)} exercises solved. `{CALLED} learn {following}` goes on.",
+            f"已完成 {solved} / {len(rows)} 道练习。接着学：`{CALLED} learn {following}`",
         )
     )
     return 0
@@ -58,7 +59,7 @@ def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path 
     run(one, quiet=quiet, pause=pause)
     progress.note("read", number)
     if not quiet:
-        command = f"tilewise learn {number} --exercise"
+        command = f"{CALLED} learn {number} --exercise"
         print("\n" + say(f"An exercise comes with this lesson: {command}", f"这一课有一道练习：{command}"))
     return 0
 
