@@ -45,7 +45,7 @@ import torch
 import tilewise
 from tilewise.costs.cost import Call, naive_steps, traffic
 from tilewise.costs.devices import device
-from tilewise_lab.learn import measured, picture, show
+from tilewise_lab.learn import measured, picture, say, show
 from tilewise_lab.machine import budget
 
 
@@ -58,7 +58,10 @@ def attention(q, k, v):
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4) for _ in range(3))
 s, p, o = attention(q, k, v)
-show(["matrix", "shape"], [["Q", tuple(q.shape)], ["S", tuple(s.shape)], ["P", tuple(p.shape)], ["O", tuple(o.shape)]])
+show(
+    say(["matrix", "shape"], ["矩阵", "形状"]),
+    [["Q", tuple(q.shape)], ["S", tuple(s.shape)], ["P", tuple(p.shape)], ["O", tuple(o.shape)]],
+)
 assert s.shape == p.shape == (8, 8)
 assert o.shape == q.shape
 assert torch.allclose(p.sum(-1), torch.ones(8))  # softmax works row by row: each row of P is a distribution
@@ -130,16 +133,22 @@ for n in (512, 2048, 8192, 32768):
             f"{call.flops() / (call.flops() + projections):.0%}",
         ]
     )
-show(["N", "projections (GFLOP)", "attention (GFLOP)", "attention's share"], rows)
+show(
+    say(
+        ["N", "projections (GFLOP)", "attention (GFLOP)", "attention's share"],
+        ["N", "投影 (GFLOP)", "注意力 (GFLOP)", "注意力的占比"],
+    ),
+    rows,
+)
 half = Call(1, 2 * width, 2 * width, 16, 16, 128, 128).flops()
 assert half == 8 * (2 * width) * width**2
 
 layer = measured("layer")
 if layer:
     show(
-        ["N", "projections (ms)", "attention (ms)"],
+        say(["N", "projections (ms)", "attention (ms)"], ["N", "投影 (ms)", "注意力 (ms)"]),
         [[n, f"{t['projections_ms']:.2f}", f"{t['attention_ms']:.2f}"] for n, t in layer.items() if n.isdigit()],
-        f"one layer on an {layer['device']}",
+        say(f"one layer on an {layer['device']}", f"一层在 {layer['device']} 上"),
     )
 
 # %% [markdown]
@@ -159,15 +168,23 @@ if layer:
 assert budget.weights(4096) == (16_777_216, 64 * 2**20)
 gpt2 = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
 show(
-    ["step", "passes over (N, N)", "GB"],
+    say(["step", "passes over (N, N)", "GB"], ["步骤", "遍历 (N, N) 的次数", "GB"]),
     [
         [step.name, step.passes, f"{(step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))) / 1e9:.1f}"]
         for step in naive_steps(backward=True)
     ],
-    "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook moves, forward and backward",
+    say(
+        "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook moves, forward and backward",
+        "GPT-2 medium，64 条 1024 token 的序列：教科书式实现在前向和反向中搬运多少",
+    ),
 )
 bill = traffic(gpt2, backward=True)
-print(f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the chip: {bill.least / 1e9:.1f} GB")
+print(
+    say(
+        f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the chip: {bill.least / 1e9:.1f} GB",
+        f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片：{bill.least / 1e9:.1f} GB",
+    )
+)
 assert bill.naive > 15 * bill.least
 
 # %% [markdown]
@@ -188,7 +205,12 @@ call = Call(4, 4096, 4096, 16, 16, 64, 64)
 points = {"naive": call.flops() / traffic(call).naive, "tiled": call.flops() / traffic(call).tiled}
 for name in ("A100", "H100", "H200"):
     ridge = device(name).ridge("bfloat16")
-    print(f"{name}: ridge at {ridge:.0f} FLOP/byte; naive {points['naive']:.0f}, tiled {points['tiled']:.0f}")
+    print(
+        say(
+            f"{name}: ridge at {ridge:.0f} FLOP/byte; naive {points['naive']:.0f}, tiled {points['tiled']:.0f}",
+            f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 {points['naive']:.0f}，分块 {points['tiled']:.0f}",
+        )
+    )
     assert points["naive"] < ridge < points["tiled"]
 
 roofs = measured("roofs")
@@ -228,7 +250,10 @@ picture("01_roofline", draw)
 # %%
 half_a_row = torch.softmax(s[:, :4], -1)
 print(
-    "largest difference between weights from half a row and from all of it:",
+    say(
+        "largest difference between weights from half a row and from all of it:",
+        "只用半行与用整行算出的权重，最大相差：",
+    ),
     f"{(half_a_row - p[:, :4]).abs().max():.2f}",
 )
 assert (half_a_row - p[:, :4]).abs().max() > 0.1

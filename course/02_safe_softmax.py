@@ -24,7 +24,7 @@ import math
 import torch
 
 from tilewise.reference import softmax as reference
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 from tilewise_lab.trace.softmax import loads
 
 
@@ -69,7 +69,7 @@ for dtype in (torch.float32, torch.float16):
     for value in (limit - 0.1, limit + 0.1, 100.0):
         y = torch.tensor([1.0, value], dtype=dtype)
         rows.append([str(dtype)[6:], f"{value:.2f}", naive(y).tolist()[1], round(safe(y).tolist()[1], 4)])
-show(["dtype", "x", "naive", "safe"], rows)
+show(say(["dtype", "x", "naive", "safe"], ["dtype", "x", "朴素", "安全"]), rows)
 assert [round(math.log(torch.finfo(t).max), 2) for t in (torch.float32, torch.float16)] == [88.72, 11.09]
 assert naive(torch.tensor([1.0, 100.0])).isnan().any()
 assert safe(torch.tensor([1.0, 100.0])).isfinite().all()
@@ -169,7 +169,12 @@ m, l_early = torch.tensor(-torch.inf), torch.tensor(0.0)
 for x_i in x:
     m = torch.maximum(m, x_i)
     l_early = l_early + torch.exp(x_i - m)
-print(f"with the maximum of the moment: l = {l_early:.6f} instead of {l:.6f}")
+print(
+    say(
+        f"with the maximum of the moment: l = {l_early:.6f} instead of {l:.6f}",
+        f"用当时的最大值：l = {l_early:.6f}，而不是 {l:.6f}",
+    )
+)
 assert not math.isclose(l_early, float(l), rel_tol=0.1)
 
 # %% [markdown]

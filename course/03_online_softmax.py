@@ -23,7 +23,7 @@ from torch import Tensor
 from tilewise.merge import union
 from tilewise.reference import softmax as reference
 from tilewise_lab import trace
-from tilewise_lab.learn import picture
+from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax
 
 
@@ -135,9 +135,11 @@ try:
 
     x_j, m_n, m_next = sympy.symbols("x_j m_n m_next", real=True)
     assert sympy.simplify(sympy.exp(x_j - m_n) * sympy.exp(m_n - m_next) - sympy.exp(x_j - m_next)) == 0
-    print("e^(x - m_n) · e^(m_n - m_{n+1}) = e^(x - m_{n+1}): sympy agrees")
+    print("e^(x - m_n) · e^(m_n - m_{n+1}) = e^(x - m_{n+1}):", say("sympy agrees", "sympy 同意"))
 except ModuleNotFoundError:
-    print("(sympy is not installed: take the exponents' sum on trust)")
+    print(
+        say("(sympy is not installed: take the exponents' sum on trust)", "（没有安装 sympy：指数相加这一步请先相信）")
+    )
 
 random.seed(0)
 for _ in range(300):
@@ -145,7 +147,7 @@ for _ in range(300):
     for n, (m, l) in enumerate(online_states(y), 1):
         assert m == y[:n].max()
         assert torch.isclose(l, torch.exp(y[:n] - m).sum(), rtol=1e-12)
-print("invariant held after every prefix of 300 vectors")
+print(say("invariant held after every prefix of 300 vectors", "300 个向量的每一个前缀之后，不变式都成立"))
 
 # %% [markdown]
 # ## What was really proved
@@ -168,6 +170,7 @@ print("invariant held after every prefix of 300 vectors")
 # 而且合并满足结合律和交换律，零元是 $(-\infty, 0)$。所以元素可以一个一个来，可以一块一块来，可以来自不同的处理器，顺序随意。注意力里所有快的做法都由此而来：键的分块（FlashAttention）、缓存的分段（第 15 课）、分布在不同 GPU 上的键（第 16 课）。
 
 # %%
+torch.manual_seed(0)
 y = torch.randn(6, dtype=torch.float64)
 states = [State(v, torch.ones((), dtype=torch.float64)) for v in y]
 results = set()
@@ -175,7 +178,7 @@ for order in itertools.permutations(states):
     a, b, c, d, e, f = order
     pairs = merge(merge(merge(a, b), merge(c, d)), merge(e, f))
     results.add((round(float(pairs.m), 12), round(float(pairs.l), 12)))
-print(f"720 orders, {len(results)} result: {results.pop()}")
+print(say(f"720 orders, {len(results)} result:", f"720 种顺序，{len(results)} 个结果："), results.pop())
 assert not results
 nothing = State(y.new_tensor(-torch.inf), y.new_tensor(0.0))
 assert merge(nothing, states[0]) == states[0] == reference.merge(nothing, states[0])

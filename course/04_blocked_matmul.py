@@ -28,7 +28,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from tilewise.reference import attention as reference
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 
 def split(a, rows, columns):
@@ -70,7 +70,7 @@ def core(ij):
 with ThreadPoolExecutor(8) as cores:
     blocks = dict(cores.map(core, [(i, j) for i in range(2) for j in range(4)]))
 show(
-    ["core", "block", "shape", "= sum of"],
+    say(["core", "block", "shape", "= sum of"], ["核", "块", "形状", "= 求和"]),
     [
         [n, f"C{i + 1}{j + 1}", tuple(block.shape), f"A{i + 1}1 B1{j + 1} + A{i + 1}2 B2{j + 1}"]
         for n, ((i, j), block) in enumerate(blocks.items())
@@ -94,7 +94,7 @@ for rows, inner, columns in (([8], [4], [8]), ([3, 5], [1, 3], [2, 2, 4]), ([1] 
 try:
     blocked(split(a, [8], [1, 3]), split(b, [2, 2], [8]))
 except RuntimeError as error:
-    print("refused:", error)
+    print(say("refused:", "拒绝："), error)
 else:
     raise AssertionError("blocks that do not fit were multiplied")
 
@@ -163,7 +163,10 @@ def fetched(n, tile):
 
 n = 1024
 tiles = [1, 2, 4, 8, 16, 32, 64, 128]
-show(["tile", "fetches of each element"], [[t, fetched(n, t) // (2 * n * n)] for t in tiles])
+show(
+    say(["tile", "fetches of each element"], ["块", "每个元素取几次"]),
+    [[t, fetched(n, t) // (2 * n * n)] for t in tiles],
+)
 assert [fetched(n, t) / fetched(n, 1) for t in tiles] == [1 / t for t in tiles]
 
 
@@ -229,12 +232,20 @@ if has_triton("the two matrix products in Triton"):
     )  # fmt: skip
     assert torch.allclose(one, a @ b, atol=1e-4)
     assert torch.allclose(two, a @ b, atol=1e-4)
-    print(f"programs: {m * n} for one output each, {grid[0] * grid[1]} for a tile each")
+    print(
+        say(
+            f"programs: {m * n} for one output each, {grid[0] * grid[1]} for a tile each",
+            f"程序数：各算一个输出要 {m * n} 个，各算一块要 {grid[0] * grid[1]} 个",
+        )
+    )
 
 times = measured("tiling")
 if times:
     print(
-        f"2048 × 2048: one output per program {times['naive_ms']:.1f} ms, tiled {times['tiled_ms']:.3f} ms, torch {times['torch_ms']:.3f} ms"
+        say(
+            f"2048 × 2048: one output per program {times['naive_ms']:.1f} ms, tiled {times['tiled_ms']:.3f} ms, torch {times['torch_ms']:.3f} ms",
+            f"2048 × 2048：每个程序算一个输出 {times['naive_ms']:.1f} ms，分块 {times['tiled_ms']:.3f} ms，torch {times['torch_ms']:.3f} ms",
+        )
     )
     assert times["tiled_ms"] < times["naive_ms"] / 10
 

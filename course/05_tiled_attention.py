@@ -17,7 +17,7 @@ import torch
 
 from tilewise.reference import attention as rung
 from tilewise_lab import trace
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 
 torch.manual_seed(0)
 q, k, v = (torch.randn(8, 4, dtype=torch.float64) for _ in range(3))
@@ -88,7 +88,12 @@ def wrong_local_softmax(q, k, v, rows, columns):
 
 wrong = wrong_local_softmax(q, k, v, rows=2, columns=2)
 weight = wrong_local_softmax(q, k, torch.ones(8, 1, dtype=torch.float64), rows=2, columns=2)
-print(f"weights of a row add up to {weight.mean():.4f}; largest error of the output {(wrong - exact).abs().max():.2f}")
+print(
+    say(
+        f"weights of a row add up to {weight.mean():.4f}; largest error of the output {(wrong - exact).abs().max():.2f}",
+        f"一行的权重加起来是 {weight.mean():.4f}；输出的最大误差 {(wrong - exact).abs().max():.2f}",
+    )
+)
 assert torch.allclose(weight, torch.full((8, 1), 4.0, dtype=torch.float64))
 assert (wrong - exact).abs().max() > 1
 
@@ -163,7 +168,13 @@ for j in range(1, 5):
     so_far = o / l[:, None]
     assert torch.allclose(so_far, seen)  # the invariant: O / l is attention over the keys seen so far
     rows.append([j, *(f"{value:.3f}" for value in (*m, *l)), f"{(so_far - exact[:2]).abs().max():.3f}"])
-show(["block", "m₁", "m₂", "l₁", "l₂", "distance to the final output"], rows)
+show(
+    say(
+        ["block", "m₁", "m₂", "l₁", "l₂", "distance to the final output"],
+        ["块", "m₁", "m₂", "l₁", "l₂", "与最终输出的距离"],
+    ),
+    rows,
+)
 assert torch.allclose(so_far, exact[:2])
 
 # %% [markdown]
@@ -187,8 +198,8 @@ assert torch.allclose(so_far, exact[:2])
 told = trace.attention(8, 8, d=4, rows=2, columns=2)
 assert told["error"] < 1e-12
 moved = {**told["totals"]["loaded"], **told["totals"]["stored"]}
-print("bytes moved:", moved)
-print("most bytes in SRAM at once:", told["totals"]["peak"])
+print(say("bytes moved:", "搬运的字节："), moved)
+print(say("most bytes in SRAM at once:", "SRAM 里同时最多有几个字节："), told["totals"]["peak"])
 assert not {"s", "p"} & set(moved)
 longer = trace.attention(64, 64, d=4, rows=2, columns=2)
 assert longer["totals"]["peak"] == told["totals"]["peak"]  # eight times the length, the same SRAM

@@ -24,7 +24,7 @@ from tilewise.costs.cost import Call, traffic
 from tilewise.costs.devices import KB, device
 from tilewise.reference import attention as rung
 from tilewise_lab import trace
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 
 torch.manual_seed(0)
@@ -101,22 +101,29 @@ assert torch.allclose(lse, scores(q, k).logsumexp(-1))  # log Σ e^x = x_max + l
 one, two = (f(q.float(), k.float(), v.float(), rows=16, columns=16)[0] for f in (fa1, fa2))
 apart = (one != two).double().mean()
 print(
-    f"in float32 FA1 and FA2 differ in {apart:.0%} of the outputs, by at most {(one - two).abs().max():.1e};",
-    f"their errors: {(one - exact).abs().max():.1e} and {(two - exact).abs().max():.1e}",
+    say(
+        f"in float32 FA1 and FA2 differ in {apart:.0%} of the outputs, by at most {(one - two).abs().max():.1e};",
+        f"在 float32 下，FA1 与 FA2 有 {apart:.0%} 的输出不同，最多差 {(one - two).abs().max():.1e}；",
+    ),
+    say(
+        f"their errors: {(one - exact).abs().max():.1e} and {(two - exact).abs().max():.1e}",
+        f"各自的误差：{(one - exact).abs().max():.1e} 和 {(two - exact).abs().max():.1e}",
+    ),
 )
 assert apart > 0  # not bit for bit: FA1 rounds after every block
 assert (one - two).abs().max() < 2e-6
 
 told = {order: trace.attention(64, 64, d=8, rows=16, columns=16, order=order)["totals"] for order in ("fa1", "fa2")}
 names = ["q", "k", "v", "o", "m", "l", "lse"]
+ways = {"loaded": say("loaded", "读入"), "stored": say("stored", "写回")}
 show(
-    ["", *names, "all"],
+    ["", *names, say("all", "合计")],
     [
-        [f"{order} {way}", *(total[way].get(name, 0) for name in names), sum(total[way].values())]
+        [f"{order} {words}", *(total[way].get(name, 0) for name in names), sum(total[way].values())]
         for order, total in told.items()
-        for way in ("loaded", "stored")
+        for way, words in ways.items()
     ],
-    "bytes between HBM and SRAM, 64 tokens in blocks of 16",
+    say("bytes between HBM and SRAM, 64 tokens in blocks of 16", "HBM 与 SRAM 之间的字节数，64 个 token，每块 16 个"),
 )
 assert told["fa1"]["stored"]["o"] == 4 * told["fa2"]["stored"]["o"]
 assert set(told["fa2"]["stored"]) == {"o", "lse"}
@@ -167,7 +174,7 @@ for d, dv in ((64, 64), (40, 72), (1, 3)):
 try:
     tilewise.attention(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 2, 16))
 except AttentionError as error:
-    print("a mistake is named:", error)
+    print(say("a mistake is named:", "错误会被指出来："), error)
 
 # %% [markdown]
 # ## What must fit where
@@ -183,10 +190,18 @@ except AttentionError as error:
 assert budget.weights(4096).bytes == 64 * 2**20
 assert budget.tile_bytes(64, 64) == 16 * KB
 half, full = budget.shared_bytes(64, 64, 64, itemsize=2), budget.shared_bytes(64, 64, 64, itemsize=4, with_output=True)
-print(f"four tiles in float16: {half // KB} KiB; five in float32: {full // KB} KiB")
+print(
+    say(
+        f"four tiles in float16: {half // KB} KiB; five in float32: {full // KB} KiB",
+        f"float16 的四块：{half // KB} KiB；float32 的五块：{full // KB} KiB",
+    )
+)
 assert (half, full) == (32 * KB, 80 * KB)
 show(
-    ["device", "without asking", "on request", "largest square tile, D 128, 16 bit"],
+    say(
+        ["device", "without asking", "on request", "largest square tile, D 128, 16 bit"],
+        ["设备", "默认可用", "申请之后", "最大的方块，D 128，16 位"],
+    ),
     [
         [
             name,
@@ -200,7 +215,7 @@ show(
 try:
     trace.attention(256, 256, d=64, rows=64, columns=64, sram=48 * KB)
 except AttentionError as error:
-    print("too much for 48 KB in float32:", error)
+    print(say("too much for 48 KB in float32:", "float32 下 48 KB 放不下："), error)
 assert trace.attention(256, 256, d=64, rows=64, columns=64, itemsize=2, sram=48 * KB)["error"] < 1e-12
 
 # %% [markdown]
@@ -239,23 +254,31 @@ if has_triton("the compiler's report"):
 gpt2 = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
 least, most = traffic(gpt2, backward=True), traffic(gpt2, backward=True, masked=True, dropout=True)
 show(
-    ["", "GB", "the paper"],
+    say(["", "GB", "the paper"], ["", "GB", "论文"]),
     [
-        ["one pass over the scores", f"{gpt2.score_bytes / 1e9:.3f}", ""],
-        ["naive, least", f"{least.naive / 1e9:.1f}", ""],
-        ["naive, with mask and dropout", f"{most.naive / 1e9:.1f}", "40.3"],
-        ["FA1 order, blocks of 256", f"{most.fa1 / 1e9:.2f}", "4.4"],
-        ["FA2 order (tilewise)", f"{most.tiled / 1e9:.2f}", ""],
+        [say("one pass over the scores", "遍历一次分数"), f"{gpt2.score_bytes / 1e9:.3f}", ""],
+        [say("naive, least", "朴素，最少"), f"{least.naive / 1e9:.1f}", ""],
+        [say("naive, with mask and dropout", "朴素，带掩码和 dropout"), f"{most.naive / 1e9:.1f}", "40.3"],
+        [say("FA1 order, blocks of 256", "FA1 的顺序，每块 256"), f"{most.fa1 / 1e9:.2f}", "4.4"],
+        [say("FA2 order (tilewise)", "FA2 的顺序（tilewise）"), f"{most.tiled / 1e9:.2f}", ""],
     ],
 )
 assert abs(most.naive / 40.3e9 - 1) < 0.15
 assert abs(most.fa1 / 4.4e9 - 1) < 0.15
 print(
-    f"9.2 times less traffic ({40.3 / 4.4:.1f}), 5.7 times faster ({41.7 / 7.3:.1f}): the rest of the time is arithmetic"
+    say(
+        f"9.2 times less traffic ({40.3 / 4.4:.1f}), 5.7 times faster ({41.7 / 7.3:.1f}): the rest of the time is arithmetic",
+        f"搬运少到 1/9.2（{40.3 / 4.4:.1f}），快 5.7 倍（{41.7 / 7.3:.1f}）：剩下的时间是算术",
+    )
 )
 here = measured("gpt2")
 if here:
-    print(f"on an {here['device']}: naive {here['naive_ms']:.1f} ms, tilewise {here['tilewise_ms']:.1f} ms")
+    print(
+        say(
+            f"on an {here['device']}: naive {here['naive_ms']:.1f} ms, tilewise {here['tilewise_ms']:.1f} ms",
+            f"在 {here['device']} 上：朴素 {here['naive_ms']:.1f} ms，tilewise {here['tilewise_ms']:.1f} ms",
+        )
+    )
 
 
 def draw(left, right):

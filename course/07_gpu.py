@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from tilewise.costs.devices import DEVICES, KB
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import coalesce, warps
 
 # %% [markdown]
@@ -38,7 +38,12 @@ from tilewise_lab.machine import coalesce, warps
 
 # %%
 alone, together = (f(4, compute=2, wait=4) for f in (warps.run_to_completion, warps.switch_on_wait))
-print(f"one after the other: {warps.finish(alone)} ticks; switching: {warps.finish(together)} ticks")
+print(
+    say(
+        f"one after the other: {warps.finish(alone)} ticks; switching: {warps.finish(together)} ticks",
+        f"一个接一个：{warps.finish(alone)} 拍；轮换着来：{warps.finish(together)} 拍",
+    )
+)
 assert (warps.finish(alone), warps.finish(together)) == (48, 20)
 
 
@@ -67,7 +72,11 @@ picture("07_latency_throughput", draw, panels=(1, 2))
 
 # %%
 (warp,) = warps.warps(8)
-print("lanes:", "█" * warp.active + "░" * warp.masked, f"{warp.active} active, {warp.masked} masked")
+print(
+    say("lanes:", "各 lane："),
+    "█" * warp.active + "░" * warp.masked,
+    say(f"{warp.active} active, {warp.masked} masked", f"{warp.active} 个在工作，{warp.masked} 个被屏蔽"),
+)
 assert (warp.active, warp.masked) == (8, 24)
 
 if has_triton("adding vectors and matrices in Triton"):
@@ -151,10 +160,15 @@ def branches(condition, then, otherwise):
 
 
 mixed = [lane % 2 == 0 for lane in range(128)]
-print("if 10, else 7 cycles:", branch(mixed[:32], 10, 7))
+print(say("if 10, else 7 cycles:", "if 要 10 个周期，else 要 7 个："), branch(mixed[:32], 10, 7))
 assert branch(mixed[:32], 10, 7) == warps.branch(mixed[:32], 10, 7).taken == 17
 assert branch([True] * 32, 10, 7) == 10
-print(f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: {branches(sorted(mixed), 10, 7)}")
+print(
+    say(
+        f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: {branches(sorted(mixed), 10, 7)}",
+        f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序：{branches(sorted(mixed), 10, 7)}",
+    )
+)
 assert branches(sorted(mixed), 10, 7) == branches(mixed, 10, 7) / 2 == warps.branches(sorted(mixed), 10, 7)
 
 # %% [markdown]
@@ -167,7 +181,15 @@ assert branches(sorted(mixed), 10, 7) == branches(mixed, 10, 7) / 2 == warps.bra
 # %%
 times = measured("divergence")
 if times:
-    show(["who goes right", "ms"], [[who, f"{times[who]:.2f}"] for who in ("left", "right", "by warp", "by lane")])
+    sides = {
+        "left": say("nobody", "没有"),
+        "right": say("everybody", "全部"),
+        "by warp": say("every other warp", "每隔一个 warp"),
+        "by lane": say("every other lane", "每隔一个 lane"),
+    }
+    show(
+        say(["who goes right", "ms"], ["谁走右边", "ms"]), [[who, f"{times[side]:.2f}"] for side, who in sides.items()]
+    )
     assert times["by lane"] > 1.3 * max(times["right"], times["by warp"])
 
 # %% [markdown]
@@ -184,7 +206,10 @@ if times:
 
 # %%
 show(
-    ["", "SMs", "HBM", "GB/s", "L2", "shared memory per block", "16-bit TFLOP/s"],
+    say(
+        ["", "SMs", "HBM", "GB/s", "L2", "shared memory per block", "16-bit TFLOP/s"],
+        ["", "SM 数", "HBM", "GB/s", "L2", "每块的共享内存", "16 位 TFLOP/s"],
+    ),
     [
         [
             d.name,
@@ -217,17 +242,20 @@ assert DEVICES["H200"].sms == 132
 
 # %%
 show(
-    ["memory", "whose", "cycles (rule of thumb)"],
+    say(["memory", "whose", "cycles (rule of thumb)"], ["存储", "属于谁", "周期（经验值）"]),
     [
-        ["registers", "one thread", "1"],
-        ["shared memory, L1", "one block", "20-30"],
-        ["L2", "all", "~200"],
-        ["HBM", "all", "300+"],
+        say(["registers", "one thread", "1"], ["寄存器", "一个线程", "1"]),
+        say(["shared memory, L1", "one block", "20-30"], ["共享内存、L1", "一个块", "20-30"]),
+        say(["L2", "all", "~200"], ["L2", "所有", "~200"]),
+        say(["HBM", "all", "300+"], ["HBM", "所有", "300+"]),
     ],
 )
 chased = measured("latency")
 if chased:
-    print("nanoseconds per dependent load:", {name: round(chased[name]) for name in ("L1", "L2", "HBM")})
+    print(
+        say("nanoseconds per dependent load:", "每次依赖前一次的读取要几纳秒："),
+        {name: round(chased[name]) for name in ("L1", "L2", "HBM")},
+    )
     assert chased["L1"] < chased["L2"] < chased["HBM"]
 
 # %% [markdown]
@@ -246,11 +274,16 @@ if chased:
 
 # %%
 for name, pattern in (
-    ("lanes share a row", coalesce.row_per_warp),
-    ("each lane walks its own row", coalesce.row_per_thread),
+    (say("lanes share a row", "各 lane 同读一行"), coalesce.row_per_warp),
+    (say("each lane walks its own row", "每个 lane 沿自己的一行走"), coalesce.row_per_thread),
 ):
     found = coalesce.touched(pattern(4096, 0), itemsize=4)
-    print(f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the bytes used")
+    print(
+        say(
+            f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the bytes used",
+            f"{name}：{found.lines} 行，用上的字节 {found.efficiency:.0%}",
+        )
+    )
 assert coalesce.touched(coalesce.contiguous(), 4).lines == 1
 assert coalesce.touched(coalesce.strided(4096), 4).lines == 32
 assert coalesce.touched(coalesce.row_per_thread(4096, 0), 4).lines == 32

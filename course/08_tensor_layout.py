@@ -24,7 +24,7 @@ import math
 import torch
 
 import tilewise
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 from tilewise_lab.machine.layout import Layout
 
 
@@ -52,7 +52,7 @@ def offset(index, strides):
 # %%
 memory = [1, 2, 3, 5, 8, 13]
 x = torch.tensor(memory).view(2, 3)
-show(["shape", "strides"], [[shape, strides(shape)] for shape in ([7], [2, 3], [2, 4, 3])])
+show(say(["shape", "strides"], ["形状", "步长"]), [[shape, strides(shape)] for shape in ([7], [2, 3], [2, 4, 3])])
 assert strides([7]) == [1]
 assert strides([2, 3]) == [3, 1] == list(x.stride())
 assert strides([2, 4, 3]) == [12, 3, 1]
@@ -79,8 +79,8 @@ assert Layout.column_major([2, 3]).strides == [1, 2]
 
 # %%
 reshaped, transposed = x.reshape(3, 2), x.T
-print("reshaped  ", reshaped.tolist(), reshaped.stride())
-print("transposed", transposed.tolist(), transposed.stride())
+print(say("reshaped  ", "变形"), reshaped.tolist(), reshaped.stride())
+print(say("transposed", "转置"), transposed.tolist(), transposed.stride())
 assert reshaped.stride() == (2, 1)
 assert transposed.stride() == (1, 3)
 assert x.data_ptr() == reshaped.data_ptr() == transposed.data_ptr()
@@ -88,7 +88,7 @@ assert not transposed.is_contiguous()
 try:
     transposed.view(6)
 except RuntimeError as error:
-    print("view refuses:", str(error)[:75], "...")
+    print(say("view refuses:", "view 拒绝："), str(error)[:75], "...")
 assert transposed.reshape(6).data_ptr() != x.data_ptr()  # a copy
 assert Layout.row_major([2, 3]).transpose() == Layout([3, 2], [1, 3])
 assert not Layout([3, 2], [1, 3]).contiguous
@@ -132,7 +132,8 @@ b, n, h, d = 2, 10, 3, 8
 packed = torch.randn(b, n, 3, h, d)
 q, k, v = packed.unbind(2)  # views
 out = tilewise.attention(q, k, v, causal=True)
-print("q of a packed projection:", tuple(q.shape), q.stride(), "contiguous" if q.is_contiguous() else "not contiguous")
+contiguous = say("contiguous", "连续") if q.is_contiguous() else say("not contiguous", "不连续")
+print(say("q of a packed projection:", "合并投影里的 q："), tuple(q.shape), q.stride(), contiguous)
 assert torch.equal(out, tilewise.attention(*(x.contiguous() for x in (q, k, v)), causal=True))
 heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]  # (B, H, N, d) in memory
 assert torch.allclose(tilewise.attention(*(x.transpose(1, 2) for x in heads_first), causal=True), out)
@@ -156,7 +157,10 @@ assert torch.equal(dq, dq2)
 
 # %%
 largest = Layout.row_major([64, 8192, 64, 128])
-print("last offset of (64, 8192, 64, 128):", largest.offset([63, 8191, 63, 127]))
+print(
+    say("last offset of (64, 8192, 64, 128):", "(64, 8192, 64, 128) 的最后一个偏移："),
+    largest.offset([63, 8191, 63, 127]),
+)
 assert largest.offset([63, 8191, 63, 127]) > 2**31
 assert math.prod(largest.shape) - 1 == largest.offset([63, 8191, 63, 127])
 

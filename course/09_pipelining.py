@@ -15,7 +15,7 @@
 import torch
 
 from tilewise.costs.devices import DEVICES, KB
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import pipeline
 from tilewise_lab.machine.pipeline import Slot
 
@@ -45,7 +45,10 @@ def pipelined(iterations, stages=4):
 # %%
 one, overlapped = sequential(7), pipelined(7)
 print(
-    f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}"
+    say(
+        f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}",
+        f"{pipeline.slots(one)} 个时隙，利用率 {pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，{pipeline.utilisation(overlapped):.0%}",
+    )
 )
 assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
 assert pipeline.slots(pipeline.pipelined(7)) == 10
@@ -95,7 +98,10 @@ assert pipeline.in_flight(one) == 1
 assert pipeline.in_flight(overlapped) == 4
 q_tile, kv_tiles = 128 * 128 * 2, 2 * 128 * 128 * 2  # bf16, D 128: a Q tile is kept, K and V tiles stream
 show(
-    ["device", "shared memory", "stages of 128-row K and V tiles that fit"],
+    say(
+        ["device", "shared memory", "stages of 128-row K and V tiles that fit"],
+        ["设备", "共享内存", "放得下几级 128 行的 K、V 块"],
+    ),
     [[d.name, f"{d.shared // KB} KB", pipeline.stages_that_fit(d.shared, q_tile, kv_tiles)] for d in DEVICES.values()],
 )
 assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
@@ -113,13 +119,18 @@ if has_triton("a kernel with more stages than fit"):
         made = compile_for(90, forward.kernel, forward.args, forward.options | {"num_stages": stages})
         fits = made.shared <= DEVICES["H200"].shared
         print(
-            f"num_stages {stages}: {made.shared // KB} KB of shared memory{'' if fits else ', more than an H200 has: it would not launch'}"
+            f"num_stages {stages}:",
+            say(f"{made.shared // KB} KB of shared memory", f"共享内存 {made.shared // KB} KB"),
+            "" if fits else say("(more than an H200 has: it would not launch)", "（比 H200 有的还多：启动不了）"),
         )
     assert made.shared > DEVICES["H200"].shared
 
 times = measured("stages")
 if times:
-    print("forward, by num_stages (ms):", {n: t and round(t, 2) for n, t in times.items() if n.isdigit()})
+    print(
+        say("forward, by num_stages (ms):", "前向，按 num_stages（ms）："),
+        {n: t and round(t, 2) for n, t in times.items() if n.isdigit()},
+    )
 
 # %% [markdown]
 # ## What Triton does with a loop
@@ -168,9 +179,18 @@ if has_triton("the compiler's stages"):
 # 批数越多，气泡越小。
 
 # %%
-print("at time 2:", {f"GPU{unit + 1}": f"batch {batch}" for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)})
+print(
+    say("at time 2:", "时刻 2："),
+    {
+        f"GPU{unit + 1}": say(f"batch {batch}", f"第 {batch} 批")
+        for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)
+    },
+)
 assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [(0, 2), (1, 1), (2, 0)]
-show(["batches", "bubble on 4 devices"], [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)])
+show(
+    say(["batches", "bubble on 4 devices"], ["批数", "4 个设备上的气泡"]),
+    [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)],
+)
 for m in (1, 4, 16):
     both = pipeline.forward_backward(4, m)
     assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12

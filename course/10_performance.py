@@ -24,7 +24,7 @@ from tilewise.costs.cost import Call, traffic
 from tilewise.costs.devices import DEVICES, device
 from tilewise.costs.roofline import attainable
 from tilewise.costs.waves import cliffs, matmul_blocks, waves
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 
 # %% [markdown]
@@ -54,10 +54,18 @@ assert roof(2 * ridge, h200) == h200.flops("bfloat16")
 for intensity in (1, ridge, 1000):
     assert roof(intensity, h200) == attainable(intensity, h200, "bfloat16")
 decode = Call(64, 1, 8192, 32, 32, 128, 128)
-for name, call in (("training, 4096 tokens", Call(4, 4096, 4096, 16, 16, 128, 128)), ("decoding one token", decode)):
+for name, call in (
+    (say("training, 4096 tokens", "训练，4096 个 token"), Call(4, 4096, 4096, 16, 16, 128, 128)),
+    (say("decoding one token", "解码一个 token"), decode),
+):
     intensity = call.flops() / traffic(call).tiled
-    bound = "arithmetic" if intensity > ridge else "memory"
-    print(f"{name}: {intensity:.0f} FLOP/byte against a ridge of {ridge:.0f}: bound by {bound}")
+    bound = say("arithmetic", "算术") if intensity > ridge else say("memory", "内存")
+    print(
+        say(
+            f"{name}: {intensity:.0f} FLOP/byte against a ridge of {ridge:.0f}: bound by {bound}",
+            f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}：受限于{bound}",
+        )
+    )
 assert (
     decode.flops() / traffic(decode).tiled < 2
 )  # every K and V byte is used for one token: nothing to be saved by tiling
@@ -82,7 +90,12 @@ in_half = torch.zeros((), dtype=torch.float16)
 for x in ones[0]:
     in_half = in_half + x  # rounded to float16 after every addition
 in_float = ones.float().sum()
-print(f"10,000 times 0.01: {in_half:.1f} when summed in float16, {in_float:.1f} in float32")
+print(
+    say(
+        f"10,000 times 0.01: {in_half:.1f} when summed in float16, {in_float:.1f} in float32",
+        f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 {in_float:.1f}",
+    )
+)
 assert abs(in_half - 100) > 20 * abs(in_float - 100)
 out, lse = tilewise.attention(*(torch.randn(1, 8, 1, 16, dtype=torch.float16) for _ in range(3)), return_lse=True)
 assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)  # m, l and O are float32 inside, and L stays so
@@ -150,11 +163,19 @@ if times:
 call = Call(1, 4096, 4096, 16, 16, 64, 64)
 kept, recomputed = traffic(call, backward=True).naive, traffic(call, backward=True).tiled
 print(
-    f"keep P: {kept / 1e9:.1f} GB moved, {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute it again: {recomputed / 1e9:.2f} GB, 0 MiB"
+    say(
+        f"keep P: {kept / 1e9:.1f} GB moved, {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute it again: {recomputed / 1e9:.2f} GB, 0 MiB",
+        f"保存 P：搬运 {kept / 1e9:.1f} GB，占用 {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB；重新计算：{recomputed / 1e9:.2f} GB，0 MiB",
+    )
 )
 extra = 2 * call.pairs * call.d / h200.flops("bfloat16")
 saved = (kept - recomputed) / h200.bandwidth
-print(f"the extra product costs {extra * 1e6:.0f} us, the traffic saved {saved * 1e6:.0f} us on an H200")
+print(
+    say(
+        f"the extra product costs {extra * 1e6:.0f} us, the traffic saved {saved * 1e6:.0f} us on an H200",
+        f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 {saved * 1e6:.0f} us",
+    )
+)
 assert extra < saved / 5
 
 layer = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
@@ -196,7 +217,7 @@ for sms, n in ((108, 1792), (108, 1793), (132, 1793), (132, 2048), (132, 2049)):
     rows.append([sms, n, blocks, in_waves, f"{blocks / (in_waves * sms):.1%}"])
     found = waves(matmul_blocks(n, n, (256, 128)), sms)
     assert (found.blocks, found.waves) == (blocks, in_waves)
-show(["SMs", "n", "blocks", "waves", "busy"], rows)
+show(say(["SMs", "n", "blocks", "waves", "busy"], ["SM 数", "n", "块数", "波数", "忙的比例"]), rows)
 assert rows[0][2:] == [98, 1, "90.7%"]
 assert rows[1][2:] == [120, 2, "55.6%"]
 assert rows[2][3] == 1
@@ -261,7 +282,12 @@ assert any("pad D 100 to 128" in advice.text for advice in told.advice)
 assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393
 words = measured("vocabulary")
 if words:
-    print(f"last layer: {words['50257']:.2f} ms with 50257 words, {words['50304']:.2f} ms with 50304")
+    print(
+        say(
+            f"last layer: {words['50257']:.2f} ms with 50257 words, {words['50304']:.2f} ms with 50304",
+            f"最后一层：50257 个词 {words['50257']:.2f} ms，50304 个词 {words['50304']:.2f} ms",
+        )
+    )
 bands = measured("alignment")
 if bands:
 
@@ -295,7 +321,12 @@ if bands:
 # %%
 power = measured("zeros")
 if power:
-    print(f"{power['random']:.0f} TFLOP/s on random data, {power['zeros']:.0f} on zeros")
+    print(
+        say(
+            f"{power['random']:.0f} TFLOP/s on random data, {power['zeros']:.0f} on zeros",
+            f"随机数据上 {power['random']:.0f} TFLOP/s，全零数据上 {power['zeros']:.0f}",
+        )
+    )
 
 # %% [markdown]
 # **Exercise.** Write `best_batch(tokens, heads, tile, slots, limit)`: the batch size up to `limit` for which

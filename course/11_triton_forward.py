@@ -24,7 +24,7 @@ import torch
 import tilewise
 from tilewise.costs.devices import DEVICES
 from tilewise.kernels.portable import tiles
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 HERE = has_triton("running the kernels")
 if HERE:
@@ -74,7 +74,12 @@ if HERE:
         exact, exact_lse = tilewise.attention(
             *(x.double()[None, :, None] for x in (q, k, v)), causal=causal, return_lse=True
         )
-        print(f"{n_q} queries, {n_k} keys, causal {causal}: {(o - exact[0, :, 0]).abs().max():.1e} from float64")
+        print(
+            say(
+                f"{n_q} queries, {n_k} keys, causal {causal}: {(o - exact[0, :, 0]).abs().max():.1e} from float64",
+                f"{n_q} 个查询，{n_k} 个键，causal {causal}：与 float64 相差 {(o - exact[0, :, 0]).abs().max():.1e}",
+            )
+        )
         assert torch.allclose(o.double(), exact[0, :, 0], atol=1e-5)
         assert torch.allclose(lse.double(), exact_lse[0, 0], atol=1e-5)
 
@@ -158,7 +163,12 @@ if HERE:
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     out, lse = tilewise.attention(q, k, v, causal=True, backend="triton", return_lse=True)
     exact, exact_lse = tilewise.attention(q.double(), k.double(), v.double(), causal=True, return_lse=True)
-    print(f"the whole kernel against float64: {(out - exact).abs().max():.1e} and {(lse - exact_lse).abs().max():.1e}")
+    print(
+        say(
+            f"the whole kernel against float64: {(out - exact).abs().max():.1e} and {(lse - exact_lse).abs().max():.1e}",
+            f"整个 kernel 与 float64 相比：{(out - exact).abs().max():.1e} 和 {(lse - exact_lse).abs().max():.1e}",
+        )
+    )
     assert torch.allclose(out.double(), exact, atol=1e-5)
     assert torch.allclose(lse.double(), exact_lse, atol=1e-5)
 
@@ -209,12 +219,20 @@ assert torch.allclose(started_finite, with_sink)
 v16 = torch.arange(16.0)
 hidden_all = torch.full((16,), -1e6)
 print(
-    f"all 16 keys hidden by -1e6: output {torch.softmax(hidden_all, -1) @ v16:.1f} (the mean of V), logsumexp {hidden_all.logsumexp(-1):.0f}"
+    say(
+        f"all 16 keys hidden by -1e6: output {torch.softmax(hidden_all, -1) @ v16:.1f} (the mean of V), logsumexp {hidden_all.logsumexp(-1):.0f}",
+        f"16 个键都用 -1e6 遮住：输出 {torch.softmax(hidden_all, -1) @ v16:.1f}（V 的平均），logsumexp {hidden_all.logsumexp(-1):.0f}",
+    )
 )
 assert torch.isclose(torch.softmax(hidden_all, -1) @ v16, v16.mean())
 assert round(float(hidden_all.double().logsumexp(-1))) == -999_997
 valid_but_low = torch.softmax(torch.tensor([-2e6, -1e6]), -1) @ torch.tensor([1.0, 100.0])  # the second key is hidden
-print(f"a valid score below -1e6 loses to a hidden one: {valid_but_low:.0f} instead of 1")
+print(
+    say(
+        f"a valid score below -1e6 loses to a hidden one: {valid_but_low:.0f} instead of 1",
+        f"低于 -1e6 的有效分数输给了被遮住的：{valid_but_low:.0f}，而不是 1",
+    )
+)
 assert valid_but_low == 100
 assert torch.tensor(-1e6).half() == -math.inf  # and in float16 it is -inf after all
 q, k, v = (torch.randn(1, n, 1, 8) for n in (4, 2, 2))
@@ -273,11 +291,16 @@ from tilewise.costs.predict import work_of
 
 causal = Call(1, 4096, 4096, 1, 1, 128, 128, after=0)
 steps = [n for _, n, _ in work_of(causal, tiles.Tile(128, 128, 8, 2))]
-print(f"{sum(steps)} of {32 * 32} tiles visited")
+print(say(f"{sum(steps)} of {32 * 32} tiles visited", f"共 {32 * 32} 块，走到了 {sum(steps)} 块"))
 assert sum(steps) == 32 * 33 // 2
 times = measured("causal")
 if times:
-    print(f"8192 tokens: full {times['full_ms']:.2f} ms, causal {times['causal_ms']:.2f} ms")
+    print(
+        say(
+            f"8192 tokens: full {times['full_ms']:.2f} ms, causal {times['causal_ms']:.2f} ms",
+            f"8192 个 token：全部 {times['full_ms']:.2f} ms，因果 {times['causal_ms']:.2f} ms",
+        )
+    )
     assert times["full_ms"] > 1.6 * times["causal_ms"]
 
 # %% [markdown]
@@ -309,9 +332,11 @@ def shared(tile, d=128, itemsize=2):
 
 
 fit = {name: sum(shared(tile) <= device.shared for tile in candidates) for name, device in DEVICES.items()}
-print("of the 24, fit into shared memory at D = 128:", fit)
+print(say("of the 24, fit into shared memory at D = 128:", "24 种里，D = 128 时放得进共享内存的："), fit)
 show(
-    ["head dim", "tilewise's tile on Hopper", "on Ampere"],
+    say(
+        ["head dim", "tilewise's tile on Hopper", "on Ampere"], ["头维度", "tilewise 在 Hopper 上的块", "在 Ampere 上"]
+    ),
     [[d, tiles.tile("forward", 90, 2, d), tiles.tile("forward", 80, 2, d)] for d in (64, 128, 256)],
 )
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 
 from tilewise.reference import matmul
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 from tilewise_lab.trace import graph
 
 torch.manual_seed(0)
@@ -49,7 +49,7 @@ def slope(x):
 steps = [2.0**-i for i in range(1, 12)]
 errors = [abs(f(1.5 + d) - (f(1.5) + slope(1.5) * d)) for d in steps]
 ratios = [a / b for a, b in pairwise(errors)]
-print("each halving of the step divides the error by", [round(r, 2) for r in ratios[-3:]])
+print(say("each halving of the step divides the error by", "步长每减半，误差除以"), [round(r, 2) for r in ratios[-3:]])
 assert abs(ratios[-1] - 4) < 0.05
 
 
@@ -119,7 +119,7 @@ y2 = y1 + b1
 phi = y2**2
 phi.backward()
 names = {"a": a, "w₁": w1, "b₁": b1, "y₁": y1, "y₂": y2, "φ": phi}
-show(["", "value", "∂φ/∂"], [[name, x.value, x.gradient] for name, x in names.items()])
+show(say(["", "value", "∂φ/∂"], ["", "值", "∂φ/∂"]), [[name, x.value, x.gradient] for name, x in names.items()])
 assert phi.value == 49
 assert w1.gradient == 2 * 2 * (2 * 3 + 1) == 28
 
@@ -157,7 +157,12 @@ for _ in range(60):
     gradient = 2 * (w - target)  # of |w - target|²
     losses.append(float(((w - target) ** 2).sum()))
     w = w - 0.1 * gradient
-print(f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = {[round(v, 3) for v in w.tolist()]}")
+print(
+    say(
+        f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = {[round(v, 3) for v in w.tolist()]}",
+        f"损失 {losses[0]:.1f} → {losses[-1]:.1e}；w = {[round(v, 3) for v in w.tolist()]}",
+    )
+)
 assert torch.allclose(w, target, atol=1e-4)
 assert losses == sorted(losses, reverse=True)
 
@@ -207,7 +212,7 @@ assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 
 # %%
 entries = 1024 * 2048 * 1024 * 1024
-print(f"{entries:.1e} entries, {4 * entries / 1e12:.1f} TB")
+print(say(f"{entries:.1e} entries, {4 * entries / 1e12:.1f} TB", f"{entries:.1e} 个元素，{4 * entries / 1e12:.1f} TB"))
 assert round(4 * entries / 1e12, 1) == 8.8
 X, W, dY = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (3, 4), (2, 4)))
 full = torch.autograd.functional.jacobian(lambda t: t @ W, X)  # (2, 4, 2, 3): tiny, so it can be built
@@ -224,7 +229,7 @@ row, weights = torch.randn(1, 3), torch.randn(3, 4)  # the worked example: X 1 �
 one = torch.autograd.functional.jacobian(lambda t: t @ weights, row).squeeze()
 assert torch.allclose(one, weights.T)
 show(
-    ["", "shape"],
+    say(["", "shape"], ["", "形状"]),
     [["X", (1, 3)], ["W", (3, 4)], ["dY/dX = Wᵀ", tuple(one.shape)], ["dX = dY Wᵀ", (1, 3)], ["dW = Xᵀ dY", (3, 4)]],
 )
 

@@ -24,7 +24,7 @@ import tilewise
 from tilewise.reference import attention as rung
 from tilewise.reference import gradient
 from tilewise_lab import trace
-from tilewise_lab.learn import has_triton, measured, picture, show
+from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 torch.manual_seed(0)
 n, d = 12, 4
@@ -180,10 +180,11 @@ totals = {
     owners: trace.attention(32, 32, d=4, rows=8, columns=8, backward=True, owners=owners)["totals"]
     for owners in ("one", "two")
 }
+words = {"one": say("one loop", "一个循环"), "two": say("two owners", "两个所有者")}
 show(
-    ["", "dQ written", "dQ read back", "FLOPs"],
-    [[o, t["stored"]["dq"], t["loaded"].get("dq", 0), t["flops"]] for o, t in totals.items()],
-    "one loop, or two owners (32 tokens in blocks of 8)",
+    say(["", "dQ written", "dQ read back", "FLOPs"], ["", "写出的 dQ", "读回的 dQ", "FLOP"]),
+    [[words[o], t["stored"]["dq"], t["loaded"].get("dq", 0), t["flops"]] for o, t in totals.items()],
+    say("one loop, or two owners (32 tokens in blocks of 8)", "一个循环，或两个所有者（32 个 token，每块 8 个）"),
 )
 assert totals["one"]["stored"]["dq"] == 4 * totals["two"]["stored"]["dq"]
 assert "dq" not in totals["two"]["loaded"]
@@ -200,8 +201,15 @@ assert trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)["e
 # %%
 times = measured("sums")
 if times:
-    ways = {"two kernels": "two owners, seven products", "atomic": "one loop, atomic", "in order": "one loop, in order"}
-    show(["dQ is summed by", "ms of the backward"], [[words, f"{times[way]:.2f}"] for way, words in ways.items()])
+    ways = {
+        "two kernels": say("two owners, seven products", "两个所有者，七次乘法"),
+        "atomic": say("one loop, atomic", "一个循环，原子加法"),
+        "in order": say("one loop, in order", "一个循环，按固定顺序"),
+    }
+    show(
+        say(["dQ is summed by", "ms of the backward"], ["dQ 怎样累加", "反向的 ms"]),
+        [[words, f"{times[way]:.2f}"] for way, words in ways.items()],
+    )
 
 # %% [markdown]
 # ## In Triton, as a node of autograd

@@ -18,7 +18,7 @@ import torch
 
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import device
-from tilewise_lab.learn import has_triton, picture, show
+from tilewise_lab.learn import has_triton, picture, say, show
 
 # %% [markdown]
 # ## Why two groups
@@ -39,7 +39,13 @@ for d in (64, 128, 256):
     products = 4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
     exponentials = 128 * 128 / h200.exps
     rows.append([d, f"{products:.0f}", f"{exponentials:.0f}", f"{products / (products + exponentials):.0%}"])
-show(["D", "cycles of products", "cycles of exponentials", "of the peak, if nothing overlaps"], rows)
+show(
+    say(
+        ["D", "cycles of products", "cycles of exponentials", "of the peak, if nothing overlaps"],
+        ["D", "乘法的周期", "指数的周期", "不重叠时达到峰值的"],
+    ),
+    rows,
+)
 full = Call(1, 8192, 8192, 16, 16, 64, 64)
 assert full.pairs / (h200.exps * h200.sms * h200.clock) > 0.9 * full.flops() / h200.flops("bfloat16")
 
@@ -74,12 +80,17 @@ if has_triton("the Hopper forward in the emulator"):
         forward, *_ = forward_launches(request, out, lse, state, 1)
         timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
         exact = attention(q.double(), k.double(), v.double())
-        print(f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}")
+        print(
+            say(
+                f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}",
+                f"模拟的 Hopper 前向与 float64 相比：{(out - exact).abs().max():.1e}",
+            )
+        )
         assert torch.allclose(out.double(), exact, atol=2e-2)
         units = sorted({span.unit for span in timeline})
-        print("who is there:", ", ".join(units))
+        print(say("who is there:", "有谁在场："), ", ".join(units))
     except ImportError as error:
-        print(f"(this Triton has no Gluon: {error})")
+        print(say(f"(this Triton has no Gluon: {error})", f"（这个 Triton 没有 Gluon：{error}）"))
 
 
 def draw(axes):
@@ -128,8 +139,8 @@ def ring(iterations, buffers, wait_for_empty):
     return read
 
 
-print("with the empty barrier:   ", ring(8, 2, wait_for_empty=True))
-print("without the empty barrier:", ring(8, 2, wait_for_empty=False))
+print(say("with the empty barrier:   ", "有“空”屏障："), ring(8, 2, wait_for_empty=True))
+print(say("without the empty barrier:", "没有“空”屏障："), ring(8, 2, wait_for_empty=False))
 assert ring(8, 2, wait_for_empty=True) == list(range(8))
 assert ring(8, 2, wait_for_empty=False) != list(range(8))
 

@@ -33,7 +33,7 @@ import torch
 import tilewise
 from tilewise.costs.devices import device
 from tilewise.kernels.portable import tiles
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 
 
 def attend(q, k, v):
@@ -67,7 +67,12 @@ for parts in (1, 2, 7, 64):
     o, lse = split_kv(q, k, v, parts)
     assert torch.allclose(o, exact)
     assert torch.allclose(lse, exact_lse)
-    print(f"{parts} parts: {(o - exact).abs().max():.1e} from undivided")
+    print(
+        say(
+            f"{parts} parts: {(o - exact).abs().max():.1e} from undivided",
+            f"{parts} 段：与不分段相差 {(o - exact).abs().max():.1e}",
+        )
+    )
 theirs = tilewise.merge(
     *(
         tilewise.attention(q[None, None], k_a[None].transpose(1, 2), v_a[None].transpose(1, 2), return_lse=True)
@@ -94,11 +99,11 @@ pieces = [attend(q, k_a, v_a) for k_a, v_a in zip(k.split(sizes, 1), v.split(siz
 mean = (pieces[0][0] + pieces[1][0]) / 2
 by_count = sum(size / n * o for size, (o, _) in zip(sizes, pieces, strict=True))
 show(
-    ["", "largest error"],
+    say(["", "largest error"], ["", "最大误差"]),
     [
-        ["mean of the outputs", f"{(mean - exact).abs().max():.1e}"],
-        ["weighed by their keys", f"{(by_count - exact).abs().max():.1e}"],
-        ["weighed by exp(L_a - L)", f"{(combine(pieces)[0] - exact).abs().max():.1e}"],
+        [say("mean of the outputs", "输出的平均"), f"{(mean - exact).abs().max():.1e}"],
+        [say("weighed by their keys", "按键的个数加权"), f"{(by_count - exact).abs().max():.1e}"],
+        [say("weighed by exp(L_a - L)", "按 exp(L_a - L) 加权"), f"{(combine(pieces)[0] - exact).abs().max():.1e}"],
     ],
 )
 assert (mean - exact).abs().max() > 1e-2
@@ -145,7 +150,8 @@ for batch, keys in ((1, 65536), (4, 8192), (16, 8192)):
     programs = 8 * batch
     chosen = tiles.parts_of_keys(programs, keys, 64, h200.sms)
     rows.append([batch, keys, *(f"{seconds(programs, keys, p) * 1e6:.0f}" for p in tried), chosen])
-show(["batch", "keys", *(f"{p} parts (us)" for p in tried), "tilewise takes"], rows, "the model, on an H200")
+headers = [*say(["batch", "keys"], ["批", "键"]), *(say(f"{p} parts (us)", f"{p} 段 (us)") for p in tried)]
+show([*headers, say("tilewise takes", "tilewise 的选择")], rows, say("the model, on an H200", "模型的预测，H200"))
 assert seconds(8, 65536, 16) < seconds(8, 65536, 1) / 5
 assert tiles.parts_of_keys(8, 65536, 64, 132) == 16  # one program for each processor
 assert tiles.parts_of_keys(128, 8192, 64, 132) == 1  # the batch fills the GPU by itself

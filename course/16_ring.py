@@ -32,7 +32,7 @@ import torch
 
 import tilewise
 from tilewise.costs.devices import device
-from tilewise_lab.learn import picture, show
+from tilewise_lab.learn import picture, say, show
 
 
 def attend(q, k, v, hide=None):
@@ -75,9 +75,9 @@ found = ring(q.chunk(ranks), k.chunk(ranks), v.chunk(ranks))
 assert torch.allclose(torch.cat([o for o, _ in found]), exact)
 assert torch.allclose(torch.cat([lse for _, lse in found]), exact_lse)
 show(
-    ["step", *(f"rank {r}" for r in range(ranks))],
-    [[t, *(f"keys of {(r - t) % ranks}" for r in range(ranks))] for t in range(ranks)],
-    "who has whose keys",
+    [say("step", "步"), *(f"rank {r}" for r in range(ranks))],
+    [[t, *(say(f"keys of {(r - t) % ranks}", f"{(r - t) % ranks} 的键") for r in range(ranks))] for t in range(ranks)],
+    say("who has whose keys", "谁手上有谁的键"),
 )
 
 # %% [markdown]
@@ -109,13 +109,21 @@ def pairs(where):
 
 
 layouts = {"contiguous": contiguous(n, ranks), "zigzag": zigzag(n, ranks)}
+names = {"contiguous": say("contiguous", "连续"), "zigzag": say("zigzag", "之字形")}
 show(
-    ["", *(f"rank {r}" for r in range(ranks)), "all wait for"],
+    ["", *(f"rank {r}" for r in range(ranks)), say("all wait for", "大家都要等")],
     [
-        [name, *pairs(where), f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the mean"]
+        [
+            names[name],
+            *pairs(where),
+            say(
+                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the mean",
+                f"平均的 {max(pairs(where)) * ranks / sum(pairs(where)):.2f} 倍",
+            ),
+        ]
         for name, where in layouts.items()
     ],
-    "pairs that each rank computes",
+    say("pairs that each rank computes", "每个 rank 计算多少对"),
 )
 assert len(set(pairs(layouts["zigzag"]))) == 1
 causal = torch.arange(n)[None, :] > torch.arange(n)[:, None]
@@ -163,7 +171,13 @@ rows = []
 for name, bandwidth in (("NVLink, 450 GB/s", 450e9), ("InfiniBand, 50 GB/s", 50e9)):
     for heads, kv_heads in ((32, 32), (32, 8)):
         rows.append([name, f"{heads} / {kv_heads}", f"{flops / bandwidth * kv_heads / heads:,.0f}"])
-show(["link", "heads of queries / keys", "tokens per rank that hide it"], rows)
+show(
+    say(
+        ["link", "heads of queries / keys", "tokens per rank that hide it"],
+        ["连接", "查询头 / 键头", "每个 rank 要多少 token 才盖得住"],
+    ),
+    rows,
+)
 
 # %% [markdown]
 # ## The backward goes around too

@@ -37,7 +37,7 @@ import time
 import torch
 
 import tilewise
-from tilewise_lab.learn import has_triton, picture, show
+from tilewise_lab.learn import has_triton, picture, say, show
 
 
 def trusted(q, k, v, score=None, mask=None):
@@ -76,11 +76,16 @@ q, k, v = (torch.randn(2, 40, 3, 16) for _ in range(3))
 slopes = torch.tensor([0.0, 0.1, 1.0], requires_grad=True)
 out = tilewise.attention(q, k, v, score_mod=fading(slopes))
 expected = trusted(q, k, v, score=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
-print(f"largest difference from the ten lines: {(out - expected).abs().max():.1e}")
+print(
+    say(
+        f"largest difference from the ten lines: {(out - expected).abs().max():.1e}",
+        f"与那十行的最大差别：{(out - expected).abs().max():.1e}",
+    )
+)
 assert torch.allclose(out, expected, atol=1e-5)
 (found,) = torch.autograd.grad(out.square().sum(), slopes)
 (wanted,) = torch.autograd.grad(expected.square().sum(), slopes)
-print("gradient of the slopes:", [round(x, 3) for x in found.tolist()])
+print(say("gradient of the slopes:", "斜率的梯度："), [round(x, 3) for x in found.tolist()])
 assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 # %% [markdown]
@@ -115,7 +120,12 @@ if has_triton("the same mods in a compiled kernel"):
         q, k, v, score_mod=fading(slopes), mask_mod=window_and_anchors(6, 2), backend="triton"
     )
     both = trusted(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), lambda b, h, i, j: seen(i, j, 6, 2))
-    print(f"in the Triton kernel: {(compiled - both).abs().max():.1e}")
+    print(
+        say(
+            f"in the Triton kernel: {(compiled - both).abs().max():.1e}",
+            f"在 Triton kernel 里：{(compiled - both).abs().max():.1e}",
+        )
+    )
     assert torch.allclose(compiled, both, atol=1e-5)
 
 # %% [markdown]
@@ -147,7 +157,10 @@ print(blocks.tiles[0, 0])
 assert torch.equal(blocks.tiles[0, 0].int(), mine)
 visited = (mine > 0).double().mean()
 print(
-    f"{visited:.0%} of the tiles are visited, where the causal triangle has {(n // block + 1) / (2 * n // block):.0%}"
+    say(
+        f"{visited:.0%} of the tiles are visited, where the causal triangle has {(n // block + 1) / (2 * n // block):.0%}",
+        f"走到了 {visited:.0%} 的块，而因果三角形有 {(n // block + 1) / (2 * n // block):.0%}",
+    )
 )
 assert abs(blocks.density() - float(visited)) < 1e-9
 
@@ -174,9 +187,11 @@ picture("17_tiles", draw, size=(4.5, 4.5))
 # %%
 q, k, v = (torch.randn(1, n, 2, 32) for _ in range(3))
 ways = {
-    "the ten lines": lambda: trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, width, anchors)),
-    "mask mod": lambda: tilewise.attention(q, k, v, mask_mod=window_and_anchors(width, anchors), backend="reference"),
-    "block mask": lambda: tilewise.attention(q, k, v, mask_mod=blocks, backend="reference"),
+    say("the ten lines", "那十行"): lambda: trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, width, anchors)),
+    say("mask mod", "掩码函数"): lambda: tilewise.attention(
+        q, k, v, mask_mod=window_and_anchors(width, anchors), backend="reference"
+    ),
+    say("block mask", "块掩码"): lambda: tilewise.attention(q, k, v, mask_mod=blocks, backend="reference"),
 }
 rows, results = [], []
 for name, work in ways.items():
@@ -187,7 +202,11 @@ for name, work in ways.items():
         work()
         times.append(time.perf_counter() - start)
     rows.append([name, f"{min(times) * 1e3:.1f}"])
-show(["", "ms"], rows, f"{n} tokens, 2 heads, {visited:.0%} of the tiles")
+show(
+    ["", "ms"],
+    rows,
+    say(f"{n} tokens, 2 heads, {visited:.0%} of the tiles", f"{n} 个 token，2 个头，{visited:.0%} 的块"),
+)
 for one in results[1:]:
     assert torch.allclose(one, results[0], atol=1e-5)
 

@@ -43,7 +43,7 @@ import math
 import torch
 
 import tilewise
-from tilewise_lab.learn import has_triton, picture, show
+from tilewise_lab.learn import has_triton, picture, say, show
 
 BLOCK_M, BLOCK_N = 4, 8
 
@@ -131,7 +131,12 @@ for n, causal in ((9, True), (5, False)):
     assert torch.autograd.gradcheck(lambda *x: Attention.apply(*x, causal), leaves)  # noqa: B023
     theirs = tilewise.attention(*(x[None, :, None] for x in leaves), causal=causal)[0, :, 0]
     assert torch.allclose(Attention.apply(*leaves, causal), theirs)
-print("forward and backward agree with finite differences, causal or not, and no block divides the lengths")
+print(
+    say(
+        "forward and backward agree with finite differences, causal or not, and no block divides the lengths",
+        "前向和反向都与有限差分一致，无论是否因果，而且没有一块能整除长度",
+    )
+)
 
 # %% [markdown]
 # ## From slices to pointers
@@ -218,10 +223,10 @@ s = q @ filled_up[0].T / 2
 leaking = torch.softmax(s, -1) @ filled_up[1]
 s[:, 5:] = -torch.inf
 show(
-    ["keys past the end", "error"],
+    say(["keys past the end", "error"], ["末尾之外的键", "误差"]),
     [
-        ["score 0", f"{(leaking - exact).abs().max():.2f}"],
-        ["score -inf", f"{(torch.softmax(s, -1) @ filled_up[1] - exact).abs().max():.1e}"],
+        [say("score 0", "分数为 0"), f"{(leaking - exact).abs().max():.2f}"],
+        [say("score -inf", "分数为 -inf"), f"{(torch.softmax(s, -1) @ filled_up[1] - exact).abs().max():.1e}"],
     ],
 )
 assert (leaking - exact).abs().max() > 0.05

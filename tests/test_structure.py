@@ -121,16 +121,19 @@ RULES = {
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise spec"),
     "lab.asked": Rule("spec"),
+    "lab.language": Rule(""),
     "lab.picture": Rule("mods"),
     "lab.progress": Rule("", lazy="rich"),
     "lab.show_mask": Rule("lab.asked lab.picture tilewise mods spec"),
     "lab.machine": Rule("lab.machine spec"),
     "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper kernels.shapes spec"),
-    "lab.trace": Rule("lab.asked lab.trace reference spec tilewise", lazy="rich"),
-    "lab.explain": Rule("lab.explain costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"),
-    "lab.learn": Rule("lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
+    "lab.trace": Rule("lab.asked lab.language lab.trace reference spec tilewise", lazy="rich"),
+    "lab.explain": Rule(
+        "lab.explain lab.language costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"
+    ),
+    "lab.learn": Rule("lab.cli lab.language lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
     "lab.learn.kernels": Rule("kernels.tile triton"),
-    "lab.explore": Rule("lab.explore lab.plan costs kernels.portable.kv_tiles spec"),
+    "lab.explore": Rule("lab.cli lab.explore lab.plan costs kernels.portable.kv_tiles spec"),
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.asked lab.demo lab.progress tilewise rich", lazy="lab.asked"),
@@ -140,7 +143,7 @@ RULES = {
     "lab.guard": Rule("numpy triton"),
     "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
-        "lab.docs lab.progress lab.learn spec tilewise",
+        "lab.docs lab.language lab.progress lab.learn spec tilewise",
         lazy="lab.explore lab.bench matplotlib sphinx",
     ),
 }

@@ -107,7 +107,7 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         else:
             yield source, page, noted((ROOT / source).read_text(encoding="utf-8"))
     for lesson in all_lessons():
-        text = lessons.markdown(lesson, lessons.printed(recorded, lesson.number), language[:2])
+        text = lessons.markdown(lesson, lessons.printed(recorded, lesson.number, language[:2]), language[:2])
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
     for name, text in results.tables(measured):
         yield f"bench/results/{name}.json", f"results/{name}.md", text if language == "en" else noted(text)

@@ -19,6 +19,9 @@ from tilewise_lab.docs.build import LANGUAGES, ROOT
 EARLY = ("sphinx.cmd.build", "sphinx.builders.html", "sphinx.ext.autodoc", "myst_parser.sphinx_", "furo")
 
 
+OURS = ("tilewise", "tilewise_lab")
+
+
 class Named(io.TextIOBase):
     """Lines, each written at once behind the name of the language."""
 
@@ -34,6 +37,7 @@ class Named(io.TextIOBase):
 
 def read_sources() -> None:
     """Import and parse what the reference describes; what needs a package that is not here, Sphinx will mock."""
+    from sphinx.errors import PycodeError
     from sphinx.pycode import ModuleAnalyzer
 
     pages = (ROOT / "docs" / "reference").glob("*.md")
@@ -41,8 +45,11 @@ def read_sources() -> None:
     for name in (*EARLY, *sorted(described)):
         if not name.startswith("tilewise.integrations"):
             import_module(name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tilewise"]:
-        ModuleAnalyzer.for_module(name).analyze()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OURS:
+            ModuleAnalyzer.for_module(name).analyze()
+        else:  # torch and Python themselves, from which names come: a sixth of the time, for nothing that is described
+            ModuleAnalyzer.cache["module", name] = PycodeError(f"{name} is not described here")
 
 
 def make(work: Path, out: Path, language: str) -> None:

@@ -17,22 +17,23 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from tilewise_lab.language import BOTH, only, using
 from tilewise_lab.learn.course import Lesson, chosen, lessons
 
-PICTURE = re.compile(r"^\(picture: .*?([\w-]+\.png)\)\n?", re.M)
+PICTURE = re.compile(r"^(?:\(picture: |（图：).*?([\w-]+\.png)[)）]\n?", re.M)
 
 
 def markdown(lesson: Lesson, printed: Sequence[str], lang: str = "en") -> str:
     """The page of a lesson; `printed`: what its cells print, if they were run."""
-    run, exercise, solution = {
-        "en": ("Run it: ", "The exercise", "A solution"),
-        "zh": ("运行：", "练习", "一种解法"),
+    run, exercise, solution, drawn = {
+        "en": ("Run it: ", "The exercise", "A solution", "what the cell draws"),
+        "zh": ("运行：", "练习", "一种解法", "这段代码画的图"),
     }[lang]
     parts: list[str] = []
     for cell, said in zip_longest(lesson.cells_in(lang), printed, fillvalue=""):
         assert not isinstance(cell, str)
-        parts.append(cell.text if cell.kind == "markdown" else fenced(cell.text))
-        parts += output(said)
+        parts.append(cell.text if cell.kind == "markdown" else fenced(cell.read_in(lang)))
+        parts += output(said, drawn)
     parts.append(f"{run}`tilewise learn {lesson.number}{' --lang zh' if lang == 'zh' else ''}`")
     for folder, title in (("exercises", exercise), ("solutions", solution)):
         if lesson.beside(folder).exists():
@@ -45,16 +46,16 @@ def fenced(source: str, language: str = "python") -> str:
     return f"````{language}\n{source.rstrip()}\n````"
 
 
-def output(said: str) -> Iterator[str]:
+def output(said: str, drawn: str) -> Iterator[str]:
     """
-    >>> list(output("4\\n(picture: somewhere/07_waves.png)\\n"))
-    [':::{container} output\\n````text\\n4\\n````\\n:::', '![what the cell draws](pictures/07_waves.png)']
+    >>> list(output("4\\n(picture: somewhere/07_waves.png)\\n", "waves"))
+    [':::{container} output\\n````text\\n4\\n````\\n:::', '![waves](pictures/07_waves.png)']
     """
     words = PICTURE.sub("", said).strip("\n")
     if words:
         yield f":::{{container}} output\n{fenced(words, 'text')}\n:::"
     for name in PICTURE.findall(said):
-        yield f"![what the cell draws](pictures/{name})"
+        yield f"![{drawn}](pictures/{name})"
 
 
 def record(number: int, folder: str) -> None:
@@ -63,7 +64,8 @@ def record(number: int, folder: str) -> None:
 
     one = next(lesson for lesson in lessons() if lesson.number == number)
     os.environ |= {"TRITON_INTERPRET": str(int(one.needs == "interpreter")), "TILEWISE_PICTURES": f"{folder}/pictures"}
-    play.play(number, record=Path(folder, f"{number:02}.json"))
+    with using(BOTH):
+        play.play(number, record=Path(folder, f"{number:02}.json"))
 
 
 def record_all(folder: Path) -> Iterator[int]:
@@ -89,10 +91,11 @@ def record_all(folder: Path) -> Iterator[int]:
             yield number
 
 
-def printed(folder: Path, number: int) -> list[str]:
+def printed(folder: Path, number: int, lang: str = "en") -> list[str]:
+    """What each cell printed, to readers of one language."""
     file = folder / f"{number:02}.json"
     found: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return found
+    return [only(said, lang) for said in found]
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import webbrowser
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from tilewise_lab.cli import CALLED
+
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8017, help="where to serve (default: %(default)s; 0: any free)")
@@ -38,5 +40,5 @@ def run(options: Namespace) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"tilewise explore: {sentence}", file=sys.stderr)
+    print(f"{CALLED} explore: {sentence}", file=sys.stderr)
     return 2

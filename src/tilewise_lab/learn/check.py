@@ -8,9 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 from tilewise.spec import AttentionError
+from tilewise_lab.cli import CALLED
+from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import chosen, lesson
-from tilewise_lab.learn.language import language, say
 from tilewise_lab.learn.tools import not_written
 
 
@@ -57,7 +58,7 @@ def grade(number: int, answer: Path) -> int:
 def hand_out(number: int, folder: Path | None = None) -> int:
     """Write the exercise to exercise_NN.py in the working directory; an answer in the making is not overwritten."""
     path = (folder or Path.cwd()) / f"exercise_{number:02}.py"
-    grading = f"tilewise learn --check {number} {path.name}"
+    grading = f"{CALLED} learn --check {number} {path.name}"
     if path.exists():
         print(say(f"{path.name} is here already; grade it with: {grading}", f"{path.name} 已经在这里；批改：{grading}"))
         return 1

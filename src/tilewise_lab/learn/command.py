@@ -38,25 +38,24 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    from tilewise_lab.learn import check, lab, language, notebook, play
+    from tilewise_lab import language
+    from tilewise_lab.learn import check, lab, notebook, play
 
     if options.lang:
         language.use(options.lang)
-    try:
-        if options.notebooks:
-            return notebook.write_all(options.notebooks)
-        if options.check:
-            number, answer = options.check
-            return check.grade(int(number), Path(answer))
-        if options.measure:
-            return lab.measure_all(options.measure, options.only)
-        if options.lesson is None:
-            return play.contents()
-        if options.exercise:
-            return check.hand_out(options.lesson)
-        if options.solution:
-            return check.reveal(options.lesson)
-        return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)
-    except AttentionError as error:
-        print(f"tilewise learn: {error}")
-        return 2
+    if options.notebooks:
+        return notebook.write_all(options.notebooks)
+    if options.check:
+        number, answer = options.check
+        if not number.isdigit():
+            raise AttentionError("--check", repr(number), "the number of a lesson, then the file of an answer")
+        return check.grade(int(number), Path(answer))
+    if options.measure:
+        return lab.measure_all(options.measure, options.only)
+    if options.lesson is None:
+        return play.contents()
+    if options.exercise:
+        return check.hand_out(options.lesson)
+    if options.solution:
+        return check.reveal(options.lesson)
+    return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)

@@ -1,12 +1,13 @@
 """Lessons: where they are, what is in them.
 
 A lesson is a script of `# %%` cells; Markdown cells are comments. Its words are there twice, in cells marked
-`# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once. Formulas are LaTeX, `$..$` and
-`$$..$$`.
+`# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once, with
+`say(en, zh)` where it speaks. Formulas are LaTeX, `$..$` and `$$..$$`.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,10 @@ class Cell:
     text: str
     line: int  # of its first line in the file
     lang: str = ""  # of words: "en" or "zh"
+
+    def read_in(self, lang: str) -> str:
+        """The cell as a reader of one language gets it."""
+        return self.text if self.kind == "markdown" else spoken(self.text, lang)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,30 @@ def chosen(source: str, lang: str) -> str:
         return f'"""{chinese if lang == "zh" else english + between[:1].strip(" ")}"""'
 
     return re.sub(r'"""((?:(?!""").)*?)(\s+)---\s+(.*?)"""', one, source, flags=re.S)
+
+
+def spoken(code: str, lang: str) -> str:
+    """Code that speaks one language: of every `say(en, zh)` the one.
+
+    >>> print(spoken('print(say(f"{n} tiles", f"{n} 块"))', "zh"))
+    print(f"{n} 块")
+    """
+    lines = code.encode().splitlines(keepends=True)  # as ast counts columns
+
+    def at(line: int | None, column: int | None) -> int:
+        return sum(map(len, lines[: (line or 1) - 1])) + (column or 0)
+
+    def place(node: ast.expr) -> slice:
+        return slice(at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset))
+
+    made = code.encode()
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    said = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "say"]
+    for call in sorted(said, key=lambda call: place(call).start, reverse=True):  # what is behind stays where it is
+        kept = call.args[lang == "zh"]
+        made = made[: place(call).start] + made[place(kept)] + made[place(call).stop :]
+    text = re.sub(r"(?m)^(from tilewise_lab\.learn import .*), say\b", r"\1", made.decode())
+    return re.sub(r"\bprint\(\n +(.{,100}[^,\n])\n *\)", r"print(\1)", text)
 
 
 def lessons() -> list[Lesson]:

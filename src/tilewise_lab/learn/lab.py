@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise_lab.cli import CALLED
+from tilewise_lab.language import say
 from tilewise_lab.learn.course import home
-from tilewise_lab.learn.language import say
 
 Found = dict[str, Any]
 EXPERIMENTS: dict[str, Callable[[], Found]] = {}
@@ -53,7 +54,7 @@ def measured(name: str) -> Found | None:
 def measure_all(path: Path, only: Sequence[str] = ()) -> int:
     """Every experiment; or some, in place of what the file has of them. One that fails does not stop the others."""
     if not torch.cuda.is_available():
-        print("tilewise learn --measure needs a GPU, and none is here")
+        print(f"{CALLED} learn --measure needs a GPU, and none is here")
         return 2
     found: dict[str, Found] = json.loads(path.read_text())["found"] if only and path.exists() else {}
     record = {"device": torch.cuda.get_device_name(), "when": datetime.date.today().isoformat(), "found": found}

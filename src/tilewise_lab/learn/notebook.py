@@ -10,15 +10,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tilewise_lab.language import language, say
 from tilewise_lab.learn.course import Lesson, lessons
-from tilewise_lab.learn.language import language, say
 
 Notebook = dict[str, Any]
 
 
 def notebook(one: Lesson, lang: str) -> Notebook:
     """nbformat 4.5, as a dict. Code is as in the lesson: it can be run, and changed."""
-    cells = [_cell(cell.kind, f"{one.number:02}-{n:02}", cell.text) for n, cell in enumerate(one.cells_in(lang))]
+    cells = [
+        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang)) for n, cell in enumerate(one.cells_in(lang))
+    ]
     if one.needs == "compiler":
         # Triton decides when it is imported whether it interprets or compiles.
         cells.insert(1, _cell("code", f"{one.number:02}-env", 'import os\n\nos.environ["TRITON_INTERPRET"] = "0"'))

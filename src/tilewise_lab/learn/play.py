@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tilewise_lab.cli import CALLED
+from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import Cell, Lesson, lesson, lessons
 from tilewise_lab.learn.formulas import for_terminal
-from tilewise_lab.learn.language import language, say
 
 
 def contents() -> int:
@@ -32,8 +33,8 @@ def contents() -> int:
     print()
     print(
         say(
-            f"{solved} of {len(rows)} exercises solved. `tilewise learn {following}` goes on.",
-            f"已完成 {solved} / {len(rows)} 道练习。接着学：`tilewise learn {following}`",
+            f"{solved} of {len(rows)} exercises solved. `{CALLED} learn {following}` goes on.",
+            f"已完成 {solved} / {len(rows)} 道练习。接着学：`{CALLED} learn {following}`",
         )
     )
     return 0
@@ -58,7 +59,7 @@ def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path 
     run(one, quiet=quiet, pause=pause)
     progress.note("read", number)
     if not quiet:
-        command = f"tilewise learn {number} --exercise"
+        command = f"{CALLED} learn {number} --exercise"
         print("\n" + say(f"An exercise comes with this lesson: {command}", f"这一课有一道练习：{command}"))
     return 0
 
@@ -74,7 +75,7 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
     printed: takes what each cell prints, in place of the terminal.
     """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
-    for cell in one.cells_in(language()):
+    for cell in one.cells_in("zh" if language() == "zh" else "en"):
         if not quiet:
             display(cell)
         if cell.kind == "code":
@@ -90,19 +91,20 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
 
 
 def display(cell: Cell) -> None:
+    words = cell.read_in(language())
     try:
         from rich.console import Console
         from rich.markdown import Markdown
         from rich.padding import Padding
         from rich.syntax import Syntax
     except ModuleNotFoundError:
-        code = "\n".join(f"    {x}" for x in cell.text.splitlines())
-        print(f"\n{for_terminal(cell.text)}\n" if cell.kind == "markdown" else code)
+        code = "\n".join(f"    {x}" for x in words.splitlines())
+        print(f"\n{for_terminal(words)}\n" if cell.kind == "markdown" else code)
         return
     console = Console()
     if cell.kind == "markdown":
-        console.print(Markdown(for_terminal(cell.text)))
+        console.print(Markdown(for_terminal(words)))
     else:
         console.print(
-            Padding(Syntax(cell.text, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
+            Padding(Syntax(words, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
         )

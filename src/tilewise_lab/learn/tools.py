@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tilewise_lab.learn.language import say
+from tilewise_lab.language import say
 from tilewise_lab.trace.show import table
 
 
@@ -56,7 +56,7 @@ def picture(
         shown = import_module("IPython.display")
         shown.display(shown.Image(str(path)))
     else:
-        print(f"(picture: {path})")
+        print(say(f"(picture: {path})", f"（图：{path}）"))
     return path
 
 

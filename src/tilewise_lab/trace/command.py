@@ -15,6 +15,7 @@ from typing import Any
 
 from tilewise.spec import AttentionError
 from tilewise_lab import asked
+from tilewise_lab.language import say
 from tilewise_lab.trace.show import NOTE, RIGHT, WRONG, number, numbers, table
 
 STEPS = 4096  # more are nothing to read
@@ -76,24 +77,33 @@ def run(options: Namespace) -> int:
 
 
 def show_softmax(trace: dict[str, Any]) -> None:
-    headers = ["i", "x", "m", "factor", "kept", "new term", "l", ""]
+    headers = say(
+        ["i", "x", "m", "factor", "kept", "new term", "l", ""], ["i", "x", "m", "因子", "保留", "新的一项", "l", ""]
+    )
     for name, title in (
-        ("right", "Online softmax: l ← l·exp(m_old - m) + exp(x - m)"),
-        ("wrong", "The same without the correction: l ← l + exp(x - m)"),
+        ("right", say("Online softmax", "在线 softmax") + ": l ← l·exp(m_old - m) + exp(x - m)"),
+        ("wrong", say("The same without the correction", "同样的，但不修正") + ": l ← l + exp(x - m)"),
     ):
         steps = trace[name]["steps"]
         rows = [
             [
                 *(number(step[key]) for key in ("i", "x", "m", "factor", "kept", "term", "l")),
-                "" if step["ok"] else "wrong",
+                "" if step["ok"] else say("wrong", "错"),
             ]
             for step in steps
         ]
         table(title, headers, rows, [RIGHT if step["ok"] else WRONG for step in steps])
-        print(f"softmax = {numbers(trace[name]['out'], 6)}, which sums to {number(sum(trace[name]['out']))}\n")
+        out = trace[name]["out"]
+        total = number(sum(out))
+        print(f"softmax = {numbers(out, 6)}" + say(f", which sums to {total}", f"，总和 {total}") + "\n")
     print(f"logsumexp = {number(trace['right']['lse'])}")
     safe, online = trace["loads"]["safe"], trace["loads"]["online"]
-    print(f"each element is read {safe:.0f} times by safe softmax, {online:.0f} times by online softmax")
+    print(
+        say(
+            f"each element is read {safe:.0f} times by safe softmax, {online:.0f} times by online softmax",
+            f"每个元素，安全 softmax 读 {safe:.0f} 次，在线 softmax 读 {online:.0f} 次",
+        )
+    )
 
 
 def show_attention(trace: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
+from tilewise_lab.language import BOTH, LANGUAGES, language, only, say
+
 RIGHT, WRONG, NOTE = "green", "red", "dim"
 
 
@@ -20,11 +22,20 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], 
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and _rich_table(title, headers, cells, styles):
         return
-    if title:
-        print(title)
-    widths = [max(map(width, column)) for column in zip(headers, *cells, strict=True)]
-    for row in [list(headers), *cells]:
-        print("  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)).rstrip())
+    if language() == BOTH:  # each with columns as wide as its own words
+        whole = [[title], list(headers), *cells]
+        made = [_plain(*([only(cell, lang) for cell in row] for row in whole)) for lang in LANGUAGES]
+        print(say(*made))
+    else:
+        print(_plain([title], list(headers), *cells))
+
+
+def _plain(title: list[str], *rows: list[str]) -> str:
+    widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)) for row in rows
+    ]
+    return "\n".join([*filter(None, title), *(line.rstrip() for line in lines)])
 
 
 def width(text: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
 
-from tilewise_lab import cli
-from tilewise_lab.learn import check, formulas, language, play
+from tilewise_lab import cli, language
+from tilewise_lab.docs import lessons as docs_lessons
+from tilewise_lab.learn import check, formulas, play
 from tilewise_lab.learn.course import chosen, lessons
 
 LESSONS = lessons()
@@ -109,6 +111,79 @@ def test_words_and_hints_are_chinese_where_asked_for(capsys, tmp_path):
     assert "以不同的最大值为基准" in capsys.readouterr().out
     play.display(LESSONS[2].cells_in("zh")[0])
     assert "三遍扫描" in capsys.readouterr().out
+
+
+# What is printed and is not a sentence: names of code, of dtypes, of devices, of units.
+NAMES = {"dtype", "ms", "TFLOP/s", "float32", "tf32", "bfloat16", "float16", "num_stages ", "\nsm_"}
+NAMES |= {"rank ", "Triton ", ", m + log l = "}
+PRINTING = ("print", "show")
+
+
+def called(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def printed_words(node: ast.AST):
+    """The strings that a call prints as they are: not those that it says, nor those that it looks things up by."""
+    for child in ast.iter_child_nodes(node):
+        method = isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute)
+        if called(child, "say") or method or isinstance(child, ast.Subscript | ast.FormattedValue | ast.Compare):
+            continue
+        if isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.value
+        yield from printed_words(child)
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)
+def test_what_a_lesson_prints_is_said_in_both_languages(one):
+    """Each sentence in English and Chinese, with the same numbers in it."""
+    nodes = list(ast.walk(ast.parse(one.path.read_text("utf-8"))))
+    plain = [text for node in nodes if called(node, *PRINTING) for text in printed_words(node)]
+    assert [text for text in plain if re.search("[a-z]{2}", text) and text not in NAMES] == []
+    for call in [node for node in nodes if called(node, "say")]:
+        en, zh = (ast.unparse(argument) for argument in call.args)
+        assert CHINESE.search(zh), en
+        assert not CHINESE.search(en)
+        values = [
+            sorted(ast.unparse(part.value) + str(part.format_spec and ast.unparse(part.format_spec)) for part in found)
+            for found in ([x for x in ast.walk(a) if isinstance(x, ast.FormattedValue)] for a in call.args)
+        ]
+        assert values[0] == values[1], en
+
+
+def test_a_lesson_run_once_for_both_languages_prints_what_each_reader_gets(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWISE_PICTURES", str(tmp_path))
+    docs_lessons.record(2, str(tmp_path))
+    alone: list[str] = []
+    with language.using("zh"):
+        play.run(LESSONS[1], quiet=True, printed=alone)
+    en, zh = (docs_lessons.printed(tmp_path, 2, lang) for lang in ("en", "zh"))
+    assert zh == alone
+    assert "用当时的最大值：l = 2.386195，而不是 1.203438" in "".join(zh)
+    assert "with the maximum of the moment: l = 2.386195 instead of 1.203438" in "".join(en)
+    assert not CHINESE.search("".join(en))
+    rows = [[re.findall(r"[\d.]+", line) for line in "".join(text).splitlines()] for text in (en, zh)]
+    assert rows[0] == rows[1]
+
+
+def test_a_trace_is_shown_in_the_readers_language(capsys):
+    with language.using("zh"):
+        assert cli.main(["trace", "softmax", "3", "2", "5", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "同样的，但不修正" in said
+    assert "每个元素，安全 softmax 读 3 次" in said
+    assert "1.185122" in said
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)
+def test_a_reader_sees_code_that_speaks_one_language(one):
+    for cell in [cell for cell in one.cells if cell.kind == "code"]:
+        en, zh = cell.read_in("en"), cell.read_in("zh")
+        assert not re.search(r"\bsay\b", en + zh)
+        assert not CHINESE.search(en)
+        assert bool(CHINESE.search(zh)) == bool(CHINESE.search(cell.text))
+        compile(en, "lesson", "exec")
+        compile(zh, "lesson", "exec")
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.path.stem)

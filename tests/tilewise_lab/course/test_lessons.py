@@ -181,8 +181,16 @@ def test_an_exercise_is_handed_out_once(capsys, tmp_path):
 
 def test_what_there_is_not(capsys):
     assert cli.main(["learn", "99"]) == 2
-    assert "lesson: found 99" in capsys.readouterr().out
+    assert "lesson: found 99" in capsys.readouterr().err
+    assert cli.main(["learn", "--check", "x", "answer.py"]) == 2
+    assert "--check: found 'x'; expected the number of a lesson" in capsys.readouterr().err
     assert cli.main(["learn", "--check", "1", "nowhere.py"]) == 2
+
+
+def test_hints_are_in_the_words_that_were_typed(capsys, monkeypatch):
+    monkeypatch.setattr(check, "CALLED", "./run")
+    assert check.hand_out(1) == 0
+    assert "./run learn --check 1 exercise_01.py" in capsys.readouterr().out
 
 
 def test_lessons_are_numbered_titled_and_complete():
