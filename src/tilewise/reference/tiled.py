@@ -37,7 +37,7 @@ PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
 ALL = slice(None)
 LOG2E = math.log2(math.e)
 MILD = 30.0  # scores whose exp, and that of their negative, is far from the ends of float32: m = 0 serves every row
-MANY = 32  # keys: of fewer, lse may be near 0, and a sum of exp(S - m) near 1 is closer to it than one of exp(S)
+MANY = 32  # keys: of fewer, lse may be near 0, and m + log Σ exp(S - m) closer to it than log Σ exp(S)
 LARGE = 1e12  # what may be multiplied by exp(MILD), and with one another, in float32
 
 
@@ -72,11 +72,6 @@ class Tile(NamedTuple):
             by_query.tril_(self.last)
         return x
 
-    def hide_(self, s: Tensor) -> Tensor:
-        """The same with -inf, for scores."""
-        hide = self.hidden(s)
-        return s if hide is None else s.masked_fill_(hide, -torch.inf)
-
     def hidden(self, x: Tensor) -> Tensor | None:
         """True where the row does not see the key, (R, C); None where every row sees every key."""
         if self.first is None and self.last is None:
@@ -101,9 +96,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
         q_view, out_view, lse_view = part.rows
         k_all, v_all = (load(x, ALL, dtype) for x in part.keys)
         (_, q_size), (_, k_size), (sane, v_size) = size(q_view), size(k_all), size(v_all)
-        mild = (
-            part.n_k > 1 and abs(spec.scale) * q_size * k_size < MILD and v_size < LARGE
-        )  # of one key, P is 1 exactly
+        mild = are_mild(part, spec, q_size, k_size, v_size)
         room, keys_of = Room(k_all), tiles_of(k_all, v_all)
         for rows in part.tiles:
             q_tile = load(q_view, rows, dtype) * spec.scale
@@ -116,7 +109,9 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
                 if mild:
                     p = tile.clear_(s.exp_())
                 else:
-                    m_old, m = m, torch.maximum(m, tile.hide_(s).amax(-1, keepdim=True))
+                    hide = tile.hidden(s)
+                    s = s if hide is None else s.masked_fill_(hide, -torch.inf)
+                    m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
                     p = exp_(s.sub_(m))
                     alpha = torch.exp(m_old - m)
                     l, acc = l * alpha, acc.mul_(alpha)
@@ -150,7 +145,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
         sane, (q_size, k_size, *sizes) = zip(
             *map(size, (q_view, k_all, v_all, dout_view, *stat_views[1:])), strict=True
         )
-        mild = part.n_k >= MANY and abs(spec.scale) * q_size * k_size < MILD and max(sizes) < LARGE
+        mild = are_mild(part, spec, q_size, k_size, *sizes)
         dk_acc, dv_acc = k_all.new_zeros(k_all.shape), v_all.new_zeros(v_all.shape)
         p_room, ds_room = Room(k_all), Room(k_all)
         keys_of = tiles_of(k_all, v_all, dk_acc, dv_acc)
@@ -255,8 +250,13 @@ def size(x: Tensor) -> tuple[bool, float]:
     longest = float(lengths.amax()) if lengths.numel() else 0.0
     if math.isfinite(longest):
         return True, longest
-    lengths = lengths.masked_fill(~x.isfinite().all(-1), 0.0)
-    return False, float(lengths.amax())
+    return False, float(lengths.masked_fill(~x.isfinite().all(-1), 0.0).amax())
+
+
+def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: float) -> bool:
+    """Whether exp(S) does for exp(S - m)."""
+    seen = part.n_k if spec.before is None or spec.after is None else min(part.n_k, spec.before + spec.after + 1)
+    return seen >= MANY and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
