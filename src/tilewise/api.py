@@ -114,11 +114,13 @@ def _run(
     q, k, v = checks.arranged(q, k, v, layout)
     key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
+    if call is not None and call.bare:
+        return ops.attend_again(call, q, k, v)
     if call is None:
         request = checks.request_of(q, k, v, cu, longest, given)
     elif cu:
         checks.check_longest(*longest)
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
-    else:
+    else:  # a softcap, say, which has no tensor
         request = Request(q, k, v, call.spec)
     return ops.attend(request, call, key)

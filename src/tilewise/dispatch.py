@@ -132,6 +132,14 @@ class Call:
         self.recordings: dict[Any, Any] | None = {} if request.q.is_cuda else None
         self.backend = named(choose(request).backend.name)
 
+    def again(self, what: str, *tensors: Tensor) -> Any:
+        """The results of "forward" or "backward" as they were recorded, of nothing but these tensors; None where there
+        is no such recording, or they lie otherwise than then (of a forward the key says that they do not)."""
+        recording = self.recordings.get(what) if self.bare and self.recordings else None
+        if recording is None or (what != "forward" and not recording.suits(tensors)):
+            return None
+        return recording.run(tensors)
+
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back
         with other strides, from a hook."""

@@ -7,12 +7,14 @@ at (dtypes, strides, alignment, integers) is the same for these calls; only the 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..torch_private import current_stream
+from ..spec import Upstream
+from ..torch_private import current_stream, empty_cuda
 from .compiling import compiled
 from .cuda import Addresses, Direct, Slot, direct
-from .launch import Launch, runs_on_gpu
+from .launch import Launch, on, runs_on_gpu
 from .triton_private import is_hooked
 
 
@@ -31,11 +33,38 @@ class Step(NamedTuple):
     args: tuple[Any, ...]
 
 
+def nothing(device: int) -> Sequence[Tensor]:
+    return ()
+
+
 class Recording(NamedTuple):
-    """The launches of a call; and, where the driver can be given all of them, the same for it."""
+    """The launches of a call; and, where the driver can be given all of them, the same for it. What else there is to
+    know of the call, so that it can `run` with nothing but tensors: the strides of those it was given, what it
+    allocates (first its results), and what it keeps between calls, by device."""
 
     steps: list[Step]
     direct: list[Direct] | None
+    strides: tuple[tuple[int, ...], ...] = ()
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    kept: Callable[[int], Sequence[Tensor]] = nothing
+
+    def suits(self, given: Sequence[Tensor]) -> bool:
+        """Whether tensors of the shapes and dtypes it was recorded with also lie as those did, on addresses that are
+        multiples of 16."""
+        low = 0
+        for x, stride in zip(given, self.strides, strict=True):
+            if x.stride() != stride:
+                return False
+            low |= x.data_ptr()
+        return not low & 15
+
+    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Everything again, with tensors that look like those of the recording."""
+        first = given[0]
+        with on(first):
+            made = [empty_cuda(*what) for what in self.made]
+            again(self, (*given, *made, *self.kept(first.get_device())))
+        return made
 
 
 def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -60,7 +89,7 @@ def launch(
 ) -> Recording | None:  # fmt: skip
     """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`. `ahead`
     are launches that will follow: where there is something to compile, they are compiled too. Returns what was
-    recorded, to be run `again`; of the interpreter nothing is."""
+    recorded, to be done `again`; of the interpreter nothing is."""
     recording = None if recordings is None else recordings.get(key)
     first: Any = tensors[0]
     if recording is None:
@@ -74,6 +103,32 @@ def launch(
             recordings[key] = recording
     again(recording, tensors)
     return recording
+
+
+def of_gradients(upstream: Upstream) -> str:
+    """The name of a backward: which tensors it is given."""
+    return "backward" if upstream.dlse is None else "backward with that of lse"
+
+
+def whole(
+    name: str, given: Sequence[Tensor | None], made: Sequence[Tensor | None], build: Callable[..., Sequence[Launch]],
+    recordings: dict[Hashable, Recording] | None, ahead: Callable[[], Sequence[Launch]] | None = None,
+    kept: Callable[[int], Sequence[Tensor]] = nothing, key: Hashable = None,
+) -> None:  # fmt: skip
+    """`launch` of what `build` makes of the `kept`, in a call that may be `run` by its name next time, from the tensors
+    it is given alone: by whoever knows that they look alike, or asks whether the recording `suits` them. Where one is
+    two of them at once, or lies on an odd address, this is the only way."""
+    inputs, rooms = [x for x in given if x is not None], [x for x in made if x is not None]
+    others = kept(inputs[0].get_device())
+    recording = launch((name, key), (*inputs, *rooms, *others), lambda: build(*others), recordings, ahead)
+    if recording is None or recordings is None:
+        return
+    known = recordings.get(name)
+    if known is not None and known.steps is recording.steps:
+        return
+    if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
+        shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
+        recordings[name] = recording._replace(strides=tuple(x.stride() for x in inputs), made=shapes, kept=kept)
 
 
 def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:

@@ -15,6 +15,7 @@ from ..torch_private import (
     apply_unchecked,
     each_of_batch,
     is_batched,
+    is_disturbed,
     is_dtensor,
     is_forward_mode,
     is_profiled,
@@ -38,17 +39,28 @@ def _backward_of(request: Request, upstream: Upstream, call: Call | None = None)
     return grads
 
 
+def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
+    found = call.again("forward", *tensors) or call.backend.forward(Request.of(spec, tensors), call.recordings)
+    out, lse, *_ = found
+    return out, lse
+
+
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_of(*call)
     found = call_of(request)
-    result: tuple[Tensor, Tensor] = found.backend.forward(request, found.recordings)
-    return result
+    return _forward_of(request.spec, found, request[:3] if found.bare else request.tensors())
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_of(request_of(*call), Upstream(out, lse, dout, dlse))
+    request = request_of(*call)
+    found = call_of(request)
+    grads = None if dlse is not None else found.again("backward", *request[:3], out, lse, dout)
+    if grads is None:
+        return _backward_of(request, Upstream(out, lse, dout, dlse), found)
+    dq, dk, dv, *_ = grads
+    return dq, dk, dv
 
 
 @torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
@@ -145,13 +157,17 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: Any, call: Any, *tensors: Any) -> Any:
-        output = _outputs(Request.of(spec, tensors), call)
+        output = _outputs(spec, call, tensors)
         _save(ctx, spec, call, tensors, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
+        if ctx.call is not None and dout is not None and dlse is None and not is_disturbed(dout):
+            found = ctx.call.again("backward", *tensors, out, lse, dout)
+            if found is not None:
+                return None, None, *found[:3]
         request = Request.of(ctx.spec, tensors)
         every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
         n = min(every, len(tensors))
@@ -180,7 +196,7 @@ class Transformed(Attention):
 
     @staticmethod
     def forward(spec: Any, call: Any, *tensors: Any) -> Any:  # type: ignore[override]
-        return _outputs(Request.of(spec, tensors), call)
+        return _outputs(spec, call, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -234,16 +250,17 @@ def _need_reference(what: str) -> NoReturn:
     )
 
 
-def _outputs(request: Request, call: Call | None) -> Any:
+def _outputs(spec: Any, call: Call | None, tensors: Any) -> Any:
     """(out, lse): by the backend itself, or, where somebody watches and there is no call, by the registered op."""
     if call is None:
+        request = Request.of(spec, tensors)
         if is_dtensor(*request[:3]):
             from . import dtensor  # noqa: F401 - its rules
         return _watched("forward")(*arguments(request))
     if is_profiled():
         with torch.profiler.record_function("tilewise::forward"):
-            return call.backend.forward(request, call.recordings)
-    return call.backend.forward(request, call.recordings)
+            return _forward_of(spec, call, tensors)
+    return _forward_of(spec, call, tensors)
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -286,12 +303,6 @@ def _is_higher_order(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _need_grad(request: Request) -> bool:
-    if request.q.requires_grad or request.k.requires_grad or request.v.requires_grad:
-        return True
-    return any(x is not None and x.requires_grad for x in (request.bias, request.sinks, *request.score))
-
-
 def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
     """(out, lse), through autograd only where a derivative will be asked for. `call` is what is remembered of requests
     like this; what is found out for the first of them is remembered by `key` too. Where somebody watches, none is."""
@@ -300,15 +311,25 @@ def attend(request: Request, call: Call | None = None, key: Any = None) -> Any:
     transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
-    if not transformed and not (torch.is_grad_enabled() and _need_grad(request)):
-        return _outputs(request, call)
-    if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
-        k, v, cu_k = request.k, request.v, request.cu_k
-        request = request._replace(
-            k=k.view_as(k), v=v.view_as(v), cu_k=None if cu_k is None else cu_k.view_as(cu_k)
-        )  # fmt: skip
+    tensors = request[:3] if call is not None and call.bare else request.tensors()
     if transformed:
-        return Transformed.apply(request.spec, call, *request.tensors())  # type: ignore[no-untyped-call]
+        return Transformed.apply(request.spec, call, *tensors)  # type: ignore[no-untyped-call]
+    return _differentiably(request.spec, call, tensors)
+
+
+def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The same of a call without other tensors, one like which ran before."""
+    if is_forward_mode():
+        return attend(Request(q, k, v, call.spec), call)
+    return _differentiably(call.spec, call, (q, k, v))
+
+
+def _differentiably(spec: Any, call: Call | None, tensors: Any) -> Any:
+    wanted = tensors[: 5 + spec.score_tensors]
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
+        return _outputs(spec, call, tensors)
+    if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
+        tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
     if call is None:
-        return Attention.apply(request.spec, None, *request.tensors())  # type: ignore[no-untyped-call]
-    return apply_unchecked(Attention, request.spec, call, *(request[:3] if call.bare else request.tensors()))
+        return Attention.apply(spec, None, *tensors)  # type: ignore[no-untyped-call]
+    return apply_unchecked(Attention, spec, call, *tensors)

@@ -203,6 +203,7 @@ def backward(
                 *clear_launches(dq, dk, dv, request.cu_q, request.cu_k, GPU),
             ]
 
-        tensors = *request.tensors(), *upstream, dq, dk, dv, memory
-        replay.launch(("backward", *replay.layout_of(upstream, request.tensors())), tensors, build, recordings)
+        tensors = request.tensors()
+        name, key = replay.of_gradients(upstream), replay.layout_of(upstream, tensors)
+        replay.whole(name, (*tensors, *upstream), (dq, dk, dv, memory), build, recordings, key=key)
     return dq, dk, dv

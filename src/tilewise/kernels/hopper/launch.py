@@ -114,29 +114,21 @@ def plan_of(size: Problem, spec: Spec, biased: bool) -> Plan:
 
 def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse). `recordings` remembers the launches of calls that look alike."""
-    q, k, v, *_ = request
-    cu_q = request.cu_q
+    q, k, cu_q = request.q, request.k, request.cu_q
     if k.numel() == 0:  # of which TMA wants some
         return portable_forward(request, recordings)
-    *outer, n_q, heads, d = q.shape
-    dv = v.shape[-1]
-    if d == dv and not request.spec.partial:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = q.new_empty((*outer, n_q, heads, dv), dtype=request.result_dtype)
-    lse = torch.empty((*outer, heads, n_q), dtype=torch.float32, device=q.device)
+    out, lse = new_results(request)
     if out.numel():
+
+        def build(*zeros: Tensor) -> list[Launch]:
+            return [
+                *forward_launches(request, out, lse, State(*zeros), multiprocessors(q.device)),
+                *clear_launches(out, lse, None, cu_q, cu_q, GPU, -torch.inf),
+            ]
+
         with on(q):
-            zeros = state(q.get_device())
-
-            def build() -> list[Launch]:
-                return [
-                    *forward_launches(request, out, lse, zeros, multiprocessors(q.device)),
-                    *clear_launches(out, lse, None, cu_q, cu_q, GPU, -torch.inf),
-                ]
-
-            tensors = *request.tensors(), out, lse, *zeros
-            replay.launch("forward", tensors, build, recordings, partial(ahead, request, GPU, every_launch))
+            following = partial(ahead, request, GPU, every_launch)
+            replay.whole("forward", request.tensors(), (out, lse), build, recordings, following, state)
     return out, lse
 
 

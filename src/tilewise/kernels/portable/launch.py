@@ -21,12 +21,12 @@ from .clear import clear_kernel
 from .forward import forward_kernel, merge_kernel
 from .forward_mode import Moving, jvp_kernel
 from .options import (
+    by_precision,
     costly_term,
     forward_tile,
     is_even,
     new_flags,
     options_of,
-    precision,
     shares_tiles,
     tile_of,
 )
@@ -53,9 +53,8 @@ def forward(request: Request, recordings: dict[Any, Any] | None = None) -> tuple
         return [made, *repairs(made), *clear_launches(out, lse, None, cu_q, cu_q, gpu, -torch.inf)]
 
     with on(q):
-        key = "forward", precision(q, gpu)
-        tensors = *request.tensors(), out, lse, *rooms, flags
-        replay.launch(key, tensors, build, recordings, partial(ahead, request, gpu, every_launch))
+        name, following = by_precision("forward", q, gpu), partial(ahead, request, gpu, every_launch)
+        replay.whole(name, request.tensors(), (out, lse, *rooms, flags), build, recordings, following)
     return out, lse
 
 
@@ -72,9 +71,9 @@ def backward(
         return [*passes, *backward_repairs(passes), *clear_launches(dq, dk, dv, request.cu_q, request.cu_k, gpu)]
 
     tensors = request.tensors()
-    key = "backward", precision(q, gpu), *replay.layout_of(upstream, tensors)
+    name, key = by_precision(replay.of_gradients(upstream), q, gpu), replay.layout_of(upstream, tensors)
     with on(q):
-        replay.launch(key, (*tensors, *upstream, dq, dk, dv, *statistics, flags), build, recordings)
+        replay.whole(name, (*tensors, *upstream), (dq, dk, dv, *statistics, flags), build, recordings, key=key)
     return dq, dk, dv
 
 
@@ -127,14 +126,16 @@ def ahead(request: Request, gpu: Gpu, every: Callable[[Request, Gpu, bool], list
 
 def new_results(request: Request) -> tuple[Tensor, Tensor]:
     """Room for out and lse."""
-    q, v = request.q, request.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=request.result_dtype)
-    return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    *outer, tokens, heads, _ = request.q.shape
+    device = request.q.device
+    out = torch.empty((*outer, tokens, heads, request.v.shape[-1]), dtype=request.result_dtype, device=device)
+    return out, torch.empty((*outer, heads, tokens), dtype=torch.float32, device=device)
 
 
 def new_gradients(request: Request) -> tuple[Tensor, Tensor, Tensor]:
     """Room for those of q, k and v. (empty_like of a meta tensor imports half of torch.)"""
-    dq, dk, dv = (x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
+    dtype = request.result_dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in request[:3])
     return dq, dk, dv
 
 

@@ -71,6 +71,11 @@ def precision(q: Tensor, gpu: Gpu) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
+def by_precision(name: str, q: Tensor, gpu: Gpu) -> str:
+    """The name of a recording, which for float32 is not the same at every time."""
+    return name if q.dtype != torch.float32 else f"{name} in {precision(q, gpu)}"
+
+
 def is_even(size: Problem, n: int, block: int) -> bool:
     return not size.packed and n % block == 0
 
