@@ -37,7 +37,6 @@ PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
 ALL = slice(None)
 LOG2E = math.log2(math.e)
 MILD = 30.0  # scores whose exp, and that of their negative, is far from the ends of float32: m = 0 serves every row
-MANY = 32  # keys: of fewer, lse may be near 0, and m + log Σ exp(S - m) closer to it than log Σ exp(S)
 LARGE = 1e12  # what may be multiplied by exp(MILD), and with one another, in float32
 
 
@@ -254,9 +253,9 @@ def size(x: Tensor) -> tuple[bool, float]:
 
 
 def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: float) -> bool:
-    """Whether exp(S) does for exp(S - m)."""
+    """Whether exp(S) does for exp(S - m). Not where a row sees one key: its weight is 1, exactly."""
     seen = part.n_k if spec.before is None or spec.after is None else min(part.n_k, spec.before + spec.after + 1)
-    return seen >= MANY and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
+    return seen > 1 and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ BANDS = [FULL, CAUSAL, Spec(0.5, 3, 2), Spec(0.5, 0, None), Spec(0.5, 4, 0), Spe
 @contextlib.contextmanager
 def tiles(q: int, k: int, scores: int = 1, mild: float = tiled.MILD, sum_q: int = 3) -> Iterator[None]:
     """Small tiles, so that small inputs have many of them; and no scores that are `mild`, if that is 0."""
-    sizes = {"TILE_Q": q, "TILE_K": k, "TILE_SCORES": scores, "MILD": mild, "MANY": 1, "SUM_Q": sum_q}
+    sizes = {"TILE_Q": q, "TILE_K": k, "TILE_SCORES": scores, "MILD": mild, "SUM_Q": sum_q}
     with mock.patch.multiple(tiled, **sizes), mock.patch.object(tiled, "tile_height", lambda n_q, *_: min(n_q, q)):
         yield
 
