@@ -8,8 +8,8 @@ become rows of the same matrix:
     k (B, Sk, Hk, D) -> k_tile (h, C, D)
     v (B, Sk, Hk, E) -> v_tile (h, C, E)
 
-Two functions decide what a tile means, forward and backward: `scores` (what is a pair worth) and `Curtains` (who does
-not see whom). A key that a row does not see is selected away, never multiplied by zero, so its NaN stays where it is.
+Two functions decide what a tile means, forward and backward: `scores` (what is a pair worth) and `key_tiles` (who sees
+whom). A key that a row does not see is selected away, never multiplied by zero, so its NaN stays where it is.
 Heads, and in the forward also rows, are independent of one another: each thread takes some (`threads`).
 """
 
@@ -25,26 +25,19 @@ from torch import Tensor
 from tilewise.reference.threads import each
 from tilewise.spec import Request, Spec, Upstream
 
-TILE_Q = 512
+LEAST_Q, TILE_Q = 128, 512  # rather more heads than more queries
 TILE_K = 512
-TILE_SCORES = 1 << 18  # scores held at once, over all heads of a tile: they stay in a core's cache
+TILE_SCORES = (
+    1 << 18
+)  # held at once, over all heads of a tile: more leave a core's cache, fewer are not worth the calls
+SUM_Q = 128  # queries summed at a time into dk and dv: in float32, sums of 512 had 2.5 times the error of torch's
 PART_SCORES = 1 << 15  # fewer are not worth a thread
 PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
-SUM_Q = 128  # queries summed at a time into dk and dv: in float32, sums of 512 had 2.5 times the error of torch's
-ALIGN = 64  # interior tiles begin and end at multiples of this
 
 ALL = slice(None)
 LOG2E = math.log2(math.e)
-LARGEST = 3e38  # near that of a float32: below, sums of scores have no infinities
-
-
-class Span(NamedTuple):
-    """The keys of a query tile: [lo, hi) are seen by some of its rows, [full_lo, full_hi) by all of them."""
-
-    lo: int
-    full_lo: int
-    full_hi: int
-    hi: int
+MILD = 30.0  # scores whose exp, and that of their negative, is far from the ends of float32: m = 0 serves every row
+LARGE = 1e12  # what may be multiplied by exp(MILD), and with one another, in float32
 
 
 class Part(NamedTuple):
@@ -58,11 +51,31 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of scores: the positions of its queries and keys, and whether some pair may be hidden."""
+    """The keys of a tile of scores, and who sees them: row r from column r + first on, up to r + last. None: from the
+    first on, up to the last."""
 
-    rows: slice
-    columns: slice
-    edge: bool
+    start: int
+    stop: int
+    height: int
+    first: int | None
+    last: int | None
+
+    def clear_(self, x: Tensor) -> Tensor:
+        """x, (h, R, C), zero where the row does not see the key, whatever was there."""
+        if self.first is None and self.last is None:
+            return x
+        by_query = x.unflatten(-2, (-1, self.height))
+        if self.first is not None:
+            by_query.triu_(self.first)
+        if self.last is not None:
+            by_query.tril_(self.last)
+        return x
+
+    def hidden(self, x: Tensor) -> Tensor | None:
+        """True where the row does not see the key, (R, C); None where every row sees every key."""
+        if self.first is None and self.last is None:
+            return None
+        return self.clear_(torch.ones_like(x[0], dtype=torch.bool)).logical_not_()
 
 
 def forward(request: Request) -> tuple[Tensor, Tensor]:
@@ -70,33 +83,40 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
 
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
+
+    m is there for exp not to overflow. Where no score can be large, as |q·k| <= |q| |k| tells beforehand, it stays 0.
     """
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
-    curtains = Curtains(spec, dtype)
 
     def attend(part: Part) -> None:
         q_view, out_view, lse_view = part.rows
         k_all, v_all = (load(x, ALL, dtype) for x in part.keys)
-        k_size, v_size = size(k_all), size(v_all)
-        room = tile_room(part, spec, dtype)
+        (_, q_size), (_, k_size), (sane, v_size) = size(q_view), size(k_all), size(v_all)
+        mild = are_mild(part, spec, q_size, k_size, v_size)
+        room, keys_of = Room(k_all), tiles_of(k_all, v_all)
         for rows in part.tiles:
             q_tile = load(q_view, rows, dtype) * spec.scale
             acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
             l = torch.zeros_like(acc[..., :1])
-            m = l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
-            tame = size(q_tile) * k_size + v_size < LARGEST
+            m = l if mild else l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
             for tile in key_tiles(part, rows, spec):
-                k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]
-                s, hide = select_(scores(q_tile, k_tile, room), curtains.of(tile, part), tame)
-                m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
-                p = exp_(s.sub_(m))
-                alpha = torch.exp(m_old - m)
-                l = alpha * l + p.sum(-1, keepdim=True)
-                accumulate_(acc.mul_(alpha), p, v_tile, hide)
-            store(out_view, rows, acc.div_(l.clamp_min(1.0)))  # of a row that sees a key, l >= 1: that of its maximum
+                k_tile, v_tile = keys_of(tile)
+                s = scores(q_tile, k_tile, room)
+                if mild:
+                    p = tile.clear_(s.exp_())
+                else:
+                    hide = tile.hidden(s)
+                    s = s if hide is None else s.masked_fill_(hide, -torch.inf)
+                    m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
+                    p = exp_(s.sub_(m))
+                    alpha = torch.exp(m_old - m)
+                    l, acc = l * alpha, acc.mul_(alpha)
+                l = l + p.sum(-1, keepdim=True)
+                accumulate_(acc, p, v_tile, None if sane else tile.hidden(p))
+            store(out_view, rows, acc.div_(l.masked_fill(l == 0.0, 1.0)))
             store(lse_view, rows, m + l.log())
 
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -108,21 +128,26 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     """dq, dk, dv, with every tile of P computed again from lse.
 
     P = exp(S - lse);  dV = Pᵀ dO;  dP = dO Vᵀ;  dS = P∘(dP - rowsum(dO∘O) + dlse);  dQ = scale·dS K;  dK = scale·dSᵀ Q
+
+    Where no score can be large, P = exp(S): dO and rowsum(dO∘O) - dlse are multiplied by exp(-lse) instead.
     """
     q, k, v, spec = request[:4]
     out, lse, dout, dlse = upstream
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=request.result_dtype) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]
-    curtains = Curtains(spec, dtype)
 
     def attend(part: Part) -> None:
         q_view, out_view, dout_view, dq_view, *stat_views = part.rows
         k_view, v_view, dk_view, dv_view = part.keys
         k_all, v_all = load(k_view, ALL, dtype), load(v_view, ALL, dtype)
-        k_size, v_size = size(k_all), size(v_all)
+        sane, (q_size, k_size, *sizes) = zip(
+            *map(size, (q_view, k_all, v_all, dout_view, *stat_views[1:])), strict=True
+        )
+        mild = are_mild(part, spec, q_size, k_size, *sizes)
         dk_acc, dv_acc = k_all.new_zeros(k_all.shape), v_all.new_zeros(v_all.shape)
-        p_room, ds_room = tile_room(part, spec, dtype), tile_room(part, spec, dtype)
+        p_room, ds_room = Room(k_all), Room(k_all)
+        keys_of = tiles_of(k_all, v_all, dk_acc, dv_acc)
         for rows in part.tiles:
             q_tile, dout_tile = load(q_view, rows, dtype) * spec.scale, load(dout_view, rows, dtype)
             dq_acc = torch.zeros_like(q_tile)
@@ -131,20 +156,18 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
             delta = (dout_tile * load(out_view, rows, dtype)).sum(-1, keepdim=True)
             for x in dlse_tile:
                 delta -= x
-            tame = size(q_tile) * k_size + size(dout_tile) * v_size + size(delta) < LARGEST
+            if mild:
+                dout_tile, delta = dout_tile * torch.exp(-lse_tile), delta * torch.exp(-lse_tile)
             for tile in key_tiles(part, rows, spec):
-                k_tile, v_tile = k_all[:, tile.columns], v_all[:, tile.columns]
-                s, hide = select_(scores(q_tile, k_tile, p_room), curtains.of(tile, part), tame)
-                p = exp_(s.sub_(lse_tile))
-                ds = multiply(dout_tile, v_tile.mT, ds_room).sub_(delta)
-                if hide is not None:
-                    p.masked_fill_(hide, 0.0)
-                    ds.masked_fill_(hide, 0.0)
-                ds.mul_(p)
+                k_tile, v_tile, dk_tile, dv_tile = keys_of(tile)
+                s = scores(q_tile, k_tile, p_room)
+                p = tile.clear_(s.exp_() if mild else exp_(s.sub_(lse_tile)))
+                ds = tile.clear_(ds_room.multiply(dout_tile, v_tile.mT).sub_(delta).mul_(p))
+                hide = None if all(sane) else tile.hidden(p)
                 hide_t = None if hide is None else hide.mT
-                accumulate_(dv_acc[:, tile.columns], p.mT, dout_tile, hide_t, SUM_Q)
+                accumulate_(dv_tile, p.mT, dout_tile, hide_t, SUM_Q)
                 accumulate_(dq_acc, ds, k_tile, hide)
-                accumulate_(dk_acc[:, tile.columns], ds.mT, q_tile, hide_t, SUM_Q)
+                accumulate_(dk_tile, ds.mT, q_tile, hide_t, SUM_Q)
             store(dq_view, rows, dq_acc.mul_(spec.scale))
         store(dk_view, ALL, dk_acc)
         store(dv_view, ALL, dv_acc)
@@ -155,8 +178,8 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
 
 
 def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
-    """No part reads what another writes: on a CPU, all threads take some."""
-    listed = list(all_parts)
+    """No part reads what another writes: on a CPU, all threads take some. Last ones first: they may see the most."""
+    listed = list(all_parts)[::-1]
     if listed and listed[0].rows[0].device.type == "cpu":
         each(listed, work)
     else:
@@ -164,74 +187,9 @@ def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
             work(part)
 
 
-def scores(q_tile: Tensor, k_tile: Tensor, room: Tensor) -> Tensor:
+def scores(q_tile: Tensor, k_tile: Tensor, room: Room) -> Tensor:
     """What each pair of a tile is worth, before masks: (h, R, D), (h, C, D) -> (h, R, C). q_tile holds scale·q."""
-    return multiply(q_tile, k_tile.mT, room)
-
-
-class Curtains:
-    """What hides the pairs of a tile: (rows, C), -inf where the row does not see the key, else 0. Most tiles of a call
-    lie alike to the diagonal, and share one."""
-
-    def __init__(self, spec: Spec, dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype
-        self.drawn: dict[tuple[int, int, int], Tensor] = {}
-
-    def of(self, tile: Tile, part: Part) -> Tensor | None:
-        """None where every row of the tile sees every key."""
-        if not tile.edge:
-            return None
-        rows, columns = tile.rows, tile.columns
-        at = rows.start + part.n_k - part.n_q - columns.start  # the column of the first row's own position
-        key = at, rows.stop - rows.start, columns.stop - columns.start
-        found = self.drawn.get(key)
-        if found is None:
-            if len(self.drawn) > 7:
-                self.drawn.clear()
-            found = self.drawn[key] = self.draw(*key, part.rows[0].device)
-        return found
-
-    def draw(self, at: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        before, after = self.spec.before, self.spec.after
-        found = torch.zeros(rows, columns, dtype=self.dtype, device=device)
-        if before is not None:
-            found += torch.full_like(found, -torch.inf).tril_(at - before - 1)
-        if after is not None:
-            found += torch.full_like(found, -torch.inf).triu_(at + after + 1)
-        return found
-
-
-def select_(s: Tensor, drawn: Tensor | None, tame: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, -inf where they are hidden; and where they are not tame, what is hidden, (R, C).
-
-    Added, an infinity hides a number and nothing else: where there may be infinities or NaN, hidden or not, hidden
-    pairs are selected away one by one. That is five times as slow.
-    """
-    if drawn is None:
-        return s, None
-    group = s.shape[1] // drawn.shape[0]
-    if tame:
-        s.unflatten(1, (group, -1)).add_(drawn)
-        return s, None
-    hide = (drawn != 0).repeat(group, 1)
-    return s.masked_fill_(hide, -torch.inf), hide
-
-
-def span(i_lo: int, i_hi: int, n_q: int, n_k: int, spec: Spec) -> Span:
-    """The keys that queries [i_lo, i_hi) see, query i sitting at key position i + n_k - n_q.
-
-    >>> span(512, 1024, 4096, 4096, Spec(scale=1.0, after=0))
-    Span(lo=0, full_lo=0, full_hi=512, hi=1024)
-    """
-    first, last = i_lo + n_k - n_q, i_hi - 1 + n_k - n_q
-    lo, full_lo, full_hi, hi = 0, 0, n_k, n_k
-    if spec.before is not None:
-        lo, full_lo = max(first - spec.before, 0), math.ceil(max(last - spec.before, 0) / ALIGN) * ALIGN
-    if spec.after is not None:
-        full_hi, hi = min((first + spec.after + 1) // ALIGN * ALIGN, n_k), max(min(last + spec.after + 1, n_k), 0)
-    if full_lo >= full_hi:
-        full_lo = full_hi = hi
-    return Span(min(lo, hi), full_lo, full_hi, hi)
+    return room.multiply(q_tile, k_tile.mT)
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -240,10 +198,36 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2E).exp2_()
 
 
-def multiply(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
-    """a @ b, written into room."""
-    shape = a.shape[0], a.shape[1], b.shape[2]
-    return torch.bmm(a, b, out=room[: math.prod(shape)].view(shape))
+class Room:
+    """Memory for one tile of scores, used again for every tile of a part: fresh pages cost more than the product."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.memory = like.new_empty(0)
+        self.views: dict[tuple[int, int, int], Tensor] = {}
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, until the next one."""
+        shape = a.shape[0], a.shape[1], b.shape[2]
+        found = self.views.get(shape)
+        if found is None:
+            size = math.prod(shape)
+            if self.memory.numel() < size:
+                self.memory, self.views = self.memory.new_empty(size), {}
+            found = self.views[shape] = self.memory[:size].view(shape)
+        return torch.bmm(a, b, out=found)
+
+
+def tiles_of(*keys: Tensor) -> Callable[[Tile], list[Tensor]]:
+    """The keys of a tile in each of these, (h, Sk, D) -> (h, C, D): views, made once and not for every tile of rows."""
+    views: dict[tuple[int, int], list[Tensor]] = {}
+
+    def of(tile: Tile) -> list[Tensor]:
+        at = tile.start, tile.stop
+        if at not in views:
+            views[at] = [x[:, tile.start : tile.stop] for x in keys]
+        return views[at]
+
+    return of
 
 
 def accumulate_(acc: Tensor, a: Tensor, b: Tensor, hide: Tensor | None, step: int = TILE_K) -> None:
@@ -258,9 +242,20 @@ def accumulate_(acc: Tensor, a: Tensor, b: Tensor, hide: Tensor | None, step: in
             acc += product(a_n, b_n, hide.narrow(-1, start, n))
 
 
-def size(x: Tensor) -> float:
-    """No entry is larger, nor any product of a row with one of y than size(x) * size(y); NaN or inf where one is."""
-    return float(x.norm())
+def size(x: Tensor) -> tuple[bool, float]:
+    """Whether all is finite, and the length of the longest row that is: no product of two rows is larger than that of
+    their lengths."""
+    lengths = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    longest = float(lengths.amax()) if lengths.numel() else 0.0
+    if math.isfinite(longest):
+        return True, longest
+    return False, float(lengths.masked_fill(~x.isfinite().all(-1), 0.0).amax())
+
+
+def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: float) -> bool:
+    """Whether exp(S) does for exp(S - m). Not where a row sees one key: its weight is 1, exactly."""
+    seen = part.n_k if spec.before is None or spec.after is None else min(part.n_k, spec.before + spec.after + 1)
+    return seen > 1 and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
@@ -295,12 +290,12 @@ def _heads(rows: list[Tensor], keys: list[Tensor], spec: Spec, by_rows: bool) ->
         return
     rows = [x.unflatten(2, (heads_k, -1)).permute(0, 2, 3, 1, 4) for x in rows]
     keys = [x.transpose(1, 2).unsqueeze(2) for x in keys]
-    group = heads // heads_k
-    height = tile_height(n_q, group, spec)
-    scores_of_head = group * height * min(n_k, TILE_K)
-    share = max(math.ceil(batch * heads_k / torch.get_num_threads()), PART_SCORES // max(1, scores_of_head))
-    most = min(TILE_SCORES // max(1, scores_of_head), PART_KEYS // max(1, keys[0][0, :, 0].numel()))
+    group, width = heads // heads_k, max(1, min(n_k, TILE_K))
+    least = group * tile_height(n_q, group, spec, LEAST_Q) * width
+    share = max(math.ceil(batch * heads_k / torch.get_num_threads()), PART_SCORES // least)
+    most = min(TILE_SCORES // least, PART_KEYS // max(1, keys[0][0, :, 0].numel()))
     at_once = max(1, min(most, share))
+    height = tile_height(n_q, group, spec, TILE_SCORES // (at_once * width))
     step_b, step_h = max(1, at_once // heads_k), min(at_once, heads_k)
     tiles = [slice(i, min(i + height, n_q)) for i in range(0, n_q, height)]
     pieces = math.ceil(batch / step_b) * math.ceil(heads_k / step_h)
@@ -313,27 +308,29 @@ def _heads(rows: list[Tensor], keys: list[Tensor], spec: Spec, by_rows: bool) ->
                 yield Part(*views, n_q, n_k, tiles[i : i + step_q])
 
 
-def tile_height(n_q: int, group: int, spec: Spec) -> int:
+def tile_height(n_q: int, group: int, spec: Spec, most: int) -> int:
     """Queries per tile: fewer where a group makes many rows of each, or a narrow band would hide most of the tile."""
-    height = TILE_Q
+    height = max(LEAST_Q, min(most, TILE_Q))
     if spec.before is not None and spec.after is not None:
-        height = min(height, max(128, spec.before + spec.after))
+        height = min(height, max(LEAST_Q, spec.before + spec.after))
     return min(n_q, max(16, height // group))
 
 
-def tile_room(part: Part, spec: Spec, dtype: torch.dtype) -> Tensor:
-    """Memory for one tile of scores, used for every tile of the part: fresh pages would cost a tenth of the time."""
-    b, h, group = part.rows[0].shape[:3]
-    height, width = tile_height(part.n_q, group, spec), min(part.n_k, TILE_K)
-    return part.rows[0].new_empty(b * h * group * height * width, dtype=dtype)
-
-
 def key_tiles(part: Part, rows: slice, spec: Spec) -> Iterator[Tile]:
-    """Edge, interior and edge again; only a tile at an edge has pairs to hide."""
-    lo, full_lo, full_hi, hi = span(rows.start, rows.stop, part.n_q, part.n_k, spec)
-    for start, stop, edge in (lo, full_lo, True), (full_lo, full_hi, False), (full_hi, hi, True):
-        for j in range(start, stop, TILE_K):
-            yield Tile(rows, slice(j, min(j + TILE_K, stop)), edge)
+    """The tiles of keys that some of the rows see. Query i sits at key position i + n_k - n_q, and sees the keys from
+    `before` before to `after` after it."""
+    at, height = rows.start + part.n_k - part.n_q, rows.stop - rows.start
+    lo = 0 if spec.before is None else max(0, at - spec.before)
+    hi = part.n_k if spec.after is None else min(part.n_k, at + height + spec.after)
+    for start in range(lo, hi, TILE_K):
+        stop = min(start + TILE_K, hi)
+        first = None if spec.before is None else at - spec.before - start
+        last = None if spec.after is None else at + spec.after - start
+        if first is not None and first + height - 1 <= 0:  # the last row sees the first key
+            first = None
+        if last is not None and last >= stop - start - 1:  # the first row sees the last key
+            last = None
+        yield Tile(start, stop, height, first, last)
 
 
 def as_rows(stat: Tensor) -> Tensor:
