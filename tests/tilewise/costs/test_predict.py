@@ -71,7 +71,6 @@ def test_few_queries_of_a_group_share_tiles_here_as_in_the_launcher(n_q, before,
     launch = pytest.importorskip("tilewise.kernels.portable.launch")
     options = pytest.importorskip("tilewise.kernels.portable.options")
     monkeypatch.setattr(options, "INTERPRETED", False)
-    monkeypatch.setattr("tilewise.kernels.portable.limits.GROUPS_RAN", True)
     q, k = (torch.empty(64, n, h, 256, dtype=torch.bfloat16, device="meta") for n, h in ((n_q, 8), (1537, 2)))
     request = Request(q, k, k, Spec(scale=1.0, before=before, after=0))
     forward = launch.forward_launch(request, *launch.new_results(request), Gpu("cuda", 90))

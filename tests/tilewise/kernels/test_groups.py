@@ -14,8 +14,8 @@ from tests.cases import Case, make, run
 from tests.conftest import DEVICE
 from tilewise.kernels.gpu import INTERPRETER
 from tilewise.kernels.launch import Launch
-from tilewise.kernels.portable import launch, limits
-from tilewise.spec import Request, Spec
+from tilewise.kernels.portable import launch
+from tilewise.spec import Request
 
 FEW = Case(n_q=5, n_k=40, heads=6, kv_heads=2, d=16, dv=16, after=0)
 CALLS = {
@@ -97,13 +97,3 @@ def test_the_lists_of_a_block_mask_are_of_one_head() -> None:
     q, k, v = make(FEW, DEVICE)[1:4]
     found, exact = (tilewise.attention(q, k, v, mask_mod=mask, backend=name) for name in ("triton", "reference"))
     torch.testing.assert_close(found, exact)
-
-
-@pytest.mark.parametrize("ran", [False, True])
-def test_auto_shares_tiles_once_they_ran_on_a_gpu(ran: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then a group is one tile only where its heads can be taken for queries."""
-    monkeypatch.setattr(limits, "GROUPS_RAN", ran)
-    few = made(FEW, spec=Spec(0.1, None, 0)).options["PLAN"]
-    one = made(replace(FEW, n_q=1), spec=Spec(0.1, None, 0))
-    assert (few.HEADS == few.GROUP) is ran
-    assert (one.programs, one.options["PLAN"].GROUP) == (2, 3 if ran else 1)

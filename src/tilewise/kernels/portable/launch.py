@@ -13,7 +13,7 @@ from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
 from ..repair import repair_forward_kernel, repair_jvp_kernel
-from ..shapes import Problem, by_group, is_by_group, lined, padded, problem, view
+from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from . import tiles
 from .backward_launch import backward_launches, backward_repairs, row_statistics
@@ -143,12 +143,9 @@ def forward_launch(
     request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1, flags: Tensor | None = None
 ) -> Launch:
     """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
-    shares = shares_tiles(request)
-    if not shares:
-        request, out, lse = by_group(request, out, lse)
     q, k, v, spec = request[:4]
     size = problem(request)
-    tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares)
+    tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares_tiles(request))
     rows = size.in_rows(heads)
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
@@ -192,14 +189,13 @@ def parts_of_keys(request: Request) -> int:
     if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1
     processors = multiprocessors(q.device) if q.is_cuda else tiles.INTERPRETED_PROCESSORS
-    shares, by_group = shares_tiles(request), is_by_group(request)
-    return _parts_of_keys(problem(request), q.element_size(), shares, by_group, gpu_for(q), processors)
+    return _parts_of_keys(problem(request), q.element_size(), shares_tiles(request), gpu_for(q), processors)
 
 
 @lru_cache(LIMIT)
-def _parts_of_keys(size: Problem, itemsize: int, shares: bool, by_group: bool, gpu: Gpu, processors: int) -> int:
+def _parts_of_keys(size: Problem, itemsize: int, shares: bool, gpu: Gpu, processors: int) -> int:
     tile, heads = forward_tile(itemsize, size, gpu, None, shares)
-    size = size.in_rows(size.heads // size.kv_heads if by_group and not shares else heads)
+    size = size.in_rows(heads)
     return tiles.parts_of_keys(size.programs(size.n_q, size.heads, tile.block_m), size.n_k, tile.block_n, processors)
 
 

@@ -10,7 +10,6 @@ from ...spec import Request
 from ..gpu import Gpu, has_triton
 
 AMD = ("gfx942", "gfx950")
-GROUPS_RAN = False  # tiles of several heads in the forward: whether they were timed on a GPU
 
 
 def obstacle(request: Request, gpu: Gpu | None) -> str | None:

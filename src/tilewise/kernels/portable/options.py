@@ -12,7 +12,7 @@ from ..repair import LINE
 from ..shapes import Problem, padded, problem
 from ..terms import is_linear, lists_tiles
 from ..tile.tuples import Plan
-from . import limits, tiles
+from . import tiles
 from .tiles import Tile
 
 SMALLEST = 16  # rows of a tile
@@ -41,7 +41,7 @@ def costly_term(request: Request, gpu: Gpu) -> str | None:
 
 def shares_tiles(request: Request) -> bool:
     """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
-    return not request.blocks and (limits.GROUPS_RAN or request.spec.backend != "auto")
+    return not request.blocks
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:

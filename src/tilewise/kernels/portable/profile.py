@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..gpu import Gpu
 from ..profile import Profile, Shapes, padded
-from . import limits, tiles
+from . import tiles
 from .tiles import Tile
 
 
@@ -12,8 +12,8 @@ def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     d, dv = padded(call.d), padded(call.dv)
     tile = tiles.tile("forward", gpu.arch, call.itemsize, max(d, dv))
     group = call.heads // call.kv_heads
-    heads = group if call.heads_are_queries else 1
-    if limits.GROUPS_RAN and not call.has_lists:
+    heads = 1
+    if not call.has_lists:
         queries = call.n_q if call.lengths is None else -(-call.n_q // max(call.batch, 1))
         heads = tiles.heads_of_a_tile(queries, group, tile.block_m)
         if heads > 1:
