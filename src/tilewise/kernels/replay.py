@@ -31,22 +31,22 @@ def nothing(device: int) -> Sequence[Tensor]:
 
 class Recording(NamedTuple):
     """The launches of a call, with slots for its tensors; and, where the driver can be given all of them, the same for
-    it. What else there is to
-    know of the call, so that it can `run` with nothing but tensors: the strides of those it was given, what it
-    allocates (first its results), and what it keeps between calls, by device."""
+    it. What else there is to know of the call, so that it can `run` with nothing but tensors: where those it was given
+    live and their strides, what it allocates (first its results), and what it keeps between calls, by device."""
 
     steps: list[Job]
     direct: Direct | None
+    device: int = -1
     strides: tuple[tuple[int, ...], ...] = ()
     made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
 
     def suits(self, given: Sequence[Tensor]) -> bool:
         """Whether tensors of the shapes and dtypes it was recorded with also lie as those did, on addresses that are
-        multiples of 16."""
+        multiples of 16: what autograd has saved may come back otherwise, from a hook."""
         low = 0
         for x, stride in zip(given, self.strides, strict=True):
-            if x.stride() != stride:
+            if x.stride() != stride or x.get_device() != self.device:
                 return False
             low |= x.data_ptr()
         return not low & 15
@@ -120,8 +120,10 @@ def whole(
     if known is not None and known.steps is recording.steps:
         return
     if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
-        shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
-        recordings[name] = recording._replace(strides=tuple(x.stride() for x in inputs), made=shapes, kept=kept)
+        strides, shapes = tuple(x.stride() for x in inputs), tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
+        recordings[name] = recording._replace(
+            device=inputs[0].get_device(), strides=strides, made=shapes, kept=kept
+        )  # fmt: skip
 
 
 def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:

@@ -157,3 +157,55 @@ def test_without_a_memory_nothing_is_recorded() -> None:
     for _ in range(2):
         replay.launch("key", (torch.zeros(1),), build, None)
     assert len(builds) == 2
+
+
+class Called:
+    """A call that is given q and k, makes `out` and a room, and counts with `zeros` that it keeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel, self.zeros = Kernel(), torch.zeros(4)
+        self.recordings: dict[Any, replay.Recording] = {}
+        monkeypatch.setattr(replay, "empty_cuda", lambda *what: torch.empty_strided(what[0], what[1], dtype=what[2]))
+
+    def kept(self, device: int) -> tuple[torch.Tensor]:
+        return (self.zeros,)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        out, room = torch.empty(2, 3), torch.empty(5, dtype=torch.int32)
+
+        def build(zeros: torch.Tensor) -> list[Launch]:
+            args = View(q, q.stride()), (k, out, room), zeros
+            return [Launch(self.kernel, 7, args, {"BLOCK": 64})]
+
+        replay.whole("forward", (q, None, k), (out, None, room), build, self.recordings, kept=self.kept)
+        return out
+
+
+def test_a_whole_call_runs_from_its_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Called(monkeypatch)
+    call(torch.randn(8, 4), torch.randn(4))
+    q, k = torch.randn(8, 4), torch.randn(4)
+    out, room = call.recordings["forward"].run((q, k))
+    assert (out.shape, out.dtype, room.shape, room.dtype) == ((2, 3), torch.float32, (5,), torch.int32)
+    _, view, (key, result, scratch), zeros, block = call.kernel.calls[-1]
+    assert [view.ptr, key, result, scratch, zeros] == [x.data_ptr() for x in (q, k, out, room, call.zeros)]
+    assert block == 64
+
+
+def test_a_recording_suits_tensors_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Called(monkeypatch)
+    call(torch.randn(8, 4), torch.randn(4))
+    recording, (q, k) = call.recordings["forward"], (torch.randn(8, 4), torch.randn(4))
+    assert recording.suits((q, k))
+    assert not recording.suits((q.mT.contiguous().mT, k))
+    assert not recording.suits((q, torch.randn(5)[1:]))
+    assert not recording._replace(device=0).suits((q, k))
+
+
+@pytest.mark.parametrize("kind", ["one tensor twice", "an odd address"])
+def test_what_cannot_be_told_apart_runs_the_long_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, q = Called(monkeypatch), torch.randn(8, 4)
+    for _ in range(2):
+        call(q, q if kind == "one tensor twice" else torch.randn(5)[1:])
+    assert "forward" not in call.recordings
+    assert len(call.kernel.calls) == 2
