@@ -37,9 +37,7 @@ _is_wrapped: Callable[[Tensor], bool] = getattr(_functorch, "is_functorch_wrappe
 
 _forward_ad: Any = torch.autograd.forward_ad
 if not hasattr(_forward_ad, "_current_level"):
-    _forward_ad = SimpleNamespace(
-        _current_level=0
-    )  # then every call is taken for one of forward mode: slower, and right
+    _forward_ad = SimpleNamespace(_current_level=0)  # every call is taken for one of forward mode: slower, and right
 
 
 def is_transformed() -> bool:
