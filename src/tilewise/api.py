@@ -114,7 +114,7 @@ def _run(
     q, k, v = checks.arranged(q, k, v, layout)
     key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
     call = dispatch.recall(key)
-    lse = bool(given.get("return_lse"))
+    lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
     if call is not None and call.bare:
         return ops.attend_again(call, q, k, v, lse)
     if call is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..mods.program import Mod
 from ..spec import AttentionError, Window
 from ..spec import band as band_of
+from ..torch_private import constant
 from .cluster import group_of
 from .layout import LAYOUTS, starts
 from .plan import REMEMBERED, STRATEGIES, Plan
@@ -98,8 +99,16 @@ def again(of: Plan, *, ranks: int | None = None, band: Band | None = None) -> Pl
                 queries=max(1, of.queries), node=of.node)  # fmt: skip
 
 
+@constant
+def _strategy(*question: Any) -> str:
+    """`_found_strategy`, which torch.compile need not look into."""
+    return _found_strategy(*question)
+
+
 @lru_cache(REMEMBERED)
-def _strategy(ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool) -> str:
+def _found_strategy(
+    ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool
+) -> str:  # fmt: skip
     """Several nodes: two-level, unless there are fewer heads than GPUs in a node; else the ring. A window that reaches
     over less than half of the ranks, and packed documents: halo, if the simulator has nothing against it."""
     before, after = band

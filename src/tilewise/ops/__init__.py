@@ -150,7 +150,7 @@ for _name in ("forward", "backward", "term_gradients", "jvp"):
     _mapped(_name)
 
 
-class Attention(torch.autograd.Function):
+class AttentionAndLse(torch.autograd.Function):
     """out and lse are both differentiable; the backward recomputes the weights from lse.
 
     Arguments: the spec, what is remembered of such calls, and `Request.tensors`; or q, k and v, if there are no others.
@@ -167,7 +167,7 @@ class Attention(torch.autograd.Function):
         return _propagated(ctx, dout, dlse)
 
 
-class OutAlone(Attention):
+class Attention(AttentionAndLse):
     """Where lse is not asked for: one result less to wrap; and torch.compile makes no zeros for its gradient."""
 
     @staticmethod
@@ -181,7 +181,7 @@ class OutAlone(Attention):
         return _propagated(ctx, dout, None)
 
 
-class Transformed(Attention):
+class Transformed(AttentionAndLse):
     """Attention within torch.func or forward mode: a class of its own because torch.compile takes no Function with a
     jvp."""
 
@@ -351,7 +351,7 @@ def _differentiably(spec: Any, call: Call | None, tensors: Any, lse: bool) -> An
         return _outputs(spec, call, tensors)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
-    kind = Attention if lse else OutAlone
+    kind = AttentionAndLse if lse else Attention
     apply: Any = kind.apply if call is None else partial(apply_unchecked, kind)
     found = apply(spec, call, *tensors)
     return found if lse else (found, None)
