@@ -62,6 +62,11 @@ class Spec(NamedTuple):
     longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
 
+    @property
+    def differentiable(self) -> int:
+        """How many tensors of a call a gradient may be asked of: q, k, v, bias, sinks and what the score mod reads."""
+        return 5 + self.score_tensors
+
     @staticmethod
     def of(
         *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
@@ -119,7 +124,7 @@ class Request(NamedTuple):
     @property
     def differentiable(self) -> int:
         """How many of `tensors` a gradient may be asked of: the first ones."""
-        return 5 + self.spec.score_tensors
+        return self.spec.differentiable
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""

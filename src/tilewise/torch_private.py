@@ -14,6 +14,7 @@ from torch import Tensor
 
 _C: Any = torch._C
 _functorch: Any = getattr(_C, "_functorch", None)
+_compiled: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)  # what compiled programs call
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -69,7 +70,7 @@ def is_watched(*tensors: Tensor) -> bool:
     )
 
 
-_Guards: Any = getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_Guards: Any = getattr(_compiled, "TensorGuards", None)
 
 
 def alike(*tensors: Tensor) -> Callable[..., bool]:
@@ -177,7 +178,7 @@ def _public_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dty
 
 # Memory on the current CUDA device, as compiled programs allocate it: in half the time of torch.empty.
 empty_cuda: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = (
-    getattr(getattr(getattr(_C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None) or _public_empty
+    getattr(_compiled, "_empty_strided_cuda", None) or _public_empty
 )
 
 # The CUDA stream and device in use, as numbers; the public ways build objects around them.

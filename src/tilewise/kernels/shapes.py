@@ -40,18 +40,12 @@ def problem(request: Request) -> Problem:
     return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed)
 
 
-def is_by_group(request: Request) -> bool:
-    q, kv_heads = request.q, request.k.shape[-2]
-    plain = request.cu_q is None and request.is_plain
-    return plain and heads_are_queries(q.shape[1], q.shape[-2] // kv_heads, request.spec.before)
-
-
 def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
     """A forward with the heads of a group as queries, where `heads_are_queries`."""
     q, kv_heads = request.q, request.k.shape[-2]
-    if not is_by_group(request):
+    group, plain = q.shape[-2] // kv_heads, request.cu_q is None and request.is_plain
+    if not plain or not heads_are_queries(q.shape[1], group, request.spec.before):
         return request, out, lse
-    group = q.shape[-2] // kv_heads
     # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
     q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
     lse = lse.unflatten(1, (kv_heads, group)).squeeze(-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -36,8 +35,10 @@ _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (T
 def _backward_of(request: Request, upstream: Upstream, call: Call | None = None) -> tuple[Tensor, Tensor, Tensor]:
     if call is None or not call.fits(request):
         call = call_of(request)
-    grads: tuple[Tensor, Tensor, Tensor] = call.backend.backward(request, upstream, call.recordings)
-    return grads
+    out, lse, dout, dlse = upstream
+    found = call.again("backward", *request[:3], out, lse, dout) if dlse is None else None
+    dq, dk, dv, *_ = found or call.backend.backward(request, upstream, call.recordings)
+    return dq, dk, dv
 
 
 def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
@@ -55,13 +56,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    request = request_of(*call)
-    found = call_of(request)
-    grads = None if dlse is not None else found.again("backward", *request[:3], out, lse, dout)
-    if grads is None:
-        return _backward_of(request, Upstream(out, lse, dout, dlse), found)
-    dq, dk, dv, *_ = grads
-    return dq, dk, dv
+    return _backward_of(request_of(*call), Upstream(out, lse, dout, dlse))
 
 
 @torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
@@ -215,7 +210,7 @@ def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if found is not None:
             return None, None, *found[:3]
     request = Request.of(ctx.spec, tensors)
-    every = 5 + ctx.spec.score_tensors  # of q, k, v, bias, sinks and the score mod's tensors
+    every = ctx.spec.differentiable
     n = min(every, len(tensors))
     wanted = ctx.needs_input_grad[2 : 2 + n]
 
@@ -346,12 +341,11 @@ def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> Any:
 
 
 def _differentiably(spec: Any, call: Call | None, tensors: Any, lse: bool) -> Any:
-    wanted = tensors[: 5 + spec.score_tensors]
+    wanted = tensors[: spec.differentiable]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return _outputs(spec, call, tensors)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
-    kind = AttentionAndLse if lse else Attention
-    apply: Any = kind.apply if call is None else partial(apply_unchecked, kind)
-    found = apply(spec, call, *tensors)
+    kind: Any = AttentionAndLse if lse else Attention
+    found = kind.apply(spec, None, *tensors) if call is None else apply_unchecked(kind, spec, call, *tensors)
     return found if lse else (found, None)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from ..tile.score import worth_and_slope
-from ..tile.sight import pleases
 from ..tile.softmax import exponent
 from ..tile.tuples import PAD, Work
 from ..tile.walk import band, listed, locate, walk
@@ -29,7 +28,7 @@ from .compat import (
     wait_turn,
     warpgroup_mma,
 )  # fmt: skip
-from .pipeline import at, barriers, hand_back, next_ticket, order, phase, post, take
+from .pipeline import at, barriers, hand_back, next_ticket, order, phase, post, take, unless_hidden
 
 BLOCK_M: gl.constexpr = gl.constexpr(64)
 # hardware barrier of a warp that adds dQ, at + the warp, and of whom it adds for
@@ -246,10 +245,8 @@ def exponents(
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
     s = exponent(s, lse2, call.unit, call.terms.bias.ptr)
-    if MASK_MOD is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
-        if picky:
-            seen = (i == i) & (j == j) & pleases(i, j, w, h, call.terms, MASK_MOD)
-            s = gl.where(seen, s, float("-inf"))
+    if MASK_MOD is not None:
+        s = unless_hidden(s, picky, i, j, w, h, call.terms, MASK_MOD)
     if edge:
         s = masked(s, at - i0, left, call)
     return s, slope

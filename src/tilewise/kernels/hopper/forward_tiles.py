@@ -7,11 +7,10 @@ values of a row meet other threads' only in its maximum and its sum.
 from typing import NamedTuple
 
 from ..tile.score import worth
-from ..tile.sight import pleases
 from ..tile.softmax import exponent, gap
 from ..tile.tuples import LOG2E
 from .compat import gl, gluon, here, hide_from, hide_until, narrow, warpgroup_mma, warpgroup_mma_wait
-from .pipeline import matrix
+from .pipeline import matrix, unless_hidden
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 
@@ -64,10 +63,8 @@ def score(
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
     s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
-    if MASK_MOD is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
-        if picky:
-            seen = (i == i) & (j == j) & pleases(i, j, w, w.h, terms, MASK_MOD)
-            s = gl.where(seen, s, float("-inf"))
+    if MASK_MOD is not None:
+        s = unless_hidden(s, picky, i, j, w, w.h, terms, MASK_MOD)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         last = here(row) + (first + w.n_k - w.n_q - start)
         end = last * 0 + (w.n_k - start)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..tile.sight import pleases
 from ..tile.tuples import Work
 from ..tile.walk import band, clamp, listed, walk
 from .compat import arrive, copy_in, gl, gluon, mbarrier
@@ -357,3 +358,12 @@ def keys_of(n, w, lists, BLOCK: tl.constexpr):
     if lists.offsets is not None:
         first = tl.where(n < 0, w.n_k, first)  # past the last key, where nobody sees one
     return first, picky
+
+
+@gluon.jit
+def unless_hidden(s, picky, i, j, w, h, terms, MASK_MOD: gl.constexpr):
+    """s, but -inf where the mask mod hides key j from query i. It is asked of blocks that are `picky`."""
+    if picky:
+        seen = (i == i) & (j == j) & pleases(i, j, w, h, terms, MASK_MOD)
+        s = gl.where(seen, s, float("-inf"))
+    return s
