@@ -62,11 +62,6 @@ class Spec(NamedTuple):
     longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
 
-    @property
-    def differentiable(self) -> int:
-        """How many tensors of a call a gradient may be asked of: q, k, v, bias, sinks and what the score mod reads."""
-        return 5 + self.score_tensors
-
     @staticmethod
     def of(
         *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
@@ -79,6 +74,14 @@ class Spec(NamedTuple):
         elif not math.isfinite(scale):
             raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
         return Spec(float(scale), before, after, backend, **others)
+
+
+def differentiable(spec: Spec) -> int:
+    """How many tensors of a call a gradient may be asked of: q, k, v, bias, sinks and what the score mod reads.
+
+    A function: torch.compile of torch 2.10 does not see properties of a named tuple.
+    """
+    return 5 + spec.score_tensors
 
 
 class Request(NamedTuple):
@@ -124,7 +127,7 @@ class Request(NamedTuple):
     @property
     def differentiable(self) -> int:
         """How many of `tensors` a gradient may be asked of: the first ones."""
-        return self.spec.differentiable
+        return differentiable(self.spec)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import Call, call_of, choose, named
-from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, request_of
+from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, differentiable, request_of
 from ..torch_private import (
     apply_unchecked,
     each_of_batch,
@@ -210,7 +210,7 @@ def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         if found is not None:
             return None, None, *found[:3]
     request = Request.of(ctx.spec, tensors)
-    every = ctx.spec.differentiable
+    every = differentiable(ctx.spec)
     n = min(every, len(tensors))
     wanted = ctx.needs_input_grad[2 : 2 + n]
 
@@ -341,7 +341,7 @@ def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> Any:
 
 
 def _differentiably(spec: Any, call: Call | None, tensors: Any, lse: bool) -> Any:
-    wanted = tensors[: spec.differentiable]
+    wanted = tensors[: differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return _outputs(spec, call, tensors)
     if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function, as in self-attention
