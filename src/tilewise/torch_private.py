@@ -1,6 +1,6 @@
 """Every name of torch that is not public and that we use, in one place, each with the public way beside it.
 
-Tested with torch 2.9 to 2.13. What a version lacks is found out when this is imported, not when it is called.
+Tested with torch 2.10 to 2.15. What a version lacks is found out when this is imported, not when it is called.
 """
 
 from __future__ import annotations
