@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from . import checks, dispatch, ops
 from .checks import Options, nested, takes_options
+from .dispatch.memory import Look, look_of, recall
 from .spec import Request
 
 
@@ -112,8 +114,8 @@ def _run(
 ) -> Any:
     """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
     q, k, v = checks.arranged(q, k, v, layout)
-    key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
-    call = dispatch.recall(key)
+    look = _look(given, [q, k, v, *cu])
+    call, _ = recall(look)
     lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
     if call is not None and call.bare:
         return ops.attend_again(call, q, k, v, lse)
@@ -124,4 +126,14 @@ def _run(
         request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
     else:  # a softcap, say, which has no tensor
         request = Request(q, k, v, call.spec)
-    return ops.attend(request, call, key, lse)
+    return ops.attend(request, call, look, lse)
+
+
+def _look(given: Options, tensors: list[Tensor]) -> Look | None:
+    """None where a call is not remembered: neither is one with dropout, nor one with tensors among its options, whose
+    checks look at more."""
+    if checks.ALWAYS or given.get("dropout_p"):
+        return None
+    own = len(tensors)
+    look = look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled())
+    return look if len(tensors) == own else None

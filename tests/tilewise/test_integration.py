@@ -137,7 +137,7 @@ def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_compiled_calls_do_not_look_at_what_eager_ones_left(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of torch would guard the length of that dict, and compile again after every new eager call."""
-    monkeypatch.setattr(tilewise.dispatch, "_calls", None)
+    monkeypatch.setattr(tilewise.dispatch.memory, "_calls", None)
     inputs = make(case(8, 8, packed), DEVICE)
     attend = tilewise.attention_varlen if packed else tilewise.attention
     compiled = torch.compile(lambda *tensors: attend(*tensors, causal=True), backend="eager", fullgraph=True)

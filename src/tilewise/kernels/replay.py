@@ -17,6 +17,8 @@ from .cuda import Addresses, Direct, Job, Slot, direct
 from .launch import Launch, on, runs_on_gpu
 from .triton_private import is_hooked
 
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a call allocates
+
 
 class Address(NamedTuple):
     address: int
@@ -38,25 +40,29 @@ class Recording(NamedTuple):
     direct: Direct | None
     device: int = -1
     strides: tuple[tuple[int, ...], ...] = ()
-    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    made: tuple[Made, ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
 
-    def suits(self, given: Sequence[Tensor]) -> bool:
-        """Whether tensors of the shapes and dtypes it was recorded with also lie as those did, on addresses that are
-        multiples of 16: what autograd has saved may come back otherwise, from a hook."""
-        low = 0
+    def where(self, given: Sequence[Tensor]) -> list[int] | None:
+        """The addresses of tensors that have the shapes and dtypes it was recorded with, if they also lie as those did,
+        on multiples of 16: what autograd has saved may come back otherwise, from a hook."""
+        found, low = [], 0
         for x, stride in zip(given, self.strides, strict=True):
             if x.stride() != stride or x.get_device() != self.device:
-                return False
-            low |= x.data_ptr()
-        return not low & 15
+                return None
+            address = x.data_ptr()
+            low |= address
+            found.append(address)
+        return None if low & 15 else found
 
-    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Everything again, with tensors that look like those of the recording."""
-        first = given[0]
+    def run(self, addresses: list[int], first: Tensor) -> list[Tensor]:
+        """Everything again, with tensors at these addresses that look like those of the recording, of which one is
+        `first`. Returns what it allocates."""
         with on(first):
+            device = first.get_device()
             made = [empty_cuda(*what) for what in self.made]
-            again(self, (*given, *made, *self.kept(first.get_device())))
+            addresses += [x.data_ptr() for x in (*made, *self.kept(device))]
+            run_at(self, addresses, device)
         return made
 
 
@@ -109,7 +115,7 @@ def whole(
     kept: Callable[[int], Sequence[Tensor]] = nothing, key: Hashable = None,
 ) -> None:  # fmt: skip
     """`launch` of what `build` makes of the `kept`, in a call that may be `run` by its name next time, from the tensors
-    it is given alone: by whoever knows that they look alike, or asks whether the recording `suits` them. Where one is
+    it is given alone: by whoever knows that they look alike, or asks the recording `where` they are. Where one is
     two of them at once, or lies on an odd address, this is the only way."""
     inputs, rooms = [x for x in given if x is not None], [x for x in made if x is not None]
     others = kept(inputs[0].get_device())
@@ -120,10 +126,10 @@ def whole(
     if known is not None and known.steps is recording.steps:
         return
     if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
-        strides, shapes = tuple(x.stride() for x in inputs), tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
+        strides = tuple(x.stride() for x in inputs)
         recordings[name] = recording._replace(
-            device=inputs[0].get_device(), strides=strides, made=shapes, kept=kept
-        )  # fmt: skip
+            device=inputs[0].get_device(), strides=strides, made=allocated(rooms), kept=kept
+        )
 
 
 def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:
@@ -144,18 +150,20 @@ def run_at(recording: Recording, addresses: Addresses, device: int) -> None:
 def record(launches: Sequence[Launch], binaries: Sequence[Any], tensors: Sequence[Tensor | None]) -> Recording:
     steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
     first: Any = tensors[0]
-    return _recording(steps, len(tensors), first.get_device())
+    return Recording(steps, direct(steps, len(tensors), first.get_device()))
 
 
-def joined(parts: Sequence[tuple[Recording, Sequence[int | None]]], tensors: int, device: int) -> Recording:
-    """Launches that follow each other as those of one call with so many tensors; beside each recording, which of these
-    its own were."""
+def joined(
+    parts: Sequence[tuple[Recording, Sequence[int | None]]], given: Sequence[Tensor], made: Sequence[Tensor]
+) -> Recording:
+    """Launches that follow each other as those of one call, which was given some tensors and makes others; beside each
+    recording, which of these its own were."""
     steps = [step._replace(args=_moved(step.args, places)) for found, places in parts for step in found.steps]
-    return _recording(steps, tensors, device)
+    return Recording(steps, direct(steps, len(given) + len(made), given[0].get_device()), made=allocated(made))
 
 
-def _recording(steps: list[Job], tensors: int, device: int) -> Recording:
-    return Recording(steps, direct(steps, tensors, device))
+def allocated(tensors: Sequence[Tensor]) -> tuple[Made, ...]:
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Job:

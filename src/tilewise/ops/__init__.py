@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import Call, call_of, choose, named
+from ..dispatch.memory import Look, keep
 from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, differentiable, request_of
 from ..torch_private import (
     apply_unchecked,
@@ -318,12 +319,14 @@ def _is_higher_order(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def attend(request: Request, call: Call | None = None, key: Any = None, lse: bool = True) -> Any:
+def attend(request: Request, call: Call | None = None, look: Look | None = None, lse: bool = True) -> Any:
     """(out, lse), through autograd only where a derivative will be asked for; where `lse` is not, maybe None. `call`
-    is what is remembered of requests like this; what is found out for the first of them is remembered by `key` too.
+    is what is remembered of requests like this; what is found out for the first of them is remembered by its `look`.
     Where somebody watches, none is."""
     if call is None and not is_watched(*request[:3]):
-        call = call_of(request, key)
+        call = call_of(request)
+        if look is not None:
+            keep(look, call)
     transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
     if transformed and choose(request).backend.name == REFERENCE:
         return named(REFERENCE).differentiable(request)
