@@ -41,7 +41,7 @@ RULES = {
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
-        "dispatch.memory spec kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
+        "dispatch.memory spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
         " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
     "dispatch.memory": Rule("spec torch_private"),

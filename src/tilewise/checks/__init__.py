@@ -370,7 +370,7 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
             )
 
 
-def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
     """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
     if not isinstance(layout, str) or layout != "bshd":
         q, k, v = swapped(layout, q, k, v)

@@ -23,7 +23,8 @@ from ..kernels.portable import limits as portable
 from ..kernels.portable import profile as portable_profile
 from ..kernels.profile import Profile, Shapes
 from ..spec import AttentionError, Request
-from .memory import remembered, signature
+from ..torch_private import is_watched
+from .memory import Look, keep, remembered, signature
 
 
 def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
@@ -160,4 +161,15 @@ def call_of(request: Request) -> Call:
     if not request.q.is_cuda:
         return Call(request)
     call: Call = remembered(("attention", request.spec, *signature(*request.tensors())), lambda: Call(request))
+    return call
+
+
+def learned(request: Request, look: Look | None) -> Call | None:
+    """The same of a request that a user's call was made into, remembered by the look of that; None where somebody
+    watches, who must see the registered op."""
+    if is_watched(*request[:3]):
+        return None
+    call = call_of(request)
+    if look is not None:
+        keep(look, call)
     return call
