@@ -117,7 +117,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
     lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
     if call is None:
         request = checks.request_of(q, k, v, cu, longest, given)
-        call, spec, tensors = dispatch.learned(request, look), request.spec, request.tensors()
+        call, spec = dispatch.learned(request, look), request.spec
+        tensors = request.tensors() if call is None else call.tensors(request)
     else:
         spec, tensors = call.spec, (q, k, v)
         if cu:

@@ -133,6 +133,10 @@ class Call:
         self.recordings: dict[Any, Any] | None = {} if request.q.is_cuda else None
         self.backend = named(choose(request).backend.name)
 
+    def tensors(self, request: Request) -> tuple[Tensor | None, ...]:
+        """Those of such a request that it runs with."""
+        return request[:3] if self.bare else request.tensors()
+
     def again(self, what: str, *tensors: Tensor) -> Any:
         """The results of "forward" or "backward" as they were recorded, of nothing but these tensors; None where there
         is no such recording, or they lie otherwise than then (of a forward the memory says that they do not)."""

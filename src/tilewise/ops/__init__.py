@@ -61,7 +61,7 @@ def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_of(*call)
     found = call_of(request)
-    return _forward_of(request.spec, found, request[:3] if found.bare else request.tensors())
+    return _forward_of(request.spec, found, found.tensors(request))
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")

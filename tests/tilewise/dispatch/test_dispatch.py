@@ -90,6 +90,27 @@ def test_calls_that_look_alike_are_one(remembered: dict[Any, Any]) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a call that looks as it did, and for one that looks otherwise and asks for the same."""
+    given = []
+
+    def run(addresses: list[int], first: torch.Tensor) -> list[torch.Tensor]:
+        given.append(addresses)
+        return [first + 1, first.new_zeros(1, 4, 128)]
+
+    def forward(request: Request, recordings: Any) -> Any:
+        recordings["forward"] = SimpleNamespace(run=run)
+        return request.q.clone(), request.q.new_zeros(1, 4, 128)
+
+    monkeypatch.setattr(dispatch, "named", lambda name: SimpleNamespace(forward=forward))
+    tensors = [torch.randn(1, 128, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    assert torch.equal(tilewise.attention(*tensors, causal=True), tensors[0])
+    for x in (tensors, leaves, leaves):
+        assert torch.equal(tilewise.attention(*x, causal=True), tensors[0] + 1)
+    assert given == [[x.data_ptr() for x in of] for of in (tensors, leaves, leaves)]
+
+
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize(
     "other",
