@@ -144,7 +144,7 @@ class Call:
         if recording is None:
             return None
         there = [x.data_ptr() for x in tensors] if what == "forward" else recording.where(tensors)
-        return None if there is None else recording.run(there, tensors[0])
+        return None if there is None else recording.run(there)
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back

@@ -47,9 +47,9 @@ def recorded(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         for one in made:
             one()
         jobs = [Job(x._replace(args=()), x.programs, replay._template(x.args, tensors)) for x in made]
-        return replay.Recording(jobs, None)
+        return replay.Recording(jobs, None, -1)
 
-    def run(self: Any, addresses: list[Located], first: Tensor) -> list[Tensor]:
+    def run(self: Any, addresses: list[Located]) -> list[Tensor]:
         new = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.made]
         given = [*(x.tensor for x in addresses), *new]
         for step in self.steps:
@@ -195,7 +195,7 @@ def remember(**words: Any) -> None:
     look = memory.kv_look("attend", *said(**words))
     assert look is not None
     out = torch.zeros(2)
-    recording = SimpleNamespace(run=lambda addresses, first: [out])
+    recording = SimpleNamespace(run=lambda addresses: [out])
     ran = memory.Ran(lambda *_: recording, None, [*look[1], out])
     memory.learn(look, [ran], [out], [out], lambda x: x)
 

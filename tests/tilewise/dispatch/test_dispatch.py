@@ -94,9 +94,9 @@ def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatc
     """For a call that looks as it did, and for one that looks otherwise and asks for the same."""
     given = []
 
-    def run(addresses: list[int], first: torch.Tensor) -> list[torch.Tensor]:
+    def run(addresses: list[int]) -> list[torch.Tensor]:
         given.append(addresses)
-        return [first + 1, first.new_zeros(1, 4, 128)]
+        return [tensors[0] + 1, Q.new_zeros(1, 4, 128)]
 
     def forward(request: Request, recordings: Any) -> Any:
         recordings["forward"] = SimpleNamespace(run=run)
