@@ -96,7 +96,7 @@ def _four_axes(
     q, k, v = (x[(None,) * (max(rank, 3) - x.dim())] for x in (query, key, value))
     heads, k_heads, v_heads = (x.shape[-3] for x in (q, k, v))
     if enable_gqa:
-        shared = math.lcm(k_heads, v_heads) if k_heads and v_heads else 0
+        shared = k_heads if k_heads == v_heads else math.lcm(k_heads, v_heads)  # which torch.compile does not trace
         if shared and heads % shared:
             raise AttentionError("heads of query", heads, f"a multiple of key's {k_heads} and value's {v_heads}")
         k, v = (x if x.shape[-3] == shared else x.repeat_interleave(shared // x.shape[-3], -3) for x in (k, v))

@@ -62,7 +62,9 @@ def is_whole(x: Any) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole([3])
     (True, False, False, False)
     """
-    return hasattr(x, "__index__") and not isinstance(x, (bool, float, Tensor)) and not hasattr(x, "__len__")
+    if isinstance(x, (int, float, Tensor)):  # first: of torch.compile's symbols this is all that can be asked
+        return isinstance(x, int) and not isinstance(x, bool)
+    return hasattr(x, "__index__") and not hasattr(x, "__len__")
 
 
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
