@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 from ..api import attention
+from ..checks import tensor
 from ..mods import BlockMask, Mod
 from ..mods.bands import FAR, split
 from ..mods.blocks import listed
@@ -57,9 +58,14 @@ def flex_attention(
     are skipped; its lists are read once, when it is first used, which waits for the GPU. `kernel_options` say how torch
     should compute, and are not needed.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if tensor(name, x).dim() != 4:
+            raise AttentionError(f"shape of {name}", tuple(x.shape), "4 axes (batch, heads, tokens, dim)")
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise AttentionError("heads of key", kv_heads, f"query's {heads}, or enable_gqa=True")
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise AttentionError("return_aux", repr(return_aux), "torch's AuxRequest(lse=True)")
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise AttentionError("return_aux", "max_scores=True", "lse alone: the kernels keep no maximum")
     if key.shape[0] == 1 != query.shape[0]:
