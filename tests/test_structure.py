@@ -98,7 +98,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
-    "costs.kv": Rule("costs cache checks dispatch spec"),
+    "costs.kv": Rule("costs cache checks dispatch mods spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -114,7 +114,7 @@ RULES = {
     "integrations.sglang": Rule("integrations", lazy="integrations sglang"),
     "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
-    "compat": Rule("compat api cache merge mods spec"),
+    "compat": Rule("compat api cache checks merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),
