@@ -104,7 +104,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
         return x if r.random() < odds else None
 
     return KvCase(
-        mode=r.choice(("call", "call", "no_grad", "inference", "append", "compile" if not small else "call")),
+        mode="compile" if r.random() < 0.03 and not small else r.choice(("call", "no_grad", "inference", "append")),
         dtype=r.choice(dtypes), lengths=lengths, queries=queries, new=new, packed=packed,
         slack=r.choice((0, 0, 3)) if packed else 0, page=r.choice((0, 1, 2, 3, 8, 16, 24)), csr=r.random() < 0.3,
         starts=tuple(r.randint(0, n) for n in lengths) if r.random() < 0.25 else (), kv_heads=r.choice((1, 2)),
