@@ -141,7 +141,7 @@ RULES = {
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
-    "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
+    "lab.fuzz": Rule("dispatch lab.asked lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
         "lab.docs lab.language lab.progress lab.learn spec tilewise",
         lazy="lab.explore lab.bench matplotlib sphinx",

@@ -309,8 +309,11 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
     wanted = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
     if tree.dim() != len(wanted) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, wanted, strict=True)):
         raise AttentionError("shape of tree", tuple(tree.shape), str(wanted))
-    bits = torch.nn.functional.pad(tree.reshape(tokens, tree.shape[-1]).long(), (0, -tree.shape[-1] % 64))
-    return (bits.view(tokens, -1, 64) << torch.arange(64, device=tree.device)).sum(-1)
+    if tokens and not tree.shape[-1]:
+        raise AttentionError("shape of tree", tuple(tree.shape), "a column for each of a sequence's queries")
+    drafts, words = tree.shape[-1], -(-tree.shape[-1] // 64)
+    bits = torch.nn.functional.pad(tree.reshape(tokens, drafts).long(), (0, 64 * words - drafts))
+    return (bits.view(tokens, words, 64) << torch.arange(64, device=tree.device)).sum(-1)
 
 
 def _split(split: Any) -> int | None:

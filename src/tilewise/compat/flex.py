@@ -14,8 +14,8 @@ the FlexAttention of torch 2.11 and 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from ..spec import AttentionError
 
 Function = Callable[..., Any]
 BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
-_modifiers: dict[str, WeakKeyDictionary[Any, Modifier]] = {"score": WeakKeyDictionary(), "mask": WeakKeyDictionary()}
 
 
 @torch.compiler.disable
@@ -99,17 +98,25 @@ def mod_of(function: Any, kind: str) -> Mod:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if len(names) != PARAMETERS[kind].count(",") + 1:
         raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
-    known = _modifiers[kind]
-    modifier = known.get(function)
-    if modifier is None:
-        modifier = known[function] = Modifier(function, kind)
     try:
-        mod: Mod = modifier()
+        mod: Mod = _modifier(function, kind)()
     except AttentionError:
         mod = _followed(function, kind)
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
+
+
+def _modifier(function: Any, kind: str) -> Modifier:
+    """Kept with the function, and for no longer than it; not if it closes over anything, which would wait with both for
+    the garbage collector."""
+    kept: Modifier | None = getattr(function, "_tilewise", None)
+    if kept is not None and kept.function is function and kept.kind == kind:  # functools.wraps copies attributes
+        return kept
+    made = Modifier(function, kind)
+    if isinstance(function, FunctionType) and function.__closure__ is None:
+        function._tilewise = made  # type: ignore[attr-defined]
+    return made
 
 
 def _followed(function: Any, kind: str) -> Mod:

@@ -107,7 +107,7 @@ def _one(
     if case.starts:
         seen &= j >= case.starts[b]
     if case.tree:
-        rows = found["tree"].reshape(-1, found["tree"].shape[-1])[at_q : at_q + n_q]
+        rows = found["tree"].flatten(0, -2)[at_q : at_q + n_q]
         draft = (j - (n_k - n_q)).clamp(0, max(n_q - 1, 0))
         seen &= (j < n_k - n_q) | (rows[:, draft] if n_q and n_k else rows.new_zeros(n_q, n_k))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
