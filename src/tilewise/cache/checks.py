@@ -6,12 +6,14 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..checks import DTYPES, sized, tensor
 from ..checks.options import FOREIGN, Options, completed, options_of
 from ..mods.blocks import BlockMask
 from ..mods.program import Mod
 from ..spec import MAX_HEAD_DIM, AttentionError, Window
+from ..torch_private import is_forward_mode, is_vmapped
 from .request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Rotary
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
@@ -82,8 +84,7 @@ def kv_options(given: KvOptions) -> KvOptions:
 def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
     """A call of `attention_kv`, all but the new tokens themselves."""
     _check_caches(q, k, v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise AttentionError("gradient", "asked of a call with a KV cache", "torch.no_grad(), or tilewise.attention")
+    _check_untransformed("a call with a KV cache", q, k, v)
     if (options["k_new"] is None) != (options["v_new"] is None):
         raise AttentionError("k_new and v_new", "one of them", "both, or neither")
     if options["plan"] is not None and not isinstance(options["plan"], KvPlan):
@@ -107,8 +108,9 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         "backend": options["backend"],
     }  # fmt: skip
     call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(asked), cu_q)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (call.sinks, *call.score)):
-        raise AttentionError("gradient", "asked of a term of a call with a KV cache", "torch.no_grad(), or .detach()")
+    _check_untransformed(
+        "a term of a call with a KV cache", *call.score, *(() if call.sinks is None else (call.sinks,))
+    )
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     return KvRequest(call, places, tree, _split(options["split"]), q.shape[1] if cu_q is None else int(most or 0))
 
@@ -130,8 +132,9 @@ def append_request(
                 f"heads and dim of {name}", tuple(x.shape[-2:]), f"the cache's {tuple(cache.shape[-2:])}"
             )
         _like(name, x, cache)
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise AttentionError("gradient", f"asked of {name}, written into a cache", "torch.no_grad(), or .detach()")
+        _check_untransformed(f"{name}, written into a cache", x)
+        if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
+            raise AttentionError("strides of a cache to write to", cache.stride(), "a place for each element")
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
     if places.cu_new is None and k_new.shape[0] != places.batch:
@@ -180,6 +183,8 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
 
 def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> Places:
     if isinstance(lengths, int) and not isinstance(lengths, bool):
+        if not 0 <= lengths < 2**31:
+            raise AttentionError("lengths", lengths, "0 or more, of 32 bits")
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     _counts("lengths", lengths, batch, q)
     k_new, cu_new = options["k_new"], options["cu_seqlens_new"]
@@ -232,6 +237,18 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AttentionError("heads of q", heads, f"a multiple of the cache's {kv_heads} (each serves a group)")
     if k.shape[1] == 0 and k.shape[0]:
         raise AttentionError("tokens of a page", 0, "at least 1")
+
+
+def _check_untransformed(whose: str, *tensors: Tensor) -> None:
+    """No derivative comes out of a cache, and none is lost without a word."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise AttentionError("gradient", f"asked of {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
+    if torch.compiler.is_compiling():
+        return
+    if is_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors):
+        raise AttentionError("forward mode", f"asked of {whose}", "tilewise.attention, which has derivatives")
+    if any(map(is_vmapped, tensors)):
+        raise AttentionError("vmap", f"over {whose}", "a larger batch, each row with its own length")
 
 
 def _check_cache(name: str, x: Any) -> None:
