@@ -36,14 +36,15 @@ RULES = {
     "api": Rule("spec checks ops dispatch"),
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
-    "cache.memory": Rule("cache.request dispatch spec torch_private"),
+    "cache.memory": Rule("dispatch.memory torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
-        "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
+        "dispatch.memory spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
         " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
+    "dispatch.memory": Rule("spec torch_private"),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
     "torch_private": Rule(),
