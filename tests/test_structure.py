@@ -99,7 +99,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
-    "costs.kv": Rule("costs cache checks dispatch spec"),
+    "costs.kv": Rule("costs cache checks dispatch mods spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -115,7 +115,7 @@ RULES = {
     "integrations.sglang": Rule("integrations", lazy="integrations sglang"),
     "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
-    "compat": Rule("compat api cache merge mods spec"),
+    "compat": Rule("compat api cache checks merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),
@@ -142,7 +142,7 @@ RULES = {
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
-    "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
+    "lab.fuzz": Rule("dispatch lab.asked lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
         "lab.docs lab.language lab.progress lab.learn spec tilewise",
         lazy="lab.explore lab.bench matplotlib sphinx",

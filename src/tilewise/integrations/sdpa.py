@@ -39,6 +39,8 @@ def scaled_dot_product_attention(
     recognise: look at a mask of bools (which waits for the GPU) and use what it says: a band costs nothing, and of
         any other mask the tiles that nobody sees are skipped. Without, every pair is asked about.
     """
+    if not isinstance(is_causal, bool):
+        raise AttentionError("is_causal", repr(is_causal), "True or False")
     if attn_mask is not None and is_causal:
         raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
     if getattr(query, "layout", None) is torch.jagged:

@@ -50,8 +50,10 @@ def dropout_mask(
 
     For packed sequences, `batch` counts sequences and positions count within them.
     """
-    if not 0 <= p < 1:
-        raise AttentionError("dropout_p", p, "0 <= p < 1")
+    if not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise AttentionError("dropout_p", repr(p), "0 <= p < 1")
+    if not all(is_whole(n) and n >= 0 for n in (batch, heads, n_q, n_k)):
+        raise AttentionError("sizes of a dropout mask", (batch, heads, n_q, n_k), "ints >= 0")
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, n_q, n_k))
     return keep(p, as_seed(seed, b.device), b[:, None, None, None], h[:, None, None], i[:, None], j)
 
