@@ -154,6 +154,34 @@ def test_numbers_that_the_compiler_does_not_take_for_constants(options: dict[str
         assert_close(*(torch.autograd.grad(x.sum(), q) for x in (found, expected)))
 
 
+def _longest(n: int) -> Tensor:
+    x, cu = torch.ones(n, 2, 16, device=DEVICE), torch.tensor([0, n // 2, n], dtype=torch.int32, device=DEVICE)
+    found: Tensor = tilewise.attention_varlen(x, x, x, cu, cu, max_seqlen_q=n, max_seqlen_k=n)
+    return found
+
+
+def _longest_of_a_cache(n: int) -> Tensor:
+    x, cu = torch.ones(2, n, 2, 16, device=DEVICE), torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    found: Tensor = tilewise.attention_kv(x[:, 0], x, x, cu[1:], cu_seqlens_q=cu, max_seqlen_q=n)
+    return found
+
+
+def _shared_heads(n: int) -> Tensor:
+    q, k = torch.ones(1, n, 4, 16, device=DEVICE), torch.ones(1, n // 2, 4, 16, device=DEVICE)
+    return tilewise.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+@pytest.mark.parametrize("attend", [_longest, _longest_of_a_cache, _shared_heads])
+def test_sizes_that_the_compiler_does_not_take_for_constants(attend: Callable[[int], Tensor]) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    compiles = []
+    for n in (8, 12, 16):
+        assert_close(compiled(n), attend(n))
+        compiles.append(counter.frame_count)
+    assert len(set(compiles)) == 1
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_compiled_calls_do_not_look_at_what_eager_ones_left(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of torch would guard the length of that dict, and compile again after every new eager call."""

@@ -64,7 +64,7 @@ def attention_kv(
     ran, turned = [], None
     if asked["k_new"] is not None:
         new = checks.append_request(asked["k_new"], asked["v_new"], k_cache, v_cache, request.places, q, asked)
-        ran.append(ops.append(new, request.spec.backend))
+        ran.append(ops.append(new, request.call.spec.backend))
         turned = new.turned
         if turned is not None:
             request = request._replace(call=request.call._replace(q=turned))
@@ -183,7 +183,7 @@ def _plan(request: KvRequest, old: KvPlan | None, ran: list[Ran | None]) -> KvPl
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """What a plan depends on, beside what lives on the device."""
-    q, k, v, places, spec = request.q, request.k, request.v, request.places, request.spec
+    (q, k, v, spec, *_), places = request.call, request.places
     return (
         *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device, spec.before, spec.after, spec.backend, request.split,
         request.most, request.call.cu_q is not None, places.capacity(k), places.new, places.cu_new is not None,
@@ -192,8 +192,8 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
 
 
 def _out(request: KvRequest, given: Tensor | None) -> Tensor:
-    q = request.q
-    shape = (*q.shape[:-1], request.v.shape[-1])
+    q, _, v, *_ = request.call
+    shape = (*q.shape[:-1], v.shape[-1])
     if given is None:
         return q.new_empty(shape)
     if tuple(given.shape) != shape or given.dtype != q.dtype or given.device != q.device:
@@ -204,6 +204,6 @@ def _out(request: KvRequest, given: Tensor | None) -> Tensor:
 
 
 def _new_lse(request: KvRequest) -> Tensor:
-    q = request.q
+    q = request.call.q
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=statistic)

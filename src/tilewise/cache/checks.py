@@ -11,6 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..checks import DTYPES, sized, tensor
 from ..checks.options import FOREIGN, Options, completed, options_of
 from ..mods.blocks import BlockMask
+from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..spec import MAX_HEAD_DIM, AttentionError, Window
 from ..torch_private import is_forward_mode, is_vmapped
@@ -96,7 +97,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     places = _places(batch, q, k, lengths, options)
     n_q = q.shape[1] if cu_q is None else None
     most = options["max_seqlen_q"]
-    if most is not None and (isinstance(most, (bool, float, Tensor)) or not hasattr(most, "__index__") or most < 0):
+    if most is not None and (not is_whole(most) or most < 0):
         raise AttentionError("max_seqlen_q", repr(most), "an int >= 0, or None")
     mask = options["mask_mod"]
     if isinstance(mask, BlockMask):
@@ -137,8 +138,9 @@ def append_request(
             raise AttentionError("strides of a cache to write to", cache.stride(), "a place for each element")
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
-    if places.cu_new is None and k_new.shape[0] != places.batch:
-        raise AttentionError("batch of k_new", k_new.shape[0], f"{places.batch}, one for each of lengths")
+    batch = places.lengths.shape[0]
+    if places.cu_new is None and k_new.shape[0] != batch:
+        raise AttentionError("batch of k_new", k_new.shape[0], f"{batch}, one for each of lengths")
     tokens = k_new.shape[:-2].numel()
     slots = options["slots"]
     if slots is not None and tensor("slots", slots).numel() != tokens:
@@ -149,7 +151,7 @@ def append_request(
     rotary = options["rotary"]
     cu_q = None
     if q is not None:
-        cu_q = _queries(q, k_new, places.batch, options["cu_seqlens_q"])
+        cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
     if rotary is not None:
         rotary = _rotary(rotary, k_new, q)
     q_turned = q if rotary is not None else None

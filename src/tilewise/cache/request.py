@@ -80,6 +80,7 @@ class KvRequest(NamedTuple):
     split: int | None = None
     most: int = 0
 
+    # Shorter names, but for what torch.compile traces: that of torch 2.10 sees no properties of a named tuple.
     @property
     def q(self) -> Tensor:
         return self.call.q
@@ -144,7 +145,7 @@ APPEND = (
 
 def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     """A request as the ops take it, by `ATTEND`."""
-    call, spec = request.call, request.spec
+    call, spec = request.call, request.call.spec
     return (
         *call[:3], *request.places, call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask), spec.scale,
         spec.before, spec.after, spec.backend, spec.score_mod, list(spec.score_numbers), spec.mask_mod,
