@@ -1,0 +1,138 @@
+"""How kernels come to be compiled: in which order, by whom, and what is left as it was found. Nothing is compiled."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilewise.kernels import triton_private
+from tilewise.kernels.compiling import compiled
+
+if triton_private.active_mode is None:
+    pytest.skip("this Triton compiles one kernel after the other", allow_module_level=True)
+
+
+class Kernel:
+    """A kernel that is 'compiled' by being told of: first built, alone, then whatever comes after."""
+
+    def __init__(self, name: str, parameters: int, told: list[str], error: Exception | None = None) -> None:
+        self.name, self.params, self.told, self.error = name, [None] * parameters, told, error
+        self.build = triton_private.in_turn(self.built)
+        self.hit = False
+
+    def built(self) -> None:
+        self.told.append(f"{self.name} begins")
+        time.sleep(0.01)
+        if self.error:
+            raise self.error
+        self.told.append(f"{self.name} ends")
+
+    def compile(self) -> str:
+        if not self.hit:
+            self.build()
+        return self.name
+
+    def warmup(self, *args: Any, grid: tuple[int, ...]) -> Any:
+        return triton_private.active_mode.get().submit(self.name, self.compile, lambda kernel: None)
+
+
+class Made(NamedTuple):
+    kernel: Kernel
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch):
+    monkeypatch.setattr(triton_private, "_compiler", None)
+
+
+def names(told: list[str]) -> list[str]:
+    """Of those that were built, if no two were at once."""
+    found = [line.removesuffix(" begins") for line in told[::2]]
+    assert told == [f"{name} {what}" for name in found for what in ("begins", "ends")]
+    return found
+
+
+def test_the_largest_are_built_first_alone_and_a_backward_before_its_forward():
+    told: list[str] = []
+    forward, repair = Kernel("forward", 9, told), Kernel("repair", 5, told)
+    backward, start = Kernel("backward", 9, told), Kernel("start", 2, told)
+
+    def ahead() -> list[Made]:
+        assert told == []
+        return [Made(x) for x in (forward, repair, start, backward)]
+
+    assert compiled([Made(forward), Made(repair)], ahead) == ["forward", "repair"]
+    assert compiled([Made(start), Made(backward)]) == ["start", "backward"]
+    assert names(told) == ["backward", "forward", "repair", "start"]
+
+
+def test_what_fails_or_is_in_the_cache_holds_nobody_up_and_lets_nobody_overtake():
+    told: list[str] = []
+    kernels = [Kernel(str(n), 9 - n, told) for n in range(6)]
+    kernels[1].hit = True
+    assert compiled([Made(x) for x in kernels]) == [x.name for x in kernels]
+    assert names(told) == ["0", "2", "3", "4", "5"]
+
+    wrong = Kernel("wrong", 3, told, ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        compiled([Made(wrong), Made(Kernel("after", 2, told))])
+    wrong.error = None
+    assert compiled([Made(wrong)]) == ["wrong"]  # who asks again is not told of an old error
+
+
+def test_an_error_on_the_way_leaves_nobody_waiting():
+    told: list[str] = []
+    kernel = Kernel("forward", 1, told)
+
+    def ahead() -> list[Made]:
+        raise RuntimeError("no backward")
+
+    with pytest.raises(RuntimeError, match="no backward"):
+        compiled([Made(kernel)], ahead)
+    assert compiled([Made(kernel)]) == ["forward"]
+    assert names(told) == ["forward"]
+
+
+def test_threads_that_ask_for_the_same_share_it():
+    told: list[str] = []
+    kernels = [Kernel(str(n), 3, told) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: compiled([Made(x) for x in kernels]), range(8)))
+    assert found == [["0", "1", "2", "3"]] * 8
+    assert sorted(names(told)) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_again_if_it_was(collecting):
+    seen: list[bool] = []
+    kernel = Kernel("forward", 1, [])
+    kernel.build = triton_private.in_turn(lambda: seen.append(gc.isenabled()))
+    before = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        compiled([Made(kernel)])
+        assert seen == [False]
+        assert gc.isenabled() == collecting
+        kernel.build()  # by a thread that compiles for somebody else
+        assert seen == [False, collecting]
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_the_filters_of_warnings_stay_and_warnings_are_given():
+    quiet = triton_private.Warnings("warnings")
+    before = list(warnings.filters)
+    with quiet.catch_warnings():
+        quiet.simplefilter("ignore", DeprecationWarning)
+        assert warnings.filters == before
+    with pytest.warns(UserWarning, match="told"):
+        quiet.warn("told", stacklevel=1)
