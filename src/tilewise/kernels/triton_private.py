@@ -11,18 +11,19 @@ import inspect
 import linecache
 import os
 import warnings
+from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from hashlib import sha256
+from importlib.machinery import EXTENSION_SUFFIXES
+from io import BytesIO
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from threading import Event, Lock, Thread, local
+from threading import Event, Lock, local
 from types import ModuleType
 from typing import Any
 
-import torch
 import triton
 from triton.runtime import jit
 
@@ -143,36 +144,40 @@ if hasattr(jit, "inspect"):
     jit.inspect = instead(inspect, getsourcelines=source_lines)
 
 
-def remember_key() -> None:
-    """Triton names what it keeps by a hash of all its own files, which every process takes up to a second to read. We
-    keep that hash beside the kernels, for files of these sizes and times; and begin when Triton is imported, in a
-    thread, while the kernels' own modules are read."""
+@cache
+def quick_key() -> None:
+    """Triton names what it keeps by a hash of its own files, which takes every process up to a second: one of them has
+    400 MB. What that one's is was written down when it was installed, if it was not changed since."""
     from triton.runtime import cache as module
 
-    if not hasattr(module, "triton_key"):
+    key = getattr(module, "triton_key", None)
+    known = recorded(Path(triton.__file__).parent / "_C" / f"libtriton{EXTENSION_SUFFIXES[-1]}")
+    if known is None or not hasattr(key, "__wrapped__"):
         return
-    home = Path(triton.__file__).parent
-    files = sorted(file for file in home.rglob("*") if file.suffix in (".py", ".so"))
-    facts = [str(home), *(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)]
-    place = Path(cache_folder()) / f"tilewise-{sha256(' '.join(facts).encode()).hexdigest()}"
-    if not place.exists():
-        found = module.triton_key()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
-            file.write(found)
-        Path(file.name).replace(place)
-    key = place.read_text()
-    module.triton_key = lambda: key
+    stand_in = b"its place is taken by what was written down"
+
+    def opened(path: Any, *mode: Any) -> Any:
+        return BytesIO(stand_in) if Path(path).name.startswith("libtriton.") else open(path, *mode)
+
+    module.open = opened  # type: ignore[attr-defined]
+    try:
+        found = key.__wrapped__().replace(sha256(stand_in).hexdigest(), known)
+    finally:
+        del module.open  # type: ignore[attr-defined]
+    module.triton_key = lambda: found
 
 
-def _quietly() -> None:
-    with suppress(OSError):  # a folder that cannot be written: Triton takes its hash itself
-        remember_key()
-
-
-_remembering = Thread(target=_quietly, name="tilewise-key", daemon=True)
-if torch.cuda.is_available():
-    _remembering.start()
+def recorded(file: Path) -> str | None:
+    """The hash of an installed file, by what pip wrote down. None where nothing was, or the file is younger."""
+    start = "/".join(file.parts[-3:]) + ",sha256="
+    for record in file.parents[2].glob("*triton*.dist-info/RECORD"):
+        for line in record.read_text("utf-8").splitlines():
+            if line.startswith(start):
+                digest, size = line.removeprefix(start).split(",")
+                found, written = file.stat(), record.stat()
+                is_as_installed = str(found.st_size) == size and found.st_mtime <= written.st_mtime
+                return urlsafe_b64decode(digest + "=").hex() if is_as_installed else None
+    return None
 
 
 @contextmanager
@@ -185,10 +190,9 @@ def side_by_side() -> Iterator[Callable[[Iterable[Any]], None]]:
         return
     if _compiler is None or _compiler.process != os.getpid():  # threads do not survive a fork
         build_in_turn()
+        quick_key()
         _compiler = Compiler()
     compiler = _compiler
-    if _remembering.ident is not None:
-        _remembering.join()
     before = active_mode.set(compiler)
     try:
         yield compiler.start

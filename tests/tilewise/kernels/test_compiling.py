@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
 import time
 import warnings
+from base64 import urlsafe_b64encode
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -176,3 +181,31 @@ def test_the_source_of_a_function_with_an_odd_end(name, tmp_path):
     space = {"__name__": "tilewise.odd", "g": lambda x: x}
     exec(compile(TAILS[name], str(path), "exec"), space)
     assert triton_private.source_lines(space["f"]) == inspect.getsourcelines(space["f"])
+
+
+@pytest.mark.slow
+def test_the_key_of_triton_is_its_own():
+    """In a process without ours, which takes it from what was written down at its installation, if anything was."""
+    own = "from triton.runtime.cache import triton_key; print(triton_key())"
+    ours = "from tilewise.kernels import triton_private as ours; ours.quick_key(); from triton.runtime import cache;"
+    ours += "print(cache.triton_key(), cache.triton_key.__name__ == '<lambda>')"
+    found = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for code in (own, ours)]
+    assert found[1] == [*found[0], "True"]
+
+
+@pytest.mark.parametrize("state", ["as installed", "younger", "longer", "not written down", "not hashed"])
+def test_a_hash_that_was_written_down_is_taken_of_what_has_not_changed(state, tmp_path):
+    file = tmp_path / "triton" / "_C" / "libtriton.so"
+    record = tmp_path / "triton-3.6.0.dist-info" / "RECORD"
+    for path in (file, record):
+        path.parent.mkdir(parents=True)
+    file.write_bytes(b"abc")
+    digest = urlsafe_b64encode(sha256(b"abc").digest()).decode().rstrip("=")
+    digest = "" if state == "not hashed" else f"sha256={digest}"
+    name = "triton/_C/other.so" if state == "not written down" else "triton/_C/libtriton.so"
+    record.write_text(f"triton/__init__.py,sha256=x,7\n{name},{digest},3\n")
+    if state == "longer":
+        file.write_bytes(b"abcd")
+    os.utime(record, (1000, 1000))
+    os.utime(file, (1001, 1001) if state == "younger" else (999, 999))
+    assert triton_private.recorded(file) == (sha256(b"abc").hexdigest() if state == "as installed" else None)
