@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from typing import Any
 
+from .offline import all_options
 from .triton_private import cache_folder, side_by_side
 
 PATIENCE = 1.0  # seconds of silence
@@ -33,7 +34,7 @@ def _size(asked: tuple[Any, Any]) -> int:
 
 
 def _asked(made: Any) -> Any:
-    return made.kernel.warmup(*made.args, grid=(1,), **made.options)
+    return made.kernel.warmup(*made.args, grid=(1,), **all_options(made.kernel, made.options))
 
 
 def _is_asked(kernel: Any) -> bool:
