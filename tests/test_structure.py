@@ -36,14 +36,15 @@ RULES = {
     "api": Rule("spec checks ops dispatch"),
     "cache": Rule("cache checks dispatch mods spec torch_private"),
     "cache.request": Rule("spec"),
-    "cache.memory": Rule("cache.request dispatch spec torch_private"),
+    "cache.memory": Rule("dispatch.memory torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
     "dispatch": Rule(
-        "spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
+        "dispatch.memory spec torch_private kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.profile"
         " kernels.portable.limits kernels.portable.profile kernels.portable.kv_profile"
     ),
+    "dispatch.memory": Rule("spec torch_private"),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
     "torch_private": Rule(),
@@ -98,7 +99,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
-    "costs.kv": Rule("costs cache checks dispatch spec"),
+    "costs.kv": Rule("costs cache checks dispatch mods spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -114,7 +115,7 @@ RULES = {
     "integrations.sglang": Rule("integrations", lazy="integrations sglang"),
     "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations spec diffusers"),
-    "compat": Rule("compat api cache merge mods spec"),
+    "compat": Rule("compat api cache checks merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),
@@ -141,7 +142,7 @@ RULES = {
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
-    "lab.fuzz": Rule("dispatch lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
+    "lab.fuzz": Rule("dispatch lab.asked lab.fuzz lab.progress tilewise spec", lazy="lab.interpreter"),
     "lab.docs": Rule(
         "lab.docs lab.language lab.progress lab.learn spec tilewise",
         lazy="lab.explore lab.bench matplotlib sphinx",

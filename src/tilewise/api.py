@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from . import checks, dispatch, ops
 from .checks import Options, nested, takes_options
+from .dispatch.memory import Look, look_of, recall
 from .spec import Request
 
 
@@ -43,13 +45,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
 
     Nested tensors of jagged layout, (B, j, H, D), are packed sequences: out is nested as q is, and nothing is copied.
     """
+    q, k, v = checks.arranged(q, k, v, layout)
     if isinstance(q, Tensor) and q.is_nested:
-        like, *others = checks.swapped(layout, q, k, v) if layout != "bshd" else (q, k, v)
-        values, offsets = nested.unpacked(like, *others)
+        values, offsets = nested.unpacked(q, k, v)
         out, lse = _run(*values, options, offsets, (None, None))
-        out, lse = nested.packed(out, lse, like)
+        out, lse = nested.packed(out, lse, q)
     else:
-        out, lse = _run(q, k, v, options, layout=layout)
+        out, lse = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if options.get("return_lse") else out
@@ -78,6 +80,7 @@ def attention_varlen(
     buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
     cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
+    q, k, v = checks.arranged(q, k, v)
     out, lse = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     return (out, lse) if options.get("return_lse") else out
 
@@ -107,21 +110,28 @@ def check(
     dispatch.choose(request)
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = (), layout: str = "bshd"
-) -> Any:
+def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
     """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
-    q, k, v = checks.arranged(q, k, v, layout)
-    key = None if checks.ALWAYS else dispatch.key_of(given, q, k, v, *cu)
-    call = dispatch.recall(key)
+    look = _look(given, [q, k, v, *cu])
+    call, _ = recall(look)
     lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
-    if call is not None and call.bare:
-        return ops.attend_again(call, q, k, v, lse)
     if call is None:
         request = checks.request_of(q, k, v, cu, longest, given)
-    elif cu:
-        checks.check_longest(*longest)
-        request = Request(q, k, v, call.spec, cu_q=cu[0], cu_k=cu[1])
-    else:  # a softcap, say, which has no tensor
-        request = Request(q, k, v, call.spec)
-    return ops.attend(request, call, key, lse)
+        call, spec = dispatch.learned(request, look), request.spec
+        tensors = request.tensors() if call is None else call.tensors(request)
+    else:
+        spec, tensors = call.spec, (q, k, v)
+        if cu:
+            checks.check_longest(*longest)
+            tensors = Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]).tensors()
+    return ops.attend(spec, call, tensors, lse)
+
+
+def _look(given: Options, tensors: list[Tensor]) -> Look | None:
+    """None where a call is not remembered: neither is one with dropout, nor one with tensors among its options, whose
+    checks look at more."""
+    if checks.ALWAYS:
+        return None
+    own = len(tensors)
+    look = look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled())
+    return None if look is None or len(tensors) > own or given.get("dropout_p") else look

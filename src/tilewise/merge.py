@@ -76,6 +76,10 @@ def _check(name: str, part: object, first: State, heads_first: bool) -> None:
     if not (isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)):
         raise AttentionError(name, type(part).__name__, "(out, lse), as attention(..., return_lse=True) returns them")
     out, lse = part
+    if not out.is_floating_point() or not lse.is_floating_point():
+        raise AttentionError(f"dtypes of {name}", (out.dtype, lse.dtype), "floats, as attention returns them")
+    if not out.device == lse.device == first[0].device:
+        raise AttentionError(f"devices of {name}", (out.device, lse.device), f"those of part 0, {first[0].device}")
     if heads_first and (out.dim() != 4 or lse.shape != out.shape[:-1]):
         raise AttentionError(
             f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),

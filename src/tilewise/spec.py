@@ -71,7 +71,7 @@ class Spec(NamedTuple):
         before, after = band(causal, window)
         if scale is None:
             scale = 1 / math.sqrt(head_dim)
-        elif not math.isfinite(scale):
+        elif not -math.inf < scale < math.inf:
             raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
         return Spec(float(scale), before, after, backend, **others)
 

@@ -112,6 +112,14 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and not torch.compiler.is_compiling() and _is_batched(x)
 
 
+_is_vmapped: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", None) or (lambda x: False)
+
+
+def is_vmapped(x: Tensor) -> bool:
+    """Whether torch.vmap stands for many tensors by this one."""
+    return not torch.compiler.is_compiling() and _is_vmapped(x)
+
+
 def each_of_batch(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """function(*tensors), a tuple, for tensors some of which are such stacks: once for each entry."""
     level = _C._vmapmode_increment_nesting() - 1

@@ -117,6 +117,42 @@ def test_varlen(name: str, nothing_runs: None) -> None:
     check(call_varlen, VARLEN[name])
 
 
+OUT, LSE = torch.zeros(1, 3, 2, 8), torch.zeros(1, 2, 3)
+SEEN = tilewise.mods.block_diagonal(3)
+SHAPE = (2, 1, 4, 8), (2, 16, 2, 8), None
+ELSEWHERE: dict[str, tuple[Callable[[], Any], str]] = {
+    "merge of ints": (lambda: tilewise.merge((OUT, LSE.long())), "dtypes of part 0"),
+    "merge of two devices": (lambda: tilewise.merge((OUT, LSE), (OUT.to("meta"), LSE.to("meta"))), "devices of part 1"),
+    "sizes below 0": (lambda: tilewise.dropout_mask(-1, 1, 2, 2, p=0.5, seed=1), "sizes of a dropout mask"),
+    "sizes of strings": (lambda: tilewise.block_mask(SEEN, 4, "a"), "sizes of a block mask"),  # type: ignore[arg-type]
+    "a list of offsets": (lambda: tilewise.block_mask_varlen(SEEN, [0, 4], [0, 4]), "cu_seqlens_q: found list"),  # type: ignore[arg-type]
+    "a list of documents": (lambda: tilewise.mods.document(ids=[1, 2]), "ids of documents: found list"),  # type: ignore[arg-type]
+    "explain, backward": (lambda: tilewise.explain((1, 2, 1, 8), (1, 2, 1, 8), (1, 2, 1, 8), backward="x"), "backward"),
+    "explain_kv, lengths": (lambda: tilewise.explain_kv(*SHAPE, "a", device="H200"), "lengths: found 'a'"),
+    "explain_kv, shapes": (
+        lambda: tilewise.explain_kv("a", *SHAPE[1:], 3, device="H200"),
+        "tensor or shape: found 'a'",
+    ),
+    "warmup for a number": (lambda: tilewise.warmup(64, gpu=3), "gpu: found '3'"),
+    "warmup for a fossil": (lambda: tilewise.warmup(64, gpu="sm_1"), "no kernels for sm_1"),
+    "warmup from nothing": (lambda: tilewise.warmup(config="no.json", gpu="sm_90"), "config: found no.json"),
+    "heads of a plan": (lambda: tilewise.distributed.plan(4, seqlen=10, heads="a"), "heads of a plan: found 'a'"),
+    "causal?": (lambda: tilewise.distributed.plan(4, seqlen=10, causal="a"), "causal: found 'a'"),
+    "which machine": (lambda: tilewise.distributed.plan(4, seqlen=10).simulate(3), "machine: found 3"),
+    "a shard of what": (
+        lambda: tilewise.distributed.plan(4, seqlen=10).shard(3, rank=0),
+        "a tensor to shard: found int",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_functions(name: str) -> None:
+    call, words = ELSEWHERE[name]
+    with pytest.raises(AttentionError, match=words):
+        call()
+
+
 def test_the_unchanged_calls_work() -> None:
     assert call_dense().shape == (2, 5, 4, 8)
     assert call_varlen().shape == (9, 4, 8)

@@ -134,10 +134,30 @@ def test_compile_once_for_all_lengths(packed: bool, grad: bool) -> None:
     check_one_compile([case(*size, packed, before=20) for size in sizes], "aot_eager", grad)
 
 
+@pytest.mark.parametrize("options", [{"scale": 0.3}, {"softcap": 5.0}, {"dropout_p": 0.25, "seed": 3}])
+def test_numbers_that_the_compiler_does_not_take_for_constants(options: dict[str, Any]) -> None:
+    """Those that a module holds, with dynamic shapes: torch.compile makes symbols of them."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            found: Tensor = tilewise.attention(q, q, q, causal=True, **{name: getattr(self, name) for name in options})
+            return found
+
+    module = Attends()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (5, 9):
+        for name, x in options.items():
+            setattr(module, name, x if name == "seed" else x + n / 100)
+        q = torch.randn(1, n, 2, 16, device=DEVICE, requires_grad=True)
+        found, expected = compiled(q), module(q)
+        assert_close(found, expected)
+        assert_close(*(torch.autograd.grad(x.sum(), q) for x in (found, expected)))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_compiled_calls_do_not_look_at_what_eager_ones_left(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some versions of torch would guard the length of that dict, and compile again after every new eager call."""
-    monkeypatch.setattr(tilewise.dispatch, "_calls", None)
+    monkeypatch.setattr(tilewise.dispatch.memory, "_calls", None)
     inputs = make(case(8, 8, packed), DEVICE)
     attend = tilewise.attention_varlen if packed else tilewise.attention
     compiled = torch.compile(lambda *tensors: attend(*tensors, causal=True), backend="eager", fullgraph=True)

@@ -53,7 +53,7 @@ def attention_kv(
     max_seqlen_q: no sequence has more queries; chooses a tile, where q is packed.
     out: where to write.
     """
-    look = None if ALWAYS else memory.look_of("attend", [q, k_cache, v_cache, lengths], options)  # type: ignore[list-item]
+    look = None if ALWAYS else memory.kv_look("attend", [q, k_cache, v_cache, lengths], options)
     known = memory.repeated(look)
     if known is not memory.UNKNOWN:
         return known
@@ -99,7 +99,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     (and cu_seqlens, starts) stay; a layer with another window wants its own. With `plan`, an earlier one is made again
     in its place.
     """
-    look = None if ALWAYS else memory.look_of("plan", [q, k_cache, v_cache, lengths], options)  # type: ignore[list-item]
+    look = None if ALWAYS else memory.kv_look("plan", [q, k_cache, v_cache, lengths], options)
     known = memory.repeated(look)
     if known is not memory.UNKNOWN:
         made: KvPlan = options.get("plan") or known
@@ -147,7 +147,7 @@ def append_kv(
     What has no place in the cache is not written; two tokens for one slot: either of them.
     """
     there, words = [k_new, v_new, k_cache, v_cache, lengths], {"q": q, "backend": backend, **options}
-    look = None if ALWAYS else memory.look_of("append", there, words)  # type: ignore[arg-type]
+    look = None if ALWAYS else memory.kv_look("append", there, words)
     known: Tensor | None = memory.repeated(look)
     if known is not memory.UNKNOWN:
         return known

@@ -6,13 +6,15 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..checks import DTYPES, sized, tensor
 from ..checks.options import FOREIGN, Options, completed, options_of
 from ..mods.blocks import BlockMask
 from ..mods.program import Mod
 from ..spec import MAX_HEAD_DIM, AttentionError, Window
-from .request import UNDIVIDED, AppendRequest, KvRequest, Places, Rotary
+from ..torch_private import is_forward_mode, is_vmapped
+from .request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Rotary
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
 SPLIT = 128  # a split is a multiple of this, which every kernel's tile divides
@@ -70,6 +72,10 @@ ELSEWHERE = FOREIGN | {
 }
 
 
+# The options that tell where new tokens go; the others are about attending to them.
+OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "rotary", "starts")
+
+
 def kv_options(given: KvOptions) -> KvOptions:
     options: KvOptions = completed(given, defaults(), ELSEWHERE)
     return options
@@ -78,10 +84,13 @@ def kv_options(given: KvOptions) -> KvOptions:
 def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
     """A call of `attention_kv`, all but the new tokens themselves."""
     _check_caches(q, k, v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise AttentionError("gradient", "asked of a call with a KV cache", "torch.no_grad(), or tilewise.attention")
+    _check_untransformed("a call with a KV cache", q, k, v)
     if (options["k_new"] is None) != (options["v_new"] is None):
         raise AttentionError("k_new and v_new", "one of them", "both, or neither")
+    if options["plan"] is not None and not isinstance(options["plan"], KvPlan):
+        raise AttentionError("plan", type(options["plan"]).__name__, "one made by plan_kv, or None")
+    if options["out"] is not None and 0 in tensor("out", options["out"]).stride() and options["out"].numel() > 1:
+        raise AttentionError("strides of out", options["out"].stride(), "a place for each element")
     cu_q = _offsets("cu_seqlens_q", options["cu_seqlens_q"], q, packed=q.dim() == 3)
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     places = _places(batch, q, k, lengths, options)
@@ -99,6 +108,9 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         "backend": options["backend"],
     }  # fmt: skip
     call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(asked), cu_q)
+    _check_untransformed(
+        "a term of a call with a KV cache", *call.score, *(() if call.sinks is None else (call.sinks,))
+    )
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     return KvRequest(call, places, tree, _split(options["split"]), q.shape[1] if cu_q is None else int(most or 0))
 
@@ -107,6 +119,9 @@ def append_request(
     k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: Places, q: Tensor | None, options: KvOptions
 ) -> AppendRequest:
     """The new tokens of a call, whose `places` count them."""
+    _check_cache("v_cache", v)
+    if k.shape[:3] != v.shape[:3]:
+        raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
     for name, x, cache in (("k_new", k_new, k), ("v_new", v_new, v)):
         packed = places.cu_new is not None
         axes = "(tokens, heads, dim) with cu_seqlens_new" if packed else "(batch, tokens, heads, dim)"
@@ -117,6 +132,9 @@ def append_request(
                 f"heads and dim of {name}", tuple(x.shape[-2:]), f"the cache's {tuple(cache.shape[-2:])}"
             )
         _like(name, x, cache)
+        _check_untransformed(f"{name}, written into a cache", x)
+        if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
+            raise AttentionError("strides of a cache to write to", cache.stride(), "a place for each element")
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
     if places.cu_new is None and k_new.shape[0] != places.batch:
@@ -129,16 +147,35 @@ def append_request(
         _integers("slots", slots, k)
         slots = slots.flatten().contiguous()
     rotary = options["rotary"]
+    cu_q = None
+    if q is not None:
+        cu_q = _queries(q, k_new, places.batch, options["cu_seqlens_q"])
     if rotary is not None:
         rotary = _rotary(rotary, k_new, q)
     q_turned = q if rotary is not None else None
     room = None if q_turned is None else torch.empty_like(q_turned, memory_format=torch.contiguous_format)
-    cu_q = options["cu_seqlens_q"] if q is not None and q.dim() == 3 else None
     return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q_turned, cu_q, room)
+
+
+def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
+    """Offsets of the queries that turn with the new keys, if they are packed."""
+    if tensor("q", q).dim() not in (3, 4) or q.shape[-1] != k_new.shape[-1]:
+        wanted = f"(.., tokens, heads, {k_new.shape[-1]}), the head dim that of k_new"
+        raise AttentionError("shape of q", tuple(q.shape), wanted)
+    _like("q", q, k_new)
+    offsets = _offsets("cu_seqlens_q", cu_q, q, packed=True) if q.dim() == 3 else None
+    if batch != (q.shape[0] if offsets is None else offsets.shape[0] - 1):
+        raise AttentionError("sequences of q", q.shape[0] if offsets is None else offsets.shape[0] - 1, f"{batch}")
+    return offsets
 
 
 def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> Places:
     """Of `append_kv`, which has no queries to tell the batch."""
+    defaults_of: dict[str, Any] = {**defaults()}
+    for name, x in options.items():
+        if name not in OF_APPEND and x is not defaults_of[name]:
+            raise AttentionError("argument", f"{name}= of append_kv", f"one of {', '.join(OF_APPEND)}")
+    _check_cache("k_cache", k)
     cu_new = options["cu_seqlens_new"]
     batch = tensor("k_new", k_new).shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).shape[0] - 1
     return _places(batch, k_new, k, lengths, options | {"k_new": k_new})  # type: ignore[operator]
@@ -146,6 +183,8 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
 
 def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> Places:
     if isinstance(lengths, int) and not isinstance(lengths, bool):
+        if not 0 <= lengths < 2**31:
+            raise AttentionError("lengths", lengths, "0 or more, of 32 bits")
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     _counts("lengths", lengths, batch, q)
     k_new, cu_new = options["k_new"], options["cu_seqlens_new"]
@@ -182,8 +221,7 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
             "shape of q", tuple(q.shape), "(batch, tokens, heads, dim), or (tokens, heads, dim) packed"
         )
     for name, x in (("k_cache", k), ("v_cache", v)):
-        if tensor(name, x).dim() != 4:
-            raise AttentionError(f"shape of {name}", tuple(x.shape), "(rows, tokens, heads, dim) or (pages, page, ..)")
+        _check_cache(name, x)
         _like(name, x, q)
     if q.dtype not in DTYPES:
         raise AttentionError("dtype of q", q.dtype, " or ".join(map(str, DTYPES)))
@@ -199,6 +237,23 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AttentionError("heads of q", heads, f"a multiple of the cache's {kv_heads} (each serves a group)")
     if k.shape[1] == 0 and k.shape[0]:
         raise AttentionError("tokens of a page", 0, "at least 1")
+
+
+def _check_untransformed(whose: str, *tensors: Tensor) -> None:
+    """No derivative comes out of a cache, and none is lost without a word."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise AttentionError("gradient", f"asked of {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
+    if torch.compiler.is_compiling():
+        return
+    if is_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors):
+        raise AttentionError("forward mode", f"asked of {whose}", "tilewise.attention, which has derivatives")
+    if any(map(is_vmapped, tensors)):
+        raise AttentionError("vmap", f"over {whose}", "a larger batch, each row with its own length")
+
+
+def _check_cache(name: str, x: Any) -> None:
+    if tensor(name, x).dim() != 4:
+        raise AttentionError(f"shape of {name}", tuple(x.shape), "(rows, tokens, heads, dim) or (pages, page, ..)")
 
 
 def _like(name: str, x: Tensor, other: Tensor) -> None:
@@ -271,8 +326,11 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
     wanted = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
     if tree.dim() != len(wanted) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, wanted, strict=True)):
         raise AttentionError("shape of tree", tuple(tree.shape), str(wanted))
-    bits = torch.nn.functional.pad(tree.reshape(tokens, tree.shape[-1]).long(), (0, -tree.shape[-1] % 64))
-    return (bits.view(tokens, -1, 64) << torch.arange(64, device=tree.device)).sum(-1)
+    if tokens and not tree.shape[-1]:
+        raise AttentionError("shape of tree", tuple(tree.shape), "a column for each of a sequence's queries")
+    drafts, words = tree.shape[-1], -(-tree.shape[-1] // 64)
+    bits = torch.nn.functional.pad(tree.reshape(tokens, drafts).long(), (0, 64 * words - drafts))
+    return (bits.view(tokens, words, 64) << torch.arange(64, device=tree.device)).sum(-1)
 
 
 def _split(split: Any) -> int | None:

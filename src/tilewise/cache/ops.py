@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import Memory, choose, serving, signature
+from ..dispatch import choose, serving
+from ..dispatch.memory import remembered, signature
 from ..spec import Spec
 from ..torch_private import is_watched
 from .memory import Ran
@@ -81,16 +82,13 @@ class Call(NamedTuple):
     recordings: dict[Any, Any] | None
 
 
-_calls: Memory[Call] = Memory()
-
-
 def _call_of(request: Any, *more: Any) -> Call:
+    def made(recordings: Any) -> Call:
+        return Call(serving(choose(request).backend.name), recordings)
+
     if not request.q.is_cuda:
-        return Call(serving(choose(request).backend.name), None)
-    key = (*more, *signature(*request.tensors()))
-    call = _calls.get(key)
-    if call is None:
-        call = _calls.keep(key, Call(serving(choose(request).backend.name), {}))
+        return made(None)
+    call: Call = remembered(("cache", *more, *signature(*request.tensors())), lambda: made({}))
     return call
 
 

@@ -216,7 +216,7 @@ def number(name: str, x: Any, expected: str) -> float:
         found = math.inf
     except (TypeError, ValueError):
         raise AttentionError(name, repr(x), expected) from None
-    if not math.isfinite(found):
+    if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
         raise AttentionError(name, x, expected)
     return found
 
@@ -370,7 +370,7 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
             )
 
 
-def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, ...]:
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
     """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
     if not isinstance(layout, str) or layout != "bshd":
         q, k, v = swapped(layout, q, k, v)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..checks import tensor
+from ..spec import AttentionError
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices].
@@ -47,6 +50,10 @@ def unpad_input(
 
     unused_mask: tokens that are allocated and not attended to; they are kept.
     """
+    if tensor("attention_mask", attention_mask).shape != tensor("hidden_states", hidden_states).shape[:2]:
+        raise AttentionError(
+            "shape of attention_mask", tuple(attention_mask.shape), f"{tuple(hidden_states.shape[:2])}, (B, S)"
+        )
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     places = kept.flatten().nonzero().flatten()

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..cache.plans import Plans
+from ..checks import tensor
 from ..merge import merge
+from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
 from .flash_attn import BOTH_WAYS, Window, options_of, over_cache
@@ -29,13 +31,20 @@ def _options(
     for name, x in descales.items():
         if x is not None:
             raise AttentionError(name, "one", "None: tilewise takes float16, bfloat16 and float32, not FP8")
+    if not is_whole(attention_chunk) or attention_chunk < 0:
+        raise AttentionError("attention_chunk", repr(attention_chunk), "an int, of tokens; 0 for none")
     words = options_of(softmax_scale, causal, window_size, softcap, deterministic=deterministic)
     return words | {"mask_mod": same_chunk(attention_chunk) if attention_chunk else None}
 
 
 def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
     """q.k + qv.v is one product of longer rows."""
-    return (q, k) if qv is None else (torch.cat([q, qv], -1), torch.cat([k, v], -1))
+    if qv is None:
+        return q, k
+    for name, x, other in (("qv", qv, q), ("v", v, k)):
+        if tensor(name, x).shape[:-1] != tensor("q or k", other).shape[:-1]:
+            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{tuple(other.shape)} up to the head dim")
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
 def flash_attn_func(
@@ -69,9 +78,9 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """qkv (B, S, 3, H, D), or (B, S, heads of q, k and v, D) with num_heads_q."""
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
+    if tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    elif qkv.dim() == 4 and num_heads_q is not None and num_heads_q in range(qkv.shape[2] % 2, qkv.shape[2], 2):
         shared = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, shared, shared], 2)
     else:
@@ -107,6 +116,12 @@ def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys from that over parts of them: (parts, B, S, H, D) and (parts, B, S, H)."""
+    if tensor("lse_partial", lse_partial).shape != tensor("out_partial", out_partial).shape[:-1]:
+        raise AttentionError("shape of lse_partial", tuple(lse_partial.shape), f"{tuple(out_partial.shape[:-1])}")
+    if out is not None and tensor("out", out).shape != out_partial.shape[1:]:
+        raise AttentionError("shape of out", tuple(out.shape), f"{tuple(out_partial.shape[1:])}")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise AttentionError("out_dtype", repr(out_dtype), "a torch.dtype")
     found, lse = merge(*((o, l.mT) for o, l in zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         found = out.copy_(found)
@@ -137,7 +152,8 @@ def flash_attn_with_kvcache(
         v_descale=v_descale,
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
+        rows = tensor("cache_batch_idx", cache_batch_idx).long().clamp(0, tensor("page_table", page_table).shape[0] - 1)
+        page_table, cache_batch_idx = page_table[rows], None
     words |= {
         "cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q, "split": 0 if num_splits == 1 else None,

@@ -14,14 +14,15 @@ the FlexAttention of torch 2.11 and 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 from ..api import attention
+from ..checks import tensor
 from ..mods import BlockMask, Mod
 from ..mods.bands import FAR, split
 from ..mods.blocks import listed
@@ -33,7 +34,6 @@ from ..spec import AttentionError
 
 Function = Callable[..., Any]
 BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
-_modifiers: dict[str, WeakKeyDictionary[Any, Modifier]] = {"score": WeakKeyDictionary(), "mask": WeakKeyDictionary()}
 
 
 @torch.compiler.disable
@@ -57,9 +57,14 @@ def flex_attention(
     are skipped; its lists are read once, when it is first used, which waits for the GPU. `kernel_options` say how torch
     should compute, and are not needed.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if tensor(name, x).dim() != 4:
+            raise AttentionError(f"shape of {name}", tuple(x.shape), "4 axes (batch, heads, tokens, dim)")
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise AttentionError("heads of key", kv_heads, f"query's {heads}, or enable_gqa=True")
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise AttentionError("return_aux", repr(return_aux), "torch's AuxRequest(lse=True)")
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise AttentionError("return_aux", "max_scores=True", "lse alone: the kernels keep no maximum")
     if key.shape[0] == 1 != query.shape[0]:
@@ -93,17 +98,25 @@ def mod_of(function: Any, kind: str) -> Mod:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if len(names) != PARAMETERS[kind].count(",") + 1:
         raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
-    known = _modifiers[kind]
-    modifier = known.get(function)
-    if modifier is None:
-        modifier = known[function] = Modifier(function, kind)
     try:
-        mod: Mod = modifier()
+        mod: Mod = _modifier(function, kind)()
     except AttentionError:
         mod = _followed(function, kind)
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
+
+
+def _modifier(function: Any, kind: str) -> Modifier:
+    """Kept with the function, and for no longer than it; not if it closes over anything, which would wait with both for
+    the garbage collector."""
+    kept: Modifier | None = getattr(function, "_tilewise", None)
+    if kept is not None and kept.function is function and kept.kind == kind:  # functools.wraps copies attributes
+        return kept
+    made = Modifier(function, kind)
+    if isinstance(function, FunctionType) and function.__closure__ is None:
+        function._tilewise = made  # type: ignore[attr-defined]
+    return made
 
 
 def _followed(function: Any, kind: str) -> Mod:

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..checks import tensor
+from ..spec import AttentionError
+
 
 def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """Offsets of sequences of which the first tokens alone are used: three of each, the tokens used, the queries left
@@ -15,7 +18,11 @@ def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | Non
     >>> [x.tolist() for x in used(cu, cu, None, torch.tensor([2, 2]))]
     [[0, 3, 3, 3, 5, 5, 5], [0, 2, 2, 3, 5, 5, 5]]
     """
-    all_q, all_k = cu_q.diff(), cu_k.diff()
+    all_q, all_k = tensor("cu_seqlens_q", cu_q).diff(), tensor("cu_seqlens_k", cu_k).diff()
+    for name, own, x in (("seqused_q", used_q, all_q), ("seqused_k", used_k, all_k)):
+        if own is not None and (tensor(name, own).shape != x.shape or own.is_floating_point()):
+            found = f"{own.dtype} {tuple(own.shape)}"
+            raise AttentionError(name, found, f"integers {tuple(x.shape)}, one for each sequence")
     n_q = all_q if used_q is None else used_q.to(all_q.dtype)
     n_k = all_k if used_k is None else used_k.to(all_k.dtype)
     none = torch.zeros_like(n_q)

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..api import attention, attention_varlen
+from ..checks import tensor
+from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
 from .segments import used
@@ -39,11 +41,14 @@ def memory_efficient_attention(
     >>> memory_efficient_attention(q, q, q, BlockDiagonalMask.from_seqlens([3, 4]).make_causal()).shape
     torch.Size([1, 7, 4, 16])
     """
-    q, k, v = (_four_axes(x) for x in (query, key, value))
+    q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
+        raise AttentionError("output_dtype", repr(output_dtype), "a torch.dtype, or None")
     if query.dim() == 5 and k.shape[2] == q.shape[2] and key.stride(3) == value.stride(3) == 0:
         k, v = key[:, :, :, 0], value[:, :, :, 0]  # heads of a group, which share what is expanded
     words: dict[str, Any] = {"scale": scale, "dropout_p": p}
-    if attn_bias is None or isinstance(attn_bias, Tensor):
+    named = type(attn_bias).__name__ in BANDS  # some of xformers' classes were tensors once
+    if attn_bias is None or (isinstance(attn_bias, Tensor) and not named):
         words["bias"] = attn_bias if not isinstance(attn_bias, Tensor) or query.dim() > 3 else attn_bias[:, None]
         if isinstance(attn_bias, Tensor) and attn_bias.dim() == 5:
             words["bias"] = attn_bias.flatten(1, 2)
@@ -54,9 +59,9 @@ def memory_efficient_attention(
     return out if output_dtype is None else out.to(output_dtype)  # type: ignore[no-any-return]
 
 
-def _four_axes(x: Tensor) -> Tensor:
-    if x.dim() not in (3, 4, 5):
-        raise AttentionError("shape of query, key or value", tuple(x.shape), "3 to 5 axes, (B, M, [G,] [H,] K)")
+def _four_axes(name: str, x: Tensor) -> Tensor:
+    if tensor(name, x).dim() not in (3, 4, 5):
+        raise AttentionError(f"shape of {name}", tuple(x.shape), "3 to 5 axes, (B, M, [G,] [H,] K)")
     return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
 
 
@@ -90,6 +95,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -
 
 def _window(bias: Any) -> dict[str, Any]:
     left, right = bias.window_left, bias.window_right
+    if not is_whole(left) or not is_whole(right):
+        raise AttentionError("window of attn_bias", (left, right), "two ints, below 0 for no bound")
     return {"window": (None if left < 0 else left, None if right < 0 else right)}
 
 
@@ -101,6 +108,8 @@ def _top_left(bias: Any) -> dict[str, Any]:
 
 def _bottom_right(bias: Any) -> dict[str, Any]:
     size = getattr(bias, "_window_size", 0)
+    if not is_whole(size) or size < 0:
+        raise AttentionError("window_size of attn_bias", repr(size), "an int above 0")
     return {"causal": True, "window": (size - 1, 0) if size else None}
 
 
@@ -132,6 +141,8 @@ class SeqInfo:
 
     @staticmethod
     def of(lengths: Sequence[int], padding: int | None = None) -> SeqInfo:
+        if not isinstance(lengths, Sequence) or not all(is_whole(n) and n >= 0 for n in lengths):
+            raise AttentionError("lengths of an attn_bias", repr(lengths), "a list of ints")
         sizes = torch.tensor(list(lengths), dtype=torch.int32)
         whole = sizes if padding is None else torch.full_like(sizes, padding)
         return SeqInfo(pad(whole.cumsum(0, dtype=torch.int32), (1, 0)), None if padding is None else sizes)

@@ -68,6 +68,9 @@ def explain(
     compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
     """
     asked = checks.options_of(options)
+    for name, said in (("backward", backward), ("compiled", compiled)):
+        if not isinstance(said, bool) and said is not None:
+            raise AttentionError(name, repr(said), "True or False")
     tensors = [_tensor(name, x, dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
     tensors = q, k, v = tensors if layout == "bshd" else list(checks.swapped(layout, *tensors))
     if cu_seqlens_q is None:

@@ -34,6 +34,7 @@ from tilewise.costs import roofline
 from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
 from tilewise.costs.explanation import amount, band, time
+from tilewise.mods.dropout import is_whole
 from tilewise.spec import AttentionError
 
 Shape = Sequence[int]
@@ -167,7 +168,10 @@ def explain_kv(
     on_q, on_k, on_v = (x.to("meta") for x in given)
     asked = checks.kv_options(options)  # type: ignore[arg-type]
     if not isinstance(lengths, int):
-        lengths = torch.as_tensor(lengths).cpu().int()
+        try:
+            lengths = torch.as_tensor(lengths).cpu().int()
+        except (TypeError, ValueError, RuntimeError):
+            raise AttentionError("lengths", repr(lengths), "an int, or ints, one for each sequence") from None
     request = checks.attend_request(on_q, on_k, on_v, lengths, asked)
     if where.capability:
         chosen = dispatch.choose(request, where.gpu)
@@ -244,4 +248,6 @@ def _tensor(x: Tensor | Shape, dtype: str) -> Tensor:
         return x
     if dtype not in ITEMSIZE:
         raise AttentionError("dtype", repr(dtype), " or ".join(ITEMSIZE))
+    if not isinstance(x, Sequence) or not all(is_whole(n) and n >= 0 for n in x):
+        raise AttentionError("tensor or shape", repr(x), "a tensor, or the sizes of one")
     return torch.empty(tuple(x), dtype=getattr(torch, dtype), device="meta")

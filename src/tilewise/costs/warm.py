@@ -78,6 +78,10 @@ def warmup(
     if not kinds:
         raise AttentionError("warmup", "no head_dim and no config", "one of them")
     total = len(_launches(kinds, chosen))
+    if not total:
+        raise AttentionError(
+            "warmup", f"no kernels for {gpu}", "a GPU and calls that they take: README.md has the table"
+        )
     count = max(1, min(workers or os.cpu_count() or 1, total))
     told: list[str] = []
 
@@ -125,7 +129,10 @@ def kinds_of(config: Any, **words: Any) -> list[Kind]:
 
 def _reader(config: Any) -> Callable[[str], Any]:
     if isinstance(config, (str, Path)):
-        config = json.loads(Path(config).read_text())
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise AttentionError("config", f"{config} ({error})", "the path of a JSON file that can be read") from None
     if isinstance(config, Mapping):
         inner: Any = config.get("text_config") or config
         return lambda name: inner.get(name)

@@ -93,7 +93,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     >>> torch.allclose(rehearse(q, q, q, plan=plan), tilewise.attention(q, q, q, causal=True), atol=1e-6)
     True
     """
-    q, k, v = checks.arranged(q, k, v, "bshd")
+    q, k, v = checks.arranged(q, k, v)
     flat = plan.packed and q.dim() == 3
     if flat:
         q, k, v = q[None], k[None], v[None]

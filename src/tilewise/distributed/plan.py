@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ..checks import tensor
 from ..mods.program import Mod
 from ..spec import AttentionError, Window
 from ..spec import band as band_of
@@ -248,7 +249,7 @@ class Plan:
         """
         found = []
         for x in tensors:
-            if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
+            if not -tensor("a tensor to shard", x).dim() <= dim < x.dim() or x.shape[dim] != self.tokens:
                 raise AttentionError(
                     "shape of a tensor to shard", tuple(x.shape), f"the plan's {self.tokens} tokens along dim {dim}"
                 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..spec import AttentionError, Window
 from ..spec import band as band_of
@@ -52,10 +53,12 @@ def plan(
     """
     ranks, group, found = _ranks(mesh)
     for name, given in (("node", node), ("heads", heads)):
-        if given is not None and given < 1:
-            raise AttentionError(f"{name} of a plan", given, "at least 1, or None")
+        if given is not None and (not is_whole(given) or given < 1):
+            raise AttentionError(f"{name} of a plan", repr(given), "at least 1, or None")
     node = node or found or min(8, ranks)
     lengths = _lengths(seqlen, cu_seqlens)
+    if not isinstance(causal, bool):
+        raise AttentionError("causal", repr(causal), "True or False")
     before, after = band_of(causal, window)
     if strategy not in (*STRATEGIES, "auto"):
         raise AttentionError("strategy", repr(strategy), " or ".join(map(repr, (*STRATEGIES, "auto"))))

@@ -112,6 +112,8 @@ def _probe(
 
 
 def _attention(plan: Plan, seed: int, options: dict[str, Any]) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    if not isinstance(plan, Plan):
+        raise AttentionError("plan", type(plan).__name__, "one made by tilewise.distributed.plan")
     device = options.pop("device", None)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, plan.tokens, 4, 64, generator=generator).to(device)

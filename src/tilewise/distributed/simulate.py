@@ -124,7 +124,7 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
     >>> machine_of("8xH200+400G", 128, "bfloat16", json.loads(LINKS.read_text())).node
     8
     """
-    found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?:\+(\w+))?", name)
+    found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?:\+(\w+))?", name) if isinstance(name, str) else None
     if found is None or (found[3] or "400G") not in links["network"]:
         raise AttentionError("machine", repr(name), f"like '8xH200+400G', the network one of {list(links['network'])}")
     gpu = device(found[2])

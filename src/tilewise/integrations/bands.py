@@ -32,7 +32,7 @@ def recognised(seen: Tensor, n_q: int, n_k: int) -> dict[str, Any]:
 
     Reads the mask once and waits for the answer: nothing is done so unless it is asked for.
     """
-    if seen.numel() == 0:
+    if 0 in (seen.numel(), n_q, n_k):
         return {}
     before, after, is_band = _band(seen.expand(-1, -1, n_q, n_k))
     shift = n_k - n_q  # of the diagonal on which `window` counts

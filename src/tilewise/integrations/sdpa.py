@@ -39,6 +39,8 @@ def scaled_dot_product_attention(
     recognise: look at a mask of bools (which waits for the GPU) and use what it says: a band costs nothing, and of
         any other mask the tiles that nobody sees are skipped. Without, every pair is asked about.
     """
+    if not isinstance(is_causal, bool):
+        raise AttentionError("is_causal", repr(is_causal), "True or False")
     if attn_mask is not None and is_causal:
         raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
     if getattr(query, "layout", None) is torch.jagged:
@@ -96,7 +98,7 @@ def _four_axes(
     q, k, v = (x[(None,) * (max(rank, 3) - x.dim())] for x in (query, key, value))
     heads, k_heads, v_heads = (x.shape[-3] for x in (q, k, v))
     if enable_gqa:
-        shared = math.lcm(k_heads, v_heads) if k_heads and v_heads else 0
+        shared = k_heads if k_heads == v_heads else math.lcm(k_heads, v_heads)  # which torch.compile does not trace
         if shared and heads % shared:
             raise AttentionError("heads of query", heads, f"a multiple of key's {k_heads} and value's {v_heads}")
         k, v = (x if x.shape[-3] == shared else x.repeat_interleave(shared // x.shape[-3], -3) for x in (k, v))

@@ -67,6 +67,7 @@ def gpu_named(name: str) -> Gpu:
     """
     from ..spec import AttentionError
 
+    name = str(name)
     if name.startswith("sm_") and name[3:].rstrip("a").isdigit():
         return Gpu("cuda", int(name[3:].rstrip("a")))
     if name.startswith("gfx"):

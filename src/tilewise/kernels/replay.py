@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ..spec import Upstream
-from ..torch_private import current_stream, empty_cuda
+from ..torch_private import current_device, current_stream, empty_cuda
 from .compiling import compiled
 from .cuda import Addresses, Direct, Job, Slot, direct
-from .launch import Launch, on, runs_on_gpu
+from .launch import Launch, runs_on_gpu
 from .triton_private import is_hooked
+
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of what a call allocates
 
 
 class Address(NamedTuple):
@@ -30,34 +32,46 @@ def nothing(device: int) -> Sequence[Tensor]:
 
 
 class Recording(NamedTuple):
-    """The launches of a call, with slots for its tensors; and, where the driver can be given all of them, the same for
-    it. What else there is to know of the call, so that it can `run` with nothing but tensors: where those it was given
-    live and their strides, what it allocates (first its results), and what it keeps between calls, by device."""
+    """The launches of a call on a device, with slots for its tensors; and, where the driver can be given all of them,
+    the same for it. What else there is to know of the call, so that it can `run` with nothing but addresses: the
+    strides of the tensors it was given, what it allocates (first its results), and what it keeps between calls."""
 
     steps: list[Job]
     direct: Direct | None
-    device: int = -1
+    device: int
     strides: tuple[tuple[int, ...], ...] = ()
-    made: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
+    made: tuple[Made, ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
 
-    def suits(self, given: Sequence[Tensor]) -> bool:
-        """Whether tensors of the shapes and dtypes it was recorded with also lie as those did, on addresses that are
-        multiples of 16: what autograd has saved may come back otherwise, from a hook."""
-        low = 0
+    def where(self, given: Sequence[Tensor]) -> list[int] | None:
+        """The addresses of tensors that have the shapes and dtypes it was recorded with, if they also lie as those did,
+        on multiples of 16: what autograd has saved may come back otherwise, from a hook."""
+        found, low = [], 0
         for x, stride in zip(given, self.strides, strict=True):
             if x.stride() != stride or x.get_device() != self.device:
-                return False
-            low |= x.data_ptr()
-        return not low & 15
+                return None
+            address = x.data_ptr()
+            low |= address
+            found.append(address)
+        return None if low & 15 else found
 
-    def run(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Everything again, with tensors that look like those of the recording."""
-        first = given[0]
-        with on(first):
-            made = [empty_cuda(*what) for what in self.made]
-            again(self, (*given, *made, *self.kept(first.get_device())))
+    def run(self, addresses: list[int]) -> list[Tensor]:
+        """Everything again, with tensors at these addresses that look like those of the recording. Returns what it
+        allocates."""
+        if self.device != current_device():  # changing it costs more than asking
+            with torch.cuda.device(self.device):
+                return self.run(addresses)
+        made = [empty_cuda(*what) for what in self.made]
+        self.launch([*addresses, *[x.data_ptr() for x in made], *[x.data_ptr() for x in self.kept(self.device)]])
         return made
+
+    def launch(self, addresses: Addresses) -> None:
+        """All of it, on the current device; the address is 0 of a tensor that is not there."""
+        if self.direct is None or is_hooked():
+            for step in self.steps:
+                step.binary[(step.programs, 1, 1)](*(_filled(x, addresses) for x in step.args))
+        else:
+            self.direct(addresses, current_stream(self.device))
 
 
 def layout_of(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -82,7 +96,7 @@ def launch(
 ) -> Recording | None:  # fmt: skip
     """Run the launches that `build` makes of these tensors, or those it made for the same key of `recordings`. `ahead`
     are launches that will follow: where there is something to compile, they are compiled too. Returns what was
-    recorded, to be done `again`; of the interpreter nothing is."""
+    recorded; of the interpreter nothing is."""
     recording = None if recordings is None else recordings.get(key)
     first: Any = tensors[0]
     if recording is None:
@@ -94,7 +108,7 @@ def launch(
         recording = record(launches, compiled(launches, ahead), tensors)
         if recordings is not None:
             recordings[key] = recording
-    again(recording, tensors)
+    recording.launch([0 if x is None else x.data_ptr() for x in tensors])
     return recording
 
 
@@ -109,7 +123,7 @@ def whole(
     kept: Callable[[int], Sequence[Tensor]] = nothing, key: Hashable = None,
 ) -> None:  # fmt: skip
     """`launch` of what `build` makes of the `kept`, in a call that may be `run` by its name next time, from the tensors
-    it is given alone: by whoever knows that they look alike, or asks whether the recording `suits` them. Where one is
+    it is given alone: by whoever knows that they look alike, or asks the recording `where` they are. Where one is
     two of them at once, or lies on an odd address, this is the only way."""
     inputs, rooms = [x for x in given if x is not None], [x for x in made if x is not None]
     others = kept(inputs[0].get_device())
@@ -120,42 +134,29 @@ def whole(
     if known is not None and known.steps is recording.steps:
         return
     if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
-        strides, shapes = tuple(x.stride() for x in inputs), tuple((tuple(x.shape), x.stride(), x.dtype) for x in rooms)
-        recordings[name] = recording._replace(
-            device=inputs[0].get_device(), strides=strides, made=shapes, kept=kept
-        )  # fmt: skip
-
-
-def again(recording: Recording, tensors: Sequence[Tensor | None]) -> None:
-    """Run recorded launches with tensors that look like those of the recording."""
-    first: Any = tensors[0]
-    run_at(recording, [0 if x is None else x.data_ptr() for x in tensors], first.get_device())
-
-
-def run_at(recording: Recording, addresses: Addresses, device: int) -> None:
-    """The same, of the tensors' addresses: 0 for one that is not there."""
-    if recording.direct is None or is_hooked():
-        for step in recording.steps:
-            step.binary[(step.programs, 1, 1)](*(_filled(x, addresses) for x in step.args))
-    else:
-        recording.direct(addresses, current_stream(device))
+        strides = tuple(x.stride() for x in inputs)
+        recordings[name] = recording._replace(strides=strides, made=allocated(rooms), kept=kept)
 
 
 def record(launches: Sequence[Launch], binaries: Sequence[Any], tensors: Sequence[Tensor | None]) -> Recording:
     steps = [_step(made, binary, tensors) for made, binary in zip(launches, binaries, strict=True)]
     first: Any = tensors[0]
-    return _recording(steps, len(tensors), first.get_device())
+    device = first.get_device()
+    return Recording(steps, direct(steps, len(tensors), device), device)
 
 
-def joined(parts: Sequence[tuple[Recording, Sequence[int | None]]], tensors: int, device: int) -> Recording:
-    """Launches that follow each other as those of one call with so many tensors; beside each recording, which of these
-    its own were."""
+def joined(
+    parts: Sequence[tuple[Recording, Sequence[int | None]]], given: Sequence[Tensor], made: Sequence[Tensor]
+) -> Recording:
+    """Launches that follow each other as those of one call, which was given some tensors and makes others; beside each
+    recording, which of these its own were."""
     steps = [step._replace(args=_moved(step.args, places)) for found, places in parts for step in found.steps]
-    return _recording(steps, tensors, device)
+    device = given[0].get_device()
+    return Recording(steps, direct(steps, len(given) + len(made), device), device, made=allocated(made))
 
 
-def _recording(steps: list[Job], tensors: int, device: int) -> Recording:
-    return Recording(steps, direct(steps, tensors, device))
+def allocated(tensors: Sequence[Tensor]) -> tuple[Made, ...]:
+    return tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
 
 
 def _step(made: Any, binary: Any, tensors: Sequence[Tensor | None]) -> Job:

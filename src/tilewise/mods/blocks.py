@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.mods.dropout import is_whole
 from tilewise.mods.expr import Expr, Place, const, evaluate, load, substitute
 from tilewise.mods.program import Mod
 from tilewise.spec import AttentionError, band
@@ -120,8 +121,8 @@ def block_mask(
     index axes of size 1. `causal` and `window`, if the call has them,
     leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
     """
-    if min(n_q, n_k, batch, heads) < 1:
-        raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "all at least 1")
+    if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
+        raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
     _check(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
     _check_devices(mod, device)
@@ -171,6 +172,10 @@ def block_mask_varlen(
     the calls that use it do not. It is for these sequences alone: with others a call on a CPU raises, and
     `tilewise.check` on a GPU.
     """
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():
+            said = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(name, said, "a tensor of ints (B + 1,), as attention_varlen takes it")
     lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
     batch = len(lengths[0])
     if batch < 1 or len(lengths[1]) != batch:

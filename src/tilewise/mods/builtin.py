@@ -69,6 +69,9 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
     ids of the keys, (S,) or (B, S), any integers; or cu_seqlens, the documents' ends as in `attention_varlen`, and S as
     `tokens`. S is Sk, or more.
     """
+    for name, x in (("ids", ids), ("cu_seqlens", cu_seqlens)):
+        if x is not None and not isinstance(x, Tensor):
+            raise AttentionError(f"{name} of documents", type(x).__name__, "a tensor of ints")
     if cu_seqlens is not None and tokens is not None and ids is None:
         position = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         ids = torch.bucketize(position, cu_seqlens[1:], right=True, out_int32=True)

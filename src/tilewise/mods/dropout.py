@@ -50,8 +50,10 @@ def dropout_mask(
 
     For packed sequences, `batch` counts sequences and positions count within them.
     """
-    if not 0 <= p < 1:
-        raise AttentionError("dropout_p", p, "0 <= p < 1")
+    if not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise AttentionError("dropout_p", repr(p), "0 <= p < 1")
+    if not all(is_whole(n) and n >= 0 for n in (batch, heads, n_q, n_k)):
+        raise AttentionError("sizes of a dropout mask", (batch, heads, n_q, n_k), "ints >= 0")
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, n_q, n_k))
     return keep(p, as_seed(seed, b.device), b[:, None, None, None], h[:, None, None], i[:, None], j)
 
@@ -62,7 +64,9 @@ def is_whole(x: Any) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole([3])
     (True, False, False, False)
     """
-    return hasattr(x, "__index__") and not isinstance(x, (bool, float, Tensor)) and not hasattr(x, "__len__")
+    if isinstance(x, (int, float, Tensor)):  # first: of torch.compile's symbols this is all that can be asked
+        return isinstance(x, int) and not isinstance(x, bool)
+    return hasattr(x, "__index__") and not hasattr(x, "__len__")
 
 
 def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from ..dispatch import Call, call_of, choose, named
-from ..spec import ARGUMENTS, SCHEMA, AttentionError, Request, Upstream, arguments, differentiable, request_of
+from ..spec import (
+    ARGUMENTS,
+    SCHEMA,
+    AttentionError,
+    Request,
+    Spec,
+    Upstream,
+    arguments,
+    differentiable,
+    request_of,
+)
 from ..torch_private import (
     apply_unchecked,
     each_of_batch,
@@ -51,7 +61,7 @@ def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
 def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_of(*call)
     found = call_of(request)
-    return _forward_of(request.spec, found, request[:3] if found.bare else request.tensors())
+    return _forward_of(request.spec, found, found.tensors(request))
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -318,29 +328,14 @@ def _is_higher_order(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def attend(request: Request, call: Call | None = None, key: Any = None, lse: bool = True) -> Any:
+def attend(spec: Spec, call: Call | None, tensors: Any, lse: bool = True) -> Any:
     """(out, lse), through autograd only where a derivative will be asked for; where `lse` is not, maybe None. `call`
-    is what is remembered of requests like this; what is found out for the first of them is remembered by `key` too.
-    Where somebody watches, none is."""
-    if call is None and not is_watched(*request[:3]):
-        call = call_of(request, key)
-    transformed = is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling())
-    if transformed and choose(request).backend.name == REFERENCE:
-        return named(REFERENCE).differentiable(request)
-    tensors = request[:3] if call is not None and call.bare else request.tensors()
-    if transformed:
-        return Transformed.apply(request.spec, call, *tensors)  # type: ignore[no-untyped-call]
-    return _differentiably(request.spec, call, tensors, lse)
-
-
-def attend_again(call: Call, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> Any:
-    """The same of a call without other tensors, one like which ran before."""
-    if is_forward_mode():
-        return attend(Request(q, k, v, call.spec), call)
-    return _differentiably(call.spec, call, (q, k, v), lse)
-
-
-def _differentiably(spec: Any, call: Call | None, tensors: Any, lse: bool) -> Any:
+    is how calls like this run: None where somebody watches. `tensors` are all of `Request.tensors`, or q, k and v."""
+    if is_forward_mode() or (call is None and is_transformed() and not torch.compiler.is_compiling()):
+        request = Request.of(spec, tensors)
+        if choose(request).backend.name == REFERENCE:
+            return named(REFERENCE).differentiable(request)
+        return Transformed.apply(spec, call, *tensors)  # type: ignore[no-untyped-call]
     wanted = tensors[: differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
         return _outputs(spec, call, tensors)

@@ -7,10 +7,12 @@ import os
 import traceback
 from typing import Any
 
-from tilewise_lab.fuzz.case import Case, code
+from tilewise_lab.fuzz.case import code
 from tilewise_lab.fuzz.judge import Verdict, judge
+from tilewise_lab.fuzz.shrink import AnyCase
 
 HANG = 60.0  # seconds after which a call is given up
+END = 2.0  # seconds in which it ends by itself
 START = 180.0  # seconds in which a process must have imported torch
 
 
@@ -22,10 +24,10 @@ class Child:
         self.process: Any = None
         self.pipe: Any = None
 
-    def __call__(self, case: Case) -> Verdict:
+    def __call__(self, case: AnyCase) -> Verdict:
         if self.process is None:
             self._start()
-        self.pipe.send(case.dict())
+        self.pipe.send(case)
         try:
             if self.pipe.poll(self.hang):
                 return Verdict(*self.pipe.recv())
@@ -48,9 +50,10 @@ class Child:
 
     def close(self) -> None:
         if self.process is not None:
+            self.pipe.close()  # upon which it ends, and cleans up after itself, unless it hangs
+            self.process.join(END)
             self.process.kill()
             self.process.join()
-            self.pipe.close()
             self.process = None
 
 
@@ -66,7 +69,7 @@ def _serve(pipe: Any) -> None:
     pipe.send("ready")
     while True:
         try:
-            case = Case.of(pipe.recv())
+            case = pipe.recv()
         except EOFError:
             return
         try:

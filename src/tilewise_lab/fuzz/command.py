@@ -11,6 +11,7 @@ from pathlib import Path
 from tilewise import __version__
 from tilewise.dispatch import NAMES
 from tilewise.spec import AttentionError
+from tilewise_lab import asked
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where
 from tilewise_lab.fuzz.search import Finding, Search
@@ -27,6 +28,9 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
+    asked.device(options.device)
+    if options.json is not None:
+        asked.place(options.json, "--json")
     where = Where(options.backend, options.device)
     if where.interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -34,8 +38,8 @@ def run(options: Namespace) -> int:
     search = Search(options.seed, where, child)
     began = time.monotonic()
     for name in ("cases", "seconds"):
-        if (asked := getattr(options, name)) is not None and asked <= 0:
-            raise AttentionError(f"--{name}", asked, "1 or more")
+        if (limit := getattr(options, name)) is not None and limit <= 0:
+            raise AttentionError(f"--{name}", limit, "1 or more")
     seconds = None if options.cases is not None else options.seconds
     try:
         with progress() as show:

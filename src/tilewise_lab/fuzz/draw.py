@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tilewise_lab.fuzz import kv
 from tilewise_lab.fuzz.bad import BAD
 from tilewise_lab.fuzz.case import FORWARD, Case
 from tilewise_lab.fuzz.twins import MASK, SCORE
@@ -54,6 +55,13 @@ def draw(seed: int, number: int, where: Where) -> Case:
     case = r.choice(list(FUNCTIONS.values()))(r, where)
     case = replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
     return _spoilt(r, case) if r.random() < 0.2 else _used(r, case, where)
+
+
+def draw_kv(seed: int, number: int, where: Where) -> kv.KvCase:
+    """The same of a call with a KV cache."""
+    r = random.Random(f"kv {seed} {number} {where}")
+    case = kv.draw(r, where.dtypes, where.interpreted)
+    return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
 
 
 def _attention(r: random.Random, where: Where) -> Case:

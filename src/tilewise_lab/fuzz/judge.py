@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise import AttentionError
-from tilewise_lab.fuzz import oracle
+from tilewise_lab.fuzz import kv_oracle, oracle
 from tilewise_lab.fuzz.case import FORWARD, Case, code
+from tilewise_lab.fuzz.kv import KvCase
 
 DRAWS, DEVIATIONS = 4, 8.0
 
@@ -44,11 +45,11 @@ class Verdict(NamedTuple):
         return self.kind not in ("", "refused")
 
 
-def judge(case: Case) -> Verdict:
+def judge(case: Case | KvCase) -> Verdict:
     """Run a case and say what is wrong with it."""
     text = code(case)
     try:
-        if case.hidden is not None and case.bad is None:
+        if isinstance(case, Case) and case.hidden is not None and case.bad is None:
             text = code(case, poisons(case))
         found = executed(text)
     except AttentionError as error:
@@ -66,7 +67,7 @@ def judge(case: Case) -> Verdict:
         return Verdict("raised", f"raised {type(error).__name__} {where}", said, text)
     if case.bad is not None:
         return Verdict("accepted", f"accepted {case.bad[0]}", f"{case.bad[0]}={case.bad[1]} was accepted", text)
-    fault = _fault(case, found)
+    fault = kv_oracle.fault(case, found) if isinstance(case, KvCase) else _fault(case, found)
     if fault is None and case.deterministic:
         again = executed(text)
         if not all(torch.equal(a, b) for a, b in zip(found["outs"], again["outs"], strict=True)):

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewise_lab.fuzz.case import Case
-from tilewise_lab.fuzz.draw import Where, draw
+from tilewise_lab.fuzz.draw import Where, draw, draw_kv
 from tilewise_lab.fuzz.judge import Verdict
-from tilewise_lab.fuzz.shrink import shrink
+from tilewise_lab.fuzz.shrink import AnyCase, shrink
 
 SAME_KEY = 4  # cases of one key that are shrunk, since they may have several causes
 
@@ -20,7 +19,7 @@ SAME_KEY = 4  # cases of one key that are shrunk, since they may have several ca
 class Finding:
     """A small failing case, how it fails, and how many cases have failed alike."""
 
-    case: Case
+    case: AnyCase
     verdict: Verdict
     number: int
     count: int = 1
@@ -40,7 +39,7 @@ class Search:
 
     seed: int
     where: Where
-    judge: Callable[[Case], Verdict]
+    judge: Callable[[AnyCase], Verdict]
     findings: list[Finding] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     cases: int = 0
@@ -49,13 +48,13 @@ class Search:
         """Goes on until the time or the cases are spent; yields after each case what is new, or None."""
         until = None if seconds is None else time.monotonic() + seconds
         while (until is None or time.monotonic() < until) and (cases is None or self.cases < cases):
-            case = draw(self.seed, self.cases, self.where)
+            case = (draw_kv if self.cases % 4 == 3 else draw)(self.seed, self.cases, self.where)
             self.cases += 1
             verdict = self.judge(case)
             self.kinds["not right" if case.bad else verdict.kind or "right"] += 1
             yield self._kept(case, verdict) if verdict.is_finding else None
 
-    def _kept(self, case: Case, verdict: Verdict) -> Finding | None:
+    def _kept(self, case: AnyCase, verdict: Verdict) -> Finding | None:
         alike = [f for f in self.findings if f.verdict.key == verdict.key]
         known = next((f for f in alike if f.case.features() <= case.features()), None)
         if known is None and len(alike) >= SAME_KEY:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from tilewise_lab.fuzz import kv
 from tilewise_lab.fuzz.case import Case
 from tilewise_lab.fuzz.judge import Verdict
 
+AnyCase = Case | kv.KvCase
 SIMPLEST = Case()
 OPTIONS = (
     "bias", "alibi", "sinks", "score_mod", "mask_mod", "block", "dropout_p", "softcap", "hidden", "window", "causal",
@@ -19,14 +21,14 @@ SIZES = ("batch", "n_q", "n_k", "heads", "d", "dv")
 
 
 def shrink(
-    case: Case, verdict: Verdict, judge: Callable[[Case], Verdict], seconds: float = 20.0
-) -> tuple[Case, Verdict]:
+    case: AnyCase, verdict: Verdict, judge: Callable[[AnyCase], Verdict], seconds: float = 20.0
+) -> tuple[AnyCase, Verdict]:
     """The smallest case found that fails with the same key, and its verdict."""
     until = time.monotonic() + seconds
     smaller = True
     while smaller:
         smaller = False
-        for candidate in candidates(case):
+        for candidate in kv.candidates(case) if isinstance(case, kv.KvCase) else candidates(case):
             if time.monotonic() > until:
                 return case, verdict
             found = judge(candidate)

@@ -122,6 +122,11 @@ def test_a_tree_of_drafts(form: str, backend: str) -> None:
     compare(call(x, backend, tree=tree, window=(4, 0)), x, tree=TREE, window=(4, 0))
 
 
+def test_a_tree_of_nothing(backend: str) -> None:
+    x = inputs(KvCase((5, 3), queries=(0, 0), dim=16))
+    assert call(x, backend, tree=torch.ones(0, 0, dtype=torch.bool))[0].shape == (0, 4, 16)
+
+
 def test_a_tree_of_many_drafts(backend: str) -> None:
     """More than fit into one word."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, inputs
 from tilewise import torch_private
 from tilewise.cache import checks, memory
+from tilewise.dispatch import memory as calls
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="recordings are stood in for: a GPU makes its own")
 
@@ -45,25 +47,25 @@ def recorded(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         for one in made:
             one()
         jobs = [Job(x._replace(args=()), x.programs, replay._template(x.args, tensors)) for x in made]
-        return replay.Recording(jobs, None)
+        return replay.Recording(jobs, None, -1)
 
-    def again(recording: Any, addresses: list[Located], made: Any, first: Tensor) -> list[Tensor]:
-        new = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in made]
+    def run(self: Any, addresses: list[Located]) -> list[Tensor]:
+        new = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.made]
         given = [*(x.tensor for x in addresses), *new]
-        for step in recording.steps:
+        for step in self.steps:
             ran.append(step.binary.kernel.__name__)
             step.binary._replace(args=replay._mapped(step.args, lambda slot: given[slot.n], lambda x: x))()
         return new
 
     ran: list[str] = []
-    monkeypatch.setattr(memory, "runs_on_gpu", lambda q: True)
-    monkeypatch.setattr(memory, "address", Located.of)
+    monkeypatch.setattr(calls, "runs_on_gpu", lambda q: True)
+    monkeypatch.setattr(calls, "address", Located.of)
     monkeypatch.setattr(replay, "direct", lambda *_: None)
     monkeypatch.setattr(kv_launch.replay, "launch", launch)
-    monkeypatch.setattr(kv_launch, "again", again)
-    memory._calls.clear()
+    monkeypatch.setattr(replay.Recording, "run", run)
+    calls._calls.clear()
     yield ran
-    memory._calls.clear()
+    calls._calls.clear()
 
 
 CASE = KvCase((5, 0, 18), dim=16, heads=2, kv_heads=1, page=8)
@@ -104,7 +106,7 @@ def test_other_tensors(case: KvCase, words: dict[str, Any], recorded: list[str])
         found, expected = alike(case, seed, words)
         assert_close(found[0], expected[0], atol=2e-3, rtol=2e-3)
         assert_close(found[1], expected[1], atol=2e-3, rtol=2e-3)
-    assert [len(kept) for kept in memory._calls.values()] == [1, 1]  # the plan, the call
+    assert [len(kept) for kept in calls._calls.values()] == [1, 1]  # the plan, the call
     attending = ["attend_kernel"] * (2 if isinstance(case.queries, tuple) else 1)  # then those with a nan once more
     each = ["plan_kernel"] + ["append_kernel"] * (case.new != 0) + [*attending, "combine_kernel"]
     assert recorded == each
@@ -190,15 +192,16 @@ def said(**words: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def remember(**words: Any) -> None:
-    look = memory.look_of("attend", *said(**words))
+    look = memory.kv_look("attend", *said(**words))
     assert look is not None
     out = torch.zeros(2)
-    ran = memory.Ran(lambda *_: None, lambda *_: [out], None, [*look.tensors, out])
+    recording = SimpleNamespace(run=lambda addresses: [out])
+    ran = memory.Ran(lambda *_: recording, None, [*look[1], out])
     memory.learn(look, [ran], [out], [out], lambda x: x)
 
 
 def is_known(**words: Any) -> bool:
-    look = memory.look_of("attend", *said(**words))
+    look = memory.kv_look("attend", *said(**words))
     return memory.repeated(look) is not memory.UNKNOWN
 
 
@@ -229,8 +232,8 @@ def test_other_calls(other: dict[str, Any], public: bool, monkeypatch: pytest.Mo
     remember()
     assert is_known()
     assert not is_known(**other)
-    memory._calls.clear()
-    if memory.look_of("attend", *said(**other)) is not None:
+    calls._calls.clear()
+    if memory.kv_look("attend", *said(**other)) is not None:
         remember(**other)
         assert not is_known()
 
@@ -263,7 +266,7 @@ def test_one_tensor_in_two_places() -> None:
 def test_what_is_not_remembered() -> None:
     for other in ({"q": torch.zeros(2, 1, 2, 8)}, {"k": torch.zeros(4, 8, 1, 8).half().requires_grad_()}):
         remember(**other)
-        assert not memory._calls
+        assert not calls._calls
     x = inputs(CASE, torch.float16)
     with pytest.raises(tilewise.AttentionError, match="gradient"):
         call(replace(x, q=x.q.clone().requires_grad_()), plan=False)
@@ -272,8 +275,8 @@ def test_what_is_not_remembered() -> None:
 def test_the_memory_is_bounded() -> None:
     for n in range(20):
         remember(v=torch.zeros(n + 1, 8, 1, 8).half())
-    [kept] = memory._calls.values()
-    assert len(kept) == memory.SAME_WORDS
+    [kept] = calls._calls.values()
+    assert len(kept) == calls.SAME_WORDS
     assert is_known(v=torch.zeros(20, 8, 1, 8).half())
     assert not is_known(v=torch.zeros(1, 8, 1, 8).half())
 
@@ -294,4 +297,4 @@ def test_derived_tensors_are_not_remembered() -> None:
     tree = torch.tril(torch.ones(3, 2, 2, dtype=torch.bool))
     x = inputs(CASE.but(queries=2, new=2), torch.float16)
     call(x, tree=tree)
-    assert not memory._calls
+    assert not calls._calls

@@ -37,6 +37,8 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"v_cache": torch.zeros(3, 9, 2, 16)}, "shape of v_cache"),
         ({"lengths": torch.tensor([1, 2])}, "dtype of lengths: found torch.int64; expected torch.int32"),
         ({"lengths": torch.tensor([1], dtype=I32)}, "shape of lengths"),
+        ({"lengths": -1}, "lengths: found -1"),
+        ({"lengths": 2**40}, "lengths: found 1099511627776"),
         ({"k_cache": torch.zeros(1, 8, 2, 16), "v_cache": torch.zeros(1, 8, 2, 16)}, "rows of k_cache: found 1"),
         ({"page_table": torch.zeros(3, 4, dtype=I32)}, "shape of page_table"),
         ({"page_table": torch.zeros(2, 4)}, "dtype of page_table"),
@@ -55,6 +57,14 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"windows": 3}, "expected window="),
         ({"backend": "hopper"}, "of float16 and bfloat16"),
         ({"out": torch.zeros(2, 1, 4, 8)}, "out"),
+        ({"out": [1]}, "out: found list"),
+        ({"out": torch.zeros(1).expand(2, 1, 4, 16)}, "strides of out"),
+        ({"plan": "auto"}, "plan: found str"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "gradient"),
+        (
+            {n: torch.zeros(2, 1, 2, 16, requires_grad=True) for n in ("k_new", "v_new")},
+            "gradient: found asked of k_new",
+        ),
         ({"sinks": torch.zeros(3)}, "shape of sinks"),
         ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "gradient"),
         ({"max_seqlen_q": -1}, "max_seqlen_q"),
@@ -67,6 +77,48 @@ def test_refused(changes: dict[str, Any], words: str) -> None:
     tensors = [call.pop(name) for name in ("q", "k_cache", "v_cache", "lengths")]
     with pytest.raises(tilewise.AttentionError, match=words):
         tilewise.attention_kv(*tensors, **call)
+
+
+TURN = tilewise.Rotary(torch.zeros(16, 8), torch.zeros(16, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"k_cache": None}, "k_cache: found NoneType"),
+        ({"v_cache": None}, "v_cache: found NoneType"),
+        ({"v_cache": torch.zeros(2, 8, 2, 16)}, "shape of v_cache"),
+        ({"k_cache": torch.zeros(8, 2, 16), "v_cache": torch.zeros(8, 2, 16)}, "shape of k_cache"),
+        ({"window": (3, 0)}, "argument: found window= of append_kv"),
+        ({"k_cache": torch.zeros(1, 8, 2, 16).expand(3, 8, 2, 16)}, "strides of a cache to write to"),
+        ({"q": "x"}, "q: found str"),
+        ({"q": torch.zeros(2, 1, 4, 8), "rotary": TURN}, "shape of q"),
+        ({"q": torch.zeros(1, 1, 4, 16), "rotary": TURN}, "sequences of q: found 1; expected 2"),
+        ({"q": torch.zeros(5, 4, 16), "rotary": TURN}, "cu_seqlens_q: found none, for packed"),
+        ({"q": torch.zeros(2, 1, 4, 16, dtype=torch.int32), "rotary": TURN}, "dtype of q"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_append_kv_refuses(changes: dict[str, Any], words: str) -> None:
+    new = torch.zeros(2, 1, 2, 16)
+    call = {name: x for name, x in given().items() if name != "q"} | {"k_new": new, "v_new": new} | changes
+    with pytest.raises(tilewise.AttentionError, match=words):
+        tilewise.append_kv(**call)
+
+
+def test_transforms_are_refused() -> None:
+    call = given()
+    rest = [call[name] for name in ("k_cache", "v_cache", "lengths")]
+    with pytest.raises(tilewise.AttentionError, match="forward mode: found asked of a call with a KV cache"):
+        torch.func.jvp(lambda q: tilewise.attention_kv(q, *rest), (call["q"],), (call["q"],))
+    with pytest.raises(tilewise.AttentionError, match="vmap: found over a call with a KV cache"):
+        torch.func.vmap(lambda q: tilewise.attention_kv(q, *rest))(call["q"][None])
+
+
+@pytest.mark.parametrize("plan", ["auto", 3])
+def test_a_plan_is_one_of_plan_kv(plan: Any) -> None:
+    with pytest.raises(tilewise.AttentionError, match="plan: found"):
+        tilewise.plan_kv(**given(plan=plan))
 
 
 def test_an_int_is_everybodys_length() -> None:

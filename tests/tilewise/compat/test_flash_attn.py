@@ -243,6 +243,36 @@ def test_rotation_by_lengths_of_its_own(causal: bool, packed: bool) -> None:
         assert_close(out[b : b + 1], naive(asked[b : b + 1], keys[None], values[None], causal=causal)[0])
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
+@pytest.mark.parametrize("new", [1, 5])
+def test_queries_turn_from_the_first_new_key_on(module: Any, new: int) -> None:
+    """As flash-attn says: by cache_seqlens, cache_seqlens + 1 and so on, however many keys are new."""
+    torch.manual_seed(0)
+    q, lengths = torch.randn(2, 3, 4, 8), torch.tensor([4, 9], dtype=torch.int32)
+    k, v = torch.randn(2, new, 2, 8), torch.randn(2, new, 2, 8)
+    angles = torch.rand(32, 4) * 6
+    caches = [torch.randn(2, 2, 16, 2, 8) for _ in range(2)]
+    caches[1].copy_(caches[0])
+    words = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": False}
+    ours = module.flash_attn_with_kvcache(q, *caches[0], k, v, cache_seqlens=lengths, causal=True, **words)
+    for b, n in enumerate(lengths.tolist()):
+        at = n + torch.arange(3)
+        x, y = q[b].chunk(2, -1)
+        cos, sin = angles.cos()[at, None], angles.sin()[at, None]
+        turned = torch.cat([x * cos - y * sin, y * cos + x * sin], -1)
+        k_all, v_all = (cache[None, b, : n + new] for cache in caches[0])  # written by the call
+        assert_close(ours[b], tilewise.attention(turned[None], k_all, v_all, causal=True)[0])
+
+
+def test_a_page_table_without_lengths_is_full() -> None:
+    torch.manual_seed(0)
+    q, table = torch.randn(2, 1, 4, 8), torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
+    k, v = torch.randn(2, 4, 16, 2, 8)
+    for module, name in ((flash_attn, "block_table"), (flash_attn_3, "page_table")):
+        ours = module.flash_attn_with_kvcache(q, k, v, **{name: table})
+        assert_close(ours, tilewise.attention(q, k[table].flatten(1, 2), v[table].flatten(1, 2)))
+
+
 def test_chunks_over_a_cache() -> None:
     q, k, v = made(3, 12)
     lengths = torch.tensor([5, 12], dtype=torch.int32)

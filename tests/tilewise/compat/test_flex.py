@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -383,3 +386,32 @@ def test_what_cannot_be_done_says_where() -> None:
     ):
         with pytest.raises(tilewise.AttentionError, match=words):
             call()
+
+
+def test_functions_are_not_kept() -> None:
+    """A closure of every step, and the tensor in it, are gone with the step; a plain function, when nobody has it."""
+
+    def step(plain: bool) -> list[weakref.ref[Any]]:
+        x, bias = torch.randn(1, 1, 4, 8), torch.randn(4)
+        space: dict[str, Any] = {}
+        exec("def f(score, b, h, q_idx, kv_idx): return score * 2", space)
+        mod = space["f"] if plain else lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]
+        flex_attention(x, x, x, mod)
+        return [weakref.ref(mod), weakref.ref(bias)]
+
+    assert [found() for found in step(False)] == [None, None]
+    kept = step(True)
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_a_wrapper_is_not_what_it_wraps() -> None:
+    x = torch.randn(1, 1, 4, 8)
+    once = flex_attention(x, x, x, relative)
+
+    @functools.wraps(relative)
+    def nothing(score, b, h, q_idx, kv_idx):
+        return score
+
+    assert_close(flex_attention(x, x, x, nothing), flex_attention(x, x, x))
+    assert_close(flex_attention(x, x, x, relative), once)

@@ -113,3 +113,14 @@ def test_what_cannot_be_honoured_raises() -> None:
         x.memory_efficient_attention(q, k, v, PagedBlockDiagonalPaddedKeysMask())
     with pytest.raises(tilewise.AttentionError, match="one after the other"):
         x.memory_efficient_attention(q, k, v, x.BlockDiagonalMask.from_seqlens([5]))
+
+
+def test_classes_that_were_tensors_once() -> None:
+    """In xformers before 0.0.33 some masks are tensors without numbers: their class tells, not that."""
+
+    class LowerTriangularMask(torch.Tensor):
+        pass
+
+    q, k, v = made(5, 7)
+    mask = torch.Tensor._make_subclass(LowerTriangularMask, torch.empty(0))
+    assert_close(x.memory_efficient_attention(q, k, v, mask), naive(q, k, v, torch.ones(5, 7).tril().bool()))

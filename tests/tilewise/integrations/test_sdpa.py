@@ -239,6 +239,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 3), (3, 0)])
+def test_nothing_is_recognised_of_nothing(n_q: int, n_k: int) -> None:
+    q, k = torch.randn(2, 3, n_q, 8), torch.randn(2, 3, n_k, 8)
+    seen = torch.ones(2, 1, 1, 1, dtype=torch.bool)  # which broadcasts to no pair at all
+    out = tilewise.scaled_dot_product_attention(q, k, k, seen, recognise=True)
+    assert_close(out, torch.zeros(2, 3, n_q, 8))
+
+
 def test_modules_of_torch_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = calls(monkeypatch)
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tilewise.dispatch import signature
+from tilewise.dispatch.memory import signature
 from tilewise.kernels import replay
 from tilewise.kernels.tile.tuples import View
 
@@ -43,6 +43,7 @@ def _compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "compiled", lambda launches, ahead: [made.kernel for made in launches])
     monkeypatch.setattr(replay, "direct", lambda *_: None)
     monkeypatch.setattr(replay, "current_stream", lambda device: 0)
+    monkeypatch.setattr(replay, "current_device", lambda: -1)
 
 
 calls: dict[Any, replay.Recording] = {}
@@ -141,9 +142,10 @@ def test_launches_of_two_recordings_are_one_call() -> None:
     two = replay.launch("key", (z, None, x), lambda: made[1:], {})
     assert one is not None
     assert two is not None
-    both = replay.joined([(one, (2, 0)), (two, (1, None, 2))], 3, 0)
+    both = replay.joined([(one, (2, 0)), (two, (1, None, 2))], [y, z], [x])
+    assert both.made == (((2, 3), (3, 1), torch.float32),)
     kernel.calls.clear()
-    replay.run_at(both, [100, 200, 300], 0)
+    both.launch([100, 200, 300])
     assert kernel.calls == [((7, 1, 1), View(300, (3, 1)), 100, 5, 64), ((8, 1, 1), View(300, (3, 1)), 200, 5, 64)]
 
 
@@ -185,21 +187,21 @@ def test_a_whole_call_runs_from_its_tensors_alone(monkeypatch: pytest.MonkeyPatc
     call = Called(monkeypatch)
     call(torch.randn(8, 4), torch.randn(4))
     q, k = torch.randn(8, 4), torch.randn(4)
-    out, room = call.recordings["forward"].run((q, k))
+    out, room = call.recordings["forward"].run([q.data_ptr(), k.data_ptr()])
     assert (out.shape, out.dtype, room.shape, room.dtype) == ((2, 3), torch.float32, (5,), torch.int32)
     _, view, (key, result, scratch), zeros, block = call.kernel.calls[-1]
     assert [view.ptr, key, result, scratch, zeros] == [x.data_ptr() for x in (q, k, out, room, call.zeros)]
     assert block == 64
 
 
-def test_a_recording_suits_tensors_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_for_tensors_that_lie_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Called(monkeypatch)
     call(torch.randn(8, 4), torch.randn(4))
     recording, (q, k) = call.recordings["forward"], (torch.randn(8, 4), torch.randn(4))
-    assert recording.suits((q, k))
-    assert not recording.suits((q.mT.contiguous().mT, k))
-    assert not recording.suits((q, torch.randn(5)[1:]))
-    assert not recording._replace(device=0).suits((q, k))
+    assert recording.where((q, k)) == [q.data_ptr(), k.data_ptr()]
+    assert recording.where((q.mT.contiguous().mT, k)) is None
+    assert recording.where((q, torch.randn(5)[1:])) is None
+    assert recording._replace(device=0).where((q, k)) is None
 
 
 @pytest.mark.parametrize("kind", ["one tensor twice", "an odd address"])

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 
 import tilewise
 from tilewise_lab import cli
@@ -117,6 +118,17 @@ def test_the_command_says_what_it_found(monkeypatch, capsys, tmp_path, wrong):
     assert bool(found["findings"]) is wrong
     assert ("import torch, tilewise" in said) is wrong
     assert "20 calls" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "word"), [("--device", "cuda"), ("--json", "no/folder/found.json"), ("--cases", "0")]
+)
+def test_what_cannot_be_is_one_sentence(monkeypatch, capsys, option, word):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["fuzz", option, word]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert option in said
 
 
 def test_a_case_is_a_few_lines():

@@ -8,10 +8,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from ...cache.memory import Made, Ran
+from ...cache.memory import Ran
 from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
 from ...spec import AttentionError
-from ...torch_private import empty_cuda
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
@@ -98,15 +97,7 @@ def append(request: AppendRequest, recordings: dict[Any, Any] | None = None) -> 
 
 
 def ran(recording: Any, tensors: Sequence[Tensor | None]) -> Ran | None:
-    return None if recording is None else Ran(replay.joined, again, recording, tensors)
-
-
-def again(recording: Any, addresses: Sequence[int], made: Sequence[Made], first: Tensor) -> list[Tensor]:
-    """Launches of a call that looked like this one, whose tensors lie there, and what it allocates behind them."""
-    with on(first):
-        new = [empty_cuda(*what) for what in made]
-        replay.run_at(recording, [*addresses, *(x.data_ptr() for x in new)], first.get_device())
-    return new
+    return None if recording is None else Ran(replay.joined, recording, tensors)
 
 
 def plan_launch(request: KvRequest, ledger: Tensor, gpu: Gpu, few: int | None = None) -> Launch:

@@ -62,7 +62,7 @@ def test_a_replayed_descriptor_points_at_the_new_tensor():
     step = replay._step(made, Binary(), tensors)
     assert not [x for x in step.args if isinstance(getattr(x, "base", x), torch.Tensor)]
     others, (other,) = launches(torch.empty_like(q))
-    replay.launch("key", others, lambda: (), {"key": replay.Recording([step], None)})
+    replay.launch("key", others, lambda: (), {"key": replay.Recording([step], None, -1)})
     for ours, theirs in zip(seen[0][:7], other.args[:7], strict=True):
         if theirs is None:  # no second part of the columns
             assert ours is None

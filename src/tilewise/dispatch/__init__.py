@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why; and the one memory of calls: what was found out for a call that looks like this.
+"""Which backend runs a call, and why; and how calls run that look alike, of which memory.py is the memory.
 
 A backend is a folder with a module `limits` (what keeps a call from it; imports torch alone), a module `profile` (its
 kernels, as the model of times sees them) and a module that has its functions, imported when first needed:
@@ -8,23 +8,23 @@ jvp(request, out, lse, tangents). Nothing but the table below, and the folder, k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .kernels.gpu import Gpu, gpu_of
-from .kernels.hopper import limits as hopper
-from .kernels.hopper import profile as hopper_profile
-from .kernels.portable import kv_profile
-from .kernels.portable import limits as portable
-from .kernels.portable import profile as portable_profile
-from .kernels.profile import Profile, Shapes
-from .spec import LIMIT, AttentionError, Request
-from .torch_private import is_watched
+from ..kernels.gpu import Gpu, gpu_of
+from ..kernels.hopper import limits as hopper
+from ..kernels.hopper import profile as hopper_profile
+from ..kernels.portable import kv_profile
+from ..kernels.portable import limits as portable
+from ..kernels.portable import profile as portable_profile
+from ..kernels.profile import Profile, Shapes
+from ..spec import AttentionError, Request
+from ..torch_private import is_watched
+from .memory import Look, keep, remembered, signature
 
 
 def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
@@ -78,6 +78,7 @@ class Choice(NamedTuple):
 def choose(request: Any, gpu: Gpu | None = None) -> Choice:
     """The backend of a Request, or of a call with a KV cache; with `gpu`, of the same call on a GPU of that kind.
 
+    >>> import torch
     >>> q = torch.zeros(1, 8, 2, 64)
     >>> from tilewise.spec import Spec
     >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
@@ -132,13 +133,18 @@ class Call:
         self.recordings: dict[Any, Any] | None = {} if request.q.is_cuda else None
         self.backend = named(choose(request).backend.name)
 
+    def tensors(self, request: Request) -> tuple[Tensor | None, ...]:
+        """Those of such a request that it runs with."""
+        return request[:3] if self.bare else request.tensors()
+
     def again(self, what: str, *tensors: Tensor) -> Any:
         """The results of "forward" or "backward" as they were recorded, of nothing but these tensors; None where there
-        is no such recording, or they lie otherwise than then (of a forward the key says that they do not)."""
+        is no such recording, or they lie otherwise than then (of a forward the memory says that they do not)."""
         recording = self.recordings.get(what) if self.bare and self.recordings else None
-        if recording is None or (what != "forward" and not recording.suits(tensors)):
+        if recording is None:
             return None
-        return recording.run(tensors)
+        there = [x.data_ptr() for x in tensors] if what == "forward" else recording.where(tensors)
+        return None if there is None else recording.run(there)
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back
@@ -153,69 +159,21 @@ def _layout(request: Request) -> Any:
     return q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
 
 
-T = TypeVar("T")
-
-
-class Memory(dict[Any, T]):
-    """What was found out for calls that look alike, by their keys. A full one begins anew. Threads share it: its reads
-    and writes are single operations, and of two that learn the same thing one is kept."""
-
-    def keep(self, key: Any, found: T) -> T:
-        if len(self) >= LIMIT:
-            self.clear()
-        return self.setdefault(key, found)
-
-
-_calls: Memory[Call] = Memory()
-SIMPLE = frozenset((bool, float, str, tuple, type(None)))  # kinds of options that say all there is to know of them
-
-
-def key_of(options: Mapping[str, Any], *tensors: Tensor) -> Any:
-    """What the checks, the choice of a backend and its launches depend on, or None where a call is not remembered: off
-    the GPU, traced or transformed, with tensors or mods among its options (whose checks look at more), with dropout, or
-    with words of unusual types.
-
-    A key holds the options as they were said, with torch's mode of determinism, and of each tensor whether it is one of
-    those before it (q and k, say, whose places a recorded launch could not tell apart), its shape, strides, dtype,
-    device, and its address modulo 16. Values, addresses, streams and threads are none of it: what is remembered is the
-    same for all of them, and holds no memory of the caller's.
-    """
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not first.is_cuda or is_watched(*tensors):
-        return None
-    if not SIMPLE.issuperset(map(type, options.values())) or options.get("dropout_p"):
-        return None
-    window = options.get("window") or ()
-    mode = torch.are_deterministic_algorithms_enabled()
-    return mode, *options.items(), *map(type, window), *signature(*tensors)
-
-
-def recall(key: Any) -> Call | None:
-    """The call of this key, if it was remembered. torch.compile, whose calls have none, must not see the dict: it would
-    compile again whenever an eager call has made it longer.
-    """
-    return None if key is None else _calls.get(key)
-
-
-def call_of(request: Request, key: Any = None) -> Call:
-    """The call that a request is one of, from now on also of this key. Requests are told apart as keys are, by their
-    Spec and all their tensors; off the GPU none is remembered."""
+def call_of(request: Request) -> Call:
+    """The call that a request is one of: they are told apart by their Spec and all their tensors. Off the GPU none is
+    remembered."""
     if not request.q.is_cuda:
         return Call(request)
-    own = (request.spec, *signature(*request.tensors()))
-    call = _calls.get(own) or _calls.keep(own, Call(request))
-    return call if key is None else _calls.keep(key, call)
+    call: Call = remembered(("attention", request.spec, *signature(*request.tensors())), lambda: Call(request))
+    return call
 
 
-def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a choice of kernels and its compilation depend on in tensors: see `key_of`."""
-    found: list[Any] = []
-    for x in tensors:
-        if x is None:
-            found.append(None)
-        else:
-            found += x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
-    names = [*map(id, tensors)]
-    if len(set(names)) < len(names):
-        found += map(names.index, names)
-    return tuple(found)
+def learned(request: Request, look: Look | None) -> Call | None:
+    """The same of a request that a user's call was made into, remembered by the look of that; None where somebody
+    watches, who must see the registered op."""
+    if is_watched(*request[:3]):
+        return None
+    call = call_of(request)
+    if look is not None:
+        keep(look, call)
+    return call

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
-from tilewise import AttentionError, dispatch
+from tilewise import AttentionError, api, dispatch, torch_private
+from tilewise.dispatch import memory
 from tilewise.kernels.gpu import Gpu
 from tilewise.spec import Request, Spec
 
@@ -60,9 +62,9 @@ def test_a_third_backend_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """CPU tensors are taken for a GPU's, and a stub computes."""
-    calls: dict[Any, Any] = dispatch.Memory()
+    calls: dict[Any, Any] = memory.Memory()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(dispatch, "_calls", calls)
+    monkeypatch.setattr(memory, "_calls", calls)
     monkeypatch.setattr(dispatch, "choose", lambda request: SimpleNamespace(backend=SimpleNamespace(name="stub")))
     stub = SimpleNamespace(forward=lambda r, recordings: (r.q.clone(), r.q.new_zeros(1, 4, r.q.shape[1])))
     monkeypatch.setattr(dispatch, "named", lambda name: stub)
@@ -72,7 +74,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 def test_calls_that_look_alike_are_one(remembered: dict[Any, Any]) -> None:
     def known(*tensors: torch.Tensor, **options: Any) -> int:
         tilewise.attention(*tensors, **options)
-        return len({id(call) for call in remembered.values()})
+        return len({id(call) for call in remembered.values() if isinstance(call, dispatch.Call)})
 
     others = [Q.clone() for _ in range(3)]
     assert known(*others, causal=True) == 1
@@ -88,6 +90,82 @@ def test_calls_that_look_alike_are_one(remembered: dict[Any, Any]) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a call that looks as it did, and for one that looks otherwise and asks for the same."""
+    given = []
+
+    def run(addresses: list[int]) -> list[torch.Tensor]:
+        given.append(addresses)
+        return [tensors[0] + 1, Q.new_zeros(1, 4, 128)]
+
+    def forward(request: Request, recordings: Any) -> Any:
+        recordings["forward"] = SimpleNamespace(run=run)
+        return request.q.clone(), request.q.new_zeros(1, 4, 128)
+
+    monkeypatch.setattr(dispatch, "named", lambda name: SimpleNamespace(forward=forward))
+    tensors = [torch.randn(1, 128, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    assert torch.equal(tilewise.attention(*tensors, causal=True), tensors[0])
+    for x in (tensors, leaves, leaves):
+        assert torch.equal(tilewise.attention(*x, causal=True), tensors[0] + 1)
+    assert given == [[x.data_ptr() for x in of] for of in (tensors, leaves, leaves)]
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"causal": False}, {"causal": 1.0}, {"window": (2.0, 0)}, {"window": None}, {"softcap": 2.0}, {"scale": 1},
+        {"scale": 1.0}, {"return_lse": True}, {"backend": "triton"}, {"n": 127}, {"n": 129}, {"strided": True},
+        {"dtype": torch.float16}, {"odd": True}, {"shared": True}, {"parameter": True}, {"grad": True},
+    ],
+)  # fmt: skip
+def test_other_calls(
+    other: dict[str, Any], public: bool, remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of a call serves no other: whether torch compares tensors for us, or its public functions."""
+    if public:
+        monkeypatch.setattr(torch_private, "_Guards", None)
+
+    def look(causal: Any = True, window: Any = (2, 0), **more: Any) -> Any:
+        size = 1, more.pop("n", 128), 4, 64
+        dtype, grad = more.pop("dtype", torch.bfloat16), more.pop("grad", False)
+        tensors = [torch.zeros(size, dtype=dtype, requires_grad=grad) for _ in range(3)]
+        if more.pop("strided", False):
+            tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
+        if more.pop("odd", False):
+            tensors[2] = torch.zeros(128 * 4 * 64 + 1, dtype=dtype)[1:].view(size)
+        if more.pop("parameter", False):
+            tensors[0] = torch.nn.Parameter(tensors[0], False)
+        if more.pop("shared", False):
+            tensors[1] = tensors[0]
+        return api._look({"causal": causal, "window": window, **more}, tensors)
+
+    memory.keep(look(), "it")
+    assert memory.recall(look())[0] == "it"
+    assert memory.recall(look(**other))[0] is None
+    remembered.clear()
+    memory.keep(look(**other), "the other")
+    assert memory.recall(look())[0] is None
+    assert memory.recall(look(**other))[0] == "the other"
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_who_is_watched_is_not_remembered(
+    public: bool, remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if public:
+        monkeypatch.setattr(torch_private, "_Guards", None)
+    look = lambda: api._look({}, [Q, Q.clone(), Q.clone()])  # noqa: E731
+    memory.keep(look(), "it")
+    seen = []
+    with FlopCounterMode(display=False):
+        seen.append(memory.recall(look())[0])
+    torch.vmap(lambda x: seen.append(memory.recall(look())[0]) or x)(torch.zeros(1))
+    assert seen == [None, None]
+    assert memory.recall(look())[0] == "it"
+
+
 def test_a_hit_is_no_way_around_a_check(remembered: dict[Any, Any]) -> None:
     """1 equals True and 2.0 equals 2, but only in Python."""
     tilewise.attention(Q, Q, Q, causal=True, window=(2, 0))
@@ -97,17 +175,19 @@ def test_a_hit_is_no_way_around_a_check(remembered: dict[Any, Any]) -> None:
 
 
 def test_no_memory_of_what_changes(remembered: dict[Any, Any]) -> None:
-    for options in ({"dropout_p": 0.5}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(1)}):
-        assert dispatch.key_of(options, Q, Q, Q) is None
-    assert dispatch.key_of({"softcap": 2.0}, Q, Q, Q) is not None
-    with torch.device("meta"):
-        assert dispatch.key_of({}, torch.zeros(1, 8, 2, 16)) is None
+    def is_kept(**options: Any) -> bool:
+        remembered.clear()
+        tilewise.attention(Q, Q, Q, **options)
+        return any(isinstance(found, list) for found in remembered.values())
+
+    assert is_kept(softcap=2.0)
+    assert not any(is_kept(**it) for it in ({"dropout_p": 0.5}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(1, 1)}))
 
 
 def test_the_memory_is_bounded_and_threads_share_it(
     remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "LIMIT", 8)
+    monkeypatch.setattr(memory, "LIMIT", 8)
     failures = []
 
     def work(first: int) -> None:

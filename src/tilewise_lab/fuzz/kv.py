@@ -1,0 +1,271 @@
+"""Calls with a KV cache: drawn, written as Python, and judged by a loop over sequences in float64.
+
+What no query may see holds NaN: tokens before `starts`, places that nobody has written, rows of q past
+the last sequence.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
+
+TERMS = ("window", "scale", "softcap", "split", "return_lse")
+
+
+@dataclass(frozen=True)
+class KvCase:
+    """lengths, queries, new: of each sequence; new: () for none. page 0: a dense cache. The defaults are the simplest.
+
+    slots: which of the new tokens, counted through all sequences, are not written.
+    """
+
+    seed: int = 0
+    backend: str = "auto"
+    device: str = "cpu"
+    mode: str = "call"
+    dtype: str = "float32"
+    lengths: tuple[int, ...] = (1,)
+    queries: tuple[int, ...] = (1,)
+    new: tuple[int, ...] = ()
+    packed: bool = False
+    slack: int = 0
+    page: int = 0
+    csr: bool = False
+    starts: tuple[int, ...] = ()
+    kv_heads: int = 1
+    group: int = 1
+    d: int = 4
+    dv: int = 4
+    heads_first: bool = False
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    split: int | None = None
+    alibi: bool = False
+    sinks: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    tree: bool = False
+    rotary: str = ""
+    slots: tuple[int, ...] | None = None
+    plan: bool = False
+    out: bool = False
+    return_lse: bool = False
+
+    bad: ClassVar[Any] = None
+    hidden: ClassVar[Any] = None
+    deterministic: ClassVar[bool] = False
+
+    @property
+    def totals(self) -> list[int]:
+        return [n + new for n, new in zip(self.lengths, self.new or (0,) * len(self.lengths), strict=True)]
+
+    def dict(self) -> dict[str, Any]:
+        """What differs from the simplest case."""
+        simplest = asdict(KvCase())
+        return {name: x for name, x in asdict(self).items() if x != simplest[name]}
+
+    def features(self) -> frozenset[str]:
+        sizes = {"seed", "lengths", "queries", "kv_heads", "d", "dv", "device", "backend"}
+        return frozenset(self.dict()) - sizes
+
+    def table(self) -> list[list[int]]:
+        """The pages of every sequence, or the row of a dense cache."""
+        each = [-(-n // self.page) for n in self.totals] if self.page else [1] * len(self.lengths)
+        ids = iter(random.Random(self.seed).sample(range(sum(each) + 2), sum(each)))
+        return [[next(ids) for _ in range(n)] for n in each]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the cache, and tokens of each."""
+        return sum(map(len, self.table())) + 2, self.page or max(self.totals) + 2
+
+    def place(self, b: int, j: int) -> tuple[int, int]:
+        row = self.table()[b]
+        return (row[j // self.page], j % self.page) if self.page else (row[0], j)
+
+
+def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
+    """A call that is right; `small` for the interpreter."""
+    most = 12 if small else 40
+    batch, packed = r.randint(1, 3), r.random() < 0.5
+    each = [r.choice((1, 1, 2, r.randint(0, 7))) for _ in range(batch)]
+    queries = tuple(each) if packed else (max(each[0], 1),) * batch
+    lengths = tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch))
+    new = queries if r.random() < 0.6 else ()
+    d = r.choice((2, 4, 8, 16, 18) if small else (2, 4, 6, 16, 40, 64))
+
+    def maybe(x: Any, odds: float = 0.2) -> Any:
+        return x if r.random() < odds else None
+
+    return KvCase(
+        mode="compile" if r.random() < 0.03 and not small else r.choice(("call", "no_grad", "inference", "append")),
+        dtype=r.choice(dtypes), lengths=lengths, queries=queries, new=new, packed=packed,
+        slack=r.choice((0, 0, 3)) if packed else 0, page=r.choice((0, 1, 2, 3, 8, 16, 24)), csr=r.random() < 0.3,
+        starts=tuple(r.randint(0, n) for n in lengths) if r.random() < 0.25 else (), kv_heads=r.choice((1, 2)),
+        group=r.choice((1, 2, 3, 4)), d=d, dv=d if r.random() < 0.6 else r.choice((1, 3, 8, 20)),
+        heads_first=r.random() < 0.2, causal=r.random() < 0.75, scale=maybe(r.choice((0.3, -0.5, 0.0))),
+        window=maybe((r.choice((None, 0, 3, 20)), r.choice((None, 0, 2))), 0.3),
+        softcap=maybe(r.choice((0.5, 2.0))), split=maybe(r.choice((0, 128))), alibi=r.random() < 0.15,
+        sinks=r.random() < 0.2, score_mod=maybe(r.choice(list(SCORE))), mask_mod=maybe(r.choice(list(MASK))),
+        tree=r.random() < 0.15, rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 else "",
+        slots=tuple(n for n in range(sum(new)) if r.random() < 0.3) if new and r.random() < 0.2 else None,
+        plan=r.random() < 0.3, out=r.random() < 0.2, return_lse=r.random() < 0.6,
+    )  # fmt: skip
+
+
+def code(case: KvCase) -> str:
+    """The Python of a case, which leaves `outs`."""
+    heads, tokens, batch = case.kv_heads * case.group, sum(case.queries), len(case.lengths)
+    cast = "" if case.dtype == "float32" else f".to(torch.{case.dtype})"
+
+    def randn(*shape: int) -> str:
+        return f"torch.randn({', '.join(map(str, shape))}){cast}"
+
+    lines = ["import torch, tilewise"]
+    mods = list(mods_of(case))
+    if any("twins." in twin.call for _, twin in mods):
+        lines.append("from tilewise_lab.fuzz import twins")
+    if case.device != "cpu":
+        lines.append(f"torch.set_default_device({case.device!r})")
+    lines.append(f"torch.manual_seed({case.seed})")
+    rows, page = case.shape
+    for name, dim in (("k_cache", case.d), ("v_cache", case.dv)):
+        inner = (case.kv_heads, page) if case.heads_first else (page, case.kv_heads)
+        lines.append(f"{name} = {randn(rows, *inner, dim)}{'.transpose(1, 2)' if case.heads_first else ''}")
+    starts = case.starts or (0,) * batch
+    used = {case.place(b, j) for b, n in enumerate(case.lengths) for j in range(starts[b], n)}
+    if case.slots is not None:  # what is not written is what was there
+        used |= {case.place(b, j) for b, n in enumerate(case.totals) for j in range(starts[b], n)}
+    dead = [(row, at) for row in range(rows) for at in range(page) if (row, at) not in used]
+    if dead:
+        at = ", ".join(str(list(axis)) for axis in zip(*dead, strict=True))
+        lines.append(f"k_cache[{at}] = v_cache[{at}] = float('nan')")
+    lines.append("before = k_cache.clone(), v_cache.clone()")
+    lead = (tokens + case.slack,) if case.packed else (batch, case.queries[0])
+    lines.append(f"q = {randn(*lead, heads, case.d)}")
+    if case.slack:
+        lines.append(f"q[{tokens}:] = float('nan')")
+    args = {"causal": "False"} if not case.causal else {}
+    if case.packed:
+        args["cu_seqlens_q"] = _ends(case.queries)
+    if case.page and case.csr:
+        flat = [x for row in case.table() for x in row]
+        args["page_table"] = f"({_ends([len(row) for row in case.table()])}, {_ints(flat)})"
+    elif case.page:
+        width = max(map(len, case.table())) + 1
+        padded = [[*row, *[-1] * (width - len(row))] for row in case.table()]
+        args["page_table"] = f"torch.tensor({padded}, dtype=torch.int32)"
+    else:
+        args["cache_rows"] = _ints(row[0] for row in case.table())
+    if case.starts:
+        args["starts"] = _ints(case.starts)
+    args |= {n: repr(x) for n in TERMS if (x := getattr(case, n)) is not None and x is not False}
+    for name, wanted in (("sinks", case.sinks), ("alibi_slopes", case.alibi)):
+        if wanted:
+            lines.append(f"{name} = torch.rand({heads})")
+            args[name] = name
+    for kind, twin in mods:
+        lines += [f"{name} = {_table(case, name, axes, kind)}" for name, axes in twin.tensors.items()]
+        args[f"{kind}_mod"] = twin.call
+    if case.tree:
+        shape = (*lead, max(case.queries))
+        lines.append(f"tree = torch.rand{shape} < 0.6")
+        args["tree"] = "tree"
+    new = {}
+    if case.new:
+        lead = (sum(case.new),) if case.packed else (batch, case.new[0])
+        lines.append(f"k_new, v_new = {randn(*lead, case.kv_heads, case.d)}, {randn(*lead, case.kv_heads, case.dv)}")
+        new = {"k_new": "k_new", "v_new": "v_new"}
+        if case.rotary:
+            lines.append(f"angles = 6 * torch.rand({max(case.totals) + 1}, {case.d // 2})")
+            new["rotary"] = f"tilewise.Rotary(angles.cos(), angles.sin(), interleaved={case.rotary == 'pairs'})"
+        if case.slots is not None:
+            places = [case.place(b, case.lengths[b] + i) for b in range(batch) for i in range(case.new[b])]
+            slots = [-1 if n in case.slots else row * page + at for n, (row, at) in enumerate(places)]
+            new["slots"] = f"torch.tensor({slots}, dtype=torch.int64)"
+    if case.out:
+        lines.append(f"out = torch.empty(*q.shape[:-1], {case.dv}, dtype=q.dtype)")
+        args["out"] = "out"
+    if case.backend != "auto":
+        args["backend"] = repr(case.backend)
+    lines.append(f"lengths = {_ints(case.lengths)}")
+    return "\n".join([*lines, *_use(case, args, new)])
+
+
+def mods_of(case: KvCase) -> Iterator[tuple[str, Twin]]:
+    if case.score_mod is not None:
+        yield "score", SCORE[case.score_mod]
+    if case.mask_mod is not None:
+        yield "mask", MASK[case.mask_mod]
+
+
+def _table(case: KvCase, name: str, axes: tuple[Any, ...], kind: str) -> str:
+    longest = max(1, *case.totals, *case.queries)
+    named = {"B": len(case.lengths), "H": case.kv_heads * case.group, "S": longest}
+    shape = tuple(named.get(axis, axis) for axis in axes)
+    if kind == "score":
+        return f"torch.randn({shape})"
+    return f"torch.randint({3 if name == 'ids' else longest + 1}, {shape}, dtype=torch.int32)"
+
+
+def _use(case: KvCase, args: dict[str, str], new: dict[str, str]) -> list[str]:
+    def said(words: dict[str, str]) -> str:
+        return ", ".join(f"{name}={x}" for name, x in words.items())
+
+    if case.mode == "append" and new:
+        where: dict[str, str] = {
+            n: args[n] for n in ("page_table", "cache_rows", "cu_seqlens_q", "backend") if n in args
+        }
+        where |= {"cu_seqlens_new": args["cu_seqlens_q"]} if case.packed else {}
+        words = {n: x for n, x in new.items() if n not in ("k_new", "v_new")} | where
+        first = f"turned = tilewise.append_kv(k_new, v_new, k_cache, v_cache, lengths, q=q, {said(words)})"
+        call = f"tilewise.attention_kv(turned, k_cache, v_cache, lengths + {_ints(case.new)}, {said(args)})"
+        return [first, f"outs = {call}", "outs = outs if isinstance(outs, tuple) else (outs,)"]
+    words = args | new
+    lines = []
+    if case.plan:
+        lines.append(f"plan = tilewise.plan_kv(q, k_cache, v_cache, lengths, {said(words)})")
+        words = words | {"plan": "plan"}
+    call = f"tilewise.attention_kv(q, k_cache, v_cache, lengths, {said(words)})"
+    lines += ["def f(q, k_cache, v_cache, lengths):", f"    return {call}"]
+    if case.mode == "compile":
+        lines.append("f = torch.compile(f, backend='eager', fullgraph=True)")
+    guard = {"no_grad": "torch.no_grad()", "inference": "torch.inference_mode()"}.get(case.mode)
+    call = "outs = f(q, k_cache, v_cache, lengths)"
+    lines += [f"with {guard}:", f"    {call}"] if guard else [call]
+    return [*lines, "outs = outs if isinstance(outs, tuple) else (outs,)"]
+
+
+def _ints(x: Any) -> str:
+    return f"torch.tensor({list(x)}, dtype=torch.int32)"
+
+
+def _ends(x: Any) -> str:
+    return _ints(sum(x[:n]) for n in range(len(x) + 1))
+
+
+def candidates(case: KvCase) -> Iterator[KvCase]:
+    """Simpler cases: each choice at its simplest, a sequence fewer, shorter ones."""
+    simplest, lone = KvCase(), len(case.lengths) == 1
+    for name in case.dict():
+        if name not in ("seed", "backend", "device", "lengths", "queries"):
+            changes: dict[str, Any] = {name: getattr(simplest, name)}
+            if name == "new":
+                changes |= {"rotary": "", "slots": None}
+            if name == "packed":
+                same = (max(1, case.queries[0]),) * len(case.queries)
+                changes |= {"slack": 0, "slots": None, "queries": same, "new": same if case.new else ()}
+            yield replace(case, **changes)
+    each = ("lengths", "queries", "new", "starts")
+    for n in range(0 if lone or case.slots else len(case.lengths)):
+        yield replace(case, **{name: x[:n] + x[n + 1 :] for name in each if (x := getattr(case, name))})
+    for n, length in enumerate(case.lengths):
+        for shorter in sorted({length // 2, length - 1} - {length, -1}):
+            if not case.starts:
+                yield replace(case, lengths=(*case.lengths[:n], shorter, *case.lengths[n + 1 :]))
