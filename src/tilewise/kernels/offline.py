@@ -37,7 +37,7 @@ def specialised(arch: int | str, made: Any) -> str:
 def all_options(kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Of a launch, as kernels are compiled here and where they are launched. Triton checks sums for overflow when it is
     told to debug; it would write the checks down anyway, an eighth of what it takes to build a kernel, and leave them
-    out later. In Gluon that leaves no trace; Triton's own passes see them, and may divide the registers otherwise."""
+    out later. Of Gluon's kernels, whose PTX is known to be the same."""
     from triton import knobs
 
     return options | ({"sanitize_overflow": bool(knobs.runtime.debug)} if kernel.is_gluon() else {})
