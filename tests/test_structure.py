@@ -62,7 +62,7 @@ RULES = {
     "kernels.mods": Rule("mods triton"),
     "kernels.triton_private": Rule("triton"),
     "kernels.launch": Rule("kernels.gpu torch_private triton"),
-    "kernels.compiling": Rule("kernels.triton_private"),
+    "kernels.compiling": Rule("kernels.offline kernels.triton_private"),
     "kernels.cuda": Rule(),
     "kernels.offline": Rule("kernels.gpu", lazy="spec triton"),
     "kernels.replay": Rule("kernels.compiling kernels.cuda kernels.launch kernels.triton_private spec torch_private"),

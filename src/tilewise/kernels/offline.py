@@ -34,11 +34,21 @@ def specialised(arch: int | str, made: Any) -> str:
     return f"{made.kernel.fn.__qualname__} {specialization} {made.options}"
 
 
+def all_options(kernel: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Of a launch, as kernels are compiled here and where they are launched. Triton checks sums for overflow when it is
+    told to debug; it would write the checks down anyway, an eighth of what it takes to build a kernel, and leave them
+    out later. Of Gluon's kernels, whose PTX is known to be the same."""
+    from triton import knobs
+
+    return options | ({"sanitize_overflow": bool(knobs.runtime.debug)} if kernel.is_gluon() else {})
+
+
 def binary_for(arch: int | str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The compiled kernel, kept in Triton's cache where the launch will find it. Tensors may be meta."""
     import triton
     from triton.compiler import ASTSource
 
+    options = all_options(kernel, options)
     backend, bound, specialization, launch_options = _bound(arch, kernel, args, options)
     packed = kernel._pack_args(backend, dict(options), bound, specialization, launch_options)
     source: Any = ASTSource

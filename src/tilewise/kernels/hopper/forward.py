@@ -128,9 +128,6 @@ def consume(
     WG: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = o.desc.dtype
-    STAGES: gl.constexpr = PLAN.STAGES
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
     unit = unit_of(scale, PLAN.FOLD)
     if PLAN.TURNS and WG == 0:
         pass_turn(TURN, 256)
@@ -138,65 +135,82 @@ def consume(
     r = gl.to_tensor(0)  # tiles so far
     w = take(pipes.work, r, n_q, n_k, RAGGED)
     while w.first >= 0:
-        lo, hi, _whole = blocks(w.first, w, before, after, terms.blocks, ROWS * PLAN.WARPGROUPS, BLOCK_N)
-        first = w.first + WG * ROWS
-        mine, end, span = blocks(first, w, before, after, terms.blocks, ROWS, BLOCK_N)
-        mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
-        start = n + mine - lo
-        stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo
-        skip(pipes, n, start, WG, PLAN)
-
-        key, picky = keys_of(start - n + lo, w, terms.blocks, BLOCK_N)
-        mbarrier.wait(pipes.q.full.index(WG), phase(r, 1))
-        await_full(pipes.k, start, STAGES)
-        s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
-        release(pipes.k, start, STAGES)
-        s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-        m = measured(row_max(s), unit, terms.bias.ptr)
-        left, right = halves(s)
-        p_left = weights(left, origin(m), unit, terms)
-        p_right = weights(right, origin(m), unit, terms)
-        l = lane_sums(p_left) + lane_sums(p_right)
-        p_tile = operands(p_left, p_right, DTYPE, PLAN)
-        acc = nothing(PLAN)
-        await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
-        for use in range(start + 1, stop):
-            key, picky = keys_of(use - n + lo, w, terms.blocks, BLOCK_N)
-            wait_for_turn(WG, PLAN)
-            s_coming = product(pipes.q, WG, pipes.k, use, PLAN)
-            await_full(pipes.v, use - 1, STAGES)
-            acc_coming = weigh(p_tile, pipes.v, use - 1, acc, PLAN)
-            next_turn(WG, PLAN)
-            s = warpgroup_mma_wait(2 * len(PLAN.WIDTHS), deps=(s_coming,))
-            release(pipes.k, use, STAGES)
-            s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-            m_before = m
-            m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
-            pivot = origin(m)
-            factor = gl.exp2(gap(m_before, pivot, unit, terms.bias.ptr))
-            left, right = halves(s)
-            p_left = weights(left, pivot, unit, terms)
-            l = l * by_row(factor, l) + lane_sums(p_left)
-            await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
-            acc = settled(acc_coming, p_tile)
-            release(pipes.v, use - 1, STAGES)
-            p_right = weights(right, pivot, unit, terms)  # what else is left to do is done beside these exponentials
-            l += lane_sums(p_right)
-            acc = rescale(acc, factor, PLAN.LAZY)
-            p_tile = operands(p_left, p_right, DTYPE, PLAN)
-        arrive(pipes.q.empty.index(WG))
-        await_full(pipes.v, stop - 1, STAGES)
-        acc = settled(weigh(p_tile, pipes.v, stop - 1, acc, PLAN), p_tile)
-        release(pipes.v, stop - 1, STAGES)
-        n += hi - lo
-        skip(pipes, stop, n, WG, PLAN)
-
-        w = recall(pipes.work, r, n_q, n_k, RAGGED)
-        finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, n_q, heads, flag, terms, PACKED, PLAN)
+        n = attend(
+            pipes, n, r, w, o, lse, flag, n_q, n_k, heads, before, after, scale, unit, terms, WG, PACKED, RAGGED,
+            SCORE_MOD, MASK_MOD, PLAN,
+        )  # fmt: skip
         hand_back(pipes.work, r)
         r += 1
         w = take(pipes.work, r, n_q, n_k, RAGGED)
     tma.store_wait(0)
+
+
+@gluon.jit
+def attend(
+    pipes, n, r, w, o, lse, flag, n_q, n_k, heads, before, after, scale, unit, terms,
+    WG: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup's queries of the r-th piece of work, n blocks into the rings; how many blocks it is then."""
+    DTYPE: gl.constexpr = o.desc.dtype
+    STAGES: gl.constexpr = PLAN.STAGES
+    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+    lo, hi, _whole = blocks(w.first, w, before, after, terms.blocks, ROWS * PLAN.WARPGROUPS, BLOCK_N)
+    first = w.first + WG * ROWS
+    mine, end, span = blocks(first, w, before, after, terms.blocks, ROWS, BLOCK_N)
+    mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
+    start = n + mine - lo
+    stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo
+    skip(pipes, n, start, WG, PLAN)
+
+    key, picky = keys_of(start - n + lo, w, terms.blocks, BLOCK_N)
+    mbarrier.wait(pipes.q.full.index(WG), phase(r, 1))
+    await_full(pipes.k, start, STAGES)
+    s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
+    release(pipes.k, start, STAGES)
+    s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
+    m = measured(row_max(s), unit, terms.bias.ptr)
+    left, right = halves(s)
+    p_left = weights(left, origin(m), unit, terms)
+    p_right = weights(right, origin(m), unit, terms)
+    l = lane_sums(p_left) + lane_sums(p_right)
+    p_tile = operands(p_left, p_right, DTYPE, PLAN)
+    acc = nothing(PLAN)
+    await_full(pipes.k, start + 1, STAGES, start + 1 < stop)
+    for use in range(start + 1, stop):
+        key, picky = keys_of(use - n + lo, w, terms.blocks, BLOCK_N)
+        wait_for_turn(WG, PLAN)
+        s_coming = product(pipes.q, WG, pipes.k, use, PLAN)
+        await_full(pipes.v, use - 1, STAGES)
+        acc_coming = weigh(p_tile, pipes.v, use - 1, acc, PLAN)
+        next_turn(WG, PLAN)
+        s = warpgroup_mma_wait(2 * len(PLAN.WIDTHS), deps=(s_coming,))
+        release(pipes.k, use, STAGES)
+        s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
+        m_before = m
+        m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
+        pivot = origin(m)
+        factor = gl.exp2(gap(m_before, pivot, unit, terms.bias.ptr))
+        left, right = halves(s)
+        p_left = weights(left, pivot, unit, terms)
+        l = l * by_row(factor, l) + lane_sums(p_left)
+        await_full(pipes.k, use + 1, STAGES, use + 1 < stop)
+        acc = settled(acc_coming, p_tile)
+        release(pipes.v, use - 1, STAGES)
+        p_right = weights(right, pivot, unit, terms)  # what else is left to do is done beside these exponentials
+        l += lane_sums(p_right)
+        acc = rescale(acc, factor, PLAN.LAZY)
+        p_tile = operands(p_left, p_right, DTYPE, PLAN)
+    arrive(pipes.q.empty.index(WG))
+    await_full(pipes.v, stop - 1, STAGES)
+    acc = settled(weigh(p_tile, pipes.v, stop - 1, acc, PLAN), p_tile)
+    release(pipes.v, stop - 1, STAGES)
+    n += hi - lo
+    skip(pipes, stop, n, WG, PLAN)
+
+    w = recall(pipes.work, r, n_q, n_k, RAGGED)
+    finish(acc, m, l, w, first, pipes.o.index(WG), o, lse, n_q, heads, flag, terms, PACKED, PLAN)
+    return n
 
 
 @gluon.jit

@@ -1,0 +1,215 @@
+"""How kernels come to be compiled: in which order, by whom, and what is left as it was found. Nothing is compiled."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+import warnings
+from base64 import urlsafe_b64encode
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+import tilewise.kernels
+from tilewise.kernels import triton_private
+from tilewise.kernels.compiling import compiled
+
+if triton_private.active_mode is None:
+    pytest.skip("this Triton compiles one kernel after the other", allow_module_level=True)
+
+
+class Kernel:
+    """A kernel that is 'compiled' by being told of: first built, alone, then whatever comes after."""
+
+    def __init__(self, name: str, parameters: int, told: list[str], error: Exception | None = None) -> None:
+        self.name, self.params, self.told, self.error = name, [None] * parameters, told, error
+        self.build = triton_private.in_turn(self.built)
+        self.hit = False
+
+    def built(self) -> None:
+        self.told.append(f"{self.name} begins")
+        time.sleep(0.01)
+        if self.error:
+            raise self.error
+        self.told.append(f"{self.name} ends")
+
+    def compile(self) -> str:
+        if not self.hit:
+            self.build()
+        return self.name
+
+    def is_gluon(self) -> bool:
+        return self.name == "forward"
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        assert options == ({"sanitize_overflow": False} if self.is_gluon() else {})
+        return triton_private.active_mode.get().submit(self.name, self.compile, lambda kernel: None)
+
+
+class Made(NamedTuple):
+    kernel: Kernel
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch):
+    monkeypatch.setattr(triton_private, "_compiler", None)
+
+
+def names(told: list[str]) -> list[str]:
+    """Of those that were built, if no two were at once."""
+    found = [line.removesuffix(" begins") for line in told[::2]]
+    assert told == [f"{name} {what}" for name in found for what in ("begins", "ends")]
+    return found
+
+
+def test_the_largest_are_built_first_alone_and_a_backward_before_its_forward():
+    told: list[str] = []
+    forward, repair = Kernel("forward", 9, told), Kernel("repair", 5, told)
+    backward, start = Kernel("backward", 9, told), Kernel("start", 2, told)
+
+    def ahead() -> list[Made]:
+        assert told == []
+        return [Made(x) for x in (forward, repair, start, backward)]
+
+    assert compiled([Made(forward), Made(repair)], ahead) == ["forward", "repair"]
+    assert compiled([Made(start), Made(backward)]) == ["start", "backward"]
+    assert names(told) == ["backward", "forward", "repair", "start"]
+
+
+def test_what_fails_or_is_in_the_cache_holds_nobody_up_and_lets_nobody_overtake():
+    told: list[str] = []
+    kernels = [Kernel(str(n), 9 - n, told) for n in range(6)]
+    kernels[1].hit = True
+    assert compiled([Made(x) for x in kernels]) == [x.name for x in kernels]
+    assert names(told) == ["0", "2", "3", "4", "5"]
+
+    wrong = Kernel("wrong", 3, told, ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        compiled([Made(wrong), Made(Kernel("after", 2, told))])
+    wrong.error = None
+    assert compiled([Made(wrong)]) == ["wrong"]  # who asks again is not told of an old error
+
+
+def test_an_error_on_the_way_leaves_nobody_waiting():
+    told: list[str] = []
+    kernel = Kernel("forward", 1, told)
+
+    def ahead() -> list[Made]:
+        raise RuntimeError("no backward")
+
+    with pytest.raises(RuntimeError, match="no backward"):
+        compiled([Made(kernel)], ahead)
+    assert compiled([Made(kernel)]) == ["forward"]
+    assert names(told) == ["forward"]
+
+
+def test_threads_that_ask_for_the_same_share_it():
+    told: list[str] = []
+    kernels = [Kernel(str(n), 3, told) for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: compiled([Made(x) for x in kernels]), range(8)))
+    assert found == [["0", "1", "2", "3"]] * 8
+    assert sorted(names(told)) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_again_if_it_was(collecting):
+    seen: list[bool] = []
+    kernel = Kernel("forward", 1, [])
+    kernel.build = triton_private.in_turn(lambda: seen.append(gc.isenabled()))
+    before = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        compiled([Made(kernel)])
+        assert seen == [False]
+        assert gc.isenabled() == collecting
+        kernel.build()  # by a thread that compiles for somebody else
+        assert seen == [False, collecting]
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_the_filters_of_warnings_stay_and_warnings_are_given():
+    triton_private.build_in_turn()
+    from triton.compiler import code_generator
+
+    before = list(warnings.filters)
+    with code_generator.warnings.catch_warnings():
+        code_generator.warnings.simplefilter("ignore", DeprecationWarning)
+        assert warnings.filters == before
+    with pytest.warns(UserWarning, match="told"):
+        code_generator.warnings.warn("told", stacklevel=1)
+
+
+def test_the_source_of_every_kernel_is_what_inspect_finds(monkeypatch):
+    """That it is seldom asked, too: it takes its time."""
+    modules = [x.name for x in pkgutil.walk_packages(tilewise.kernels.__path__, "tilewise.kernels.")]
+    things = [x for name in modules for x in vars(importlib.import_module(name)).values()]
+    functions = {x.fn for x in things if isinstance(getattr(x, "fn", None), FunctionType)}
+    ours = [x for x in functions if x.__module__ in modules]
+    assert len(ours) > 200
+    asked: list[str] = []
+    ask = inspect.getsourcelines
+    monkeypatch.setattr(inspect, "getsourcelines", lambda f: asked.append(f.__qualname__) or ask(f))
+    assert all(triton_private.source_lines(x) == ask(x) for x in ours)
+    assert len(asked) < len(ours) / 20, asked
+
+
+TAILS = {
+    "a bracket": "def f(x):\n    return g(\n        x,\n)\n\n\ny = 1\n",
+    "a comment": "def f(x):\n    return x\n    # and no more\n\n\ny = 1\n",
+    "no code": "def f(x):\n    return x\n    if False:\n        pass\n\n\ny = 1\n",
+    "a text": 'def f(x):\n    """\nText\n"""\n\n\ny = 1\n',
+    "the last": "y = 1\n\n\n@g\ndef f(x):\n    return x\n",
+    "within": "if True:\n    def f(x):\n        return x\ny = 1\n",
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_the_source_of_a_function_with_an_odd_end(name, tmp_path):
+    path = tmp_path / "odd.py"
+    path.write_text(TAILS[name])
+    space = {"__name__": "tilewise.odd", "g": lambda x: x}
+    exec(compile(TAILS[name], str(path), "exec"), space)
+    assert triton_private.source_lines(space["f"]) == inspect.getsourcelines(space["f"])
+
+
+@pytest.mark.slow
+def test_the_key_of_triton_is_its_own():
+    """In a process without ours, which takes it from what was written down at its installation, if anything was."""
+    own = "from triton.runtime.cache import triton_key; print(triton_key())"
+    ours = "from tilewise.kernels import triton_private as ours; ours.quick_key(); from triton.runtime import cache;"
+    ours += "print(cache.triton_key(), cache.triton_key.__name__ == '<lambda>')"
+    found = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for code in (own, ours)]
+    assert found[1] == [*found[0], "True"]
+
+
+@pytest.mark.parametrize("state", ["as installed", "younger", "longer", "not written down", "not hashed"])
+def test_a_hash_that_was_written_down_is_taken_of_what_has_not_changed(state, tmp_path):
+    file = tmp_path / "triton" / "_C" / "libtriton.so"
+    record = tmp_path / "triton-3.6.0.dist-info" / "RECORD"
+    for path in (file, record):
+        path.parent.mkdir(parents=True)
+    file.write_bytes(b"abc")
+    digest = urlsafe_b64encode(sha256(b"abc").digest()).decode().rstrip("=")
+    digest = "" if state == "not hashed" else f"sha256={digest}"
+    name = "triton/_C/other.so" if state == "not written down" else "triton/_C/libtriton.so"
+    record.write_text(f"triton/__init__.py,sha256=x,7\n{name},{digest},3\n")
+    if state == "longer":
+        file.write_bytes(b"abcd")
+    os.utime(record, (1000, 1000))
+    os.utime(file, (1001, 1001) if state == "younger" else (999, 999))
+    assert triton_private.recorded(file) == (sha256(b"abc").hexdigest() if state == "as installed" else None)
