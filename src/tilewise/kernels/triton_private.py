@@ -7,25 +7,20 @@ Tested with Triton 3.6.0. What a version lacks is done without: kernels are then
 from __future__ import annotations
 
 import gc
-import inspect
-import linecache
 import os
-import warnings
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, wraps
 from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
 from io import BytesIO
 from pathlib import Path
 from threading import Event, Lock, local
-from types import ModuleType
 from typing import Any
 
 import triton
-from triton.runtime import jit
 
 try:
     from triton.runtime._async_compile import FutureKernel, active_mode
@@ -108,40 +103,10 @@ def in_turn(build: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def build_in_turn() -> None:
-    """And without setting filters of warnings at every node of a kernel, as Triton does up to 3.6: a tenth of the time,
-    and nothing that two threads may do at once, one of which puts back what the other had set."""
     from triton.compiler import code_generator as module
 
     if hasattr(module, "ast_to_ttir"):
         module.ast_to_ttir = in_turn(module.ast_to_ttir)
-    if hasattr(module, "warnings"):
-        module.warnings = instead(warnings, catch_warnings=nullcontext, simplefilter=lambda *_: None)
-
-
-def instead(module: ModuleType, **names: Any) -> ModuleType:
-    """A module with other things by these names."""
-    other = ModuleType(module.__name__, module.__doc__)
-    vars(other).update(vars(module) | names)
-    return other
-
-
-def source_lines(function: Any) -> tuple[list[str], int]:
-    """inspect.getsourcelines, which reads a function token by token to see where it ends: a third of the time that the
-    kernels' modules take to import. Of ours, where code ends that something in the first column follows, which is no
-    comment, bracket or quotation mark."""
-    code = function.__code__
-    if function.__module__.startswith("tilewise."):
-        linecache.checkcache(code.co_filename)
-        lines = linecache.getlines(code.co_filename, function.__globals__)
-        first, last = code.co_firstlineno - 1, max(end or 0 for _, end, _, _ in code.co_positions())
-        below = next((line for line in lines[last:] if line.strip()), "def")
-        if first < last <= len(lines) and all(x[0] == "@" or x[0].isidentifier() for x in (lines[first], below)):
-            return lines[first:last], first + 1
-    return inspect.getsourcelines(function)
-
-
-if hasattr(jit, "inspect"):
-    jit.inspect = instead(inspect, getsourcelines=source_lines)
 
 
 @cache

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import inspect
 import os
-import pkgutil
 import subprocess
 import sys
 import time
-import warnings
 from base64 import urlsafe_b64encode
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton")
 
-import tilewise.kernels
 from tilewise.kernels import triton_private
 from tilewise.kernels.compiling import compiled
 
@@ -140,51 +134,6 @@ def test_garbage_is_collected_again_if_it_was(collecting):
         assert seen == [False, collecting]
     finally:
         (gc.enable if before else gc.disable)()
-
-
-def test_the_filters_of_warnings_stay_and_warnings_are_given():
-    triton_private.build_in_turn()
-    from triton.compiler import code_generator
-
-    before = list(warnings.filters)
-    with code_generator.warnings.catch_warnings():
-        code_generator.warnings.simplefilter("ignore", DeprecationWarning)
-        assert warnings.filters == before
-    with pytest.warns(UserWarning, match="told"):
-        code_generator.warnings.warn("told", stacklevel=1)
-
-
-def test_the_source_of_every_kernel_is_what_inspect_finds(monkeypatch):
-    """That it is seldom asked, too: it takes its time."""
-    modules = [x.name for x in pkgutil.walk_packages(tilewise.kernels.__path__, "tilewise.kernels.")]
-    things = [x for name in modules for x in vars(importlib.import_module(name)).values()]
-    functions = {x.fn for x in things if isinstance(getattr(x, "fn", None), FunctionType)}
-    ours = [x for x in functions if x.__module__ in modules]
-    assert len(ours) > 200
-    asked: list[str] = []
-    ask = inspect.getsourcelines
-    monkeypatch.setattr(inspect, "getsourcelines", lambda f: asked.append(f.__qualname__) or ask(f))
-    assert all(triton_private.source_lines(x) == ask(x) for x in ours)
-    assert len(asked) < len(ours) / 20, asked
-
-
-TAILS = {
-    "a bracket": "def f(x):\n    return g(\n        x,\n)\n\n\ny = 1\n",
-    "a comment": "def f(x):\n    return x\n    # and no more\n\n\ny = 1\n",
-    "no code": "def f(x):\n    return x\n    if False:\n        pass\n\n\ny = 1\n",
-    "a text": 'def f(x):\n    """\nText\n"""\n\n\ny = 1\n',
-    "the last": "y = 1\n\n\n@g\ndef f(x):\n    return x\n",
-    "within": "if True:\n    def f(x):\n        return x\ny = 1\n",
-}
-
-
-@pytest.mark.parametrize("name", TAILS)
-def test_the_source_of_a_function_with_an_odd_end(name, tmp_path):
-    path = tmp_path / "odd.py"
-    path.write_text(TAILS[name])
-    space = {"__name__": "tilewise.odd", "g": lambda x: x}
-    exec(compile(TAILS[name], str(path), "exec"), space)
-    assert triton_private.source_lines(space["f"]) == inspect.getsourcelines(space["f"])
 
 
 @pytest.mark.slow
