@@ -120,18 +120,20 @@ def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = 
         call, spec = dispatch.learned(request, look), request.spec
         tensors = request.tensors() if call is None else call.tensors(request)
     else:
-        spec, tensors = call.spec, (q, k, v)
+        spec, sinks, tensors = call.spec, given.get("sinks"), (q, k, v)
         if cu:
             checks.check_longest(*longest)
-            tensors = Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]).tensors()
+        if cu or sinks is not None:
+            cu_q, cu_k = cu or (None, None)
+            tensors = Request(q, k, v, spec, sinks=sinks, cu_q=cu_q, cu_k=cu_k).tensors()
     return ops.attend(spec, call, tensors, lse)
 
 
 def _look(given: Options, tensors: list[Tensor]) -> Look | None:
-    """None where a call is not remembered: neither is one with dropout, nor one with tensors among its options, whose
-    checks look at more."""
+    """None where a call is not remembered: neither is one with dropout, nor one with other tensors than sinks among its
+    options, of which more is made than is given."""
     if checks.ALWAYS:
         return None
-    own = len(tensors)
+    own = len(tensors) + (given.get("sinks") is not None)
     look = look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled())
     return None if look is None or len(tensors) > own or given.get("dropout_p") else look

@@ -111,6 +111,23 @@ def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatc
     assert given == [[x.data_ptr() for x in of] for of in (tensors, leaves, leaves)]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_of_a_call_like_an_earlier_one(packed: bool, remembered: dict[Any, Any]) -> None:
+    """Its own, not the earlier one's."""
+    given = []
+    dispatch.named("stub").forward = lambda r, _: given.append(r) or (r.q.clone(), r.q.new_zeros(r.q.shape[:-1]))
+    q = Q[0] if packed else Q
+    for _ in range(2):
+        tensors = [q.clone() for _ in range(3)]
+        cu = [torch.tensor([0, 128], dtype=torch.int32) for _ in range(2)] if packed else []
+        sinks = torch.rand(4)
+        (tilewise.attention_varlen if packed else tilewise.attention)(*tensors, *cu, sinks=sinks)
+        found = given[-1]
+        assert all(a is b for a, b in zip((*found[:3], found.sinks), (*tensors, sinks), strict=True))
+        assert [found.cu_q, found.cu_k] == [None, None] if not packed else found.cu_q is cu[0]
+    assert sum(isinstance(x, dispatch.Call) for x in remembered.values()) == 1
+
+
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize(
     "other",
@@ -181,7 +198,10 @@ def test_no_memory_of_what_changes(remembered: dict[Any, Any]) -> None:
         return any(isinstance(found, list) for found in remembered.values())
 
     assert is_kept(softcap=2.0)
-    assert not any(is_kept(**it) for it in ({"dropout_p": 0.5}, {"sinks": torch.zeros(4)}, {"bias": torch.zeros(1, 1)}))
+    assert is_kept(sinks=torch.zeros(4))
+    assert not any(is_kept(**it) for it in ({"dropout_p": 0.5}, {"alibi_slopes": torch.zeros(4)}))
+    for more in ({}, {"sinks": torch.zeros(4)}):
+        assert not is_kept(bias=torch.zeros(1, 1), **more)
 
 
 def test_the_memory_is_bounded_and_threads_share_it(
