@@ -65,8 +65,9 @@ def install(folder: Path) -> Path:
 
 
 def clean() -> dict[str, str]:
-    """The variables of this process without those that would lend it packages."""
-    return {name: x for name, x in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "PIP_"))}
+    """The variables of this process without those that would lend it packages, and what other tests told Triton."""
+    others = "PYTHON", "VIRTUAL_ENV", "PIP_", "TRITON", "TILEWISE"
+    return {name: x for name, x in os.environ.items() if not name.startswith(others)}
 
 
 def say(scripts: Path, *line: str) -> subprocess.CompletedProcess[str]:
