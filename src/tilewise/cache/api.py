@@ -71,9 +71,8 @@ def attention_kv(
     elif asked["rotary"] is not None or asked["slots"] is not None:
         raise AttentionError("rotary and slots", "given without new tokens", "k_new and v_new too")
     given = asked["plan"]
-    if given is not None and (not isinstance(given, KvPlan) or given.shape != _shape_of(request)):
-        found = given.shape if isinstance(given, KvPlan) else type(given).__name__
-        raise AttentionError("plan", f"one of {found}", f"one of {_shape_of(request)}, by plan_kv")
+    if given is not None and given.shape != _shape_of(request):
+        raise AttentionError("plan", f"one of {given.shape}", f"one of {_shape_of(request)}, by plan_kv")
     plan = given or _plan(request, None, ran)
     out = _out(request, asked["out"])
     lse = _new_lse(request) if given and (look is None or asked["return_lse"]) else plan.lse

@@ -338,7 +338,7 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
 def _split(split: Any) -> int | None:
     if split is None:
         return None
-    if isinstance(split, (bool, float, Tensor)) or not hasattr(split, "__index__") or split < 0 or split % SPLIT:
+    if not is_whole(split) or split < 0 or split % SPLIT:
         raise AttentionError("split", repr(split), f"a multiple of {SPLIT} keys; 0 for never; None to balance the load")
     return min(int(split), UNDIVIDED) or UNDIVIDED
 

@@ -34,7 +34,9 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     {"kernel": "attend", "split": 4096},
     {"kernel": "attend", "dim": 512},
 )
-SPILL = 56  # bytes that a thread may put aside, for an item: none lie in the loop over keys (read off the instructions)
+SPILL = 8  # bytes that a thread may put aside once, before the first loop
+# Of these rows more: for an item, none in the loop over keys (read off the instructions). To shrink, never to grow.
+MORE_SPILL = {(90, 128, 4096, 1): 56, (100, 128, None, 1): 24, (100, 256, None, 1): 56}  # arch, dim, split, queries
 
 
 def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,7 +53,9 @@ def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def faults(made: dict[str, Any]) -> list[str]:
     if "error" in made:
         return [made["error"]]
-    allowed = {"attend": SPILL, "careful": 1024}.get(made["kernel"], 0)  # the careful one nearly always ends at once
+    row = made["arch"], made.get("dim", 128), made.get("split"), made.get("queries", 1)
+    spill = MORE_SPILL.get(row, SPILL)
+    allowed = {"attend": spill, "careful": 1024}.get(made["kernel"], 0)  # the careful one nearly always ends at once
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
     if made["shared"] > tiles.chip(made["arch"]).shared:
         found.append(f"{made['shared']} bytes of shared memory")
