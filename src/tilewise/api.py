@@ -10,7 +10,6 @@ from torch import Tensor
 from . import checks, dispatch, ops
 from .checks import Options, nested, takes_options
 from .dispatch.memory import Look, look_of, recall
-from .spec import Request
 
 
 @takes_options
@@ -112,28 +111,27 @@ def check(
 
 def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
     """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
-    look = _look(given, [q, k, v, *cu])
-    call, _ = recall(look)
+    look = _look(given, [q, k, v, *cu], longest)
+    known, _ = recall(look)
     lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
-    if call is None:
+    if known is None or look is None:
         request = checks.request_of(q, k, v, cu, longest, given)
         call, spec = dispatch.learned(request, look), request.spec
         tensors = request.tensors() if call is None else call.tensors(request)
     else:
-        spec, sinks, tensors = call.spec, given.get("sinks"), (q, k, v)
+        call, places = known
+        spec, theirs = call.spec, look[1]
         if cu:
             checks.check_longest(*longest)
-        if cu or sinks is not None:
-            cu_q, cu_k = cu or (None, None)
-            tensors = Request(q, k, v, spec, sinks=sinks, cu_q=cu_q, cu_k=cu_k).tensors()
+        tensors = (q, k, v) if call.bare else tuple([None if n is None else theirs[n] for n in places])
     return ops.attend(spec, call, tensors, lse)
 
 
-def _look(given: Options, tensors: list[Tensor]) -> Look | None:
-    """None where a call is not remembered: neither is one with dropout, nor one with other tensors than sinks among its
-    options, of which more is made than is given."""
+def _look(given: Options, tensors: list[Tensor], longest: Any = ()) -> Look | None:
+    """None where a call is not remembered. The longest lengths count where a tensor has them, and change otherwise with
+    every batch."""
     if checks.ALWAYS:
         return None
-    own = len(tensors) + (given.get("sinks") is not None)
-    look = look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled())
-    return None if look is None or len(tensors) > own or given.get("dropout_p") else look
+    if longest and all(given.get(word) is None for word in checks.SIZED):
+        longest = ()
+    return look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled(), *longest)

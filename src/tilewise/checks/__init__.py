@@ -26,6 +26,7 @@ from .options import Options, options_of, takes_options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
+SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options that may have something of the longest lengths
 
 __all__ = ["Options", "options_of", "takes_options"]  # handed on
 
@@ -121,7 +122,7 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
 
 
 def check_longest(n_q: Any, n_k: Any) -> None:
-    """max_seqlen_q and max_seqlen_k: of every call, since no key of a remembered one has them."""
+    """max_seqlen_q and max_seqlen_k: of every call, since few of those that are remembered have them in their key."""
     for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
         if n is not None and (not is_whole(n) or n < 0):
             raise AttentionError(name, repr(n), "an int >= 0, or None")
@@ -294,7 +295,8 @@ def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tenso
         raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
     if bias.dim() > 4:
         raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
-    bias = bias[(None,) * (4 - bias.dim())]
+    if bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
     for name, size, found in zip(names, sizes, bias.shape, strict=True):
         if size is None and found != 1:
             raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")

@@ -212,8 +212,9 @@ def _work(task: str) -> None:
     import triton
 
     from tilewise.kernels.offline import binary_for
-    from tilewise.kernels.triton_private import quick_key
+    from tilewise.kernels.triton_private import quick_key, same_key
 
+    same_key()
     quick_key()
     given = json.loads(task)
     kinds, gpu = [Kind(*kind) for kind in given["kinds"]], Gpu(*given["gpu"])

@@ -24,7 +24,7 @@ from ..kernels.portable import profile as portable_profile
 from ..kernels.profile import Profile, Shapes
 from ..spec import AttentionError, Request
 from ..torch_private import is_watched
-from .memory import Look, keep, remembered, signature
+from .memory import Look, keep, places_of, remembered, signature
 
 
 def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
@@ -169,11 +169,13 @@ def call_of(request: Request) -> Call:
 
 
 def learned(request: Request, look: Look | None) -> Call | None:
-    """The same of a request that a user's call was made into, remembered by the look of that; None where somebody
-    watches, who must see the registered op."""
+    """The same of a request that a user's call was made into, remembered by the look of that, together with which of
+    its tensors are whose: unless one was made for the request (a seed, say). None where somebody watches, who must see
+    the registered op."""
     if is_watched(*request[:3]):
         return None
     call = call_of(request)
-    if look is not None:
-        keep(look, call)
+    places = None if look is None else places_of(call.tensors(request), look)
+    if look is not None and places is not None:
+        keep(look, (call, places))
     return call

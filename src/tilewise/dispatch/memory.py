@@ -53,8 +53,8 @@ def runs_on_gpu(x: Tensor) -> bool:
 
 
 def look_of(name: str, tensors: list[Tensor], options: Mapping[str, Any], *more: Any) -> Look | None:
-    """None where a call is not remembered: traced, off the GPU, or with mods and words of unusual kinds. `tensors` are
-    those that are always there; the options' join them. `more`: what else counts."""
+    """None where a call is not remembered: traced, off the GPU, or with words of unusual kinds. `tensors` are those
+    that are always there; the options' join them. `more`: what else counts."""
     if torch.compiler.is_compiling() or not PLAIN.issuperset(map(type, tensors)) or not runs_on_gpu(tensors[0]):
         return None
     words: list[Any] = [name, tensors[0].shape, *more]
@@ -66,23 +66,28 @@ def look_of(name: str, tensors: list[Tensor], options: Mapping[str, Any], *more:
             words += kind, x  # 1 equals True, and 2.0 equals 2, but only in Python
         elif kind in PLAIN:
             tensors.append(x)
-        elif isinstance(x, tuple):  # a window; a named one with tensors
-            words.append(kind)
-            for part in x:
-                kind = type(part)
-                if kind in SIMPLE:
-                    words += kind, part
-                elif kind in PLAIN:
-                    tensors.append(part)
-                    words.append(WORD)
-                elif kind is tuple:  # what a plan was made for
-                    beside.append(part)
-                else:
-                    return None
-        else:
+        elif not isinstance(x, tuple) or not _parts(x, words, tensors, beside):
             return None
     words.append(len(tensors))
     return tuple(words), tensors, beside
+
+
+def _parts(x: tuple[Any, ...], words: list[Any], tensors: list[Tensor], beside: list[Any]) -> bool:
+    """Of a window, a plan, a mod, a block mask; False where there is something unusual in it."""
+    words.append(type(x))
+    for part in x:
+        kind = type(part)
+        if kind in SIMPLE:
+            words += kind, part
+        elif kind in PLAIN:
+            tensors.append(part)
+            words.append(WORD)
+        elif kind is tuple and not (part and type(part[0]) in PLAIN):  # what a plan was made for, a mod's numbers
+            beside.append(part)
+        elif not isinstance(part, tuple) or not _parts(part, words, tensors, beside):
+            return False
+    words.append(len(x))
+    return True
 
 
 def recall(look: Look | None) -> tuple[Any, list[int]]:
@@ -99,9 +104,9 @@ def recall(look: Look | None) -> tuple[Any, list[int]]:
 
 
 def keep(look: Look, found: Any) -> None:
-    """Remember what was found out for a call; but for none that is watched."""
+    """Remember what was found out for a call; but for none that is watched, or has a tensor that was not looked at."""
     words, tensors, beside = look
-    if not is_watched(*tensors):
+    if not is_watched(*tensors) and not any(isinstance(x, Tensor) for part in beside for x in part):
         known = _calls.keep(words, [])
         known.insert(0, (_alike(tensors), beside, low_bits([*map(address, tensors)]), found))
         del known[SAME_WORDS:]
@@ -116,6 +121,13 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     if not twins:
         return look
     return lambda *others: all(others[a] is others[b] for a, b in twins) and look(*[others[n] for n in firsts])
+
+
+def places_of(tensors: Sequence[Tensor | None], look: Look) -> list[int | None] | None:
+    """Which of a call's tensors these are; None where one is none of them."""
+    places = {id(x): n for n, x in reversed([*enumerate(look[1])])} | {id(None): None}
+    found = [places.get(id(x), -1) for x in tensors]
+    return None if -1 in found else found
 
 
 def remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

@@ -110,6 +110,25 @@ def build_in_turn() -> None:
 
 
 @cache
+def same_key() -> None:
+    """Triton names a kernel by its source and by the constants that it and what it calls read; of what it calls only if
+    that had a name before: a name depends on which kernels had one earlier, and what one process compiled another did
+    not find. Of this library's functions, what is called gets its name first."""
+    from triton.runtime.jit import DependenciesFinder
+
+    merge = getattr(DependenciesFinder, "_update_hash", None)
+    if merge is None:
+        return
+
+    def merged(self: Any, function: Any) -> None:
+        if str(getattr(function, "__module__", "")).startswith(__name__.partition(".")[0]):
+            _ = function.cache_key
+        merge(self, function)
+
+    DependenciesFinder._update_hash = merged
+
+
+@cache
 def quick_key() -> None:
     """Triton names what it keeps by a hash of its own files, which takes every process up to a second: one of them has
     400 MB. What that one's is was written down when it was installed, if it was not changed since."""
@@ -155,6 +174,7 @@ def side_by_side() -> Iterator[Callable[[Iterable[Any]], None]]:
         return
     if _compiler is None or _compiler.process != os.getpid():  # threads do not survive a fork
         build_in_turn()
+        same_key()
         quick_key()
         _compiler = Compiler()
     compiler = _compiler

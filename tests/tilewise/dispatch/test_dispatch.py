@@ -111,21 +111,90 @@ def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatc
     assert given == [[x.data_ptr() for x in of] for of in (tensors, leaves, leaves)]
 
 
+@tilewise.score_mod
+def scaled(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
+    return score * table[h] * by
+
+
+@tilewise.mask_mod
+def before(b, h, q_idx, kv_idx, ends):  # type: ignore[no-untyped-def]
+    return kv_idx < ends[q_idx]
+
+
+def _ends() -> torch.Tensor:
+    return torch.full((128,), 100, dtype=torch.int32)
+
+
+TERMS: dict[str, Any] = {
+    "sinks": lambda: {"sinks": torch.rand(4)},
+    "slopes": lambda: {"alibi_slopes": torch.rand(4)},
+    "bias": lambda: {"bias": torch.rand(1, 4, 128, 128)},
+    "score mod": lambda: {"score_mod": scaled(torch.rand(4), 2.0)},
+    "mask mod": lambda: {"mask_mod": before(_ends())},
+    "all": lambda: {
+        "mask_mod": before(_ends()), "score_mod": scaled(torch.rand(4), 2.0), "alibi_slopes": torch.rand(4),
+        "sinks": torch.rand(4), "bias": torch.rand(1, 1, 128, 1), "softcap": 2.0,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_sinks_of_a_call_like_an_earlier_one(packed: bool, remembered: dict[Any, Any]) -> None:
-    """Its own, not the earlier one's."""
-    given = []
+@pytest.mark.parametrize("terms", [*TERMS, "block mask"])
+def test_tensors_of_a_call_like_an_earlier_one(
+    terms: str, packed: bool, remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Are its own, not the earlier one's; and it is not checked again."""
+    given: list[Request] = []
     dispatch.named("stub").forward = lambda r, _: given.append(r) or (r.q.clone(), r.q.new_zeros(r.q.shape[:-1]))
     q = Q[0] if packed else Q
+    calls = []
     for _ in range(2):
-        tensors = [q.clone() for _ in range(3)]
         cu = [torch.tensor([0, 128], dtype=torch.int32) for _ in range(2)] if packed else []
-        sinks = torch.rand(4)
-        (tilewise.attention_varlen if packed else tilewise.attention)(*tensors, *cu, sinks=sinks)
-        found = given[-1]
-        assert all(a is b for a, b in zip((*found[:3], found.sinks), (*tensors, sinks), strict=True))
-        assert [found.cu_q, found.cu_k] == [None, None] if not packed else found.cu_q is cu[0]
+        if terms != "block mask":
+            options = TERMS[terms]()
+        elif packed:
+            options = {"mask_mod": tilewise.block_mask_varlen(before(_ends()), *cu)}
+        else:
+            options = {"mask_mod": tilewise.block_mask(before(_ends()), 128, 128)}
+        calls.append(([q.clone() for _ in range(3)], cu, options))
+    found = []
+    for checked in (True, False):
+        tensors, cu, options = calls.pop(0)
+        if not checked:
+            monkeypatch.setattr(api.checks, "request_of", None)
+        longest = {"max_seqlen_q": 128, "max_seqlen_k": 128} if packed else {}
+        (tilewise.attention_varlen if packed else tilewise.attention)(*tensors, *cu, **longest, **options)
+        request = given[-1]
+        assert all(a is b for a, b in zip((*request[:3], *cu), (*tensors, request.cu_q, request.cu_k), strict=False))
+        assert request.sinks is options.get("sinks")
+        assert request.bias is options.get("bias")
+        mods = [options[name] for name in ("score_mod", "mask_mod") if name in options]
+        mods = [getattr(mod, "mod", mod) for mod in mods]
+        own = [x for mod in mods for x in mod.tensors] + [options[x] for x in ("alibi_slopes",) if x in options]
+        assert {id(x) for x in own} == {id(x) for x in (*request.score, *request.mask)}
+        assert len(request.blocks) == 4 * (terms == "block mask")
+        found.append(request.spec)
+    assert found[0] == found[1]
     assert sum(isinstance(x, dispatch.Call) for x in remembered.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"score_mod": scaled(torch.ones(4), 3.0)}, {"score_mod": scaled(torch.ones(1), 2.0)},
+        {"score_mod": scaled(torch.ones(8)[::2], 2.0)}, {"score_mod": scaled(torch.ones(4).double(), 2.0)},
+        {"mask_mod": before(torch.ones(200, dtype=torch.int32))}, {"mask_mod": None}, {"score_mod": None},
+        {"max_seqlen_q": 129, "max_seqlen_k": 129}, {"bias": torch.ones(1, 4, 1, 1)},
+    ],
+)  # fmt: skip
+def test_calls_with_other_terms(other: dict[str, Any], remembered: dict[Any, Any]) -> None:
+    """What is remembered of one serves none of them."""
+    cu = torch.tensor([0, 128], dtype=torch.int32)
+    options = {"score_mod": scaled(torch.ones(4), 2.0), "mask_mod": before(_ends()), "max_seqlen_q": 128,
+               "max_seqlen_k": 128, "bias": torch.ones(1, 1, 1, 1)}  # fmt: skip
+    for words in (options, options | other):
+        tilewise.attention_varlen(Q[0], Q[0].clone(), Q[0].clone(), cu, cu.clone(), **words)
+    assert sum(isinstance(x, dispatch.Call) for x in remembered.values()) == 2
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -199,9 +268,11 @@ def test_no_memory_of_what_changes(remembered: dict[Any, Any]) -> None:
 
     assert is_kept(softcap=2.0)
     assert is_kept(sinks=torch.zeros(4))
-    assert not any(is_kept(**it) for it in ({"dropout_p": 0.5}, {"alibi_slopes": torch.zeros(4)}))
+    assert not is_kept(dropout_p=0.5)
+    assert not is_kept(dropout_p=0.5, seed=torch.tensor([3]))
     for more in ({}, {"sinks": torch.zeros(4)}):
-        assert not is_kept(bias=torch.zeros(1, 1), **more)
+        assert is_kept(bias=torch.zeros(1, 1, 1, 1), **more)
+        assert not is_kept(bias=torch.zeros(1, 1), **more)  # a view of it was made
 
 
 def test_the_memory_is_bounded_and_threads_share_it(

@@ -162,3 +162,32 @@ def test_a_hash_that_was_written_down_is_taken_of_what_has_not_changed(state, tm
     os.utime(record, (1000, 1000))
     os.utime(file, (1001, 1001) if state == "younger" else (999, 999))
     assert triton_private.recorded(file) == (sha256(b"abc").hexdigest() if state == "as installed" else None)
+
+
+KEYS = """
+import sys
+import triton
+from tilewise.kernels import triton_private
+from tilewise.kernels.hopper import launch
+from tilewise.kernels.portable import kv_launch
+triton_private.same_key()
+modules = [module for name, module in sys.modules.items() if name.startswith("tilewise.kernels")]
+every = {id(x): x for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}
+named = sorted((f"{x.fn.__module__}.{x.fn.__qualname__}", x) for x in every.values())
+for _, x in named[:: int(sys.argv[1])]:
+    x.cache_key
+for name, x in named:
+    print(name, x.cache_key)
+    read = {(n, str(value)) for (n, _), (value, _) in x.used_global_vals.items() if "constexpr" in str(type(value))}
+    assert len(read) == len({n for n, _ in read}), "two constants of one name, whose order is that of addresses"
+"""
+
+
+def test_a_kernel_has_the_same_key_whichever_came_before_it():
+    """What one process has compiled, others find."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = [
+        subprocess.check_output([sys.executable, "-c", KEYS, step], text=True, env=environment) for step in ("1", "-1")
+    ]
+    assert len(found[0].splitlines()) > 100
+    assert found[0] == found[1]
