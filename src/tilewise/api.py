@@ -112,19 +112,17 @@ def check(
 def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
     """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
     look = _look(given, [q, k, v, *cu], longest)
-    known, _ = recall(look)
+    known, addresses = recall(look)
     lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
-    if known is None or look is None:
-        request = checks.request_of(q, k, v, cu, longest, given)
-        call, spec = dispatch.learned(request, look), request.spec
-        tensors = request.tensors() if call is None else call.tensors(request)
-    else:
-        call, places = known
-        spec, theirs = call.spec, look[1]
+    if known is not None and look is not None:
         if cu:
             checks.check_longest(*longest)
-        tensors = (q, k, v) if call.bare else tuple([None if n is None else theirs[n] for n in places])
-    return ops.attend(spec, call, tensors, lse)
+        call, places, requires = known
+        tensors = (q, k, v) if call.bare else tuple([None if n is None else look[1][n] for n in places])
+        return ops.repeat(call, requires, tensors, addresses, lse)
+    request = checks.request_of(q, k, v, cu, longest, given)
+    call = dispatch.learned(request, look)
+    return ops.attend(request.spec, call, request.tensors() if call is None else call.tensors(request), lse)
 
 
 def _look(given: Options, tensors: list[Tensor], longest: Any = ()) -> Look | None:

@@ -76,12 +76,12 @@ _Guards: Any = getattr(_compiled, "TensorGuards", None)
 def alike(*tensors: Tensor) -> Callable[..., bool]:
     """A function that says whether other tensors, as many, look like these, no two of which are the same: their types,
     shapes, strides, dtypes, devices, whether they require gradients; and no mode or transform must be at work that was
-    not now. It keeps none of them, and takes a sixth of the time of asking each for all this."""
+    not now (but no_grad may be). It keeps none of them, and takes a sixth of the time of asking each for all this."""
     if _Guards is not None:
         check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     found = looks(tensors)
-    return lambda *others: not is_watched(*others) and looks(others) == found
+    return lambda *others: not is_watched(*others) and not any(map(_is_batched, others)) and looks(others) == found
 
 
 def looks(tensors: Sequence[Tensor]) -> list[Any]:
@@ -136,9 +136,9 @@ def each_of_batch(function: Callable[..., Any], *tensors: Tensor | None) -> tupl
     )
 
 
-def is_disturbed(x: Tensor) -> bool:
-    """Whether a backward that starts from this is more than one: watched, timed, or differentiated again."""
-    return torch.is_grad_enabled() or is_forward_mode() or is_watched(x) or _profiled() or _is_batched(x)
+def is_disturbed() -> bool:
+    """Whether a call like earlier ones, as `alike` tells, is timed, or differentiated in forward mode, nevertheless."""
+    return is_forward_mode() or _profiled()
 
 
 def apply_unchecked(function: Any, *args: Any) -> Any:

@@ -137,14 +137,21 @@ class Call:
         """Those of such a request that it runs with."""
         return request[:3] if self.bare else request.tensors()
 
-    def again(self, what: str, *tensors: Tensor) -> Any:
-        """The results of "forward" or "backward" as they were recorded, of nothing but these tensors; None where there
-        is no such recording, or they lie otherwise than then (of a forward the memory says that they do not)."""
+    def run(self, what: str, addresses: list[int]) -> list[Tensor] | None:
+        """The results of "forward" or "backward" as they were recorded, of tensors that look alike, at these addresses;
+        None where there is no such recording."""
         recording = self.recordings.get(what) if self.bare and self.recordings else None
-        if recording is None:
-            return None
-        there = [x.data_ptr() for x in tensors] if what == "forward" else recording.where(tensors)
-        return None if there is None else recording.run(there)
+        found: list[Tensor] | None = None if recording is None else recording.run(addresses)
+        return found
+
+    def again(self, what: str, *tensors: Tensor) -> list[Tensor] | None:
+        """The same of the tensors; None too where they lie otherwise than then (of a forward the memory says that they
+        do not)."""
+        if what == "forward":
+            return self.run(what, [x.data_ptr() for x in tensors]) if self.bare else None
+        recording = self.recordings.get(what) if self.bare and self.recordings else None
+        there = None if recording is None else recording.where(tensors)
+        return None if there is None else self.run(what, there)
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back
@@ -170,12 +177,14 @@ def call_of(request: Request) -> Call:
 
 def learned(request: Request, look: Look | None) -> Call | None:
     """The same of a request that a user's call was made into, remembered by the look of that, together with which of
-    its tensors are whose: unless one was made for the request (a seed, say). None where somebody watches, who must see
-    the registered op."""
+    its tensors are whose, unless one was made for the request (a seed, say), and whether one requires a gradient.
+    None where somebody watches, who must see the registered op."""
     if is_watched(*request[:3]):
         return None
     call = call_of(request)
-    places = None if look is None else places_of(call.tensors(request), look)
+    tensors = call.tensors(request)
+    places = None if look is None else places_of(tensors, look)
     if look is not None and places is not None:
-        keep(look, (call, places))
+        given = tensors[: request.differentiable]
+        keep(look, (call, places, any(x is not None and x.requires_grad for x in given)))
     return call

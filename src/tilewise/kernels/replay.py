@@ -5,13 +5,15 @@ at (dtypes, strides, alignment, integers) is the same for these calls; only the 
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..spec import Upstream
-from ..torch_private import current_device, current_stream, empty_cuda
+from ..torch_private import alike, current_device, current_stream, empty_cuda
 from .compiling import compiled
 from .cuda import Addresses, Direct, Job, Slot, direct
 from .launch import Launch, runs_on_gpu
@@ -33,27 +35,23 @@ def nothing(device: int) -> Sequence[Tensor]:
 
 class Recording(NamedTuple):
     """The launches of a call on a device, with slots for its tensors; and, where the driver can be given all of them,
-    the same for it. What else there is to know of the call, so that it can `run` with nothing but addresses: the
-    strides of the tensors it was given, what it allocates (first its results), and what it keeps between calls."""
+    the same for it. What else there is to know of the call, so that it can `run` with nothing but addresses: whether
+    tensors look like those it was given, what it allocates (first its results), and what it keeps between calls."""
 
     steps: list[Job]
     direct: Direct | None
     device: int
-    strides: tuple[tuple[int, ...], ...] = ()
+    fits: Callable[..., bool] | None = None
     made: tuple[Made, ...] = ()
     kept: Callable[[int], Sequence[Tensor]] = nothing
 
     def where(self, given: Sequence[Tensor]) -> list[int] | None:
-        """The addresses of tensors that have the shapes and dtypes it was recorded with, if they also lie as those did,
-        on multiples of 16: what autograd has saved may come back otherwise, from a hook."""
-        found, low = [], 0
-        for x, stride in zip(given, self.strides, strict=True):
-            if x.stride() != stride or x.get_device() != self.device:
-                return None
-            address = x.data_ptr()
-            low |= address
-            found.append(address)
-        return None if low & 15 else found
+        """The addresses of tensors, if they look as those of the recording did and lie on multiples of 16: what
+        autograd has saved may come back otherwise, from a hook."""
+        if self.fits is None or not self.fits(*given):
+            return None
+        found = [x.data_ptr() for x in given]
+        return None if reduce(or_, found) & 15 else found
 
     def run(self, addresses: list[int]) -> list[Tensor]:
         """Everything again, with tensors at these addresses that look like those of the recording. Returns what it
@@ -131,11 +129,10 @@ def whole(
     if recording is None or recordings is None:
         return
     known = recordings.get(name)
-    if known is not None and known.steps is recording.steps:
+    if known is not None and known.steps is recording.steps and known.where(inputs) is not None:
         return
     if len(set(map(id, inputs))) == len(inputs) and not any(x.data_ptr() % 16 for x in inputs):
-        strides = tuple(x.stride() for x in inputs)
-        recordings[name] = recording._replace(strides=strides, made=allocated(rooms), kept=kept)
+        recordings[name] = recording._replace(fits=alike(*inputs), made=allocated(rooms), kept=kept)
 
 
 def record(launches: Sequence[Launch], binaries: Sequence[Any], tensors: Sequence[Tensor | None]) -> Recording:

@@ -215,7 +215,13 @@ class Transformed(AttentionAndLse):
 def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """What a backward returns."""
     *tensors, out, lse = ctx.saved_tensors
-    if ctx.call is not None and dout is not None and dlse is None and not is_disturbed(dout):
+    if (
+        ctx.call is not None
+        and dout is not None
+        and dlse is None
+        and not torch.is_grad_enabled()
+        and not is_disturbed()
+    ):
         found = ctx.call.again("backward", *tensors, out, lse, dout)
         if found is not None:
             return None, None, *found[:3]
@@ -326,6 +332,19 @@ def _is_higher_order(*tensors: Tensor | None) -> bool:
     if is_forward_mode():
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def repeat(call: Call, requires: bool, tensors: Any, addresses: list[int], lse: bool) -> Any:
+    """`attend` of a call like an earlier one, by the memory of them, which says where its tensors are and whether one
+    of them requires a gradient."""
+    if is_disturbed():
+        return attend(call.spec, call, tensors, lse)
+    if not requires or not torch.is_grad_enabled():
+        found = call.run("forward", addresses)
+        return _forward_of(call.spec, call, tensors) if found is None else found[:2]
+    kind: Any = AttentionAndLse if lse else Attention
+    found = apply_unchecked(kind, call.spec, call, *tensors)
+    return found if lse else (found, None)
 
 
 def attend(spec: Spec, call: Call | None, tensors: Any, lse: bool = True) -> Any:

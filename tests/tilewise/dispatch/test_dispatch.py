@@ -111,6 +111,18 @@ def test_what_ran_runs_again_of_q_k_and_v(remembered: dict[Any, Any], monkeypatc
     assert given == [[x.data_ptr() for x in of] for of in (tensors, leaves, leaves)]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_like_an_earlier_one_has_a_gradient_if_it_is_wanted(first: bool, remembered: dict[Any, Any]) -> None:
+    """Whether it was of the earlier one or not."""
+    q, k, v = (Q.clone().requires_grad_() for _ in range(3))
+    for wanted in (first, not first, first):
+        with torch.set_grad_enabled(wanted):
+            for lse in (True, False):
+                out = tilewise.attention(q, k, v, causal=True, return_lse=lse)
+                assert (out[0] if lse else out).requires_grad == wanted
+    assert sum(isinstance(x, dispatch.Call) for x in remembered.values()) == 1
+
+
 @tilewise.score_mod
 def scaled(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
     return score * table[h] * by

@@ -18,8 +18,9 @@ DESCRIPTOR = "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>"
 class Driver:
     """Stands for libcuda: it reads what a launch was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeats_address: bool) -> None:
         self.launches: list[dict[str, Any]] = []
+        self.repeats_address, self.maps = repeats_address, 0
         self.contexts = 0
         self.without_context = 0
 
@@ -37,7 +38,10 @@ class Driver:
         return 0
 
     def cuTensorMapEncodeTiled(self, place: Any, element: int, rank: int, address: Any, *_: Any) -> int:  # noqa: N802
-        ctypes.memmove(place.value, struct.pack("<QII", address.value, element, rank) * 8, 128)
+        again = address.value if self.repeats_address else 0
+        words = struct.pack("<QII", address.value, element, rank) + struct.pack("<QII", again, element, rank) * 7
+        ctypes.memmove(place.value, words, 128)
+        self.maps += 1
         return 0
 
     def cuModuleLoadData(self, *_: Any) -> int:  # noqa: N802
@@ -84,9 +88,9 @@ def arguments() -> list[Any]:
     return [Slot(0, 16), descriptor, None, (1.5,)]
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
+@pytest.fixture(params=[False, True], ids=["address first", "address anywhere"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver(request.param)
     monkeypatch.setattr(cuda, "_driver", lambda: found)
     return found
 
@@ -110,6 +114,17 @@ def test_a_launch_gives_the_driver_its_arguments(driver: Driver) -> None:
     assert struct.unpack("<QII", first["map"][:16]) == (2048, 9, 2)  # bfloat16, two axes
     assert struct.unpack("<Q", second["map"][:8]) == (4096,)
     assert first["map_at"] % 64 == 0
+
+
+def test_a_descriptor_is_made_for_each_address_only_where_it_must(driver: Driver) -> None:
+    run = cuda.direct([Job(kernel("one"), 9, arguments())], 2, 0)
+    assert run is not None
+    for address in (2048, 4096, 2048):
+        run([1000, address], 5)
+        given = driver.launches[-1]["map"]
+        again = address if driver.repeats_address else 0
+        assert struct.unpack("<QIIQII", given[:32]) == (address, 9, 2, again, 9, 2)
+    assert driver.maps == 2 + 2 * driver.repeats_address  # two to see whether it must
 
 
 def test_launches_of_a_call_share_its_addresses(driver: Driver) -> None:

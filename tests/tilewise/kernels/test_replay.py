@@ -201,7 +201,22 @@ def test_a_recording_is_for_tensors_that_lie_alike(monkeypatch: pytest.MonkeyPat
     assert recording.where((q, k)) == [q.data_ptr(), k.data_ptr()]
     assert recording.where((q.mT.contiguous().mT, k)) is None
     assert recording.where((q, torch.randn(5)[1:])) is None
-    assert recording._replace(device=0).where((q, k)) is None
+    assert recording.where((q.to("meta"), k)) is None
+    assert recording.where((q.bfloat16(), k)) is None
+    leaf = q.clone().requires_grad_()
+    assert recording.where((leaf, k)) is None
+
+
+def test_a_call_that_looks_otherwise_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a backward that is called under autocast once, and then without: both are right, the last is quick."""
+    call, q, k = Called(monkeypatch), torch.randn(8, 4), torch.randn(4)
+    with torch.inference_mode():
+        call(q, k)
+    first = call.recordings["forward"]
+    assert first.where((q, k)) is None
+    call(q, k)
+    assert call.recordings["forward"].steps is first.steps
+    assert call.recordings["forward"].where((q, k)) is not None
 
 
 @pytest.mark.parametrize("kind", ["one tensor twice", "an odd address"])
