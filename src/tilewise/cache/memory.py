@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.memory import Look, keep, look_of, recall
+from ..dispatch.memory import Look, first_places, keep, look_of, recall
 from ..torch_private import is_watched
 
 
@@ -65,7 +65,7 @@ def learn(
     if is_watched(*tensors) or any(x.requires_grad for x in tensors[:3]) or tensors[0].dtype.itemsize != 2:
         return
     pool = [*tensors, *(x for x in made if x is not None and not any(x is y for y in tensors))]
-    places = {id(x): n for n, x in reversed([*enumerate(pool)])}
+    places = first_places(pool)
     needed = [*results, *(x for one in ran if one is not None for x in one.tensors if x is not None)]
     if any(id(x) not in places for x in needed):
         return

@@ -212,10 +212,9 @@ def _work(task: str) -> None:
     import triton
 
     from tilewise.kernels.offline import binary_for
-    from tilewise.kernels.triton_private import quick_key, same_key
+    from tilewise.kernels.triton_private import shared_keys
 
-    same_key()
-    quick_key()
+    shared_keys()
     given = json.loads(task)
     kinds, gpu = [Kind(*kind) for kind in given["kinds"]], Gpu(*given["gpu"])
     hits: list[bool] = []

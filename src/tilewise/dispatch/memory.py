@@ -114,7 +114,7 @@ def keep(look: Look, found: Any) -> None:
 
 def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """`alike` of tensors of which one may be two."""
-    places = {id(x): n for n, x in reversed([*enumerate(tensors)])}
+    places = first_places(tensors)
     firsts = [n for n, x in enumerate(tensors) if places[id(x)] == n]
     twins = [(places[id(x)], n) for n, x in enumerate(tensors) if places[id(x)] != n]
     look = alike(*(tensors[n] for n in firsts))
@@ -123,9 +123,14 @@ def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: all(others[a] is others[b] for a, b in twins) and look(*[others[n] for n in firsts])
 
 
+def first_places(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Where each of them stands, by its id; of one that is there twice, where it first does."""
+    return {id(x): n for n, x in reversed([*enumerate(tensors)])}
+
+
 def places_of(tensors: Sequence[Tensor | None], look: Look) -> list[int | None] | None:
     """Which of a call's tensors these are; None where one is none of them."""
-    places = {id(x): n for n, x in reversed([*enumerate(look[1])])} | {id(None): None}
+    places = first_places(look[1]) | {id(None): None}
     found = [places.get(id(x), -1) for x in tensors]
     return None if -1 in found else found
 

@@ -164,6 +164,12 @@ def recorded(file: Path) -> str | None:
     return None
 
 
+def shared_keys() -> None:
+    """What whoever compiles does first, so that others find it."""
+    same_key()
+    quick_key()
+
+
 @contextmanager
 def side_by_side() -> Iterator[Callable[[Iterable[Any]], None]]:
     """Within, `kernel.warmup` of what is not compiled yet returns at once, with a `future` and a `result()`; they are
@@ -174,8 +180,7 @@ def side_by_side() -> Iterator[Callable[[Iterable[Any]], None]]:
         return
     if _compiler is None or _compiler.process != os.getpid():  # threads do not survive a fork
         build_in_turn()
-        same_key()
-        quick_key()
+        shared_keys()
         _compiler = Compiler()
     compiler = _compiler
     before = active_mode.set(compiler)
