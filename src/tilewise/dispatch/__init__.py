@@ -140,18 +140,20 @@ class Call:
     def run(self, what: str, addresses: list[int]) -> list[Tensor] | None:
         """The results of "forward" or "backward" as they were recorded, of tensors that look alike, at these addresses;
         None where there is no such recording."""
-        recording = self.recordings.get(what) if self.bare and self.recordings else None
+        recording = self.recordings.get(what) if self.recordings else None
         found: list[Tensor] | None = None if recording is None else recording.run(addresses)
         return found
 
-    def again(self, what: str, *tensors: Tensor) -> list[Tensor] | None:
+    def again(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
         """The same of the tensors; None too where they lie otherwise than then (of a forward the memory says that they
         do not)."""
-        if what == "forward":
-            return self.run(what, [x.data_ptr() for x in tensors]) if self.bare else None
-        recording = self.recordings.get(what) if self.bare and self.recordings else None
-        there = None if recording is None else recording.where(tensors)
-        return None if there is None else self.run(what, there)
+        recording = self.recordings.get(what) if self.recordings else None
+        if recording is None:
+            return None
+        given = [x for x in tensors if x is not None]
+        there = [x.data_ptr() for x in given] if what == "forward" else recording.where(given)
+        found: list[Tensor] | None = None if there is None else recording.run(there)
+        return found
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back
