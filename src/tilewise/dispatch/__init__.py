@@ -144,18 +144,19 @@ class Call:
         found: list[Tensor] | None = None if recording is None else recording.run(addresses)
         return found
 
-    def again(self, what: str, *tensors: Tensor) -> list[Tensor] | None:
+    def again(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
         """The same of the tensors; None too where they lie otherwise than then (of a forward the memory says that they
         do not)."""
         recording = self._recorded(what)
         if recording is None:
             return None
-        there = [x.data_ptr() for x in tensors] if what == "forward" else recording.where(tensors)
+        given = [x for x in tensors if x is not None]
+        there = [x.data_ptr() for x in given] if what == "forward" else recording.where(given)
         found: list[Tensor] | None = None if there is None else recording.run(there)
         return found
 
     def _recorded(self, what: str) -> Any:
-        return self.recordings.get(what) if self.bare and self.recordings else None
+        return self.recordings.get(what) if self.recordings else None
 
     def fits(self, request: Request) -> bool:
         """Whether a request that is one of these calls surely still looks so: what autograd has saved may come back

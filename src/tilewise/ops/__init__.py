@@ -46,7 +46,7 @@ def _backward_of(request: Request, upstream: Upstream, call: Call | None = None)
     if call is None or not call.fits(request):
         call = call_of(request)
     out, lse, dout, dlse = upstream
-    found = call.again("backward", *request[:3], out, lse, dout) if dlse is None else None
+    found = call.again("backward", *call.tensors(request), out, lse, dout) if dlse is None else None
     dq, dk, dv, *_ = found or call.backend.backward(request, upstream, call.recordings)
     return dq, dk, dv
 
@@ -224,7 +224,13 @@ def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     ):
         found = ctx.call.again("backward", *tensors, out, lse, dout)
         if found is not None:
-            return None, None, *found[:3]
+            terms = ctx.needs_input_grad[5 : 2 + differentiable(ctx.spec)]
+            rest: tuple[Tensor | None, ...] = (None,) * (len(tensors) - 3)
+            if any(terms):
+                upstream = Upstream(out, lse, dout, None)
+                of_terms = _of_terms(terms, ctx.call, upstream, Request.of(ctx.spec, tensors))
+                rest = *of_terms, *rest[len(terms) :]
+            return None, None, *found[:3], *rest
     request = Request.of(ctx.spec, tensors)
     every = differentiable(ctx.spec)
     n = min(every, len(tensors))
@@ -316,16 +322,22 @@ def _differentiated(wanted: Any, call: Call | None, upstream: Upstream, request:
         grads = _watched("backward")(*upstream, *arguments(request))
     else:
         grads = _backward_of(request, upstream, call)
-    terms = wanted[3:]
-    if not any(terms):
-        return *grads, *(None,) * len(terms)
+    return *grads, *_of_terms(wanted[3:], call, upstream, request)
+
+
+def _of_terms(wanted: Any, call: Call | None, upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
+    """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
+    if not any(wanted):
+        return (None,) * len(wanted)
     if is_dtensor(*request[:3]):
         from .dtensor import term_gradients
 
-        found = iter(term_gradients(upstream, list(terms), request))
+        found = iter(term_gradients(upstream, list(wanted), request))
+    elif call is None or is_watched(upstream.dout, *request[:3]):
+        found = iter(torch.ops.tilewise.term_gradients(*upstream, list(wanted), *arguments(request)))
     else:
-        found = iter(torch.ops.tilewise.term_gradients(*upstream, list(terms), *arguments(request)))
-    return *grads, *(next(found) if wants else None for wants in terms)
+        found = iter(call.backend.term_gradients(request, upstream, list(wanted)))
+    return tuple(next(found) if wants else None for wants in wanted)
 
 
 def _is_higher_order(*tensors: Tensor | None) -> bool:
@@ -340,7 +352,7 @@ def repeat(call: Call, requires: bool, tensors: Any, addresses: list[int], lse: 
     if is_disturbed():
         return attend(call.spec, call, tensors, lse)
     if not requires or not torch.is_grad_enabled():
-        found = call.run("forward", addresses)
+        found = call.run("forward", addresses) if call.bare else None
         return _forward_of(call.spec, call, tensors) if found is None else found[:2]
     kind: Any = AttentionAndLse if lse else Attention
     found = apply_unchecked(kind, call.spec, call, *tensors)

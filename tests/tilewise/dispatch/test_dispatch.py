@@ -137,6 +137,55 @@ def _ends() -> torch.Tensor:
     return torch.full((128,), 100, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("wanted", ["sinks", "table", "both", "neither"])
+def test_what_ran_runs_again_of_all_tensors(
+    wanted: str, remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward; the gradients of terms are computed beside, where they are wanted."""
+    ran: list[tuple[str, list[int]]] = []
+    asked: list[list[bool]] = []
+
+    def forward(request: Request, recordings: Any) -> Any:
+        results = [request.q + 1, request.q.new_zeros(1, 4, 128)]
+        recordings["forward"] = SimpleNamespace(run=lambda there: ran.append(("forward", there)) or results)
+        return request.q.clone(), request.q.new_zeros(1, 4, 128)
+
+    def backward(request: Request, upstream: Any, recordings: Any) -> Any:
+        grads = [torch.full_like(x, 7) for x in request[:3]]
+        recordings["backward"] = SimpleNamespace(
+            run=lambda there: ran.append(("backward", there)) or grads, where=lambda xs: [x.data_ptr() for x in xs]
+        )
+        return [torch.full_like(x, 5) for x in request[:3]]
+
+    def term_gradients(request: Request, upstream: Any, wanted: list[bool]) -> list[torch.Tensor]:
+        asked.append(wanted)
+        inputs = (request.bias, request.sinks, *request.score)
+        return [torch.full_like(x, 3) for x, wants in zip(inputs, wanted, strict=True) if wants]
+
+    module = SimpleNamespace(forward=forward, backward=backward, term_gradients=term_gradients)
+    monkeypatch.setattr(dispatch, "named", lambda name: module)
+    for turn in range(3):
+        q, k, v = (torch.randn(1, 128, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        sinks = torch.rand(4, requires_grad=wanted in ("sinks", "both"))
+        table = torch.rand(4, requires_grad=wanted in ("table", "both"))
+        ends = _ends()
+        out = tilewise.attention(q, k, v, mask_mod=before(ends), score_mod=scaled(table, 2.0), sinks=sinks, causal=True)
+        out.backward(torch.ones_like(out))
+        assert q.grad is not None
+        assert set(q.grad.flatten().tolist()) == {5.0 if turn == 0 else 7.0}
+        for x in (sinks, table):
+            assert (x.grad is not None) == x.requires_grad
+            assert x.grad is None or x.grad.tolist() == [3.0] * 4
+        if turn:
+            given = [x.data_ptr() for x in (q, k, v, sinks, table, ends)]
+            (name, there), (other, behind) = ran[-2:]
+            assert (name, there) == ("forward", given)
+            assert other == "backward"
+            assert behind[:6] == given
+            assert len(behind) == 9  # and out, lse, dout
+    assert asked == ([] if wanted == "neither" else [[False, wanted != "table", wanted != "sinks"]] * 3)
+
+
 TERMS: dict[str, Any] = {
     "sinks": lambda: {"sinks": torch.rand(4)},
     "slopes": lambda: {"alibi_slopes": torch.rand(4)},
