@@ -85,6 +85,7 @@ RULES = {
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
     "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
     "kernels.portable.kv_launch": Rule("cache.memory cache.request kernels spec torch_private triton"),
+    "kernels.portable.sinks": Rule("kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),

@@ -2,8 +2,8 @@
 
 A backend is a folder with a module `limits` (what keeps a call from it; imports torch alone), a module `profile` (its
 kernels, as the model of times sees them) and a module that has its functions, imported when first needed:
-forward(request, recordings), backward(request, upstream, recordings), term_gradients(request, upstream, wanted) and
-jvp(request, out, lse, tangents). Nothing but the table below, and the folder, knows its name.
+forward(request, recordings), backward(request, upstream, recordings), term_gradients(request, upstream, wanted,
+recordings) and jvp(request, out, lse, tangents). Nothing but the table below, and the folder, knows its name.
 """
 
 from __future__ import annotations

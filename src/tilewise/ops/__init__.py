@@ -75,7 +75,9 @@ def _term_gradients(
 ) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors, in this order."""
     request = request_of(*call)
-    grads: list[Tensor] = call_of(request).backend.term_gradients(request, Upstream(out, lse, dout, dlse), wanted)
+    found = call_of(request)
+    upstream = Upstream(out, lse, dout, dlse)
+    grads: list[Tensor] = found.backend.term_gradients(request, upstream, wanted, found.recordings)
     return grads
 
 
@@ -336,7 +338,7 @@ def _of_terms(wanted: Any, call: Call | None, upstream: Upstream, request: Reque
     elif call is None or is_watched(upstream.dout, *request[:3]):
         found = iter(torch.ops.tilewise.term_gradients(*upstream, list(wanted), *arguments(request)))
     else:
-        found = iter(call.backend.term_gradients(request, upstream, list(wanted)))
+        found = iter(call.backend.term_gradients(request, upstream, list(wanted), call.recordings))
     return tuple(next(found) if wants else None for wants in wanted)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,7 +140,9 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     return dq, dk.to(dq.dtype), dv.to(dq.dtype)
 
 
-def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> list[Tensor]:
+def term_gradients(
+    request: Request, upstream: Upstream, wanted: Sequence_[bool], _recordings: Any = None
+) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
     q, spec = request.q, request.spec
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -157,7 +157,7 @@ def test_what_ran_runs_again_of_all_tensors(
         )
         return [torch.full_like(x, 5) for x in request[:3]]
 
-    def term_gradients(request: Request, upstream: Any, wanted: list[bool]) -> list[torch.Tensor]:
+    def term_gradients(request: Request, upstream: Any, wanted: list[bool], _recordings: Any) -> list[torch.Tensor]:
         asked.append(wanted)
         inputs = (request.bias, request.sinks, *request.score)
         return [torch.full_like(x, 3) for x, wants in zip(inputs, wanted, strict=True) if wants]

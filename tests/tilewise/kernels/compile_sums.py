@@ -1,4 +1,4 @@
-"""Compiles the sums of the gradients of biases, as JSON: what their tiles need.
+"""Compiles the sums of the gradients of biases and sinks, as JSON: what their tiles need.
 
 python -m tests.tilewise.kernels.compile_sums 90 256 bfloat16
 """
@@ -15,6 +15,7 @@ from tilewise.costs.compiled import compile_for
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.launch import Launch
 from tilewise.kernels.portable import term_gradients as terms
+from tilewise.kernels.portable.launch import every_sink_launch, new_results
 from tilewise.spec import Request, Spec, Upstream
 
 
@@ -26,10 +27,11 @@ def main(arch: int | str, d: int, dtype: str) -> None:
             found = compile_for(arch, self.kernel, self.args, self.options)
             made.append({"kernel": self.kernel.fn.__name__, "shared": found.shared, "spills": found.spills})
 
+    gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
     prepare = terms.prepare_launch
     stand_ins: dict[str, Any] = {
         "Launch": Compile,
-        "gpu_for": lambda _: Gpu("cuda" if isinstance(arch, int) else "hip", arch),
+        "gpu_for": lambda _: gpu,
         "prepare_launch": lambda *args: (lambda: None, prepare(*args)[1]),
         "scatter_": lambda *_: None,
     }
@@ -43,6 +45,9 @@ def main(arch: int | str, d: int, dtype: str) -> None:
         terms.Sums(request, Upstream(out, torch.empty(2, 4, n), dout, None)).of_bias(bias)
         packed = Request(*(x[0] for x in (q, k, v)), request.spec, bias=bias, cu_q=cu, cu_k=cu)
         terms.Sums(packed, Upstream(out[0], torch.empty(4, n), dout[0], None)).of_bias(bias)
+    request = Request(q, k, v, Spec(d**-0.5, None, 0), sinks=torch.empty(4, dtype=q.dtype))
+    for launch in every_sink_launch(request, *new_results(request), gpu):
+        Compile(*launch)()
     print(json.dumps(made))
 
 

@@ -137,7 +137,7 @@ def test_sums_of_gradients_fit(capability: int, dim: int, dtype: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     made = json.loads(done.stdout.splitlines()[-1])
-    assert len(made) == 8
+    assert len(made) == 10
     for each in made:
         assert each["shared"] <= SHARED[capability], each
         assert each["spills"] == 0, each

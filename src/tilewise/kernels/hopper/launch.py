@@ -12,7 +12,15 @@ from ...torch_private import current_stream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import INTERPRETED, Launch, multiprocessors, on
-from ..portable.launch import ahead, clear_launches, jvp, new_gradients, new_results, term_gradients
+from ..portable.launch import (
+    ahead,
+    clear_launches,
+    every_sink_launch,
+    jvp,
+    new_gradients,
+    new_results,
+    term_gradients,
+)
 from ..portable.launch import every_launch as portable_launches
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
@@ -161,6 +169,7 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
         return launches
     if not has_backward(request):
         return launches + portable_launches(request, gpu, True)
+    launches += every_sink_launch(request, out, lse, gpu)
     request = spread(request, copies(request, PROCESSORS))
     dq, dk, dv = new_gradients(request)
     upstream, space = Upstream(out, lse, out, None), new_space(q, problem(request))

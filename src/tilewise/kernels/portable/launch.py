@@ -31,6 +31,7 @@ from .options import (
     tile_of,
 )
 from .repairs import repair
+from .sinks import sink_launches, sink_rooms
 from .term_gradients import term_gradients
 
 __all__ = ["backward", "every_launch", "forward", "jvp", "offline", "term_gradients"]
@@ -114,7 +115,15 @@ def every_launch(request: Request, gpu: Gpu, backward: bool) -> list[Launch]:
         statistics, flags = row_statistics(request), new_flags(request, both=True)
         passes = backward_launches(request, Upstream(out, lse, out, None), (dq, dk, dv), statistics, flags, gpu)
         launches += [*passes, *backward_repairs(passes), *clear_launches(dq, dk, dv, cu_q, cu_k, gpu)]
+        launches += every_sink_launch(request, out, lse, gpu)
     return launches
+
+
+def every_sink_launch(request: Request, out: Tensor, lse: Tensor, gpu: Gpu) -> list[Launch]:
+    """Those of the gradient of sinks, if there are any."""
+    if request.sinks is None:
+        return []
+    return sink_launches(request, Upstream(out, lse, out, None), *sink_rooms(request), gpu)
 
 
 def ahead(request: Request, gpu: Gpu, every: Callable[[Request, Gpu, bool], list[Launch]]) -> list[Launch]:

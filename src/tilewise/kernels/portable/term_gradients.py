@@ -1,4 +1,5 @@
-"""The gradients of biases, sinks and captured tensors: which sums to launch, and how their results become gradients.
+"""The gradients of biases and captured tensors: which sums to launch, and how their results become gradients. Of sinks
+they are in `sinks`.
 
 A tensor read at (b, h), at a query or at a key costs one more pass over the scores and O(S) memory. One read at both
 (a full bias, a table of distances) has its sums over batch rows and heads taken by the owner of each tile: into the
@@ -18,25 +19,32 @@ from .. import mods
 from ..launch import Launch, gpu_for, on
 from ..shapes import lined, problem
 from ..terms import device_terms, is_fast, mask_mod, slope_mod
-from ..tile.tuples import FAR, LOG2E, Bias
+from ..tile.tuples import FAR, Bias
 from .backward_launch import prepare_launch, row_statistics
 from .options import options_of, tile_of
+from .sinks import sink_gradient
 from .sums import line_sums_kernel, tile_sums_kernel
 
 STRIP = 1 << 26
 
 
-def term_gradients(request: Request, upstream: Upstream, wanted: list[bool]) -> list[Tensor]:
+def term_gradients(
+    request: Request, upstream: Upstream, wanted: list[bool], recordings: dict[Any, Any] | None = None
+) -> list[Tensor]:
+    """Of the wanted ones among bias, sinks and the score mod's tensors. `recordings` remembers launches."""
     q, spec = request.q, request.spec
+    bias, sinks, *others = wanted
     inputs = (request.bias, request.sinks, *request.score)
+    grads: list[Tensor | None] = [None for _ in inputs]
+    if sinks:
+        grads[1] = total = sink_gradient(request, upstream, recordings)
+        if not bias and not any(others):
+            return [total]
     with on(q):
         sums = Sums(request, upstream)
-        grads: list[Tensor | None] = [None for _ in inputs]
-        if wanted[0] and request.bias is not None:
+        if bias and request.bias is not None:
             grads[0] = sums.of_bias(request.bias)
-        if wanted[1] and request.sinks is not None:
-            grads[1] = sums.of_sinks(request.sinks)
-        for n, (x, wants) in enumerate(zip(request.score, wanted[2:], strict=True)):
+        for n, (x, wants) in enumerate(zip(request.score, others, strict=True)):
             if wants:
                 total = x.new_zeros(x.shape, dtype=torch.float32)
                 assert spec.score_mod is not None
@@ -65,13 +73,6 @@ class Sums:
             self.delta.zero_()
         prepare()
         self.tile = tile_of("sums", self.q.element_size(), self.size, self.gpu)
-
-    def of_sinks(self, sinks: Tensor) -> Tensor:
-        """-Σ_i exp(sink - lse_i) delta_i"""
-        natural = self.request.bias is not None  # and so are the lse then: see `measured`
-        x = sinks.float()[:, None] * (1.0 if natural else LOG2E.value) - self.lse2
-        p = torch.exp(x) if natural else torch.exp2(x)
-        return -(p * self.delta).sum((0, 2))
 
     def of_bias(self, bias: Tensor) -> Tensor:
         batch, heads, n_q, n_k = bias.shape
