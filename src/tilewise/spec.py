@@ -208,16 +208,21 @@ def _said(*words: Any) -> str:
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
     """The reverse of `arguments`."""
-    scalars = tuple([tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars])
-    try:
-        spec = _spec(*scalars)
-    except TypeError:  # a symbol, which has no hash
-        spec = _spec.__wrapped__(*scalars)
+    spec = spec_of(scalars)
     if not others:
         return Request(q, k, v, spec)
     room = Request(q, k, v, spec, score=(q,) * spec.score_tensors, mask=(q,) * spec.mask_tensors).tensors()
     missing = len(room) - 3 - len(others)  # below 0: the lists of a block mask are there
     return Request.of(spec, (q, k, v, *others, *(None,) * missing))
+
+
+def spec_of(scalars: Any) -> Spec:
+    """From what an op is asked beside its tensors."""
+    scalars = [tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars]
+    try:
+        return _spec(*scalars)
+    except TypeError:  # a symbol, which has no hash
+        return _spec.__wrapped__(*scalars)
 
 
 @lru_cache(LIMIT)

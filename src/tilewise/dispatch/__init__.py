@@ -8,7 +8,7 @@ recordings) and jvp(request, out, lse, tangents). Nothing but the table below, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -22,9 +22,9 @@ from ..kernels.portable import kv_profile
 from ..kernels.portable import limits as portable
 from ..kernels.portable import profile as portable_profile
 from ..kernels.profile import Profile, Shapes
-from ..spec import AttentionError, Request
+from ..spec import AttentionError, Request, Spec, spec_of
 from ..torch_private import is_watched
-from .memory import Look, keep, places_of, remembered, signature
+from .memory import Look, keep, places_of, recent, remembered, signature
 
 
 def _nothing(call: Shapes, gpu: Gpu) -> list[Profile]:
@@ -145,15 +145,16 @@ class Call:
         return found
 
     def again(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
-        """The same of the tensors; None too where they lie otherwise than then (of a forward the memory says that they
-        do not)."""
-        recording = self._recorded(what)
-        if recording is None:
+        """The same of the tensors."""
+        if self._recorded(what) is None:
             return None
-        given = [x for x in tensors if x is not None]
-        there = [x.data_ptr() for x in given] if what == "forward" else recording.where(given)
-        found: list[Tensor] | None = None if there is None else recording.run(there)
-        return found
+        return self.run(what, [x.data_ptr() for x in tensors if x is not None])
+
+    def if_alike(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
+        """The same of tensors of which it is not known; None too where they look or lie otherwise than then."""
+        recording = self._recorded(what)
+        there = None if recording is None else recording.where([x for x in tensors if x is not None])
+        return None if there is None else self.run(what, there)
 
     def _recorded(self, what: str) -> Any:
         return self.recordings.get(what) if self.recordings else None
@@ -178,6 +179,25 @@ def call_of(request: Request) -> Call:
         return Call(request)
     call: Call = remembered(("attention", request.spec, *signature(*request.tensors())), lambda: Call(request))
     return call
+
+
+def latest(scalars: Any, q: Tensor, others: Sequence[Tensor | None]) -> Call | None:
+    """The last call that an op was asked for with these words and numbers, and terms in these places: mostly the next
+    one looks like it, which `if_alike` finds out sooner than `call_of` finds a call. Off the GPU there is none."""
+    call: Call | None = recent(_of_op(spec_of(scalars), others)) if q.is_cuda else None
+    return call
+
+
+def called(request: Request, others: Sequence[Tensor | None]) -> Call:
+    """`call_of` an op, whose `latest` it is."""
+    call = call_of(request)
+    if request.q.is_cuda:
+        recent(_of_op(request.spec, others), call)
+    return call
+
+
+def _of_op(spec: Spec, others: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return ("op", spec, *[x is None for x in others])
 
 
 def learned(request: Request, look: Look | None) -> Call | None:

@@ -141,6 +141,14 @@ def remembered(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     return _calls.keep(key, make()) if found is None else found
 
 
+def recent(key: tuple[Any, ...], found: Any = None) -> Any:
+    """What was last found for this key; or this is, from now on."""
+    if found is None:
+        return _calls.get(key)
+    _calls.pop(key, None)
+    return _calls.keep(key, found)
+
+
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What a choice of kernels and its compilation depend on in tensors, as a key."""
     found: list[Any] = []

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..dispatch import Call, call_of, choose, named
+from ..dispatch import Call, call_of, called, choose, latest, named
 from ..spec import (
     ARGUMENTS,
     SCHEMA,
@@ -46,7 +46,7 @@ def _backward_of(request: Request, upstream: Upstream, call: Call | None = None)
     if call is None or not call.fits(request):
         call = call_of(request)
     out, lse, dout, dlse = upstream
-    found = call.again("backward", *call.tensors(request), out, lse, dout) if dlse is None else None
+    found = call.if_alike("backward", *call.tensors(request), out, lse, dout) if dlse is None else None
     dq, dk, dv, *_ = found or call.backend.backward(request, upstream, call.recordings)
     return dq, dk, dv
 
@@ -58,15 +58,30 @@ def _forward_of(spec: Any, call: Call, tensors: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
-def _forward(*call: Any) -> tuple[Tensor, Tensor]:
-    request = request_of(*call)
-    found = call_of(request)
-    return _forward_of(request.spec, found, found.tensors(request))
+def _forward(q: Tensor, k: Tensor, v: Tensor, others: list[Tensor | None], *asked: Any) -> tuple[Tensor, Tensor]:
+    call = latest(asked, q, others)
+    found = None if call is None else call.if_alike("forward", q, k, v, *others)
+    if found is None:
+        request = request_of(q, k, v, others, *asked)
+        call = called(request, others)
+        tensors = call.tensors(request)
+        found = call.if_alike("forward", *tensors) or call.backend.forward(request, call.recordings)
+    out, lse, *_ = found
+    return out, lse
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
-def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_of(request_of(*call), Upstream(out, lse, dout, dlse))
+def _backward(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    others: list[Tensor | None], *asked: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = latest(asked, q, others) if dlse is None else None
+    found = None if call is None else call.if_alike("backward", q, k, v, *others, out, lse, dout)
+    if found is None:
+        request = request_of(q, k, v, others, *asked)
+        return _backward_of(request, Upstream(out, lse, dout, dlse), called(request, others))
+    dq, dk, dv, *_ = found
+    return dq, dk, dv
 
 
 @torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
@@ -224,7 +239,7 @@ def _propagated(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         and not torch.is_grad_enabled()
         and not is_disturbed()
     ):
-        found = ctx.call.again("backward", *tensors, out, lse, dout)
+        found = ctx.call.if_alike("backward", *tensors, out, lse, dout)
         if found is not None:
             terms = ctx.needs_input_grad[5 : 2 + differentiable(ctx.spec)]
             rest: tuple[Tensor | None, ...] = (None,) * (len(tensors) - 3)

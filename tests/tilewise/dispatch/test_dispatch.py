@@ -14,7 +14,7 @@ import tilewise
 from tilewise import AttentionError, api, dispatch, torch_private
 from tilewise.dispatch import memory
 from tilewise.kernels.gpu import Gpu
-from tilewise.spec import Request, Spec
+from tilewise.spec import Request, Spec, arguments
 
 Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
 
@@ -184,6 +184,45 @@ def test_what_ran_runs_again_of_all_tensors(
             assert behind[:6] == given
             assert len(behind) == 9  # and out, lse, dout
     assert asked == ([] if wanted == "neither" else [[False, wanted != "table", wanted != "sinks"]] * 3)
+
+
+def test_ops_run_again_what_looks_like_the_latest(remembered: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of two lengths with the same words: found again by torch's comparison, or by all there is to know."""
+    ran: list[tuple[str, int]] = []
+
+    def recorded(name: str, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
+        def run(there: list[int]) -> list[torch.Tensor]:
+            assert len(there) == len(tensors)
+            ran.append((name, n))
+            return results
+
+        n = tensors[0].shape[1]
+        look = torch_private.alike(*tensors)
+        where = lambda xs: [x.data_ptr() for x in xs] if look(*xs) else None  # noqa: E731
+        return SimpleNamespace(run=run, where=where)
+
+    def forward(r: Request, recordings: Any) -> Any:
+        results = [r.q + 1, r.q.new_zeros(1, 4, r.q.shape[1])]
+        recordings["forward"] = recorded("forward", [*r[:3]], results)
+        ran.append(("new", r.q.shape[1]))
+        return r.q.clone(), results[1]
+
+    def backward(r: Request, upstream: Any, recordings: Any) -> Any:
+        out, lse, dout, _ = upstream
+        recordings["backward"] = recorded("backward", [*r[:3], out, lse, dout], [torch.ones_like(x) for x in r[:3]])
+        ran.append(("new", r.q.shape[1]))
+        return tuple(torch.zeros_like(x) for x in r[:3])
+
+    monkeypatch.setattr(dispatch, "named", lambda name: SimpleNamespace(forward=forward, backward=backward))
+    asked = arguments(Request(Q, Q, Q, Spec(0.5, None, 0)))[3:]
+    for n in (128, 128, 64, 128, 64, 64):
+        q, k, v, dout = (torch.randn(1, n, 4, 64, dtype=torch.bfloat16) for _ in range(4))
+        before = len(ran)
+        out, lse = torch.ops.tilewise.forward(q, k, v, *asked)
+        grads = torch.ops.tilewise.backward(out, lse, dout, None, q, k, v, *asked)
+        known = ("new", n) in ran[:before]
+        assert ran[before:] == ([("forward", n), ("backward", n)] if known else [("new", n)] * 2)
+        assert all(x.shape == q.shape for x in grads)
 
 
 TERMS: dict[str, Any] = {
