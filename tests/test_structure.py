@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 RULES = {
     "tilewise": Rule("api cache merge mods spec costs compat integrations"),
     "api": Rule("spec checks ops dispatch"),
-    "cache": Rule("cache checks dispatch mods spec torch_private"),
+    "cache": Rule("cache checks dispatch mods ops.flops spec torch_private"),
     "cache.request": Rule("spec"),
     "cache.memory": Rule("dispatch.memory torch_private"),
     "checks": Rule("checks spec mods torch_private"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -40,6 +41,33 @@ def test_flops_of_packed_sequences() -> None:
     with counter:
         tilewise.attention_varlen(x, x, x, cu, cu)
     assert counter.get_total_flops() == 2 * 4 * (3 * 3 + 7 * 7) * 16
+
+
+def test_flops_over_a_cache() -> None:
+    """Keys that are in it, and the new ones; packed queries too."""
+    k, v = torch.randn(2, 2, 16, 2, 8)
+    lengths, cu = torch.tensor([5, 9], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    q, new = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 2, 8)
+    with FlopCounterMode(display=False) as counter:
+        tilewise.attention_kv(q, k, v, lengths, k_new=new, v_new=new)
+        dense = counter.get_total_flops()
+        tilewise.attention_kv(q.flatten(0, 1), k, v, lengths, cu_seqlens_q=cu)
+    assert dense == 2 * 4 * 2 * (7 + 11) * 16
+    assert counter.get_total_flops() - dense == 2 * 4 * (3 * 5 + 1 * 9) * 16
+
+
+@pytest.mark.parametrize("kind", [FakeTensorMode, partial(torch.device, "meta")], ids=["fake", "meta"])
+def test_flops_of_tensors_without_numbers(kind: Any) -> None:
+    """Lengths that cannot be read are taken for equal; a cache for full."""
+    with kind():
+        x, offsets = torch.empty(10, 4, 8), torch.empty(3, dtype=torch.int32)
+        q, k, lengths = torch.empty(2, 1, 4, 8), torch.empty(2, 16, 2, 8), torch.empty(2, dtype=torch.int32)
+        with FlopCounterMode(display=False) as counter:
+            tilewise.attention_varlen(x, x, x, offsets, offsets)
+            packed = counter.get_total_flops()
+            tilewise.attention_kv(q, k, k, lengths)
+    assert packed == 2 * 4 * 2 * 5 * 5 * 16
+    assert counter.get_total_flops() - packed == 2 * 4 * 2 * 16 * 16
 
 
 @pytest.mark.parametrize("save", [True, False])

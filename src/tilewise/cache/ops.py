@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..dispatch import choose, serving
 from ..dispatch.memory import remembered, signature
+from ..ops.flops import count_them, counted, readable, unwatched
 from ..spec import Spec
 from ..torch_private import is_watched
 from .memory import Ran
@@ -122,6 +123,23 @@ for _name in ("plan_kv", "attend_kv", "append_kv"):
     torch.library.register_fake(f"tilewise::{_name}", lambda *given: None, lib=_library)
 
 
+@counted("attend_kv")
+def _flops(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, *given: Any, **_: Any) -> int:
+    """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
+    fake tensors), of a cache that is full."""
+    request = attend_request(*given)
+    places, q, cu_q = request.places, request.q, request.call.cu_q
+    if not readable(places.lengths, cu_q, places.cu_new):
+        pages = 1 if places.table is None else places.table.shape[-1]
+        pairs = q.shape[:-2].numel() * pages * request.k.shape[1]
+    else:
+        with unwatched():
+            queries = q.shape[1] if cu_q is None else cu_q.diff()
+            keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())
+            pairs = int((keys.long() * queries).sum())
+    return 2 * pairs * int(q.shape[-2] * (q.shape[-1] + request.v.shape[-1]))
+
+
 def new_plan(request: KvRequest) -> tuple[Tensor, Tensor, Ran | None]:
     """The plan's numbers, its workspace; and what ran, here and below, where it was recorded and nobody watched."""
     if is_watched(*request.call[:3]):
@@ -140,6 +158,7 @@ def plan(ledger: Tensor, request: KvRequest) -> Ran | None:
 def attend(out: Tensor, lse: Tensor, room: Tensor, ledger: Tensor, request: KvRequest) -> Ran | None:
     if not is_watched(*request.call[:3]):
         return _attend_of(out, lse, room, ledger, request)
+    count_them()
     torch.ops.tilewise.attend_kv(out, lse, room, ledger, *attend_arguments(request))
     return None
 

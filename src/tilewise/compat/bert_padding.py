@@ -73,6 +73,12 @@ def unpad_input_for_concatenated_sequences(
     >>> tokens, cu.tolist(), longest
     (tensor([0., 1., 2., 4., 5., 6.]), [0, 2, 3, 6], 3)
     """
+    if (
+        tensor("attention_mask_in_length", attention_mask_in_length).shape
+        != tensor("hidden_states", hidden_states).shape[:2]
+    ):
+        found, rows = tuple(attention_mask_in_length.shape), tuple(hidden_states.shape[:2])
+        raise AttentionError("shape of attention_mask_in_length", found, f"{rows}, (B, S)")
     n = attention_mask_in_length.shape[-1]
     total = attention_mask_in_length.sum(-1)
     kept = torch.arange(n, device=total.device) < total[:, None]
@@ -90,6 +96,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     tensor([[1., 1., 0.],
             [1., 0., 0.]])
     """
+    if tensor("indices", indices).shape != tensor("hidden_states", hidden_states).shape[:1]:
+        raise AttentionError("shape of indices", tuple(indices.shape), f"{tuple(hidden_states.shape[:1])}, one a token")
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
 
 

@@ -74,16 +74,26 @@ def flash_attn_func(
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **words: Any) -> Any:
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """kv (B, Sk, 2, Hk, D); the rest as `flash_attn_func`."""
     k, v = _parts(kv, "kv", 2, 2)
-    return flash_attn_func(q, k, v, *args, **words)
+    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *words)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **words: Any) -> Any:
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """qkv (B, S, 3, H, D); the rest as `flash_attn_func`."""
     q, k, v = _parts(qkv, "qkv", 2, 3)
-    return flash_attn_func(q, k, v, *args, **words)
+    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *words)
 
 
 def flash_attn_varlen_func(
@@ -112,16 +122,27 @@ def flash_attn_varlen_func(
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **words: Any) -> Any:
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """kv (Tk, 2, Hk, D); the rest as `flash_attn_varlen_func`."""
     k, v = _parts(kv, "kv", 1, 2)
-    return flash_attn_varlen_func(q, k, v, *args, **words)
+    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *words)
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **words: Any) -> Any:
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """qkv (T, 3, H, D); the rest as `flash_attn_varlen_func`, with one cu_seqlens and one max_seqlen."""
     q, k, v = _parts(qkv, "qkv", 1, 3)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **words)
+    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *words)
 
 
 def flash_attn_with_kvcache(
@@ -141,12 +162,9 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
     torch.Size([2, 1, 4, 16])
     """
-    if (k is None) != (v is None) or (k is None and rotary_cos is not None):
-        raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
-    if rotary_cos is None and rotary_sin is not None:
-        raise AttentionError("rotary_sin", "one without rotary_cos", "both, or neither")
     words = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
-    plain = all(x is None for x in (k, cache_seqlens, cache_batch_idx, cache_leftpad, block_table))
+    new = k, v, rotary_cos, rotary_sin
+    plain = all(x is None for x in (*new, cache_seqlens, cache_batch_idx, cache_leftpad, block_table))
     if plain:  # with a gradient
         out, lse = attention(q, k_cache, v_cache, **words)
     else:
@@ -164,6 +182,11 @@ def over_cache(
     """(out, lse) of tilewise.attention_kv. flash-attn turns the i-th query by the place of the i-th new key if there is
     a band (also where new keys are more or fewer than queries), and all of them by that of the first if there is none;
     places count from `rotary_lengths`, where they are not the cache's."""
+    cos, sin = rotary["cos"], rotary["sin"]
+    if (k is None) != (v is None) or (k is None and cos is not None):
+        raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
+    if (cos is None) != (sin is None):
+        raise AttentionError("rotary_cos and rotary_sin", "one of them", "both, or neither")
     for name, x in (("q", q), ("k_cache", k_cache), *((("k", k), ("v", v)) if k is not None else ())):
         tensor(name, x)
     if plans is not None and not isinstance(plans, Plans):
@@ -175,7 +198,7 @@ def over_cache(
     words = {name: x for name, x in words.items() if name not in ("dropout_p", "deterministic") and x is not None}
     if k is not None:
         words |= {"k_new": k, "v_new": v}
-    if rotary["cos"] is not None:
+    if cos is not None:
         banded = words["causal"] or "window" in words
         alike = k is not None and q.shape[:-2] == k.shape[:-2] and "cu_seqlens_new" not in words
         if rotary_lengths is not None or not banded or not alike:

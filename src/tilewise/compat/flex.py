@@ -141,16 +141,42 @@ class Converted(NamedTuple):
 
 
 def _converted(block_mask: Any, n_q: int, n_k: int) -> Converted:
-    """Worked out once for each BlockMask, and kept with it."""
+    """Worked out once for each BlockMask, and kept with it for as long as it stays as it is."""
     if not isinstance(block_mask, torchs.BlockMask):
         raise AttentionError("block_mask", type(block_mask).__name__, "torch's BlockMask, from create_block_mask")
     sizes = tuple(block_mask.seq_lengths)
     if sizes != (n_q, n_k):
         raise AttentionError("lengths of the block mask", sizes, f"those of query and key, {(n_q, n_k)}")
-    found: Converted | None = vars(block_mask).get("_tilewise")
-    if found is None:
-        found = vars(block_mask)["_tilewise"] = _convert(block_mask, n_q, n_k)
+    now, (before, found) = _state(block_mask), vars(block_mask).get("_tilewise", ([], None))
+    if found is None or len(now) != len(before) or not all(map(_unchanged, now, before)):
+        found = _convert(block_mask, n_q, n_k)
+        vars(block_mask)["_tilewise"] = now, found
+    return found  # type: ignore[no-any-return]
+
+
+def _state(block_mask: Any) -> list[Any]:
+    """What a conversion rests on: programs that decode give a BlockMask another mask_mod, or write into its lists."""
+    lists = [getattr(block_mask, f"{full}kv_{name}") for full in ("", "full_") for name in ("num_blocks", "indices")]
+    versions = [-1 if x is None or x.is_inference() else x._version for x in lists]
+    return [*block_mask.seq_lengths, *block_mask.BLOCK_SIZE, *lists, *versions, *_closed_over(block_mask.mask_mod)]
+
+
+def _closed_over(mask_mod: Any) -> list[Any]:
+    """A function, and whatever it and the functions that it calls have closed over."""
+    found: list[Any] = []
+    left = [mask_mod]
+    while left:
+        value = left.pop()
+        if isinstance(value, (tuple, list)):
+            left.extend(value)
+        elif not any(value is known for known in found if callable(known)):
+            found.append(value)
+            left.extend(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
     return found
+
+
+def _unchanged(now: Any, before: Any) -> bool:
+    return now is before or (isinstance(now, (int, float)) and type(now) is type(before) and bool(now == before))
 
 
 def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:

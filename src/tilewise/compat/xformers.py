@@ -85,6 +85,10 @@ def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any])
 def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -> Tensor:
     if q.shape[0] != 1 or k.shape[0] != 1:
         raise AttentionError("batch beside a block-diagonal bias", q.shape[0], "1: sequences one after the other")
+    for name, x, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):
+        ends = getattr(info, "seqstart_py", None)
+        if ends and ends[-1] != x.shape[1]:
+            raise AttentionError(f"tokens of {name}", x.shape[1], f"the {ends[-1]} of attn_bias")
     cu_q, cu_k = (x.seqstart.to(q.device, torch.int32) for x in (bias.q_seqinfo, bias.k_seqinfo))
     lengths = getattr(bias.k_seqinfo, "seqlen", None)
     if lengths is not None:  # of padded keys: what is used of each
@@ -103,14 +107,19 @@ def _window(bias: Any) -> dict[str, Any]:
 def _top_left(bias: Any) -> dict[str, Any]:
     if getattr(bias, "q_seqinfo", None) is getattr(bias, "k_seqinfo", bias):  # as many queries as keys: both corners
         return _bottom_right(bias)
-    return {"mask_mod": from_top_left(getattr(bias, "_window_size", 0) or FAR)}
+    return {"mask_mod": from_top_left(_size(bias) or FAR)}
 
 
 def _bottom_right(bias: Any) -> dict[str, Any]:
-    size = getattr(bias, "_window_size", 0)
-    if not is_whole(size) or size < 0:
+    size = _size(bias)
+    return {"causal": True, "window": None if size is None else (size - 1, 0)}
+
+
+def _size(bias: Any) -> int | None:
+    size: int | None = getattr(bias, "_window_size", None)
+    if size is not None and (not is_whole(size) or size < 1):
         raise AttentionError("window_size of attn_bias", repr(size), "an int above 0")
-    return {"causal": True, "window": (size - 1, 0) if size else None}
+    return size
 
 
 # What each class says in tilewise's words.
@@ -134,9 +143,10 @@ BANDS: dict[str, Any] = {
 
 @dataclass
 class SeqInfo:
-    """Where sequences begin; with `seqlen`, how many tokens of each are used."""
+    """Where sequences begin, also as ints; with `seqlen`, how many tokens of each are used."""
 
     seqstart: Tensor
+    seqstart_py: list[int]
     seqlen: Tensor | None = None
 
     @staticmethod
@@ -145,7 +155,8 @@ class SeqInfo:
             raise AttentionError("lengths of an attn_bias", repr(lengths), "a list of ints")
         sizes = torch.tensor(list(lengths), dtype=torch.int32)
         whole = sizes if padding is None else torch.full_like(sizes, padding)
-        return SeqInfo(pad(whole.cumsum(0, dtype=torch.int32), (1, 0)), None if padding is None else sizes)
+        starts = pad(whole.cumsum(0, dtype=torch.int32), (1, 0))
+        return SeqInfo(starts, starts.tolist(), None if padding is None else sizes)
 
 
 class LowerTriangularMask:
@@ -180,10 +191,17 @@ class LocalAttentionFromBottomRightMask:
 
 @dataclass
 class BlockDiagonalMask:
-    """Sequences one after the other, each seeing itself."""
+    """Sequences one after the other, each seeing itself.
+
+    >>> texts = [torch.randn(1, 3, 4, 16), torch.randn(2, 5, 4, 16)]
+    >>> mask, x = BlockDiagonalMask.from_tensor_list(texts)
+    >>> x.shape, [y.shape for y in mask.split(memory_efficient_attention(x, x, x, mask))]
+    (torch.Size([1, 13, 4, 16]), [torch.Size([1, 3, 4, 16]), torch.Size([2, 5, 4, 16])])
+    """
 
     q_seqinfo: Any
     k_seqinfo: Any
+    _batch_sizes: Sequence[int] | None = None
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Any:
@@ -191,19 +209,40 @@ class BlockDiagonalMask:
         same = kv_seqlen is None or list(kv_seqlen) == list(q_seqlen)
         return cls(queries, queries if same or kv_seqlen is None else SeqInfo.of(kv_seqlen))
 
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        """The mask of tensors (B, M, ...) of several lengths, and all of their sequences in a row."""
+        for n, x in enumerate(tensors):
+            if tensor(f"tensors[{n}]", x).dim() < 2:
+                raise AttentionError(f"shape of tensors[{n}]", tuple(x.shape), "(B, M, ...)")
+        mask = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
+        mask._batch_sizes = [x.shape[0] for x in tensors]
+        return mask, torch.cat([x.flatten(0, 1) for x in tensors])[None]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The reverse of `from_tensor_list`."""
+        lengths = self.q_seqinfo.seqstart.diff().tolist()
+        if tensor.shape[:2] != (1, sum(lengths)):
+            raise AttentionError("shape of what is split", tuple(tensor.shape), f"(1, {sum(lengths)}, ...)")
+        batches = self._batch_sizes or [1] * len(lengths)
+        each = iter(tensor[0].split(lengths))
+        return [torch.stack([next(each) for _ in range(n)]) for n in batches]
+
     def make_causal(self) -> BlockDiagonalCausalMask:
-        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo)
+        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo)
+        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
-        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, window_size)
+        return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
     def make_local_attention_from_bottomright(
         self, window_size: int
     ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
-        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, window_size)
+        return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
+            self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
+        )
 
 
 @dataclass
@@ -241,3 +280,26 @@ class BlockDiagonalPaddedKeysMask:
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     pass
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    _window_size: int
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_size: int
+    ) -> Any:
+        return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding), window_size)
+
+
+@dataclass
+class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    window_left: int
+    window_right: int
+
+    @classmethod
+    def from_seqlens_local(
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_left: int, window_right: int
+    ) -> Any:
+        return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding), window_left, window_right)

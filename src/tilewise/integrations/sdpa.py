@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -91,9 +92,8 @@ def _four_axes(
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size, int]:
     """q, k and v as (B, heads, tokens, dim), the leading axes that B stands for, and how many axes the caller sees."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
-            found = type(x).__name__ if not isinstance(x, Tensor) else "nested" if x.is_nested else tuple(x.shape)
-            raise AttentionError(name, found, "a tensor (..., heads, tokens, dim), dense, or jagged of all three")
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2 or x.layout is not torch.strided:
+            raise AttentionError(name, _what(x), "a tensor (..., heads, tokens, dim), dense, or jagged of all three")
     rank = max(query.dim(), key.dim(), value.dim())
     q, k, v = (x[(None,) * (max(rank, 3) - x.dim())] for x in (query, key, value))
     heads, k_heads, v_heads = (x.shape[-3] for x in (q, k, v))
@@ -124,6 +124,13 @@ def _four_axes(
     if len(lead) != 1:
         q, k, v = (x[None] if not lead else x.flatten(0, -4) for x in (q, k, v))
     return q, k, v, lead, rank
+
+
+def _what(x: Any) -> Any:
+    """What was found where a dense tensor was wanted."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return "nested" if x.is_nested else tuple(x.shape) if x.layout is torch.strided else x.layout
 
 
 def _mask(given: Any, rank: int, lead: torch.Size, sizes: tuple[int, int, int]) -> Tensor:
@@ -180,22 +187,39 @@ def replace_sdpa(*, recognise: bool = False) -> None:
 
 
 def _replace(recognise: bool) -> Any:
-    """Puts ours in torch's place; returns the function that puts back what was there."""
-    old = functional.scaled_dot_product_attention
-    new: Any = partial(scaled_dot_product_attention, recognise=True) if recognise else scaled_dot_product_attention
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    places = list(_places(old))
-    for space, name in places:
-        space[name] = new
+    """Puts ours in torch's place; returns the function that ends it. What was there returns with the last one to end,
+    in whatever order they do: threads may each have theirs, and all see the latest."""
+    own = [partial(scaled_dot_product_attention, recognise=True) if recognise else scaled_dot_product_attention]
+    with _LOCK:
+        if not _ACTIVE:
+            old = functional.scaled_dot_product_attention
+            _BEFORE[:] = old, torch.backends.mha.get_fastpath_enabled(), list(_places(old))
+            torch.backends.mha.set_fastpath_enabled(False)
+        _ACTIVE.append(own)
+        _put(own[0])
 
     def undo() -> None:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for space, name in places:
-            if space.get(name) is new:
-                space[name] = old
+        with _LOCK:
+            _ACTIVE[:] = [each for each in _ACTIVE if each is not own]
+            old, fused, _ = _BEFORE
+            _put(_ACTIVE[-1][0] if _ACTIVE else old)
+            if not _ACTIVE:
+                torch.backends.mha.set_fastpath_enabled(fused)
 
     return undo
+
+
+_LOCK = threading.Lock()
+_ACTIVE: list[list[Any]] = []  # of each replacement that has not ended, the function
+_BEFORE: list[Any] = []  # torch's function, whether its fused evaluation was on, and where the function was
+
+
+def _put(function: Any) -> None:
+    """Into every place that has torch's function, or one of ours."""
+    for space, name in _BEFORE[2]:
+        found = space.get(name)
+        if found is _BEFORE[0] or getattr(found, "func", found) is scaled_dot_product_attention:
+            space[name] = function
 
 
 def _places(function: Any) -> Iterator[tuple[dict[str, Any], str]]:

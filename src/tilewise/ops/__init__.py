@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from ..torch_private import (
     is_transformed,
     is_watched,
 )
-from .flops import COUNTER, count_them
+from .flops import count_them
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -319,8 +318,7 @@ def _outputs(spec: Any, call: Call | None, tensors: Any) -> Any:
 
 def _watched(name: str) -> Callable[..., Any]:
     """The registered op, known to whoever counts FLOPs."""
-    if COUNTER in sys.modules and not torch.compiler.is_compiling():
-        count_them()
+    count_them()
     op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
     return op
 

@@ -298,6 +298,7 @@ def test_a_schedule_is_shared_by_layers() -> None:
 
 
 # The parameters of flash-attn 2.8.3 and of FlashAttention-3, in their order.
+REST = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
 SIGNATURES = {
     flash_attn.flash_attn_func: "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     " return_attn_probs",
@@ -306,6 +307,10 @@ SIGNATURES = {
     flash_attn.flash_attn_with_kvcache: "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx"
     " cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits"
     " return_softmax_lse",
+    flash_attn.flash_attn_kvpacked_func: f"q kv {REST}",
+    flash_attn.flash_attn_qkvpacked_func: f"qkv {REST}",
+    flash_attn.flash_attn_varlen_kvpacked_func: f"q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {REST}",
+    flash_attn.flash_attn_varlen_qkvpacked_func: f"qkv cu_seqlens max_seqlen {REST}",
     flash_attn_3.flash_attn_func: "q k v softmax_scale causal qv q_descale k_descale v_descale window_size"
     " attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs",
     flash_attn_3.flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k"

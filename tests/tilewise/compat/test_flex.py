@@ -348,6 +348,29 @@ def test_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("change", ["mask_mod", "a number of it", "a list"])
+def test_a_block_mask_that_changes(change: str) -> None:
+    """As programs that decode do it: another mask_mod for a mask that is there, or other lists in the same memory."""
+    keys = 150
+
+    def first_keys(b, h, q_idx, kv_idx):
+        return kv_idx < keys
+
+    mask, leaves = create_block_mask(first_keys, None, None, 256, 256, device="cpu"), qkv(256, 256)
+    before = flex_attention(*leaves, block_mask=mask)
+    seen = torch.arange(256) < (128 if change == "a list" else 140)
+    if change == "mask_mod":
+        mask.mask_mod = and_masks(first_keys, lambda b, h, q_idx, kv_idx: kv_idx < 140)
+    elif change == "a number of it":
+        keys = 140
+    else:
+        mask.kv_num_blocks.zero_()  # leaves the tiles that are listed as full
+    after = flex_attention(*leaves, block_mask=mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen.expand(256, 256))
+    assert_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+
+
 def test_what_is_returned() -> None:
     leaves = qkv()
     out, aux = flex_attention(*leaves, return_aux=AuxRequest(lse=True))

@@ -53,6 +53,10 @@ WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "a list for k": ("k", lambda: fa.flash_attn_with_kvcache(ONE, CACHE, CACHE, [1], [1])),  # type: ignore[arg-type]
     "a sine alone": ("rotary_sin", lambda: fa.flash_attn_with_kvcache(ONE, CACHE, CACHE, NEW, NEW, rotary_sin=ANGLES)),
+    "a sine alone, 3": ("rotary_sin", lambda: grown(NEW, NEW, rotary_sin=ANGLES)),
+    "a cosine alone": ("rotary_sin", lambda: grown(NEW, NEW, rotary_cos=ANGLES)),
+    "values alone": ("k and v", lambda: grown(None, NEW)),
+    "angles for nothing": ("k and v", lambda: grown(rotary_cos=ANGLES, rotary_sin=ANGLES)),
     "a chunk below 0": ("attention_chunk", lambda: three(attention_chunk=-1)),
     "part of a chunk": ("attention_chunk", lambda: three(attention_chunk=1.5)),
     "qv of another batch": ("shape of qv", lambda: three(qv=Q[:1])),
@@ -78,6 +82,16 @@ WRONG: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: xf.memory_efficient_attention(Q, Q, Q, xf.LocalAttentionFromBottomRightMask("a", 1)),  # type: ignore[arg-type]
     ),
     "a mask of other tokens": ("shape of attention_mask", lambda: bert_padding.unpad_input(Q, torch.ones(2, 6))),
+    "lengths in a list": (
+        "attention_mask_in_length",
+        lambda: bert_padding.unpad_input_for_concatenated_sequences(Q, [[5], [5]]),  # type: ignore[arg-type]
+    ),
+    "lengths of other rows": (
+        "shape of attention_mask_in_length",
+        lambda: bert_padding.unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6, dtype=I32)),
+    ),
+    "a list to pad": ("hidden_states", lambda: bert_padding.pad_input([1], CU, 2, 5)),  # type: ignore[arg-type]
+    "more rows than places": ("shape of indices", lambda: bert_padding.pad_input(PACKED, CU, 2, 5)),
     "causal?": (
         "is_causal",
         lambda: tilewise.scaled_dot_product_attention(Q, Q, Q, is_causal="yes"),  # type: ignore[arg-type]

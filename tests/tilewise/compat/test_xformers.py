@@ -90,6 +90,27 @@ def test_padded_keys() -> None:
     ):
         attn_bias = kind.from_seqlens(lengths, padding, kv)
         assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen))
+    p = i + late
+    for attn_bias, seen in (
+        (
+            x.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(lengths, padding, kv, 2),
+            (j <= p) & (j > p - 2),
+        ),
+        (
+            x.BlockDiagonalLocalAttentionPaddedKeysMask.from_seqlens_local(lengths, padding, kv, 2, 1),
+            (j <= p + 1) & (j >= p - 2),
+        ),
+    ):
+        assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, same & seen))
+
+
+def test_sequences_from_tensors_and_back() -> None:
+    parts = [torch.randn(b, n, 3, 8, dtype=torch.float64) for b, n in ((1, 3), (2, 5), (1, 2))]
+    mask, row = x.BlockDiagonalMask.from_tensor_list(parts)
+    found = mask.make_causal().split(x.memory_efficient_attention(row, row, row, mask.make_causal()))
+    for y, part in zip(found, parts, strict=True):
+        n = part.shape[1]
+        assert_close(y, naive(part, part, part, torch.ones(n, n).tril().bool()))
 
 
 def test_shapes_and_dtypes() -> None:
@@ -111,6 +132,15 @@ def test_what_cannot_be_honoured_raises() -> None:
 
     with pytest.raises(tilewise.AttentionError, match="attn_bias"):
         x.memory_efficient_attention(q, k, v, PagedBlockDiagonalPaddedKeysMask())
+    local = x.LowerTriangularFromBottomRightMask().make_local_attention(0)
+    for one, mask, words in (
+        (q, local, "window_size"),
+        (q[:1], x.BlockDiagonalMask.from_seqlens([3, 2]).make_local_attention(0), "window_size"),
+        (q[:1], x.BlockDiagonalMask.from_seqlens([2, 2]), "tokens of query: found 5; expected the 4"),
+        (q[:1], x.BlockDiagonalMask.from_seqlens([3, 2], [3, 1]), "tokens of key"),
+    ):
+        with pytest.raises(tilewise.AttentionError, match=words):
+            x.memory_efficient_attention(one, one, one, mask)
     with pytest.raises(tilewise.AttentionError, match="one after the other"):
         x.memory_efficient_attention(q, k, v, x.BlockDiagonalMask.from_seqlens([5]))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -197,6 +198,7 @@ def test_dropout_scales_what_it_keeps() -> None:
         ({"key": torch.ones(1, 4, 4, 8), "value": torch.ones(1, 4, 4, 8), "enable_gqa": True}, "multiple"),
         ({"key": torch.ones(3, 2, 4, 8)}, "to match"),
         ({"query": [1.0]}, "a tensor"),
+        ({"key": torch.ones(2, 2, 4, 8).to_sparse()}, "sparse_coo"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_says_so(change: dict[str, Any], words: str) -> None:
@@ -292,6 +294,18 @@ def test_replacements_nest_and_end() -> None:
     assert functional.scaled_dot_product_attention is TORCHS
 
 
+def test_replacements_end_in_any_order() -> None:
+    """As those of threads do: what was there returns with the last one, also torch's fused evaluation."""
+    first, second = tilewise.replaces_sdpa(), tilewise.replaces_sdpa(recognise=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert functional.scaled_dot_product_attention.keywords == {"recognise": True}
+    second.__exit__(None, None, None)
+    assert functional.scaled_dot_product_attention is TORCHS
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_a_whole_program() -> None:
     script = (
         "import torch, tilewise; from torch.nn import functional; tilewise.replace_sdpa();"
@@ -309,9 +323,10 @@ def test_compiled_whole() -> None:
     def run(q: Tensor, mask: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    q = torch.randn(2, 4, 6, 8)
+    q, backend = torch.randn(2, 4, 6, 8), EagerAndRecordGraphs()
     with tilewise.replaces_sdpa():
-        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(q, seen)
+        compiled = torch.compile(run, fullgraph=True, backend=backend)(q, seen)
+    assert "tilewise.forward" in str(backend.graphs[0].graph)
     torch.testing.assert_close(compiled, run(q, seen).masked_fill(~seen.any(-1, keepdim=True), 0.0))
 
 

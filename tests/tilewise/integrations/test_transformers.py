@@ -125,7 +125,6 @@ def test_greedy_tokens(name: str, padding: str | None, cache: str) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.slow
 class EightBits(QuantizedLayer):
     """A layer of a quantised cache that needs no package; its last tokens are kept as they are."""
 
