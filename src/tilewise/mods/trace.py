@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
+from tilewise.mods.functions import BITS, KNOWN, PLACES, Captured, elementary, spoken
 from tilewise.mods.program import kind_of
 from tilewise.mods.source import outside
 from tilewise.spec import AttentionError
@@ -58,7 +58,7 @@ def followed(function: Callable[..., Any], values: Sequence[Expr | Captured]) ->
     return follow(function, values, captured), [x for x, _ in found.values()]
 
 
-WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions"
+WHAT_WORKS = "arithmetic, comparisons, & | ^ ~, torch.where and torch's elementary functions"
 
 
 def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
@@ -127,9 +127,10 @@ class _Noted:
 def _call(name: str, *args: Any, **kwargs: Any) -> _Noted:
     if name in ("new_ones", "new_zeros") and kwargs.get("dtype") is torch.bool:  # as torch's own mask functions begin
         return _Noted(expr.const(name == "new_ones"))
-    found = elementary(name, [_expression(a) for a in args], {k: _expression(v) for k, v in kwargs.items()})
+    named = {k: v if v is None or isinstance(v, str) else _expression(v) for k, v in kwargs.items()}
+    found = elementary(name, [_expression(a) for a in args], named)
     if found is None:
-        _refuse(f"a call of {name} with {len(args)} arguments", f"one of {KNOWN}")
+        _refuse(spoken(name, args, kwargs), f"one of {KNOWN}")
     return _Noted(found)
 
 
@@ -157,9 +158,8 @@ def _operator(name: str, swapped: bool = False) -> Callable[..., _Noted]:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"):
-    _named = f"bitwise_{_name}" if _name in ("and", "or") else _name
-    setattr(_Noted, f"__{_name}__", _operator(_named))
-    setattr(_Noted, f"__r{_name}__", _operator(_named, swapped=True))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(_Noted, f"__{_name}__", _operator("bitwise_not" if _name == "invert" else _name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", *BITS):
+    setattr(_Noted, f"__{_name}__", _operator(BITS.get(_name, _name)))
+    setattr(_Noted, f"__r{_name}__", _operator(BITS.get(_name, _name), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
+    setattr(_Noted, f"__{_name}__", _operator(_name))
