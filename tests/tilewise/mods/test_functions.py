@@ -14,7 +14,7 @@ import tilewise
 from tests.conftest import DEVICE
 from tests.tilewise.mods.test_expr import PLACE, S
 from tests.tilewise.mods.test_trace import made as followed
-from tilewise.mods import expr
+from tilewise.mods import expr, text
 
 BODIES = [
     "torch.erf(score)",
@@ -50,6 +50,7 @@ def test_they_are_torchs(body: str) -> None:
     """Read or followed, it is one program; its slope is what autograd makes of torch's own."""
     mod = made(body)()
     assert mod.key == followed(body)().key
+    assert text.read(mod.key).root is mod.program.root
     b, h, i, j = (torch.as_tensor(x) for x in PLACE)
     score = S.clone().requires_grad_()
     expected = eval(body, {"torch": torch, "score": score, "b": b, "h": h, "q_idx": i, "kv_idx": j})
