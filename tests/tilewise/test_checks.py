@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import tilewise
 from tilewise import AttentionError, checks, dispatch, mods
+from tilewise.checks.versions import check_version
 from tilewise.costs.explain import explain
 
 Q = torch.zeros(1, 4, 2, 8)
@@ -223,3 +225,12 @@ def test_every_call_begins_with_a_check_where_that_is_wanted(unread: None, monke
     monkeypatch.setattr(checks, "ALWAYS", True)
     with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 9"):
         tilewise.attention_varlen(x, x, x, cu, cu)
+
+
+def test_a_version_that_was_not_tested_warns_once() -> None:
+    with pytest.warns(UserWarning, match=r"tested with some 1.2 to 1.4; this is 1.5.0"):
+        check_version("some", "1.5.0", (1, 2), (1, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in ("1.5.0", "1.2", "1.4.9+cu1"):
+            check_version("some", found, (1, 2), (1, 4))

@@ -8,7 +8,7 @@
 There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md)
 or, where that has more in it than a mod's (tuples, loops, an `if` over numbers), it is called once to see what it does.
 Tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
-the FlexAttention of torch 2.11 and 2.13.
+the FlexAttention of torch 2.10 to 2.15; with others it warns once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.nn.attention import flex_attention as torchs
 
 from ..api import attention
 from ..checks import tensor
+from ..checks.versions import check_version
 from ..mods import BlockMask, Mod
 from ..mods.bands import FAR, split
 from ..mods.blocks import listed
@@ -36,6 +37,8 @@ from ..mods.trace import followed
 from ..spec import AttentionError
 
 Function = Callable[..., Any]
+TESTED = ((2, 10), (2, 15))
+check_version("FlexAttention of torch", torch.__version__, *TESTED)
 BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
 
 

@@ -1,11 +1,12 @@
 """xformers.ops.memory_efficient_attention and its bias classes, computed by tilewise.
 
-The biases may be xformers' own (0.0.35), known by their names, or those of this module, for where xformers is not
-installed. Pages and what else cannot be honoured raise.
+The biases may be xformers' own (of 0.0.35; with others it warns once), known by their names, or those of this module,
+for where xformers is not installed. Pages and what else cannot be honoured raise.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,14 @@ from torch.nn.functional import pad
 
 from ..api import attention, attention_varlen
 from ..checks import tensor
+from ..checks.versions import check_version
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
 from .segments import used
 
 FAR = 2**30
+TESTED = (0, 0, 35)
 
 
 @mask_mod
@@ -54,6 +57,8 @@ def memory_efficient_attention(
             words["bias"] = attn_bias.flatten(1, 2)
         out = attention(q, k, v, **words)
     else:
+        if type(attn_bias).__module__.startswith("xformers."):
+            check_version("xformers", sys.modules["xformers"].__version__, TESTED, TESTED)
         out = _of_class(q, k, v, attn_bias, words)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return out if output_dtype is None else out.to(output_dtype)  # type: ignore[no-any-return]

@@ -7,25 +7,23 @@ Tested with diffusers 0.42; with others it warns once, and works or raises.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import diffusers
 from diffusers.models import attention_dispatch
 from torch import Tensor
 
+from ..checks.versions import check_version
 from ..spec import AttentionError
 from .sdpa import scaled_dot_product_attention
 
 NAME = "tilewise"
-TESTED = "0.42"
+TESTED = (0, 42)
 
 
 def register() -> None:
     """Make "tilewise" one of diffusers' attention backends."""
-    if not diffusers.__version__.startswith(TESTED + "."):
-        text = f"tilewise was tested with diffusers {TESTED}; this is {diffusers.__version__}"
-        warnings.warn(text, stacklevel=2)
+    check_version("diffusers", diffusers.__version__, TESTED, TESTED)
     names: Any = attention_dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:  # an Enum, which offers no way to add to it
         member = str.__new__(names, NAME)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .steps import check_version
+from ..checks.versions import check_version
 
 NAME = "tilewise"
 TESTED = ((0, 5, 15), (0, 5, 23))
@@ -20,7 +20,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
 
-    check_version("sglang", sglang.__version__, TESTED)
+    check_version("sglang", sglang.__version__, *TESTED)
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(create)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import torch
@@ -11,8 +9,6 @@ from torch import Tensor
 
 from ..cache.api import append_kv, attention_kv
 from ..cache.plans import Plans
-
-Version = tuple[int, ...]
 
 
 class Step:
@@ -45,14 +41,3 @@ class Writer:
             lengths = self.nowhere[k.device] = torch.zeros(1, dtype=torch.int32, device=k.device)
         backend = "triton" if k.is_cuda else "auto"
         append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=backend)
-
-
-def check_version(name: str, found: str, tested: tuple[Version, Version]) -> None:
-    """Warn where an engine is another than those whose interface is known.
-
-    >>> check_version("vllm", "0.23.1rc1", ((0, 23), (0, 32)))
-    """
-    here = tuple(map(int, re.findall(r"\d+", found)[: len(tested[0])]))
-    if not tested[0] <= here <= tested[1]:
-        first, last = (".".join(map(str, v)) for v in tested)
-        warnings.warn(f"tilewise knows the interfaces of {name} {first} to {last}; this is {found}", stacklevel=3)

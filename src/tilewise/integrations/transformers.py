@@ -11,7 +11,6 @@ be had (attention weights, a mask of unknown kind) raises; nothing is left out s
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ import transformers
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..checks.versions import check_version, version
 from ..distributed import current
 from ..spec import AttentionError
 from . import hf_cache
@@ -39,10 +39,7 @@ def register(*, look: bool = True) -> None:
         functions do): this waits for the GPU. With look=False nothing is read back, and a padding mask is asked about
         every pair.
     """
-    if not TESTED[0] <= _version() <= TESTED[1]:
-        first, last = (".".join(map(str, v)) for v in TESTED)
-        text = f"tilewise was tested with transformers {first} to {last}; this is {transformers.__version__}"
-        warnings.warn(text, stacklevel=2)
+    check_version("transformers", transformers.__version__, *TESTED)
     for name in (NAME, f"paged|{NAME}", SERVING):
         transformers.AttentionInterface.register(name, attention_forward)
         transformers.AttentionMaskInterface.register(name, partial(make_mask, look=False) if not look else make_mask)
@@ -54,15 +51,11 @@ def serve(model: Any) -> Any:
     transformers 5.17 takes "paged|tilewise". 5.22 takes no registered name but one with "flash" in it, and where such a
     name is set by `set_attn_implementation` it looks for that kernel on the Hub; so here it is set in the config.
     """
-    if _version() >= (5, 22):
+    if version(transformers.__version__) >= (5, 22):
         model.config._attn_implementation = SERVING
     else:
         model.set_attn_implementation(f"paged|{NAME}")
     return model
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def attention_forward(

@@ -7,7 +7,7 @@ warns.
 
 from __future__ import annotations
 
-from .steps import check_version
+from ..checks.versions import check_version
 
 TESTED = ((0, 23), (0, 32))
 PATH = "tilewise.integrations.vllm_backend.TilewiseBackend"
@@ -20,5 +20,5 @@ def register() -> None:
 
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
-        check_version("vllm", vllm.__version__, TESTED)
+        check_version("vllm", vllm.__version__, *TESTED)
         register_backend(custom, PATH)

@@ -51,7 +51,7 @@ class Search:
             case = (draw_kv if self.cases % 4 == 3 else draw)(self.seed, self.cases, self.where)
             self.cases += 1
             verdict = self.judge(case)
-            self.kinds["not right" if case.bad else verdict.kind or "right"] += 1
+            self.kinds["bad input" if case.bad else verdict.kind or "right"] += 1
             yield self._kept(case, verdict) if verdict.is_finding else None
 
     def _kept(self, case: AnyCase, verdict: Verdict) -> Finding | None:
