@@ -13,8 +13,10 @@ the FlexAttention of torch 2.10 to 2.15; with others it warns once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from ..mods.blocks import listed
 from ..mods.expr import SCORE, as_bool, as_float
 from ..mods.modifier import PAIR, Modifier, mask_mod
 from ..mods.program import Program, joined, register
+from ..mods.source import is_called, name_of
 from ..mods.trace import followed
 from ..spec import AttentionError
 
@@ -96,18 +99,34 @@ def mod_of(function: Any, kind: str) -> Mod:
     op = BOTH.get(getattr(function, "__qualname__", ""))
     if op is not None and function.__module__ == torchs.__name__:
         return joined(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
-    if not hasattr(function, "__code__"):
-        raise AttentionError(f"{kind}_mod", repr(function), "a plain function")
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    if len(names) != PARAMETERS[kind].count(",") + 1:
-        raise AttentionError(f"{kind}_mod", f"{function.__name__}({', '.join(names)})", f"{PARAMETERS[kind]} alone")
+    if not isinstance(function, (FunctionType, MethodType, partial)) and not is_called(function):
+        raise AttentionError(f"{kind}_mod", repr(function), "a function, a method, or an object that can be called")
+    _check_parameters(function, kind)
     try:
-        mod: Mod = _modifier(function, kind)()
+        mod: Mod | None = _modifier(function, kind)() if isinstance(function, FunctionType) else None
     except AttentionError:
-        mod = _followed(function, kind)
+        mod = None
+    mod = mod or _followed(function, kind)
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
+
+
+def _check_parameters(function: Any, kind: str) -> None:
+    """A function has to have these and no others; what else can be called, to do with these."""
+    wanted = PARAMETERS[kind].split(", ")
+    if isinstance(function, FunctionType):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        shown, fits = f"({', '.join(names)})", len(names) == len(wanted)
+    else:
+        signature = inspect.signature(function)
+        shown, fits = str(signature), True
+        try:
+            signature.bind(*wanted)
+        except TypeError:
+            fits = False
+    if not fits:
+        raise AttentionError(f"{kind}_mod", f"{name_of(function)}{shown}", f"{PARAMETERS[kind]} alone")
 
 
 def _modifier(function: Any, kind: str) -> Modifier:
@@ -129,7 +148,7 @@ def _followed(function: Any, kind: str) -> Mod:
     root, tensors = followed(function, values)
     root = as_float(root) if kind == "score" else as_bool(root)
     key = register(Program(root, tuple(x.dim() for x in tensors), 0))
-    return Mod(kind, key, tuple(tensors), (), function.__name__)
+    return Mod(kind, key, tuple(tensors), (), name_of(function))
 
 
 PARAMETERS = {"score": "(score, b, h, q_idx, kv_idx)", "mask": "(b, h, q_idx, kv_idx)"}
@@ -165,7 +184,7 @@ def _state(block_mask: Any) -> list[Any]:
 
 
 def _closed_over(mask_mod: Any) -> list[Any]:
-    """A function, and whatever it and the functions that it calls have closed over."""
+    """A function, and whatever it and the functions that it calls have closed over, or hold as objects."""
     found: list[Any] = []
     left = [mask_mod]
     while left:
@@ -175,6 +194,10 @@ def _closed_over(mask_mod: Any) -> list[Any]:
         elif not any(value is known for known in found if callable(known)):
             found.append(value)
             left.extend(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
+            if isinstance(value, partial):
+                left.extend((value.func, value.args, *value.keywords.values()))
+            if isinstance(value, MethodType) or is_called(value):
+                left.extend(getattr(getattr(value, "__self__", value), "__dict__", {}).values())
     return found
 
 

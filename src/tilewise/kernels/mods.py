@@ -88,9 +88,35 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
+@triton.jit
+def log1p(x):
+    """log(u), u the rounded 1 + x, times x over the u - 1 that is left of it."""
+    u = 1.0 + x
+    return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / (u - 1.0)))
+
+
+@triton.jit
+def expm1(x):
+    """The same the other way round: u - 1, u the rounded exp(x), times x over log(u)."""
+    u = tl.exp(x)
+    return tl.where(u == 1.0, x, tl.where((u == 0.0) | (u == float("inf")), u - 1.0, (u - 1.0) * (x / tl.log(u))))
+
+
+@triton.jit
+def left_shift(x, n):
+    inside = (n >= 0) & (n < 64)
+    return tl.where(inside, tl.cast(x, tl.int64) << tl.where(inside, tl.cast(n, tl.int64), 0), 0)
+
+
+@triton.jit
+def right_shift(x, n):
+    return tl.cast(x, tl.int64) >> tl.where((n >= 0) & (n < 64), tl.cast(n, tl.int64), 63)
+
+
 NAMESPACE = {
     "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
     "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole, "integer": integer, "truncated": truncated,
+    "log1p": log1p, "expm1": expm1, "left_shift": left_shift, "right_shift": right_shift,
 }  # fmt: skip
 PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
 
@@ -122,7 +148,8 @@ def is_steep(key: str) -> bool:
 def is_wild(key: str) -> bool:
     """Whether the slope may be infinite where the score is not."""
     return any(
-        x.op in ("exp", "exp2", "log", "log2", "sqrt") or (x.op == "div" and not _is_number(x.args[1]))
+        x.op in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt")
+        or (x.op == "div" and not _is_number(x.args[1]))
         for x in nodes(PROGRAMS[key].slope)
     )
 
@@ -154,7 +181,7 @@ def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
 @cache
 def bound(key: str) -> float:
     """What the function that `folded` returns cannot exceed, up or down."""
-    return 1.0 if factors(PROGRAMS[key])[1].op in ("tanh", "sigmoid", "sin", "cos") else inf
+    return 1.0 if factors(PROGRAMS[key])[1].op in ("tanh", "erf", "sigmoid", "sin", "cos") else inf
 
 
 def factors(program: Program) -> tuple[Expr, Expr]:
@@ -239,7 +266,8 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
 
 
 BINARY = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-          "and": "&", "or": "|"}  # fmt: skip
+          "and": "&", "or": "|", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+          "bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}  # fmt: skip
 
 
 def _wide(text: str) -> str:
@@ -283,8 +311,10 @@ def _text(x: Expr, args: list[str], tensors: int, fast: bool, sizes: dict[Expr, 
             return f"-{args[0]}"
         case "tanh":
             return f"{'fast_tanh' if fast else 'tanh'}({args[0]})"
-        case "sigmoid":
-            return f"sigmoid({args[0]})"
+        case "sigmoid" | "log1p" | "expm1":
+            return f"{x.op}({args[0]})"
+        case "bitwise_left_shift" | "bitwise_right_shift" if sizes[x.args[1]][0] < 0 or sizes[x.args[1]][1] > 31:
+            return f"{x.op.removeprefix('bitwise_')}({args[0]}, {args[1]})"
         case op if op in BINARY:
             return f"{args[0]} {BINARY[op]} {args[1]}"
     return f"tl.{x.op}({', '.join(args)})"

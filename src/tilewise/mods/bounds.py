@@ -6,6 +6,7 @@ from tilewise.mods.expr import Expr, nodes
 
 TOKENS = 1 << 30  # the longest sequence for which the bounds hold
 INT32 = (-(1 << 31), (1 << 31) - 1)
+INT64 = (-(1 << 63), (1 << 63) - 1)
 
 Bounds = tuple[int, int]  # the least and the greatest
 
@@ -21,7 +22,8 @@ def bounds(*roots: Expr) -> dict[Expr, Bounds]:
     found: dict[Expr, Bounds] = {}
     for x in nodes(*roots):
         if x.kind == "int":
-            found[x] = _bounds(x, [found[a] for a in x.args if a in found])
+            least, most = _bounds(x, [found[a] for a in x.args if a in found])
+            found[x] = (least, most) if INT64[0] <= least and most <= INT64[1] else INT64  # what overflows is anything
     return found
 
 
@@ -58,4 +60,13 @@ def _bounds(x: Expr, args: list[Bounds]) -> Bounds:
         case "mod", [(a, _), (c, d)]:
             most = max(abs(c), abs(d))
             return 0 if min(a, c) >= 0 else -most, most
+        case "bitwise_and", [(a, b), (c, d)] if max(a, c) >= 0:
+            return 0, min(most for least, most in args if least >= 0)
+        case (("bitwise_and" | "bitwise_or" | "bitwise_xor"), _):
+            most = (1 << max((n if n >= 0 else ~n).bit_length() for own in args for n in own)) - 1
+            return 0 if min(least for least, _ in args) >= 0 else ~most, most
+        case (("bitwise_left_shift" | "bitwise_right_shift"), [(a, b), (c, d)]):
+            steps = (c, d) if c >= 0 and d < 64 else (0, 64)
+            ends = [n << by if x.op == "bitwise_left_shift" else n >> by for n in (a, b) for by in steps]
+            return min(ends), max(ends)
     return INT32  # of a tensor, or cut from a float

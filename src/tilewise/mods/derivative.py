@@ -44,7 +44,7 @@ def _sign(a: Expr, da: Expr) -> Expr:
     return where(compare("gt", a, zero), da, where(compare("lt", a, zero), negative(da), zero))
 
 
-_LN2 = const(0.6931471805599453)
+_LN2, _TWO_BY_ROOT_PI = const(0.6931471805599453), const(1.1283791670955126)
 # (node, *its arguments, *their derivatives) -> the node's derivative
 _rules: dict[str, Callable[..., Expr]] = {
     "add": lambda x, a, b, da, db: _plus(da, db),
@@ -60,10 +60,13 @@ _rules: dict[str, Callable[..., Expr]] = {
     "abs": lambda x, a, da: _sign(a, da),
     "exp": lambda x, a, da: _times(x, da),
     "exp2": lambda x, a, da: _times(_times(x, _LN2), da),
+    "expm1": lambda x, a, da: _times(_plus(x, const(1.0)), da),
     "log": lambda x, a, da: _over(da, a),
+    "log1p": lambda x, a, da: _over(da, _plus(const(1.0), a)),
     "log2": lambda x, a, da: _over(da, _times(a, _LN2)),
     "sqrt": lambda x, a, da: _over(da, _times(const(2.0), x)),
     "tanh": lambda x, a, da: _times(_minus(const(1.0), _times(x, x)), da),
+    "erf": lambda x, a, da: _times(_times(_TWO_BY_ROOT_PI, function("exp", negative(_times(a, a)))), da),
     "sigmoid": lambda x, a, da: _times(_times(x, _minus(const(1.0), x)), da),
     "sin": lambda x, a, da: _times(function("cos", a), da),
     "cos": lambda x, a, da: negative(_times(function("sin", a), da)),

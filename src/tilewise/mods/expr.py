@@ -8,7 +8,7 @@
     const                   a number written in the function
 
 Expressions are shared: two that look the same are the same object, so a graph costs what it has of distinct nodes.
-Their integers have 64 bits.
+Their integers have 64 bits; what is shifted further than that is gone (>> leaves the sign).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor
 
 INDICES = ("b", "h", "i", "j", "n_q", "n_k")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "sin", "cos", "floor")
+FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "floor")
+SHIFTS = ("bitwise_left_shift", "bitwise_right_shift")
+BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", *SHIFTS)  # of ints
 
 
 class Expr:
@@ -107,6 +109,8 @@ def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
     x, y = a.value if a.op == "const" else None, b.value if b.op == "const" else None
     if op in ("floordiv", "mod") and y == 0 and a.kind == "int":
         raise ZeroDivisionError("a division by 0")
+    if op in SHIFTS and y is not None and not 0 <= y < 64:
+        raise OverflowError(f"a shift by {y}")
     if x is not None and y is not None and (op not in ("div", "floordiv", "mod") or y != 0):
         return const(_folded(op, x, y))
     if (op == "add" and y == 0) or (op == "sub" and y == 0) or (op in ("mul", "div") and y == 1):
@@ -160,6 +164,13 @@ def logic(op: str, *args: Expr) -> Expr:
     return node(op, *map(as_bool, args), kind="bool")
 
 
+def bitwise(op: str, a: Expr, b: Expr) -> Expr:
+    """& | ^ << >> of ints; of bools the first three are logic."""
+    if op in SHIFTS or "int" in (a.kind, b.kind):
+        return arithmetic(op, a, b)
+    return where(a, logic("not", b), b) if op == "bitwise_xor" else logic(op.removeprefix("bitwise_"), a, b)
+
+
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     condition = as_bool(condition)
     if a is b:
@@ -193,6 +204,11 @@ _PYTHON: dict[str, Callable[[Any, Any], Any]] = {
     "pow": operator.pow,
     "min": min,
     "max": max,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "bitwise_left_shift": operator.lshift,
+    "bitwise_right_shift": operator.rshift,
 }
 
 
@@ -357,7 +373,7 @@ def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
 _PLAIN = ("add", "sub", "mul", "div", "neg", "abs")  # these take Python's numbers too
 _torch: Mapping[str, Callable[..., Any]] = {
     **{op: getattr(operator, op if op != "div" else "truediv") for op in _PLAIN},
-    **{op: getattr(torch, op) for op in (*FUNCTIONS, *COMPARISONS)},
+    **{op: getattr(torch, op) for op in (*FUNCTIONS, *COMPARISONS, *BITWISE)},
     **{op: getattr(torch, f"logical_{op}") for op in ("and", "or", "not")},
     "floordiv": torch.floor_divide,
     "mod": torch.remainder,

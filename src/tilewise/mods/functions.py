@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
@@ -10,10 +12,13 @@ from tilewise.mods.expr import Expr
 NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "and", "logical_or": "or",
          "logical_not": "not", "fabs": "abs", "remainder": "mod", "floor_divide": "floordiv",
          "true_divide": "div", "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-         "negative": "neg"}  # fmt: skip
-BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not"}
+         "negative": "neg", "special_erf": "erf", "special_expm1": "expm1", "special_log1p": "log1p"}  # fmt: skip
+BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
+        "rshift": "bitwise_right_shift", "invert": "bitwise_not"}  # as Python's operators have them  # fmt: skip
+WORDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "div": ("rounding_mode",), "gelu": ("approximate",)}
+Word = Expr | str | None  # what stands behind a keyword
 PLACES = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
-KNOWN = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float", *expr.FUNCTIONS))
+KNOWN = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float", "relu", "gelu", *expr.FUNCTIONS))
 
 
 class Captured:
@@ -31,9 +36,16 @@ class Captured:
         return expr.load(self.position, *self.indices, kind=self.kind)
 
 
-def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Expr]) -> Expr | None:
+def spoken(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    return f"a call of {name} with {', '.join([f'{len(args)} arguments', *named])}"
+
+
+def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Expr | None:
     """The function of this name, as Python, math or torch call it; None if there is none, or not of such arguments."""
     name = NAMES.get(name, name)
+    named = {word: x for word, x in named.items() if x is not None and x is not expr.const(False)}  # as if left out
+    if any(word not in WORDS.get(name, ()) for word in named):
+        return None
     match name, list(args):
         case (("min" | "max"), [first, _, *_]):
             for a in args[1:]:
@@ -45,8 +57,14 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Expr]) -> Ex
             return expr.absolute(a)
         case (("and" | "or"), [_, _]) | ("not", [_]):
             return expr.logic(name, *args)
-        case _, _ if name in BITWISE and all(a.kind == "bool" for a in args):
-            return elementary(BITWISE[name], args, {})
+        case "logical_xor", [a, b]:
+            return expr.bitwise("bitwise_xor", expr.as_bool(a), expr.as_bool(b))
+        case "bitwise_not", [a] if a.kind != "float":
+            return expr.logic("not", a) if a.kind == "bool" else expr.arithmetic("sub", expr.const(-1), a)
+        case _, [a, b] if name in expr.BITWISE and "float" not in (a.kind, b.kind):
+            return expr.bitwise(name, a, b)
+        case "div", [a, b] if named:
+            return _rounded(named["rounding_mode"], a, b)
         case (("add" | "sub" | "mul" | "div" | "pow" | "mod" | "floordiv"), [a, b]):
             return expr.arithmetic(name, a, b)
         case _, [a, b] if name in expr.COMPARISONS:
@@ -60,13 +78,47 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Expr]) -> Ex
         case (("clamp" | "clip"), [a, *limits]) if len(limits) <= 2:
             bounds = dict(zip(("min", "max"), limits, strict=False)) | dict(named)
             for side, other in (("min", "max"), ("max", "min")):
-                if side in bounds:
-                    a = expr.arithmetic(other, a, bounds[side])
+                limit = bounds.get(side)
+                if isinstance(limit, Expr):
+                    a = expr.arithmetic(other, a, limit)
             return a
         case "relu", [a]:
             return expr.arithmetic("max", a, expr.const(0))
+        case "gelu", [a]:
+            return _gelu(named.get("approximate", "none"), a)
         case _, [a] if name in expr.FUNCTIONS:
             return expr.function(name, a)
         case "rsqrt", [a]:
             return expr.arithmetic("div", expr.const(1.0), expr.function("sqrt", a))
     return None
+
+
+def _rounded(mode: Word, a: Expr, b: Expr) -> Expr | None:
+    """torch.div: to the lower integer, or towards 0."""
+    if mode == "floor":
+        return expr.arithmetic("floordiv", a, b)
+    if mode != "trunc":
+        return None
+    a_size, b_size = expr.absolute(a), expr.absolute(b)
+    if "float" in (a_size.kind, b_size.kind):  # where the quotient is rounded first: 1.0 by 0.1 is 10
+        size = expr.function("floor", expr.arithmetic("div", a_size, b_size))
+    else:
+        size = expr.arithmetic("floordiv", a_size, b_size)
+    below = expr.bitwise("bitwise_xor", *(expr.compare("lt", x, expr.const(0)) for x in (a, b)))
+    return expr.where(below, expr.negative(size), size)
+
+
+def _gelu(approximate: Word, x: Expr) -> Expr | None:
+    """x times how much of a normal distribution lies below x."""
+
+    def times(a: float, b: Expr) -> Expr:
+        return expr.arithmetic("mul", expr.const(a), b)
+
+    if approximate == "none":
+        tail = expr.function("erf", times(math.sqrt(0.5), x))
+    elif approximate == "tanh":
+        cube = times(0.044715, expr.arithmetic("pow", x, expr.const(3)))
+        tail = expr.function("tanh", times(math.sqrt(2 / math.pi), expr.arithmetic("add", x, cube)))
+    else:
+        return None
+    return expr.arithmetic("mul", times(0.5, x), expr.arithmetic("add", expr.const(1.0), tail))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
+from tilewise.mods.functions import BITS, KNOWN, PLACES, Captured, Word, elementary, spoken
 from tilewise.mods.source import DEPTH, Definition, definition, outside, plain
 from tilewise.mods.trace import follow
 from tilewise.spec import AttentionError
@@ -22,7 +22,8 @@ BINARY = {
 COMPARE = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
 LOGIC = {ast.And: "and", ast.Or: "or"}
 BITWISE: dict[type[ast.AST], str] = {
-    ast.BitAnd: "bitwise_and", ast.BitOr: "bitwise_or", ast.Invert: "bitwise_not"
+    ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.LShift: "lshift", ast.RShift: "rshift",
+    ast.Invert: "invert",
 }  # fmt: skip
 
 
@@ -167,9 +168,10 @@ class _Reader:
         return result
 
     def bitwise(self, x: ast.expr, name: str, *args: Expr) -> Expr:
-        found = elementary(name, args, {})
+        found = elementary(BITS[name], args, {})
         if found is None:
-            self.fail(x, f"{ast.unparse(x)!r}, of {', '.join(a.kind for a in args)}", "& | ~ of what is true or false")
+            expected = "& | ^ ~ << >> of integers, or & | ^ ~ of what is true or false"
+            self.fail(x, f"{ast.unparse(x)!r}, of {', '.join(a.kind for a in args)}", expected)
         return found
 
     def subscript(self, x: ast.expr, tensor: ast.expr, index: ast.expr) -> Captured:
@@ -185,7 +187,7 @@ class _Reader:
         return captured.at(indices)
 
     def called(self, x: ast.Call, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Expr:
-        named = {k.arg: self.value(k.value) for k in keywords if k.arg}
+        named = {k.arg or "**": self.word(k.value) for k in keywords}
         outside = self.resolve(function)
         if isinstance(function, ast.Attribute) and outside is None:  # a method: x.abs() is abs(x)
             values = [self.value(function.value), *map(self.value, args)]
@@ -202,6 +204,12 @@ class _Reader:
                     self.fail(x, f"float({digits!r})", "a number in it")
         return self.builtin(x, name, [self.value(a) for a in args], named)
 
+    def word(self, x: ast.expr) -> Word:
+        match x:
+            case ast.Constant(value=str() | None as value):
+                return value
+        return self.value(x)
+
     def inlined(self, x: ast.expr, function: Callable[..., Any], values: list[Expr | Captured]) -> Expr:
         if self.depth == DEPTH:
             self.fail(x, f"calls nested {DEPTH} deep", "no recursion: a mod is one expression")
@@ -210,11 +218,11 @@ class _Reader:
             self.fail(x, f"{function.__name__!r}, which has no source", "a function in a file or a notebook")
         return _Reader(function, found, self.tensors, self.depth + 1).call(values)
 
-    def builtin(self, x: ast.expr, name: str, args: list[Expr], named: dict[str, Expr]) -> Expr:
+    def builtin(self, x: ast.expr, name: str, args: list[Expr], named: dict[str, Word]) -> Expr:
         found = elementary(name, args, named)
         if found is not None:
             return found
-        self.fail(x, f"a call of {name} with {len(args)} arguments", f"one of {KNOWN}, or a function made of them")
+        self.fail(x, spoken(name, args, named), f"one of {KNOWN}, or a function made of them")
 
     def resolve(self, x: ast.expr) -> Any:
         """What a dotted name outside the function stands for, or None."""

@@ -89,6 +89,24 @@ def outside(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
+def is_called(value: Any) -> bool:
+    """Whether it is an object of somebody's own class that can be called."""
+    if isinstance(value, type) or type(value).__module__.partition(".")[0] in (*LIBRARIES, "tilewise"):
+        return False
+    return any(isinstance(vars(x).get("__call__"), FunctionType) for x in type(value).__mro__)
+
+
+def name_of(function: Any) -> str:
+    """What to call a function, or what can be called like one.
+
+    >>> from functools import partial
+    >>> name_of(partial(name_of, 3)), name_of(lambda: 0), name_of(3)
+    ('name_of', '<lambda>', 'int')
+    """
+    name: str = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
+    return name
+
+
 def plain(value: Any) -> FunctionType | None:
     """The Python function that a mod would inline for a value that it calls, if any."""
     inner = getattr(value, "function", value) if type(value).__name__ == "Modifier" else value

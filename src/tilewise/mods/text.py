@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 from tilewise.mods import expr
-from tilewise.mods.expr import COMPARISONS, FUNCTIONS, INDICES, Expr
+from tilewise.mods.expr import BITWISE, COMPARISONS, FUNCTIONS, INDICES, Expr
 from tilewise.spec import AttentionError
 
 VERSION = "tilewise1"
@@ -27,6 +27,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **{op: tuple((kind, kind) for kind in NUMBERS) for op in ("add", "sub", "mul", "floordiv", "mod", "min", "max")},
     **{op: tuple((kind, kind) for kind in NUMBERS) for op in COMPARISONS},
     **dict.fromkeys(FUNCTIONS, (("float",),)),
+    **dict.fromkeys(BITWISE, (("int", "int"),)),
     **dict.fromkeys(("and", "or"), (("bool", "bool"),)),
     **dict.fromkeys(("neg", "abs"), (("int",), ("float",))),
     "div": (("float", "float"),),

@@ -6,9 +6,10 @@ Whatever needs to know such a value (`if`, `and`, `not`, `max(a, b)`, chained co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import KNOWN, PLACES, Captured, elementary
+from tilewise.mods.functions import BITS, KNOWN, PLACES, Captured, elementary, spoken
 from tilewise.mods.program import kind_of
-from tilewise.mods.source import outside
+from tilewise.mods.source import is_called, name_of, outside
 from tilewise.spec import AttentionError
 
 Finder = Callable[[Tensor], Captured | None]
@@ -26,7 +27,8 @@ Finder = Callable[[Tensor], Captured | None]
 
 def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], captured: Finder) -> Expr:
     """The function's value when its positional parameters are `values`; `captured` knows the tensors that it reads."""
-    keywords = function.__code__.co_varnames[function.__code__.co_argcount :][: function.__code__.co_kwonlyargcount]
+    code = getattr(function, "__code__", None)
+    keywords = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount] if code else ()
     if any(name not in PLACES for name in keywords):
         _refuse(f"the keyword-only parameters {', '.join(keywords)}", "q_len, kv_len and q_pos")
     try:
@@ -34,9 +36,9 @@ def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], capt
         return _expression(noted(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords}))
     except AttentionError as error:
         _, found, expected = error.args
-        raise AttentionError(f"mod {function.__name__!r}, {_line(error)}", found, expected) from error
+        raise AttentionError(f"mod {name_of(function)!r}, {_line(error)}", found, expected) from error
     except Exception as error:  # whatever a function does that was not written for such values
-        raise AttentionError(f"mod {function.__name__!r}, {_line(error)}", error, WHAT_WORKS) from error
+        raise AttentionError(f"mod {name_of(function)!r}, {_line(error)}", error, WHAT_WORKS) from error
 
 
 def _line(error: Exception) -> str:
@@ -58,12 +60,12 @@ def followed(function: Callable[..., Any], values: Sequence[Expr | Captured]) ->
     return follow(function, values, captured), [x for x, _ in found.values()]
 
 
-WHAT_WORKS = "arithmetic, comparisons, & | ~, torch.where and torch's elementary functions"
+WHAT_WORKS = "arithmetic, comparisons, & | ^ ~, torch.where and torch's elementary functions"
 
 
 def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
-    """The value with the tensors that it holds or reads from outside exchanged for their notes: functions, and lists
-    and tuples of these."""
+    """The value with the tensors that it holds or reads from outside exchanged for their notes: functions, methods,
+    partials and objects that can be called, and lists and tuples of these."""
     if id(value) in done:
         return done[id(value)]
     if isinstance(value, Tensor):
@@ -71,6 +73,13 @@ def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
         return value if known is None else _Noted(known)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_exchanged(x, captured, done) for x in value)
+    if isinstance(value, partial):
+        func, args, *named = _exchanged((value.func, value.args, *value.keywords.values()), captured, done)
+        return partial(func, *args, **dict(zip(value.keywords, named, strict=True)))
+    if isinstance(value, MethodType) and not isinstance(value.__self__, type):
+        return MethodType(_exchanged(value.__func__, captured, done), _Held(value.__self__, captured, done))
+    if is_called(value):
+        return _Held(value, captured, done)
     if not isinstance(value, FunctionType) or len(done) > MOST_FUNCTIONS:
         return value
     done[id(value)] = value  # of one that calls itself
@@ -91,6 +100,23 @@ def _exchanged(value: Any, captured: Finder, done: dict[int, Any]) -> Any:
 
 
 MOST_FUNCTIONS = 64
+
+
+class _Held:
+    """An object whose tensors are exchanged when they are asked for; its methods ask it, too."""
+
+    def __init__(self, value: Any, captured: Finder, done: dict[int, Any]) -> None:
+        self._held = value, captured, done
+
+    def __getattr__(self, name: str) -> Any:
+        value, captured, done = self._held
+        found = getattr(value, name)
+        if isinstance(found, MethodType) and found.__self__ is value:
+            return MethodType(_exchanged(found.__func__, captured, done), self)
+        return _exchanged(found, captured, done)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("__call__")(*args, **kwargs)
 
 
 class _Noted:
@@ -127,9 +153,10 @@ class _Noted:
 def _call(name: str, *args: Any, **kwargs: Any) -> _Noted:
     if name in ("new_ones", "new_zeros") and kwargs.get("dtype") is torch.bool:  # as torch's own mask functions begin
         return _Noted(expr.const(name == "new_ones"))
-    found = elementary(name, [_expression(a) for a in args], {k: _expression(v) for k, v in kwargs.items()})
+    named = {k: v if v is None or isinstance(v, str) else _expression(v) for k, v in kwargs.items()}
+    found = elementary(name, [_expression(a) for a in args], named)
     if found is None:
-        _refuse(f"a call of {name} with {len(args)} arguments", f"one of {KNOWN}")
+        _refuse(spoken(name, args, kwargs), f"one of {KNOWN}")
     return _Noted(found)
 
 
@@ -157,9 +184,8 @@ def _operator(name: str, swapped: bool = False) -> Callable[..., _Noted]:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or"):
-    _named = f"bitwise_{_name}" if _name in ("and", "or") else _name
-    setattr(_Noted, f"__{_name}__", _operator(_named))
-    setattr(_Noted, f"__r{_name}__", _operator(_named, swapped=True))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(_Noted, f"__{_name}__", _operator("bitwise_not" if _name == "invert" else _name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", *BITS):
+    setattr(_Noted, f"__{_name}__", _operator(BITS.get(_name, _name)))
+    setattr(_Noted, f"__r{_name}__", _operator(BITS.get(_name, _name), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):
+    setattr(_Noted, f"__{_name}__", _operator(_name))

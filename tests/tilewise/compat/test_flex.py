@@ -180,6 +180,60 @@ def make_paths(table: Tensor, kinds: Tensor, lengths: Tensor) -> Callable[..., T
     return paths
 
 
+# What is no plain function: tensors and numbers are attributes, or arguments given beforehand.
+
+
+class Chooser:
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score if q_idx > kv_idx else 0.0
+
+
+class Biased(torch.nn.Module):
+    """A module, whose parameters are not where its other attributes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.unused = torch.nn.Parameter(torch.randn(H, 4)), torch.ones(3, dtype=torch.complex64)
+        self.factor = 0.5
+
+    def row(self, distance):
+        return distance.abs().clamp(max=3)
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor + self.table[h, self.row(q_idx - kv_idx)]
+
+
+class Near:
+    def __init__(self, reach: int, ids: Tensor) -> None:
+        self.reach, self.ids = reach, ids
+
+    def same(self, b, h, q_idx, kv_idx):
+        return self.ids[q_idx] == self.ids[kv_idx]
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return ((q_idx - kv_idx).abs() < self.reach) & self.same(b, h, q_idx, kv_idx)
+
+
+def scaled(factors, score, b, h, q_idx, kv_idx, *, power):
+    return score * factors[h] ** power
+
+
+def spread(x):
+    """The bits of x at every other place."""
+    for step, mask in ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        x = (x | (x << step)) & mask
+    return x
+
+
+def along_a_curve(b, h, q_idx, kv_idx):
+    q, k = ((spread(i // 16) << 1) | spread(i % 16) for i in (q_idx, kv_idx))
+    return (q >> 5 == k >> 5) ^ (k & 7 == 0)
+
+
+def gelus(score, b, h, q_idx, kv_idx):
+    return torch.log(torch.nn.functional.gelu(score) + 1) + torch.nn.functional.gelu(score, approximate="tanh")
+
+
 IDS = torch.arange(S) // 70
 OFFSETS = torch.tensor([0, 70, 140])
 SEEN = torch.rand(B, S) < 0.8
@@ -188,6 +242,8 @@ SCORES: dict[str, Any] = {
     "noop": noop, "relative": relative, "alibi": make_alibi(H), "softcap": make_softcap(5.0), "causal": causal_score,
     "bias": lambda score, b, h, q_idx, kv_idx: score + BIAS[b, h, q_idx, kv_idx],
     "paths": make_paths(torch.randn(H, 3, 5), torch.randint(0, 5, (S, S, 3)), torch.randint(0, 4, (S, S))),
+    "gelus": gelus, "a module": Biased(), "a method": Biased().forward,
+    "a partial": functools.partial(scaled, torch.rand(H), power=2),
     "bias, index by index": lambda score, b, h, q_idx, kv_idx: score + BIAS[b][h][q_idx, kv_idx],
 }  # fmt: skip
 MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, and whether all of it is a band
@@ -206,6 +262,10 @@ MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, 
     "frames": (make_frames(16, 28, False), None, False),
     "frames with the first": (make_frames(16, 28, True), None, False),
     "images": (make_images(torch.tensor([[0, 90], [40, 120], [100, 200], [0, 200]]), 50), None, False),
+    "bits": (along_a_curve, None, False),
+    "an object": (Near(40, IDS), None, False),
+    "a partial": (functools.partial(Near.same, Near(40, IDS)), None, False),
+    "a method of an object": (and_masks(causal, Near(40, IDS).same), None, False),
     "groups": (make_groups(noop_mask, 32), None, False),
     "groups of prefixes": (make_groups(make_prefix(7), 32), None, False),
     "groups of other prefixes": (make_groups(make_prefix(9), 32), None, False),
@@ -300,6 +360,20 @@ def test_gradients_of_what_is_captured() -> None:
 
         grads.append(torch.autograd.grad(function(q, k, v, score_mod=closed).sin().sum(), (table, slope)))
     assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
+def test_what_objects_hold() -> None:
+    """Their parameters get gradients, and a mask is worked out again when a number of its object is another."""
+    leaves, mod = qkv(), Biased()
+    grads = [torch.autograd.grad(f(*leaves, score_mod=mod).sin().sum(), mod.table)[0] for f in (flex_attention, naive)]
+    assert_close(*grads, rtol=1e-3, atol=1e-4)
+    near = Near(200, IDS)
+    for mod_of_it in (near, and_masks(near.__call__), functools.partial(near)):
+        mask = create_block_mask(mod_of_it, None, None, S, S, device="cpu")
+        for near.reach in (200, 3):
+            assert_close(
+                flex_attention(*leaves, block_mask=mask), naive(*leaves, block_mask=mask), rtol=1e-4, atol=1e-5
+            )
 
 
 def test_numbers_are_those_of_the_moment() -> None:
@@ -400,7 +474,10 @@ def test_what_cannot_be_done_says_where() -> None:
         ("if q_idx > kv_idx:`: found a choice", lambda: flex_attention(q, k, v, score_mod=choosing)),
         ("lgamma", lambda: flex_attention(q, k, v, score_mod=sorting)),
         (r"short\(score, b, h, q_idx\)", lambda: flex_attention(q, k, v, score_mod=short)),
-        ("plain function", lambda: flex_attention(q, k, v, score_mod=7)),
+        ("a function, a method", lambda: flex_attention(q, k, v, score_mod=7)),
+        ("a function, a method", lambda: flex_attention(q, k, v, score_mod=torch.tanh)),
+        ("alone", lambda: flex_attention(q, k, v, score_mod=functools.partial(relative, b=0, h=0))),
+        ("'Chooser', .*a choice by a value", lambda: flex_attention(q, k, v, score_mod=Chooser())),
         ("max_scores", lambda: flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))),
         ("enable_gqa", lambda: flex_attention(q, k[:, :2], v[:, :2])),
         ("BlockMask", lambda: flex_attention(q, k, v, block_mask=SEEN)),

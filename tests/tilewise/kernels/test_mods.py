@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
 import tilewise
-from tests.tilewise.mods.test_integers import product
+from tests.tilewise.mods.test_functions import by_head, far
+from tests.tilewise.mods.test_integers import bits, in_order, product, shifted_out
 from tilewise import mods
 
 generated = pytest.importorskip("tilewise.kernels.mods")
@@ -38,3 +46,14 @@ def test_64_bits_only_where_32_are_not_enough() -> None:
     assert "int64" in source(product())
     assert "int64" not in source(mods.strided_sparse(64))
     assert "int64" not in source(mods.dilated_window(24, 8))
+
+
+@pytest.mark.slow
+def test_every_operation_is_compiled() -> None:
+    """For sm_80, sm_90 and gfx942: the interpreter takes what a compiler may not."""
+    ids, table = torch.zeros(40, dtype=torch.int64), torch.zeros(5, 40)
+    made = [by_head(table), far(table[0]), in_order(), bits(ids), shifted_out(ids.int())]
+    script = Path(__file__).with_name("compile_mods.py")
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    done = subprocess.run([sys.executable, script], input=pickle.dumps(made), env=env, capture_output=True, check=False)
+    assert done.stdout.strip() == b"compiled", done.stderr.decode()[-3000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product as product_of
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 import tilewise
 from tests.conftest import DEVICE
 from tilewise.mods import Mod
-from tilewise.mods.bounds import INT32, bounds, is_narrow
-from tilewise.mods.expr import H, I, J, arithmetic, const
+from tilewise.mods.bounds import INT32, INT64, bounds, is_narrow
+from tilewise.mods.expr import _PYTHON, BITWISE, SHIFTS, Expr, H, I, J, arithmetic, const
 
 N = 40
 I_, J_ = torch.arange(N)[:, None], torch.arange(N)
@@ -55,6 +56,42 @@ def cut(b, h, q_idx, kv_idx):
     return int((q_idx - kv_idx) * 1e12) >= 2_147_483_000
 
 
+def spread(x):
+    x = (x | (x << 4)) & 0x0F0F
+    x = (x | (x << 2)) & 0x3333
+    return (x | (x << 1)) & 0x5555
+
+
+@tilewise.mask_mod
+def in_order(b, h, q_idx, kv_idx):
+    """On a curve through a square of 8 x 8 that visits its quarters one after the other."""
+    return (spread(q_idx // 8) << 1 | spread(q_idx % 8)) >= (spread(kv_idx // 8) << 1 | spread(kv_idx % 8))
+
+
+def spread_by_bit(x: Tensor) -> Tensor:
+    return sum((x // 2**n % 2) * 4**n for n in range(3))  # type: ignore[return-value]
+
+
+PLACES = 2 * spread_by_bit(J_ // 8) + spread_by_bit(J_ % 8)
+
+
+@tilewise.mask_mod
+def bits(b, h, q_idx, kv_idx, ids):
+    """Of integers of either sign, on both sides of 32 bits, and of bools."""
+    low = ((q_idx - kv_idx) & 5) ^ ~kv_idx | (ids[q_idx] >> 1)
+    high = (low << 33) ^ (q_idx << 40)
+    return (high >> 35 & 6 > 2) ^ (q_idx & 1 > 0) ^ ((1 << (kv_idx & 31)) & 0x5555_5555 != 0)
+
+
+@tilewise.mask_mod
+def shifted_out(b, h, q_idx, kv_idx, by):
+    """By less than 0 bits, by 64 and by more: nothing but the sign is left, and that of >> alone."""
+    return ((q_idx + 1 << by[kv_idx]) == 0) & (((-1 - q_idx) >> by[kv_idx]) == -1) & (q_idx >> by[kv_idx] == 0)
+
+
+BY = torch.tensor([-1, 64, 100, 63, 3, -(2**40), 2**40])[J_ % 7]
+LOW = (((I_ - J_) & 5) ^ (-1 - J_)) | ((2**33 - IDS[:, None]) >> 1)
+
 CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
     "a product": (product, I_ * 100_000_000 >= J_ * 100_000_001),
     "a sum": (shifted, I_ - J_ < 10),
@@ -68,6 +105,15 @@ CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
         lambda: indexed(torch.tensor([3, 0, 0, 3], device=DEVICE)), torch.ones(N, N, dtype=torch.bool)
     ),
     "a float cut": (cut, I_ > J_),
+    "order": (in_order, PLACES[:, None] >= PLACES),
+    "bits": (
+        lambda: bits((2**33 - IDS).to(DEVICE)),
+        (((LOW << 33) ^ (I_ << 40)) // 2**35 % 8 // 2 > 1) ^ (I_ % 2 == 1) ^ (J_ % 2 == 0),
+    ),
+    "a shift past the end": (
+        lambda: shifted_out(BY.to(DEVICE)),
+        ((BY < 0) | (BY >= 64) | ((BY == 63) & (I_ % 2 == 1))).expand(N, N)
+    ),
 }  # fmt: skip
 
 
@@ -120,14 +166,24 @@ def test_32_bits_where_they_are_enough() -> None:
     assert bounds(const(INT32[1]))[const(INT32[1])] == (INT32[1], INT32[1])
 
 
-@pytest.mark.parametrize("op", ["add", "sub", "mul", "floordiv", "mod", "min", "max"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "floordiv", "mod", "min", "max", *BITWISE])
 def test_bounds_hold(op: str) -> None:
-    values = range(-7, 8)
-    for a in values:
-        for b in values:
-            if op not in ("floordiv", "mod") or b:
-                x = arithmetic(op, arithmetic("min", arithmetic("max", I, const(a)), const(a)), const(b))
-                least, most = bounds(x)[x]
-                truth = {"add": a + b, "sub": a - b, "mul": a * b, "min": min(a, b), "max": max(a, b)}
-                truth |= {"floordiv": a // b, "mod": a % b} if b else {}
-                assert least <= truth[op] <= most
+    """Of a number in a range of its own and another in another, by trying all of them."""
+    index = arithmetic("sub", I, const(100))
+
+    def within(least: int, width: int) -> Expr:
+        return arithmetic("min", arithmetic("max", index, const(least)), const(least + width))
+
+    for a, c, width in product_of(range(-7, 8), range(-7, 8), (0, 3)):
+        x = arithmetic(op, within(a, width), within(c, width))
+        least, most = bounds(x)[x]
+        others = [n for n in range(c, c + width + 1) if not (n == 0 and op in ("floordiv", "mod"))]
+        truth = [_PYTHON[op](m, n) for m in range(a, a + width + 1) for n in others if n >= 0 or op not in SHIFTS]
+        assert all(least <= y <= most for y in truth), (a, c, width)
+
+
+def test_what_overflows_has_no_bounds() -> None:
+    cube = arithmetic("mul", arithmetic("mul", I, I), I)
+    assert bounds(cube)[cube] == INT64
+    by = arithmetic("bitwise_left_shift", I, J)
+    assert bounds(by)[by] == INT64
