@@ -146,15 +146,18 @@ class Call:
 
     def again(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
         """The same of the tensors."""
-        if self._recorded(what) is None:
+        recording = self._recorded(what)
+        if recording is None:
             return None
-        return self.run(what, [x.data_ptr() for x in tensors if x is not None])
+        found: list[Tensor] = recording.run([x.data_ptr() for x in tensors if x is not None])
+        return found
 
     def if_alike(self, what: str, *tensors: Tensor | None) -> list[Tensor] | None:
         """The same of tensors of which it is not known; None too where they look or lie otherwise than then."""
         recording = self._recorded(what)
         there = None if recording is None else recording.where([x for x in tensors if x is not None])
-        return None if there is None else self.run(what, there)
+        found: list[Tensor] | None = None if there is None else recording.run(there)
+        return found
 
     def _recorded(self, what: str) -> Any:
         return self.recordings.get(what) if self.recordings else None
