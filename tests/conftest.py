@@ -1,12 +1,14 @@
-"""Where the kernels run: on the GPU if there is one, else in Triton's interpreter.
+"""Where the kernels run: on the GPU where tests/gpu is asked for and there is one, else in Triton's interpreter.
 
-Triton decides at import, once per process, so it is imported here, before any test. Offline compiles need a process of
-their own (tests/tilewise/kernels/test_compile.py).
+Triton and CUDA decide once per process, so the tests of tests/gpu are a run of their own (`./run test` makes both), and
+the others see no GPU. Triton is imported here, before any test. Offline compiles need a process of their own
+(tests/tilewise/kernels/test_compile.py).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from zlib import crc32
@@ -14,6 +16,9 @@ from zlib import crc32
 import pytest
 import torch
 
+ON_GPU = "TILEWISE_TEST_GPU"  # how pytest-xdist's workers know what was asked
+if os.environ.setdefault(ON_GPU, str(int(any("tests/gpu" in arg for arg in sys.argv[1:])))) == "0":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = HAS_TRITON and DEVICE == "cpu"

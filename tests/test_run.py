@@ -25,6 +25,7 @@ def run(monkeypatch, tmp_path):
     (tmp_path / "pyproject.toml").write_bytes((SCRIPT.parent / "pyproject.toml").read_bytes())
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(module, "has_gpu", lambda: False)
     return module
 
 
@@ -185,12 +186,22 @@ def test_plan(run, steps):
         ([], ["-m", "not slow"]),
         (["-k", "window"], ["-m", "not slow", "-k", "window"]),
         (["--slow", "-x"], ["-x"]),
-        (["-m", "gpu"], ["-m", "gpu"]),
+        (["-m", "slow"], ["-m", "slow"]),
         (["tests/test_run.py::test_plan"], ["tests/test_run.py::test_plan"]),
     ],
 )
 def test_slow_tests_are_left_out_unless_wanted(run, steps, typed, given):
     assert run.plan("test", typed, "python") == [(run.ROOT, ["-m", "pytest", *given])]
+
+
+@pytest.mark.parametrize(
+    ("typed", "rings"),
+    [([], [False, True]), (["--slow", "--all"], [False, True]), (["-k", "window"], [False]), (["tests/gpu"], [True])],
+)
+def test_a_gpu_has_a_run_of_its_own(run, steps, monkeypatch, typed, rings):
+    """Its tests see it; the others, in a process of theirs, do not, and hold on every machine."""
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    assert ["tests/gpu" in line for _, line in run.plan("test", typed, "python")] == rings
 
 
 def test_step_shows_output_only_on_failure(run, capfd):

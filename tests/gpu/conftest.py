@@ -1,5 +1,5 @@
-"""Every test here is skipped where there is no CUDA device. At the end of a run, the error ratios of all calls in two
-tables: the grid, and the score terms by feature."""
+"""Every test here is skipped where there is no CUDA device, or tests/gpu was not asked for by name. At the end of a
+run, the error ratios of all calls in two tables: the grid, and the score terms by feature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ratios = Iterable[tuple[str, str, float]]  # (row of the table, result, error ov
 @pytest.fixture(scope="session", autouse=True)
 def cuda() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here")
+        pytest.skip("no CUDA device here, or no run of its own: ./run test tests/gpu")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

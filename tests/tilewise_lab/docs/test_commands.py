@@ -90,7 +90,7 @@ NOT_RUN = {
     "./run test --slow": ITSELF,
     "./run test --slow --all": ITSELF,
     "./run test -k window --pdb": ITSELF,
-    "./run test -m gpu": GPU,
+    "./run test tests/gpu": GPU,
     "bash .ci/run": ITSELF,
     "torchrun --standalone --nproc-per-node 4 examples/train_context_parallel.py": (
         "tests/test_train_context_parallel.py runs it, in the slow ring"
