@@ -154,6 +154,22 @@ def is_wild(key: str) -> bool:
     )
 
 
+LARGE = float(1 << 24)
+
+
+@cache
+def is_far(key: str, numbers: tuple[float, ...]) -> bool:
+    """Whether it may make scores as large as -1e30: it says such a number, or exp, or reads one for every pair, as of a
+    mask that was written as numbers."""
+    return any(abs(x) > LARGE for x in numbers) or any(
+        x.op in ("exp", "exp2", "expm1")
+        or (x.op == "const" and x.kind == "float" and abs(x.value) > LARGE)
+        or (x.op == "load" and x.kind == "float" and any("i" in a.deps and "j" not in a.deps for a in x.args)
+            and any("j" in a.deps and "i" not in a.deps for a in x.args))
+        for x in nodes(PROGRAMS[key].root)
+    )  # fmt: skip
+
+
 @cache
 def site(key: str, n: int, fast: bool) -> Any:
     """The derivative by what the program reads at its n-th site."""

@@ -34,6 +34,7 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
         steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
         wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        far=1 if is_far(request) else None,
         origin=request.origin,
     )
 
@@ -83,7 +84,7 @@ def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], flo
     """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
     comes out; and the factor of the gradients of q.k."""
     q, spec = request.q, request.spec
-    if spec.score_mod and request.bias is None and q.element_size() == 2:
+    if spec.score_mod and not is_far(request) and q.element_size() == 2:
         numbers = *spec.score_numbers, spec.scale
         function, unit, pull = mods.folded(spec.score_mod, is_fast(q, gpu), slope)
         scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
@@ -98,10 +99,16 @@ def is_bounded(request: Request, scale: float) -> bool:
     return (
         request.q.dtype == torch.bfloat16
         and request.spec.score_mod is not None
-        and request.bias is None
+        and not is_far(request)
         and request.sinks is None
         and 0 < scale * mods.bound(request.spec.score_mod) <= LARGEST
     )
+
+
+def is_far(request: Request) -> bool:
+    """Whether scores may be so large that a multiply-add rounds them by more than they differ."""
+    spec = request.spec
+    return request.bias is not None or (spec.score_mod is not None and mods.is_far(spec.score_mod, spec.score_numbers))
 
 
 def is_linear(request: Request) -> bool:

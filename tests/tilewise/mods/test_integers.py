@@ -117,19 +117,19 @@ CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
 }  # fmt: skip
 
 
-def seen_by(mod: Mod, backend: str, blocks: bool) -> Tensor:
+def seen_by(mod: Mod, backend: str, block: int | None) -> Tensor:
     """Values are one-hot: the weights that are not 0 are the mask."""
     q, k = torch.zeros(1, N, 1, 16, device=DEVICE), torch.zeros(1, N, 1, 16, device=DEVICE)
     v = torch.eye(N, device=DEVICE)[None, :, None]
-    mask = tilewise.block_mask(mod, N, N, block=(16, 16), device=DEVICE) if blocks else mod
+    mask = tilewise.block_mask(mod, N, N, block=(block, block), device=DEVICE) if block else mod
     return tilewise.attention(q, k, v, mask_mod=mask, backend=backend)[0, :, 0].cpu() > 0
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("block", [None, 16])
 @pytest.mark.parametrize("name", CASES)
-def test_one_meaning(name: str, blocks: bool, backend: str) -> None:
+def test_one_meaning(name: str, block: int | None, backend: str) -> None:
     make, expected = CASES[name]
-    assert torch.equal(seen_by(make(), backend, blocks), expected)
+    assert torch.equal(seen_by(make(), backend, block), expected)
 
 
 def test_tiles_are_those_of_the_mask() -> None:

@@ -15,7 +15,7 @@ from ..portable.launch import backward as portable_backward
 from ..portable.launch import clear_launches, new_gradients
 from ..repair import repair_backward_kernel
 from ..shapes import Problem, lined, padded, problem, view
-from ..terms import device_terms, folded, mask_mod, slope_mod
+from ..terms import device_terms, folded, is_far, mask_mod, slope_mod
 from ..tile.tuples import LOG2E, PAD, View
 from .backward import backward_kernel
 from .backward_tiles import Plan
@@ -114,7 +114,7 @@ def backward_launches(
         ),
         {
             "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-            "NATURAL": request.bias is not None, "OVERLAP": not INTERPRETED, "num_warps": 8 if size.dv > 128 else 4,
+            "NATURAL": is_far(request), "OVERLAP": not INTERPRETED, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip
 

@@ -244,7 +244,7 @@ def exponents(
         i = columns(i0, s)[None, :]
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
         s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
-    s = exponent(s, lse2, call.unit, call.terms.bias.ptr)
+    s = exponent(s, lse2, call.unit, call.terms.far)
     if MASK_MOD is not None:
         s = unless_hidden(s, picky, i, j, w, h, call.terms, MASK_MOD)
     if edge:

@@ -169,7 +169,7 @@ def attend(
     s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
     release(pipes.k, start, STAGES)
     s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-    m = measured(row_max(s), unit, terms.bias.ptr)
+    m = measured(row_max(s), unit, terms.far)
     left, right = halves(s)
     p_left = weights(left, origin(m), unit, terms)
     p_right = weights(right, origin(m), unit, terms)
@@ -188,9 +188,9 @@ def attend(
         release(pipes.k, use, STAGES)
         s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
         m_before = m
-        m = gl.maximum(m, measured(row_max(s), unit, terms.bias.ptr))
+        m = gl.maximum(m, measured(row_max(s), unit, terms.far))
         pivot = origin(m)
-        factor = gl.exp2(gap(m_before, pivot, unit, terms.bias.ptr))
+        factor = gl.exp2(gap(m_before, pivot, unit, terms.far))
         left, right = halves(s)
         p_left = weights(left, pivot, unit, terms)
         l = l * by_row(factor, l) + lane_sums(p_left)
@@ -222,7 +222,7 @@ def finish(
     kept = 1.0
     if terms.sinks.ptr is not None:  # a key without a value, seen after all others
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
-        kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.bias.ptr), terms)
+        kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.far), terms)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
     if o.full.ptr is not None:
@@ -254,7 +254,7 @@ def finish(
     log = gl.log2(some)
     log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
     seen = gl.convert_layout(total, m.type.layout) != 0.0
-    log = (m + log) * LN2 if terms.bias.ptr is None else m + log * LN2
+    log = (m + log) * LN2 if terms.far is None else m + log * LN2
     rows = row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
     gl.store(rows, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
 

@@ -89,7 +89,7 @@ def origin(m):
 
 @gluon.jit
 def weights(s, pivot, unit, terms):
-    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.bias.ptr))
+    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.far))
 
 
 @gluon.jit
@@ -108,8 +108,8 @@ def with_sink(m, total, sink, terms):
     m_new = gl.maximum(m, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     lanes: gl.constexpr = total.type.layout
-    factor = gl.convert_layout(gl.exp2(gap(m, pivot, LOG2E, terms.bias.ptr)), lanes)
-    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(gap(sink, pivot, LOG2E, terms.bias.ptr)), lanes)
+    factor = gl.convert_layout(gl.exp2(gap(m, pivot, LOG2E, terms.far)), lanes)
+    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(gap(sink, pivot, LOG2E, terms.far)), lanes)
 
 
 @gluon.jit

@@ -64,7 +64,7 @@ def weights(product, w, h, i, j, lse2, edge, picky, law, FOLD: tl.constexpr):
     """p = exp(s - lse) of one tile, 0 for the pairs that do not see each other, and the slope of the
     score mod."""
     s, slope = worth_and_slope(product, w, h, i, j, law.scale, law.terms, FOLD, law.SCORE_MOD)
-    p = tl.exp2(exponent(s, lse2, unit_of(law.scale, FOLD), law.terms.bias.ptr))
+    p = tl.exp2(exponent(s, lse2, unit_of(law.scale, FOLD), law.terms.far))
     return masked(p, 0.0, edge, picky, i, j, w, h, law), slope
 
 

@@ -8,7 +8,7 @@ from ..gpu import Gpu
 from ..launch import Launch, can_overlap, overlapped
 from ..repair import LINE, repair_backward_kernel
 from ..shapes import padded, problem, view
-from ..terms import device_terms, folded, mask_mod
+from ..terms import device_terms, folded, is_far, mask_mod
 from ..tile.tuples import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
 from .options import costly_term, is_even, options_of, tile_of
@@ -42,7 +42,7 @@ def prepare_launch(
             size.batch,
         ),
         {
-            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "NATURAL": request.bias is not None,
+            "DV": size.dv, "BLOCK_M": pad, "BLOCK_DV": padded(size.dv), "NATURAL": is_far(request),
             "OVERLAP": overlap, "num_warps": 8 if size.dv > 128 else 4,
         },
     )  # fmt: skip

@@ -13,7 +13,7 @@ from ..tile.memory import load_rows, row_pointers, store_rows
 from ..tile.product import dot, inner, raise_flag
 from ..tile.score import dropped, worth
 from ..tile.sight import masked, seen
-from ..tile.softmax import logsumexp, measured, softmax_step, unit_of
+from ..tile.softmax import logsumexp, measured, row_logsumexp, softmax_step, unit_of
 from ..tile.tuples import ANY_SIZE, LOG2E, Law, Rows
 from ..tile.walk import band, column, head_of, locate, share, walk
 
@@ -44,7 +44,7 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
     if terms.sinks.ptr is not None:  # a key without a value, seen before all others
         sink = tl.load(terms.sinks.ptr + head_of(w, r, PLAN.HEADS) * terms.sinks.stride).to(tl.float32)
         sink = tl.where(part == 0, sink, float("-inf"))
-        m = l + measured(sink, LOG2E, terms.bias.ptr)
+        m = l + measured(sink, LOG2E, terms.far)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = walk(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if CAREFUL else None, disable_licm=LEAN):
@@ -55,7 +55,7 @@ def stream_keys(q, k, v, w, part, parts, law, PLAN: tl.constexpr, CAREFUL: tl.co
         product = inner(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
         s = worth(product, w, h, i, j, law.scale, terms, PLAN.FOLD, law.SCORE_MOD)
         s = masked(s, float("-inf"), edge, picky, i, j, w, h, law)
-        p, alpha, m, l = softmax_step(m, l, s, unit, terms.bias.ptr, PLAN.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, unit, terms.far, PLAN.BOUNDED)
         v_tile = load_rows(Rows(v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
         met = seen(i, j, w, h, law) if CAREFUL else None
         p = dropped(p, w, h, i, j, terms)
@@ -71,7 +71,7 @@ def store_attention(acc, m, l, o, lse, n_q, heads, w, b, terms, PLAN: tl.constex
     h = head_of(w, r, PLAN.HEADS)
     out = Rows(o, b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
     store_rows(out, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
-    total = logsumexp(m, l) if terms.bias.ptr is None else m + logsumexp(0.0, l)
+    total = row_logsumexp(m, l, terms.far)
     tl.store(row_pointers(lse, n_q, heads * PLAN.HEADS, b, h, w.q0, i, PLAN.PACKED), total, mask=i < w.n_q)
 
 

@@ -14,7 +14,7 @@ from ..overlap import gdc_launch_dependents, gdc_wait
 from ..tile.product import dot, raise_flag
 from ..tile.score import worth
 from ..tile.sight import masked, seen
-from ..tile.softmax import logsumexp, softmax_step, unit_of
+from ..tile.softmax import row_logsumexp, softmax_step, unit_of
 from ..tile.tuples import Law, Work
 from ..tile.walk import clamp
 from .kv_combine import columns, row_pointers, union, with_sink
@@ -151,7 +151,7 @@ def stream(
         if tree is not None:
             if at + N > offset:
                 s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.bias.ptr, PLAN.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.far, PLAN.BOUNDED)
         if not ALIKE:
             base, rows = key_offsets(cache.v, page, w.h, at, PAGE, N)
         v_tile = load_keys(cache.v, base, rows, inside, PLAN.DV, PLAN.BLOCK_DV)
@@ -248,7 +248,7 @@ def attend_kernel(
             ALIKE, STARTS, CAREFUL,
         )  # fmt: skip
         o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        log = logsumexp(m, l)
+        log = row_logsumexp(m, l, terms.far)
         late = tl.multiple_of(
             stop - stop * tl.num_programs(1), 128
         )  # 0: addresses are computed here, not kept since the kernel began

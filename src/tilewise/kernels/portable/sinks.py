@@ -15,6 +15,7 @@ from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, on, overlapped
 from ..overlap import gdc_wait
 from ..shapes import lined
+from ..terms import is_far
 from ..tile.tuples import ANY_SIZE, LOG2E
 from .backward_launch import prepare_launch, row_statistics
 
@@ -51,7 +52,7 @@ def sink_launches(
     assert sinks is not None
     prepare, saved = prepare_launch(_together(request), upstream, statistics, overlap)
     batch, heads, rows = statistics[0].shape
-    options = {"NATURAL": request.bias is not None, "BLOCK": BLOCK, "num_warps": 8} | overlapped(overlap)
+    options = {"NATURAL": is_far(request), "BLOCK": BLOCK, "num_warps": 8} | overlapped(overlap)
     args = saved.lse2, saved.delta, sinks, sinks.stride(0), total, batch, rows
     return [prepare, Launch(sink_kernel, heads, args, options)]
 

@@ -16,36 +16,36 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 
 @triton.jit
-def measured(x, unit, bias):
-    """What scores are measured from, x being one of them: in log2 units, so that `exponent` is one multiply-add. With a
-    bias (a pointer, or None), which may be -3e38 for a whole row, it stays as it is: the product would be infinite, or
+def measured(x, unit, far):
+    """What scores are measured from, x being one of them: in log2 units, so that `exponent` is one multiply-add. Where
+    scores may be `far` out (1, or None), -3e38 for a whole row, it stays as it is: the product would be infinite, or
     rounded by more than scores differ."""
-    if bias is None:
+    if far is None:
         return x * unit
     else:
         return x
 
 
 @triton.jit
-def exponent(s, origin, unit, bias):
+def exponent(s, origin, unit, far):
     """By how many log2 units a score lies above what is `measured`."""
-    if bias is None:
+    if far is None:
         return s * unit - origin
     else:
         return (s - origin) * unit
 
 
 @triton.jit
-def gap(a, b, unit, bias):
+def gap(a, b, unit, far):
     """By how many log2 units one that is `measured` lies above another."""
-    if bias is None:
+    if far is None:
         return a - b
     else:
         return (a - b) * unit
 
 
 @triton.jit
-def softmax_step(m, l, s, unit, bias, BOUNDED: tl.constexpr):
+def softmax_step(m, l, s, unit, far, BOUNDED: tl.constexpr):
     """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
 
     m is `measured`, as it was subtracted: a product of s and unit once more would be fused with the difference, not
@@ -56,10 +56,10 @@ def softmax_step(m, l, s, unit, bias, BOUNDED: tl.constexpr):
     if BOUNDED:
         p = tl.exp2(s * unit)
         return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
-    m_new = tl.maximum(m, measured(tl.max(s, 1), unit, bias))
+    m_new = tl.maximum(m, measured(tl.max(s, 1), unit, far))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(exponent(s, pivot[:, None], unit, bias))
-    alpha = tl.exp2(gap(m, pivot, unit, bias))
+    p = tl.exp2(exponent(s, pivot[:, None], unit, far))
+    alpha = tl.exp2(gap(m, pivot, unit, far))
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
@@ -73,3 +73,12 @@ def logsumexp(m, l):
     y = tl.log2(some)
     y += (some * tl.exp2(-y) - 1.0) * LOG2E
     return tl.where(l == 0.0, float("-inf"), (m + y) * LN2)
+
+
+@triton.jit
+def row_logsumexp(m, l, far):
+    """The same, m being `measured`."""
+    if far is None:
+        return logsumexp(m, l)
+    else:
+        return m + logsumexp(0.0, l)

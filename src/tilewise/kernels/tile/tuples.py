@@ -112,7 +112,8 @@ class Sinks(NamedTuple):
 class Terms(NamedTuple):
     """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
     whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
-    `wild`: it may be infinite. `origin`: see tilewise.spec.ORIGIN."""
+    `wild`: it may be infinite. `far`: scores may be so large that no multiply-add may round them (see `measured`).
+    `origin`: see tilewise.spec.ORIGIN."""
 
     bias: tl.tuple = Bias()
     sinks: tl.tuple = Sinks()
@@ -124,6 +125,7 @@ class Terms(NamedTuple):
     blocks: tl.tuple = Blocks()
     steep: tl.constexpr = None
     wild: tl.constexpr = None
+    far: tl.constexpr = None
     origin: tl.tensor = None
 
 
