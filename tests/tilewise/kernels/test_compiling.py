@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import tilewise.kernels
 from tilewise.kernels import triton_private
 from tilewise.kernels.compiling import compiled
 
@@ -191,3 +195,21 @@ def test_a_kernel_has_the_same_key_whichever_came_before_it():
     ]
     assert len(found[0].splitlines()) > 100
     assert found[0] == found[1]
+
+
+def test_kernels_are_read_as_they_are_written() -> None:
+    """Every function of every module of kernels, line for line; and of others, as inspect has it."""
+    seen = 0
+    for module in modules():
+        for x in vars(module).values():
+            function = getattr(x, "fn", None)
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                assert triton_private.lines_of(function) == inspect.getsourcelines(function), function.__qualname__
+                seen += 1
+    assert seen > 150
+    assert triton_private.lines_of(modules) == inspect.getsourcelines(modules)
+
+
+def modules() -> list[Any]:
+    names = (info.name for info in pkgutil.walk_packages(tilewise.kernels.__path__, "tilewise.kernels."))
+    return [importlib.import_module(name) for name in names]
