@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,11 +20,9 @@ from tilewise_lab.bench.judge import BUDGET, Error, Judge, condemn, note
 from tilewise_lab.bench.measure import Clock, HostClock, StepClock, Work, synchronize
 from tilewise_lab.bench.provider import OURS, Attention, Provider, Tilewise
 from tilewise_lab.bench.results import Cell, Peak
+from tilewise_lab.bench.runner import Run
 from tilewise_lab.bench.settings import Model
 from tilewise_lab.demo.measure import peak
-
-if TYPE_CHECKING:
-    from tilewise_lab.bench.runner import Run
 
 TINY = Case(1, 64, 1, 1, 64, True)
 HOST_PEERS = ("flash-attn", "fa3", "fa4")
