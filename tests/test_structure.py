@@ -123,6 +123,7 @@ RULES = {
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise spec"),
     "lab.asked": Rule("spec"),
+    "lab.clock": Rule(),
     "lab.language": Rule(""),
     "lab.picture": Rule("mods"),
     "lab.progress": Rule("", lazy="rich"),
@@ -131,7 +132,7 @@ RULES = {
     "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper kernels.shapes spec"),
     "lab.trace": Rule("lab.asked lab.language lab.trace reference spec tilewise", lazy="rich"),
     "lab.explain": Rule(
-        "lab.explain lab.language costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"
+        "lab.clock lab.explain lab.language costs", lazy="lab.asked tilewise dispatch kernels.gpu spec triton"
     ),
     "lab.learn": Rule("lab.cli lab.language lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
     "lab.learn.kernels": Rule("kernels.tile triton"),
@@ -139,7 +140,9 @@ RULES = {
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.asked lab.demo lab.progress tilewise rich", lazy="lab.asked"),
-    "lab.bench": Rule("lab.asked lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.bench": Rule(
+        "lab.asked lab.bench lab.clock lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"
+    ),
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),

@@ -15,21 +15,12 @@ from tilewise.spec import AttentionError
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.judge import Judge, condemn, note
-from tilewise_lab.bench.measure import (
-    Ceiling,
-    Clock,
-    Sensors,
-    Work,
-    ceilings,
-    clock_for,
-    nothing,
-    rounds,
-    synchronize,
-)
+from tilewise_lab.bench.measure import Ceiling, Sensors, ceilings, nothing, rounds
 from tilewise_lab.bench.provider import Answer, Provider, RefusedError, auto, first_line
 from tilewise_lab.bench.providers import Roster
 from tilewise_lab.bench.results import Cell, Entry, Results
 from tilewise_lab.bench.settings import Settings
+from tilewise_lab.clock import Clock, Work, clock_for, synchronize
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from tilewise_lab.bench import cold, whole
 from tilewise_lab.bench.cases import Case
-from tilewise_lab.bench.measure import CpuClock, Sensors
+from tilewise_lab.bench.measure import Sensors
 from tilewise_lab.bench.parts import parts
 from tilewise_lab.bench.provider import OURS, Provider, RefusedError, Tilewise
 from tilewise_lab.bench.providers import Roster, roster
@@ -17,6 +17,7 @@ from tilewise_lab.bench.results import Peak
 from tilewise_lab.bench.runner import Run
 from tilewise_lab.bench.settings import TARGETS, Model, settings
 from tilewise_lab.bench.torch_peers import Naive
+from tilewise_lab.clock import CpuClock
 
 CPU = torch.device("cpu")
 CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
