@@ -32,11 +32,10 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api cache merge mods spec costs compat integrations"),
+    "tilewise": Rule("api cache kv_spec merge mods spec costs compat integrations"),
     "api": Rule("spec checks ops dispatch"),
-    "cache": Rule("cache checks dispatch mods ops.flops spec torch_private"),
-    "cache.request": Rule("spec"),
-    "cache.memory": Rule("dispatch.memory torch_private"),
+    "cache": Rule("cache checks dispatch kv_spec mods ops.flops spec torch_private"),
+    "cache.memory": Rule("dispatch.memory kv_spec torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
@@ -47,11 +46,12 @@ RULES = {
     "dispatch.memory": Rule("spec torch_private"),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
+    "kv_spec": Rule("spec"),
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
     "reference.threads": Rule("torch_private"),
-    "reference.kv": Rule("reference mods spec cache.request"),
+    "reference.kv": Rule("reference kv_spec mods spec"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
     "kernels.profile": Rule(),
@@ -84,7 +84,7 @@ RULES = {
     "kernels.portable.launch": Rule("kernels spec triton"),
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
     "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
-    "kernels.portable.kv_launch": Rule("cache.memory cache.request kernels spec torch_private triton"),
+    "kernels.portable.kv_launch": Rule("kernels kv_spec spec torch_private triton"),
     "kernels.portable.sinks": Rule("kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
@@ -92,7 +92,7 @@ RULES = {
     "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
-    "kernels.hopper.kv_launch": Rule("cache.memory cache.request kernels"),
+    "kernels.hopper.kv_launch": Rule("kernels kv_spec"),
     "kernels.hopper.profile": Rule(
         "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
         " kernels.portable.tiles"
@@ -100,7 +100,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
-    "costs.kv": Rule("costs cache checks dispatch mods spec"),
+    "costs.kv": Rule("costs cache checks dispatch kv_spec mods spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -116,7 +116,7 @@ RULES = {
     "integrations.sglang": Rule("checks", lazy="integrations sglang"),
     "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations checks spec diffusers"),
-    "compat": Rule("compat api cache checks merge mods spec"),
+    "compat": Rule("compat api cache checks kv_spec merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..cache.api import attention_kv
 from ..cache.plans import Plans
-from ..cache.request import Rotary
 from ..checks import tensor
+from ..kv_spec import Rotary
 from ..mods.dropout import is_whole
 from ..spec import AttentionError
 
