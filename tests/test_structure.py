@@ -267,6 +267,72 @@ def test_the_rules_can_tell(module, source, verdict):
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
 
 
+Arrows = dict[str, set[str]]  # what each imports: when it is imported, inside its functions, or for its types alone
+
+
+def arrows_of(module: str, source: str, is_package: bool) -> set[str]:
+    return {target for target, *_ in imports(module, source, is_package) if target in MODULES} - {module}
+
+
+ARROWS: Arrows = {
+    module: arrows_of(module, path.read_text(), path.name == "__init__.py") for module, path in MODULES.items()
+}
+FOLDERS = [module for module, path in MODULES.items() if path.name == "__init__.py"]
+
+
+def circles(arrows: Arrows) -> list[tuple[str, ...]]:
+    """Those that lead to one another, each circle once."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            new = arrows[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    far = {name: reached(name) for name in arrows}
+    return sorted({tuple(sorted(x for x in far[name] if name in far[x])) for name in arrows if name in far[name]})
+
+
+def inside(folder: str, arrows: Arrows) -> Arrows:
+    """The arrows between the things in a folder: files, and folders with all that is in them."""
+
+    def thing(module: str) -> str | None:
+        name, start = long(module), long(folder) + "."
+        return name.removeprefix(start).partition(".")[0] if name.startswith(start) else None
+
+    found: Arrows = {}
+    for module, targets in arrows.items():
+        if (here := thing(module)) is not None:
+            found.setdefault(here, set()).update({x for x in map(thing, targets) if x is not None} - {here})
+    return found
+
+
+def test_no_circle_of_files():
+    assert not circles(ARROWS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_circle_of_folders(folder):
+    assert not circles(inside(folder, ARROWS))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from .{} import x", "def f():\n    from .{} import x", "if TYPE_CHECKING:\n    from .{} import x"],
+    ids=["at once", "in a function", "for types"],
+)
+def test_circles_are_seen(source):
+    above = {"merge": {"spec"}, "kernels.mods": {"spec"}, "kernels.gpu": set()}
+    arrows = above | {"spec": arrows_of("spec", source.format("merge"), False)}
+    assert circles(arrows) == [("merge", "spec")]
+    arrows = above | {"spec": arrows_of("spec", source.format("kernels.gpu"), False)}  # which imports nothing itself
+    assert not circles(arrows)
+    assert circles(inside("tilewise", arrows)) == [("kernels", "spec")]
+
+
 BACKENDS = {"hopper": "kernels.hopper", "portable": "kernels.portable"}
 
 
