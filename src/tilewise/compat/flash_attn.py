@@ -135,6 +135,7 @@ def flash_attn_with_kvcache(
     no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. With num_splits=1 the keys of
     a sequence are never divided; other numbers say how to compute, and are not needed.
 
+    >>> import torch
     >>> cache, q, new = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
     >>> lengths = torch.tensor([5, 20], dtype=torch.int32)
     >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
