@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
-from tilewise_lab.bench.measure import clock_for
+from tilewise_lab.clock import clock_for
 
 Call = Callable[[], Any]
 ROUNDS, WARM = 10, 3

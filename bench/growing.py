@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 import tilewise
-from tilewise_lab.bench.measure import HostClock
+from tilewise_lab.clock import HostClock
 
 SHAPES = range(1100, 1300)
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 import tilewise.integrations.transformers
-from tilewise_lab.bench.measure import StepClock, rounds, synchronize
+from tilewise_lab.bench.measure import rounds
+from tilewise_lab.clock import StepClock, synchronize
 
 DTYPE = torch.float32 if SMALL else torch.bfloat16
 LLAMA: dict[str, Any] = {

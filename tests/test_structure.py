@@ -32,11 +32,10 @@ class Rule(NamedTuple):
 # Free for all: the standard library and torch. The library is named without `tilewise.`; `lab` is tilewise_lab, and
 # "tilewise" the library as its users see it. No line of the library may name the laboratory.
 RULES = {
-    "tilewise": Rule("api cache merge mods spec costs compat integrations"),
+    "tilewise": Rule("api cache kv_spec merge mods spec costs compat integrations"),
     "api": Rule("spec checks ops dispatch"),
-    "cache": Rule("cache checks dispatch mods ops.flops spec torch_private"),
-    "cache.request": Rule("spec"),
-    "cache.memory": Rule("dispatch.memory torch_private"),
+    "cache": Rule("cache checks dispatch kv_spec mods ops.flops spec torch_private"),
+    "cache.memory": Rule("dispatch.memory kv_spec torch_private"),
     "checks": Rule("checks spec mods torch_private"),
     "ops": Rule("ops spec dispatch torch_private", lazy="ops"),
     "ops.dtensor": Rule("mods spec torch_private"),
@@ -47,11 +46,12 @@ RULES = {
     "dispatch.memory": Rule("spec torch_private"),
     "merge": Rule("spec"),
     "spec": Rule("torch_private"),
+    "kv_spec": Rule("spec"),
     "torch_private": Rule(),
     "mods": Rule("mods spec torch_private"),
     "reference": Rule("reference merge spec mods"),
     "reference.threads": Rule("torch_private"),
-    "reference.kv": Rule("reference mods spec cache.request"),
+    "reference.kv": Rule("reference kv_spec mods spec"),
     "kernels": Rule(),
     "kernels.gpu": Rule(),
     "kernels.profile": Rule(),
@@ -70,21 +70,17 @@ RULES = {
     "kernels.terms": Rule("kernels.gpu kernels.launch kernels.mods kernels.tile mods spec"),
     "kernels.overlap": Rule("triton"),
     "kernels.join": Rule("kernels.launch kernels.tile triton"),
-    "kernels.repair": Rule(
-        "kernels.tile kernels.overlap kernels.portable.forward kernels.portable.backward kernels.portable.forward_mode"
-        " triton"
-    ),
     "kernels.portable": Rule("kernels.tile kernels.overlap kernels.portable triton"),
     "kernels.portable.limits": Rule("spec kernels.gpu"),
     "kernels.portable.tiles": Rule(),
     "kernels.portable.profile": Rule("kernels.gpu kernels.profile kernels.portable.limits kernels.portable.tiles"),
     "kernels.portable.options": Rule("kernels spec"),
-    "kernels.portable.repairs": Rule("kernels"),
+    "kernels.portable.repair_launch": Rule("kernels"),
     "kernels.portable.backward_launch": Rule("kernels spec"),
     "kernels.portable.launch": Rule("kernels spec triton"),
     "kernels.portable.kv_tiles": Rule("kernels.portable.tiles"),
     "kernels.portable.kv_profile": Rule("kernels.gpu kernels.profile kernels.portable.kv_tiles"),
-    "kernels.portable.kv_launch": Rule("cache.memory cache.request kernels spec torch_private triton"),
+    "kernels.portable.kv_launch": Rule("kernels kv_spec spec torch_private triton"),
     "kernels.portable.sinks": Rule("kernels spec triton"),
     "kernels.portable.term_gradients": Rule("kernels mods spec"),
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
@@ -92,7 +88,7 @@ RULES = {
     "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
     "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
-    "kernels.hopper.kv_launch": Rule("cache.memory cache.request kernels"),
+    "kernels.hopper.kv_launch": Rule("kernels kv_spec"),
     "kernels.hopper.profile": Rule(
         "kernels.gpu kernels.profile kernels.hopper.limits kernels.hopper.tiles kernels.portable.profile"
         " kernels.portable.tiles"
@@ -100,7 +96,7 @@ RULES = {
     "kernels.hopper.launch": Rule("kernels spec torch_private"),
     "kernels.hopper.backward_launch": Rule("kernels spec"),
     "costs": Rule("costs checks dispatch mods spec kernels.gpu kernels.offline kernels.profile", lazy="triton"),
-    "costs.kv": Rule("costs cache checks dispatch mods spec"),
+    "costs.kv": Rule("costs cache checks dispatch kv_spec mods spec"),
     "costs.warm": Rule(
         "checks dispatch spec kernels.gpu kernels.offline", lazy="kernels.offline kernels.triton_private triton"
     ),
@@ -116,13 +112,14 @@ RULES = {
     "integrations.sglang": Rule("checks", lazy="integrations sglang"),
     "integrations.sglang_backend": Rule("integrations spec sglang"),
     "integrations.diffusers": Rule("integrations checks spec diffusers"),
-    "compat": Rule("compat api cache checks merge mods spec"),
+    "compat": Rule("compat api cache checks kv_spec merge mods spec"),
     "distributed": Rule("distributed checks costs dispatch mods spec torch_private"),
     "distributed.rows": Rule("distributed mods spec", lazy="kernels.join"),
     "lab": Rule(),
     "lab.__main__": Rule("lab.cli"),
     "lab.cli": Rule("tilewise spec"),
     "lab.asked": Rule("spec"),
+    "lab.clock": Rule(),
     "lab.language": Rule(""),
     "lab.picture": Rule("mods"),
     "lab.progress": Rule("", lazy="rich"),
@@ -131,7 +128,7 @@ RULES = {
     "lab.emulator": Rule("lab.emulator", lazy="kernels.hopper kernels.shapes spec"),
     "lab.trace": Rule("lab.asked lab.language lab.trace reference spec tilewise", lazy="rich"),
     "lab.explain": Rule(
-        "lab.explain lab.language costs", lazy="lab.asked tilewise dispatch kernels.gpu spec lab.bench triton"
+        "lab.clock lab.explain lab.language costs", lazy="lab.asked tilewise dispatch kernels.gpu spec triton"
     ),
     "lab.learn": Rule("lab.cli lab.language lab.learn lab.trace spec", lazy="tilewise kernels triton rich matplotlib"),
     "lab.learn.kernels": Rule("kernels.tile triton"),
@@ -139,7 +136,9 @@ RULES = {
     "lab.explore.hopper": Rule("lab.emulator kernels.hopper spec"),
     "lab.plan": Rule("lab.plan distributed costs spec", lazy="rich"),
     "lab.demo": Rule("lab.asked lab.demo lab.progress tilewise rich", lazy="lab.asked"),
-    "lab.bench": Rule("lab.asked lab.bench lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"),
+    "lab.bench": Rule(
+        "lab.asked lab.bench lab.clock lab.demo lab.explain costs tilewise spec dispatch rich", lazy="matplotlib"
+    ),
     "lab.warm": Rule("costs.warm lab.progress spec"),
     "lab.interpreter": Rule("numpy triton"),
     "lab.guard": Rule("numpy triton"),
@@ -268,8 +267,73 @@ def test_the_rules_can_tell(module, source, verdict):
     assert all(allowed(i.target, rule, i.lazy) for i in imports(module, source, False)) is verdict
 
 
+Arrows = dict[str, set[str]]  # what each imports: when it is imported, inside its functions, or for its types alone
+
+
+def arrows_of(module: str, source: str, is_package: bool) -> set[str]:
+    return {target for target, *_ in imports(module, source, is_package) if target in MODULES} - {module}
+
+
+ARROWS: Arrows = {
+    module: arrows_of(module, path.read_text(), path.name == "__init__.py") for module, path in MODULES.items()
+}
+FOLDERS = [module for module, path in MODULES.items() if path.name == "__init__.py"]
+
+
+def circles(arrows: Arrows) -> list[tuple[str, ...]]:
+    """Those that lead to one another, each circle once."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = [start]
+        while todo:
+            new = arrows[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    far = {name: reached(name) for name in arrows}
+    return sorted({tuple(sorted(x for x in far[name] if name in far[x])) for name in arrows if name in far[name]})
+
+
+def inside(folder: str, arrows: Arrows) -> Arrows:
+    """The arrows between the things in a folder: files, and folders with all that is in them."""
+
+    def thing(module: str) -> str | None:
+        name, start = long(module), long(folder) + "."
+        return name.removeprefix(start).partition(".")[0] if name.startswith(start) else None
+
+    found: Arrows = {}
+    for module, targets in arrows.items():
+        if (here := thing(module)) is not None:
+            found.setdefault(here, set()).update({x for x in map(thing, targets) if x is not None} - {here})
+    return found
+
+
+def test_no_circle_of_files():
+    assert not circles(ARROWS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_circle_of_folders(folder):
+    assert not circles(inside(folder, ARROWS))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from .{} import x", "def f():\n    from .{} import x", "if TYPE_CHECKING:\n    from .{} import x"],
+    ids=["at once", "in a function", "for types"],
+)
+def test_circles_are_seen(source):
+    above = {"merge": {"spec"}, "kernels.mods": {"spec"}, "kernels.gpu": set()}
+    arrows = above | {"spec": arrows_of("spec", source.format("merge"), False)}
+    assert circles(arrows) == [("merge", "spec")]
+    arrows = above | {"spec": arrows_of("spec", source.format("kernels.gpu"), False)}  # which imports nothing itself
+    assert not circles(arrows)
+    assert circles(inside("tilewise", arrows)) == [("kernels", "spec")]
+
+
 BACKENDS = {"hopper": "kernels.hopper", "portable": "kernels.portable"}
-KNOW_ALL = ("dispatch", "kernels.repair")  # the table; and what mends the results of the portable kernels, with them
 
 
 def strings(source: str) -> Iterator[tuple[str, int]]:
@@ -286,7 +350,7 @@ def test_a_backend_is_known_to_its_folder_and_to_the_table_alone(name):
     """One folder and one row make a backend; the folder of another may use its kernels."""
     found = []
     for module, path in MODULES.items():
-        if module.startswith(("lab", "kernels.hopper", BACKENDS[name])) or module in KNOW_ALL:
+        if module.startswith(("lab", "kernels.hopper", BACKENDS[name])) or module == "dispatch":
             continue
         source = path.read_text()
         found += [f"{module}:{line} {text!r}" for text, line in strings(source) if name in text]

@@ -20,7 +20,8 @@ import torch
 
 from tilewise_lab.bench import kv
 from tilewise_lab.bench.kv_cases import GROUPS, inputs
-from tilewise_lab.bench.measure import clock_for, rounds
+from tilewise_lab.bench.measure import rounds
+from tilewise_lab.clock import clock_for
 
 REPEATS = 50
 

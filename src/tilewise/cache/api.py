@@ -12,11 +12,10 @@ from torch import Tensor
 from ..checks import ALWAYS
 from ..checks.options import shown
 from ..dispatch import choose
+from ..kv_spec import KvPlan, KvRequest, Ran
 from ..spec import AttentionError
 from . import checks, contents, memory, ops
 from .checks import KvOptions
-from .memory import Ran
-from .request import KvPlan, KvRequest
 
 
 def _takes_options(function: Any) -> Any:

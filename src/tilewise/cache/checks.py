@@ -10,12 +10,12 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..checks import DTYPES, sized, tensor
 from ..checks.options import FOREIGN, Options, completed, options_of
+from ..kv_spec import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Rotary
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..spec import MAX_HEAD_DIM, AttentionError, Window
 from ..torch_private import is_forward_mode, is_vmapped
-from .request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Rotary
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
 SPLIT = 128  # a split is a multiple of this, which every kernel's tile divides

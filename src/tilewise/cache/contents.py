@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_offsets
+from ..kv_spec import KvRequest
 from ..spec import AttentionError
-from .request import KvRequest
 
 
 def check(request: KvRequest, slots: Tensor | None = None) -> None:

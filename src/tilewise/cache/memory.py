@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..dispatch.memory import Look, first_places, keep, look_of, recall
+from ..kv_spec import Ran
 from ..torch_private import is_watched
-
-
-class Ran(NamedTuple):
-    """A launch that was recorded, and its tensors. `join` makes one recording of several: of a call, its tensors and
-    what it allocates."""
-
-    join: Callable[[Sequence[tuple[Any, Sequence[int | None]]], Sequence[Tensor], Sequence[Tensor]], Any]
-    recording: Any
-    tensors: Sequence[Tensor | None]
 
 
 class Runs(NamedTuple):

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..dispatch import choose, serving
 from ..dispatch.memory import remembered, signature
-from ..ops.flops import count_them, counted, readable, unwatched
-from ..spec import Spec
-from ..torch_private import is_watched
-from .memory import Ran
-from .request import (
+from ..kv_spec import (
     APPEND,
     ATTEND,
     AppendRequest,
     KvRequest,
+    Ran,
     append_arguments,
     append_request,
     attend_arguments,
     attend_request,
 )
+from ..ops.flops import count_them, counted, readable, unwatched
+from ..spec import Spec
+from ..torch_private import is_watched
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")

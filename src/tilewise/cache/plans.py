@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kv_spec import KvPlan
 from .api import plan_kv
-from .request import KvPlan
 
 
 class Plans(dict[Any, KvPlan]):

@@ -14,7 +14,7 @@ from ..merge import merge
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
 from ..spec import AttentionError
-from .flash_attn import BOTH_WAYS, Window, options_of, over_cache
+from .flash_words import BOTH_WAYS, Window, options_of, over_cache
 from .segments import used
 
 

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.cache import checks
-from tilewise.cache.request import KvRequest
 from tilewise.costs import roofline
 from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
 from tilewise.costs.explanation import amount, band, time
+from tilewise.kv_spec import KvRequest
 from tilewise.mods.dropout import is_whole
 from tilewise.spec import AttentionError
 

@@ -6,8 +6,7 @@ out = tilewise.distributed.attention(q, k, v, plan=plan)
 """
 
 from tilewise.distributed.api import attention, current, rehearse, use
-from tilewise.distributed.plan import Plan
-from tilewise.distributed.planning import plan
+from tilewise.distributed.plan import Plan, plan
 from tilewise.distributed.probe import check
 
 __all__ = ["Plan", "attention", "check", "current", "plan", "rehearse", "use"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..costs.devices import device
-from .plan import Plan
+from .division import Division
 from .simulate import Simulation, simulate
 
 CLOSE = 1.03  # as fast as the fastest: the simulator knows no better
@@ -20,7 +20,7 @@ ROOM = 0.5  # of a GPU's memory may be keys and sums
 class Estimate(NamedTuple):
     """A plan, its passes on the machine, and why it would not do, if so."""
 
-    plan: Plan
+    plan: Division
     passes: list[Simulation]
     refusal: str | None
 
@@ -46,8 +46,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    plan: Plan, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, forward: bool = False,
-    **shape: Any,
+    plan: Division, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None,
+    forward: bool = False, **shape: Any,
 ) -> Estimate:  # fmt: skip
     """A step of training, or its `forward` alone; `shape` as `simulate` takes it."""
     kv_heads = (heads // 4 if heads % 4 == 0 else heads) if kv_heads is None else kv_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 
 from ..spec import AttentionError
 from ..torch_private import flattened
-from .heads import Exchange
 
-if TYPE_CHECKING:
-    from .plan import Plan
+
+class Exchange(NamedTuple):
+    """Messages to post: (peer, tensor) in the order in which they go and come."""
+
+    number: int
+    sends: list[tuple[int, Tensor]]
+    receives: list[tuple[int, Tensor]]
 
 
 def group_of(mesh: Any) -> tuple[int, Any, int | None]:
@@ -41,23 +45,12 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
     raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
 
 
-def rank_of(plan: Plan) -> int:
-    if plan.group is None:
-        if plan.ranks == 1:
-            return 0
-        raise AttentionError(
-            "rank in this plan", f"none: it is for {plan.ranks} ranks in thought", "a plan of a mesh; or rank=..."
-        )
-    return dist.get_rank(plan.group)
-
-
 _met: WeakSet[Any] = WeakSet()  # groups that have done something together
 
 
-def run(plan: Plan, steps: Any, device: torch.device) -> Any:
-    """The steps of this rank; its messages go through the group of the plan. On a GPU they have NCCL's own stream: what
-    is computed between a post and its wait overlaps them."""
-    group = plan.group
+def run(group: Any, steps: Any, device: torch.device) -> Any:
+    """The steps of this rank; its messages go through the group. On a GPU they have NCCL's own stream: what is computed
+    between a post and its wait overlaps them."""
     if group is not None and device.type == "cuda" and group not in _met:
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks in what a group does first
         _met.add(group)
@@ -143,33 +136,31 @@ class _Gathered(torch.autograd.Function):
     """The parts of all ranks, one after the other; the gradient of a rank's part is what comes back to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> tuple[Tensor, ...]:
-        ctx.rank = plan.rank
-        counts = plan.counts()
+    def forward(ctx: Any, x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> tuple[Tensor, ...]:
+        ctx.rank = rank
         parts = [x.new_empty((*x.shape[:dim], n, *x.shape[dim + 1 :])) for n in counts]
-        parts[ctx.rank] = x.clone()
+        parts[rank] = x.clone()
 
         def steps() -> Any:
-            others = [r for r in range(plan.ranks) if r != ctx.rank]
+            others = [r for r in range(len(parts)) if r != rank]
             yield Exchange(0, [(r, x.contiguous()) for r in others], [(r, parts[r]) for r in others])
             yield 0
 
-        if plan.group is not None:
-            run(plan, steps(), x.device)
+        if group is not None:
+            run(group, steps(), x.device)
         return tuple(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[ctx.rank], None, None
+        return grads[ctx.rank], None, None, None, None
 
 
-def gathered(plan: Plan, x: Tensor, dim: int) -> tuple[Tensor, ...]:
+def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> tuple[Tensor, ...]:
+    """The parts of all ranks, which have `counts` tokens along an axis, from that of this one."""
     dim = dim % x.dim()
-    if x.shape[dim] != plan.counts()[plan.rank]:
+    if x.shape[dim] != counts[rank]:
         raise AttentionError(
-            "shape of a tensor to unshard",
-            tuple(x.shape),
-            f"this rank's {plan.counts()[plan.rank]} tokens along dim {dim}",
+            "shape of a tensor to unshard", tuple(x.shape), f"this rank's {counts[rank]} tokens along dim {dim}"
         )
-    found: tuple[Tensor, ...] = _Gathered.apply(x, plan, dim)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Gathered.apply(x, dim, counts, rank, group)  # type: ignore[no-untyped-call]
     return found

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ..dispatch import call_of
 from ..spec import Request, Upstream
-from .heads import Exchange, Heads
-from .plan import GATHERING, Plan
+from .cluster import Exchange
+from .division import GATHERING, Division
+from .heads import Heads
 from .program import FIRST, LAST, Compute, Merge, Move, Post, Wait, program
 from .rows import Part, Rows, added, merge_, parts, zeros
 
@@ -38,7 +39,7 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward(plan: Plan, rank: int, request: Request) -> Steps:
+def forward(plan: Division, rank: int, request: Request) -> Steps:
     """(out, lse, saved) of a rank. Tensors are (B, tokens, heads, dim); a packed plan has one batch row."""
     heads = Heads(plan, rank, request.q.shape[2], request.k.shape[2])
     q, k, v = yield from heads.enter(FIRST, *request[:3], keys=True)
@@ -50,8 +51,9 @@ def forward(plan: Plan, rank: int, request: Request) -> Steps:
 
 
 def backward(
-    plan: Plan, rank: int, request: Request, saved: Saved, dout: Tensor, dlse: Tensor | None, wanted: tuple[bool, ...]
-) -> Steps:
+    plan: Division, rank: int, request: Request, saved: Saved, dout: Tensor, dlse: Tensor | None,
+    wanted: tuple[bool, ...],
+) -> Steps:  # fmt: skip
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: of these the
     part that comes from this rank's queries (or heads), as of every weight whose tokens are sharded."""
     heads = Heads(plan, rank, request.q.shape[2], request.k.shape[2])
@@ -70,7 +72,7 @@ def backward(
 class Work:
     """One rank at work between its exchanges of heads: what forward and backward have in common."""
 
-    def __init__(self, plan: Plan, heads: Heads, request: Request, q: Tensor, keys: Keys, backward: bool) -> None:
+    def __init__(self, plan: Division, heads: Heads, request: Request, q: Tensor, keys: Keys, backward: bool) -> None:
         self.plan, self.heads, self.station, self.q = plan, heads, heads.station, q
         bias = request.bias
         self.request = request._replace(q=q, bias=None if bias is None else heads.of(bias, 1))
@@ -117,7 +119,7 @@ class Work:
         return self.plan.strategy in GATHERING and sources != (self.station,)
 
     def kv(self, sources: tuple[int, ...]) -> Keys:
-        """The keys of some stations, as `Plan.buffer` has them in order."""
+        """The keys of some stations, as `Division.buffer` has them in order."""
         if not self.gathers(sources):
             return self.keys[sources[0]]
         order = self.plan.buffer(self.station, sources)
@@ -136,7 +138,7 @@ class Work:
 
 
 class Forward(Work):
-    def __init__(self, plan: Plan, heads: Heads, request: Request, q: Tensor, keys: Keys) -> None:
+    def __init__(self, plan: Division, heads: Heads, request: Request, q: Tensor, keys: Keys) -> None:
         super().__init__(plan, heads, request, q, keys, backward=False)
         self.out = q.new_zeros((*q.shape[:-1], keys[1].shape[-1]), dtype=self.dtype)
         self.lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=self.dtype)
@@ -184,7 +186,7 @@ class Forward(Work):
 
 class Backward(Work):
     def __init__(
-        self, plan: Plan, heads: Heads, request: Request, saved: Saved, dout: Tensor, dlse: Tensor | None,
+        self, plan: Division, heads: Heads, request: Request, saved: Saved, dout: Tensor, dlse: Tensor | None,
         wanted: tuple[bool, ...],
     ) -> None:  # fmt: skip
         super().__init__(plan, heads, request, saved.q, (saved.k, saved.v), backward=True)

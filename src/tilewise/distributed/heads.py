@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cluster import Exchange
+from .division import Division
 from .layout import cut, lasting, tokens
-from .plan import Plan
-
-
-class Exchange(NamedTuple):
-    """Messages to post: (peer, tensor) in the order in which they go and come."""
-
-    number: int
-    sends: list[tuple[int, Tensor]]
-    receives: list[tuple[int, Tensor]]
 
 
 class Share(NamedTuple):
@@ -57,7 +50,7 @@ def share(heads: int, kv_heads: int, width: int, member: int) -> Share:
 class Heads:
     """One rank's place in its station, for a call with so many heads."""
 
-    def __init__(self, plan: Plan, rank: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, plan: Division, rank: int, heads: int, kv_heads: int) -> None:
         self.plan, self.rank, self.kv_heads = plan, rank, kv_heads
         self.station, self.member = divmod(rank, plan.width)
         self.shares = [share(heads, kv_heads, plan.width, m) for m in range(plan.width)]
@@ -154,7 +147,7 @@ def _gathered(x: Tensor, s: Share) -> Tensor:
 
 @lru_cache(4096)
 @lasting
-def _order(plan: Plan, station: int, device: torch.device) -> Tensor:
+def _order(plan: Division, station: int, device: torch.device) -> Tensor:
     """For each row of the station, its row among those of its members, one after the other."""
     members = range(station * plan.width, (station + 1) * plan.width)
     come = torch.cat([tokens(plan.shards[r], plan.lengths) for r in members])

@@ -28,7 +28,7 @@ def _forward(*args: Any) -> list[Tensor]:
     """out, lse; and, where heads were exchanged, the station's q, k, v, out, lse."""
     plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
     with torch.no_grad():
-        out, lse, saved = cluster.run(plan, execute.forward(plan, plan.rank, request), request.q.device)
+        out, lse, saved = cluster.run(plan.group, execute.forward(plan, plan.rank, request), request.q.device)
     return [out, lse.contiguous(), *(saved if plan.width > 1 else ())]
 
 
@@ -39,7 +39,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: li
     kept = Saved(*saved) if plan.width > 1 else Saved(*request[:3], *saved)
     with torch.no_grad():
         steps = execute.backward(plan, plan.rank, request, kept, dout, dlse, tuple(wanted))
-        grads = cluster.run(plan, steps, request.q.device)
+        grads = cluster.run(plan.group, steps, request.q.device)
     return [g for g in grads if g is not None]
 
 

@@ -1,57 +1,46 @@
-"""The plan: who holds which tokens, which tiles are computed where, what travels when. Pure, and free of any GPU.
+"""The plan: a division of tokens, with the ranks that carry it out; and how the caller's words become one.
 
-    plan = tilewise.distributed.plan(mesh, seqlen=1_000_000, causal=True)
-    q, k, v = plan.shard(q, k, v, dim=1)
-    out = tilewise.distributed.attention(q, k, v, plan=plan)
-
-The same object executes (`attention`), simulates, is verified (its tiles can be counted) and drawn.
+plan = tilewise.distributed.plan(mesh, seqlen=1_000_000, causal=True)
+q, k, v = plan.shard(q, k, v, dim=1)
+out = tilewise.distributed.attention(q, k, v, plan=plan)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import tensor
+from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..spec import AttentionError, Window
 from ..spec import band as band_of
-from . import layout as layouts
-from .layout import LAYOUTS, Run, Shard
-from .tiles import Band, Call, Piece, Tile, by_document, calls, count, fused, pieces, tiles
+from ..torch_private import constant
+from .advice import advised, estimate
+from .cluster import gathered, group_of
+from .division import STRATEGIES, Division
+from .layout import LAYOUTS, lasting, positions, starts, tokens
+from .simulate import Simulation, simulate
+from .tiles import Band
 
-if TYPE_CHECKING:
-    from .simulate import Simulation
-
-STRATEGIES = ("ring", "allgather", "ulysses", "two-level", "halo", "tree")
-GATHERING = ("allgather", "halo")  # the strategies that send keys to whoever sees them, all at once
-TOGETHER = 1 << 22  # pairs of runs are counted at a time
 REMEMBERED = 256  # plans, so that the same words give the same one, and a backward finds that of its forward
+_made: dict[Any, Plan] = {}
 _numbers = itertools.count()
 PLANS: WeakValueDictionary[int, Plan] = WeakValueDictionary()  # the ops know a plan by its number
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Made by `tilewise.distributed.plan`. Ranks are grouped into `stations` of `width` neighbours, which exchange
-    heads for tokens (Ulysses); keys and values travel from station to station. Without that exchange a station is a
-    rank."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Division):
+    """Made by `tilewise.distributed.plan`: a division of tokens among the ranks of a mesh, or among some in thought."""
 
-    ranks: int
-    lengths: tuple[int, ...]
-    packed: bool
-    band: Band
-    strategy: str
-    layout: str
-    width: int = 1
-    queries: int = 0  # of a tree: so many, the last ones, which all ranks hold
     mask: Mod | None = None
     group: Any = None
     node: int = 8
@@ -67,165 +56,16 @@ class Plan:
     def __deepcopy__(self, _memo: Any) -> Plan:
         return self
 
-    def __repr__(self) -> str:
-        before, after = self.band
-        named: dict[Band, str] = {(None, None): "all", (None, 0): "causal"}
-        sees = named.get((before, after), f"window ({before}, {after})")
-        what = f"{len(self.lengths)} documents, {self.tokens} tokens" if self.packed else f"{self.tokens} tokens"
-        wide = f" of {self.width} x {self.stations}" if self.strategy == "two-level" else ""
-        return f"<plan: {what} on {self.ranks} ranks, {sees}, {self.strategy}{wide}, {self.layout}>"
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def stations(self) -> int:
-        return self.ranks // self.width
-
     @property
     def rank(self) -> int:
         """This process, in the group of the plan."""
-        from .cluster import rank_of
-
-        return rank_of(self)
-
-    @cached_property
-    def shards(self) -> list[Shard]:
-        """The runs that each rank holds."""
-        return _dealt(self.layout, self.lengths, self.ranks)
-
-    @cached_property
-    def held(self) -> list[Shard]:
-        """The runs of each station: those of its members, for some of the heads."""
-        if self.width == 1:
-            return self.shards
-        if self.stations == 1:
-            return [tuple(Run(d, 0, 1, n) for d, n in enumerate(self.lengths) if n)]
-        return [
-            layouts.joined(itertools.chain(*self.shards[s * self.width : (s + 1) * self.width]))
-            for s in range(self.stations)
-        ]
-
-    def rows(self, station: int) -> int:
-        return sum(run.size for run in self.held[station])
-
-    def counts(self) -> list[int]:
-        """How many tokens each rank holds."""
-        return [sum(run.size for run in shard) for shard in self.shards]
-
-    # --- what is computed ---
-
-    def asking(self, station: int) -> list[Piece]:
-        """The queries of a station."""
-        if self.strategy == "tree":
-            # runs that meet have one step: beside striped keys each query is a run of its own
-            step, first = self.ranks if self.layout == "striped" else 1, self.tokens - self.queries
-            size = self.queries if step == 1 else 1
-            return [Piece(n, Run(0, first + n, step, size)) for n in range(0, self.queries, size)]
-        return pieces(self.held[station])
-
-    def work(self, station: int, source: int) -> list[Tile]:
-        """The tiles of a station's queries and the keys of another, in rows of both."""
-        queries, keys = self._asked[station], self._kept[source]
-        return [x for d in sorted(queries.keys() & keys.keys()) for x in tiles(queries[d], keys[d], self.band)]
-
-    @cached_property
-    def _kept(self) -> list[dict[int, list[Piece]]]:
-        """The keys of each station, by document."""
-        return [by_document(pieces(held)) for held in self.held]
-
-    @cached_property
-    def _asked(self) -> list[dict[int, list[Piece]]]:
-        if self.strategy != "tree":
-            return self._kept
-        return [by_document(self.asking(s)) for s in range(self.stations)]
-
-    def meets(self, station: int) -> set[int]:
-        """Those whose keys a station sees, and those that see its keys."""
-        return set((self.pairs[station] + self.pairs[:, station]).nonzero().flatten().tolist())
-
-    @lru_cache(1 << 16)  # noqa: B019 - plans are few, and forgotten together
-    def wants(self, station: int, source: int) -> tuple[tuple[int, int], ...]:
-        """The rows of `source` that are sent to a station which gathers keys: of a halo, those it sees."""
-        if self.strategy != "halo":
-            n = self.rows(source)
-            return ((0, n),) if n else ()
-        found: list[tuple[int, int]] = []
-        for a, b in sorted((x.k0, x.k1) for x in self.work(station, source)):
-            if found and a <= found[-1][1]:
-                found[-1] = found[-1][0], max(b, found[-1][1])
-            else:
-                found.append((a, b))
-        return tuple(found)
-
-    def buffer(self, station: int, sources: Sequence[int]) -> list[tuple[int, int, Run]]:
-        """(source, row among those it has sent, run) of the keys that a station keeps from some sources, in order."""
-        found = []
-        gathers = self.strategy in GATHERING and sources != (station,)
-        for source in sources:
-            sent = 0
-            ranges = self.wants(station, source) if gathers else ((0, self.rows(source)),)
-            own = pieces(self.held[source])
-            for a, b in ranges:
-                for row, run in own:
-                    low, high = max(a, row), min(b, row + run.size)
-                    if low < high:
-                        found.append((source, sent + low - a, run.part(low - row, high - row)))
-                sent += b - a
-        return sorted(found, key=lambda x: x[2]) if gathers else found
-
-    @lru_cache(4096)  # noqa: B019
-    def calls(self, station: int, sources: tuple[int, ...], placed: bool, alone: bool) -> list[Call]:
-        """What a station computes with the keys of these sources, kept as `buffer` says. `placed`: mods or dropout ask
-        for positions, so that tiles must not be put together; `alone`: one tile to a call, as a bias wants it."""
-        keys = pieces(layouts.joined(run for _, _, run in self.buffer(station, sources)))
-        found = tiles(self.asking(station), keys, self.band)
-        return calls(found if placed else fused(found), self.packed and not alone)
-
-    @cached_property
-    @layouts.lasting
-    def pairs(self) -> Tensor:
-        """(stations, stations): how many pairs of a station's queries and another's keys see each other."""
-        total = torch.zeros(self.stations**2, dtype=torch.int64)
-        asked: dict[int, list[tuple[int, Run]]] = {}
-        kept: dict[int, list[tuple[int, Run]]] = {}
-        for station in range(self.stations):
-            for _, run in self.asking(station):
-                asked.setdefault(run.document, []).append((station, run))
-            for run in self.held[station]:
-                kept.setdefault(run.document, []).append((station, run))
-        alike: dict[tuple[int, int], list[int]] = {}  # documents by their numbers of runs: counted together
-        for document in asked.keys() & kept.keys():
-            alike.setdefault((len(asked[document]), len(kept[document])), []).append(document)
-        before, after = self.band
-        for (n_q, n_k), documents in alike.items():
-            few = max(1, TOGETHER // (n_q * n_k))
-            for some in (documents[n : n + few] for n in range(0, len(documents), few)):
-                at, i, n, step = _columns([asked[d] for d in some], 2)
-                to, j, m, _ = _columns([kept[d] for d in some], 1)
-                away = i - j
-                hi = None if after is None else (away + after).div(step, rounding_mode="floor")
-                lo = None if before is None else -(before - away).div(step, rounding_mode="floor")
-                found = count(n.expand_as(away), m.expand_as(away), lo, hi)
-                total.index_add_(0, (at * self.stations + to).flatten(), found.flatten())
-        return total.view(self.stations, self.stations)
-
-    @cached_property
-    @layouts.lasting
-    def reach(self) -> list[int]:
-        """How many hops the keys of each station travel around the ring: to the last one that wants them."""
-        n = self.stations
-        source = torch.arange(n)
-        hops = (source[:, None] - source) % n  # of the keys of column s to row g
-        return [int(x) for x in torch.where(self.pairs > 0, hops, 0).amax(0)] if n else []
-
-    def imbalance(self) -> float:
-        """The work of the busiest rank over the mean, minus 1."""
-        each = self.pairs.sum(1).double()
-        return float(each.max() / each.mean() - 1) if each.sum() else 0.0
-
-    # --- tensors ---
+        if self.group is not None:
+            return dist.get_rank(self.group)
+        if self.ranks == 1:
+            return 0
+        raise AttentionError(
+            "rank in this plan", f"none: it is for {self.ranks} ranks in thought", "a plan of a mesh; or rank=..."
+        )
 
     def index(self, rank: int | None = None, device: Any = None) -> Tensor:
         """The places in the stream of the tokens that a rank (this one) holds."""
@@ -234,7 +74,6 @@ class Plan:
     def positions(self, rank: int | None = None, device: Any = None) -> Tensor:
         """Of the tokens that a rank (this one) holds, within their documents: what RoPE wants.
 
-        >>> from tilewise.distributed import plan
         >>> plan(4, seqlen=10, causal=True).positions(rank=1)
         tensor([1, 7])
         """
@@ -243,7 +82,6 @@ class Plan:
     def shard(self, *tensors: Tensor, dim: int = 1, rank: int | None = None) -> Any:
         """This rank's part of whole tensors, along their axis of tokens: one for one, a tuple for several.
 
-        >>> from tilewise.distributed import plan
         >>> plan(2, seqlen=8, causal=True).shard(torch.arange(8), dim=0, rank=0)
         tensor([0, 1, 6, 7])
         """
@@ -260,12 +98,11 @@ class Plan:
         """This rank's labels for the prediction of the next token: shifted while the sequence is whole, so that the
         last token of a shard is asked for the first of the next; `ignore` at the end of each document.
 
-        >>> from tilewise.distributed import plan
         >>> plan(2, seqlen=8, causal=True).labels(torch.arange(8), dim=0, rank=0)
         tensor([   1,    2,    7, -100])
         """
         shifted = tokens.roll(-1, dim)
-        ends = torch.tensor(layouts.starts(self.lengths)[1:], device=tokens.device)
+        ends = torch.tensor(starts(self.lengths)[1:], device=tokens.device)
         ends = ends[torch.tensor(self.lengths, device=tokens.device) > 0] - 1
         shifted = shifted.index_fill(dim, ends, ignore)
         result: Tensor = self.shard(shifted, dim=dim, rank=rank)
@@ -275,9 +112,7 @@ class Plan:
         """The whole tensor from this rank's part, on every rank (differentiable: a rank's gradient is that of its
         part); from the parts of all ranks, if given a list of them."""
         if isinstance(x, Tensor):
-            from .cluster import gathered
-
-            x = gathered(self, x, dim)
+            x = gathered(x, dim, self.counts(), self.rank, self.group)
         parts = list(x)
         order = torch.cat([self.index(r, parts[0].device) for r in range(self.ranks)])
         return torch.cat(parts, dim).index_select(dim, order.argsort())
@@ -285,47 +120,165 @@ class Plan:
     def banded(self, *, causal: bool = False, window: Window | None = None) -> Plan:
         """The same tokens on the same ranks, seen through another band: for layers of a model whose windows differ.
 
-        >>> from tilewise.distributed import plan
         >>> plan(8, seqlen=65536, causal=True).banded(window=(1023, 0))
         <plan: 65536 tokens on 8 ranks, window (1023, 0), halo, zigzag>
         """
-        from .planning import again
-
         band = band_of(causal, window)
         return self if band == self.band else again(self, band=band)
 
     def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
         """What a pass would take on a cluster: see `tilewise.distributed.simulate`. With `ranks`: of so many."""
-        from .planning import again
-        from .simulate import simulate
-
         return simulate(self if ranks is None else again(self, ranks=ranks), machine, **shape)
-
-    def explain(self) -> str:
-        """The plan in words."""
-        from .simulate import explain
-
-        return explain(self)
-
-
-@lru_cache(16)
-@layouts.lasting
-def _dealt(layout: str, lengths: tuple[int, ...], ranks: int) -> list[Shard]:
-    """Plans of one batch, and those that are compared for it, have the same."""
-    return LAYOUTS[layout](lengths, ranks)
-
-
-def _columns(runs: list[list[tuple[int, Run]]], dim: int) -> Iterator[Tensor]:
-    """Of runs of several documents, as many of each: the station, start, size and step, broadcast along an axis."""
-    rows = [[(at, run.start, run.size, run.step) for at, run in of] for of in runs]
-    return iter(torch.tensor(rows).unsqueeze(dim).unbind(-1))
 
 
 @lru_cache(4096)
-@layouts.lasting
+@lasting
 def _moved(of: Plan, what: str, rank: int, device: Any) -> Tensor:
     if not 0 <= rank < of.ranks:
         raise AttentionError("rank", rank, f"0 to {of.ranks - 1}, of {of!r}")
     shard = of.shards[rank]
-    found = layouts.tokens(shard, of.lengths) if what == "index" else layouts.positions(shard)
+    found = tokens(shard, of.lengths) if what == "index" else positions(shard)
     return found if device is None else found.to(device)
+
+
+def plan(
+    mesh: Any = None, *, seqlen: int | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+    causal: bool = False, window: Window | None = None, mask: Mod | None = None, strategy: str = "auto",
+    layout: str = "auto", heads: int | None = None, queries: int = 1, node: int | None = None,
+) -> Plan:  # fmt: skip
+    """How attention over so many tokens is divided among the ranks of a mesh.
+
+    >>> plan(8, seqlen=65536, causal=True)
+    <plan: 65536 tokens on 8 ranks, causal, ring, zigzag>
+
+    mesh: a DeviceMesh (of two axes: nodes, and the GPUs of a node), a ProcessGroup, None for the default one; or just a
+        number of ranks, for simulation and for `rehearse`.
+    seqlen, cu_seqlens: the length of the sequence, or the ends of packed documents as in `attention_varlen`. Lengths
+        need not divide by anything.
+    causal, window, mask: as of `attention` (mask: its mask_mod), over the whole sequence.
+    strategy:
+        "ring"        keys and values go around, the next hop under way while a tile is computed; least memory
+        "allgather"   all keys and values to all: fewer, larger calls, at the price of their memory
+        "halo"        each rank is sent the keys that it sees and no others: for windows and documents
+        "ulysses"     heads for tokens: each rank attends over the whole sequence with some of the heads
+        "two-level"   Ulysses in the node, the ring between nodes
+        "tree"        decoding: the cache is sharded by tokens, `queries` last queries are everywhere; partial results
+                      are merged in log2(ranks) exchanges
+        "auto"        two-level on several nodes where `heads` allow it, else the ring; for windows and documents, halo
+                      where the simulator (of H200s, with `heads` or 32) finds it as fast
+    layout: see `tilewise.distributed.layout`; "auto" is zigzag for causal, contiguous for windows and full attention,
+        by document for packed ones.
+    node: how many ranks share fast links; 8 unless the mesh says.
+    """
+    ranks, group, found = _ranks(mesh)
+    for name, given in (("node", node), ("heads", heads)):
+        if given is not None and (not is_whole(given) or given < 1):
+            raise AttentionError(f"{name} of a plan", repr(given), "at least 1, or None")
+    node = node or found or min(8, ranks)
+    lengths = _lengths(seqlen, cu_seqlens)
+    if not isinstance(causal, bool):
+        raise AttentionError("causal", repr(causal), "True or False")
+    before, after = band_of(causal, window)
+    if strategy not in (*STRATEGIES, "auto"):
+        raise AttentionError("strategy", repr(strategy), " or ".join(map(repr, (*STRATEGIES, "auto"))))
+    if layout not in (*LAYOUTS, "auto"):
+        raise AttentionError("layout", repr(layout), " or ".join(map(repr, (*LAYOUTS, "auto"))))
+    if mask is not None and (not isinstance(mask, Mod) or mask.kind != "mask"):
+        raise AttentionError("mask of a plan", repr(mask), "a tilewise.mask_mod, called (block masks are for one GPU)")
+    if strategy == "tree" and (cu_seqlens is not None or queries < 1):
+        raise AttentionError("strategy='tree'", "packed documents" if queries >= 1 else f"queries={queries}",
+                             "seqlen, and at least one query")  # fmt: skip
+    packed = cu_seqlens is not None
+    if strategy == "auto":
+        strategy = _strategy(ranks, lengths, (before, after), node, heads, packed)
+    if layout == "auto":
+        layout = _layout(strategy, (before, after), packed)
+    width = {"ulysses": ranks, "two-level": node}.get(strategy, 1)
+    if ranks % max(1, width):
+        raise AttentionError("ranks of a two-level plan", ranks, f"a multiple of the {width} of a node (node=...)")
+    named = (ranks, lengths, packed, (before, after), strategy, layout, width, queries if strategy == "tree" else 0)
+    key = (*named, id(mask), id(group), node)
+    made = _made.get(key)
+    if made is None or made.mask is not mask:
+        while len(_made) >= REMEMBERED:
+            _made.pop(next(iter(_made)))
+        made = _made[key] = Plan(*named, mask, group, node)
+    return made
+
+
+def again(of: Plan, *, ranks: int | None = None, band: Band | None = None) -> Plan:
+    """The same sequence on other ranks, in thought; or seen through another band, with its tokens where they are."""
+    given: dict[str, Any] = {"cu_seqlens": starts(of.lengths)} if of.packed else {"seqlen": of.tokens}
+    mesh, strategy, layout = of.group or of.ranks, of.strategy, of.layout
+    if ranks is not None:
+        mesh, strategy = ranks, "auto" if ranks == 1 else strategy
+    if band is None:
+        band = of.band
+    else:
+        suits = _strategy(of.ranks, of.lengths, band, of.node, None, of.packed)
+        strategy = suits if "halo" in (suits, strategy) else strategy
+    return plan(mesh, **given, window=band, mask=of.mask, strategy=strategy, layout=layout,
+                queries=max(1, of.queries), node=of.node)  # fmt: skip
+
+
+@constant
+def _strategy(*question: Any) -> str:
+    """`_found_strategy`, which torch.compile need not look into."""
+    return _found_strategy(*question)
+
+
+@lru_cache(REMEMBERED)
+def _found_strategy(
+    ranks: int, lengths: tuple[int, ...], band: Band, node: int, heads: int | None, packed: bool
+) -> str:  # fmt: skip
+    """Several nodes: two-level, unless there are fewer heads than GPUs in a node; else the ring. A window that reaches
+    over less than half of the ranks, and packed documents: halo, if the simulator has nothing against it."""
+    before, after = band
+    share = max(1, sum(lengths) // ranks)
+    reach = (before if before is not None else sum(lengths)) + (after if after is not None else sum(lengths))
+    wide = ranks > node > 1 and ranks % node == 0 and (heads is None or heads >= node)
+    dense = "two-level" if wide else "ring"
+    if ranks == 1 or not sum(lengths) or not (packed or reach // share + 1 < ranks / 2):
+        return dense
+    options = [
+        Division(ranks, lengths, packed, band, x, _layout(x, band, packed), node if x == "two-level" else 1)
+        for x in ("halo", dense)
+    ]
+    return advised(estimate(x, f"{node}xH200+400G", heads=heads or 32) for x in options).plan.strategy
+
+
+def _layout(strategy: str, band: Band, packed: bool) -> str:
+    before, after = band
+    if strategy in ("ulysses", "tree"):
+        return "contiguous"
+    if packed:
+        return "document"
+    return "zigzag" if after is not None and before is None else "contiguous"
+
+
+def _lengths(seqlen: int | None, cu_seqlens: Tensor | Sequence[int] | None) -> tuple[int, ...]:
+    if (seqlen is None) == (cu_seqlens is None):
+        both = "neither" if seqlen is None else "both"
+        raise AttentionError("seqlen and cu_seqlens", both, "one of them")
+    if seqlen is not None:
+        if isinstance(seqlen, bool) or not hasattr(seqlen, "__index__") or seqlen < 0:
+            raise AttentionError("seqlen", repr(seqlen), "an int >= 0")
+        return (int(seqlen),)
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens or ())
+    if any(not hasattr(x, "__index__") for x in ends):
+        raise AttentionError("cu_seqlens", ends[:8], "whole numbers, in one line")
+    ends = [int(x) for x in ends]
+    if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
+        raise AttentionError(
+            "cu_seqlens", ends if len(ends) < 9 else f"{ends[:8]}...", "from 0 on, none below the last"
+        )
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def _ranks(mesh: Any) -> tuple[int, Any, int | None]:
+    """How many, the process group (None where there is none), and the GPUs of a node, if the mesh has two axes."""
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        if mesh < 1:
+            raise AttentionError("ranks of a plan", mesh, "at least 1")
+        return mesh, None, None
+    return group_of(mesh)

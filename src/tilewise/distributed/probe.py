@@ -12,8 +12,7 @@ from torch import Tensor
 from ..spec import AttentionError
 from .api import attention, use
 from .layout import starts
-from .plan import Plan
-from .planning import again
+from .plan import Plan, again
 
 
 class Report(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .plan import GATHERING, Plan
+from .division import GATHERING, Division
 
 
 class Move(NamedTuple):
@@ -60,7 +60,7 @@ Program = list[Step]
 
 
 @lru_cache(1024)
-def program(plan: Plan, rank: int, backward: bool = False) -> Program:
+def program(plan: Division, rank: int, backward: bool = False) -> Program:
     """
     >>> from tilewise.distributed import plan
     >>> post, *rest = program(plan(2, seqlen=8), 0)
@@ -80,7 +80,7 @@ def program(plan: Plan, rank: int, backward: bool = False) -> Program:
     return [*_heads(plan, rank, "in", FIRST), *body, *_heads(plan, rank, "out", LAST)]
 
 
-def _ring(plan: Plan, station: int, member: int, backward: bool) -> Iterator[Step]:
+def _ring(plan: Division, station: int, member: int, backward: bool) -> Iterator[Step]:
     """At step t a station holds the keys of the one t before it; those that someone further on wants go on."""
     n, reach = plan.stations, plan.reach
     following, last = ((station + 1) % n) * plan.width + member, ((station - 1) % n) * plan.width + member
@@ -115,7 +115,7 @@ def _ring(plan: Plan, station: int, member: int, backward: bool) -> Iterator[Ste
         yield Wait(2 * reach[station] + 1)
 
 
-def _gather(plan: Plan, station: int, backward: bool) -> Iterator[Step]:
+def _gather(plan: Division, station: int, backward: bool) -> Iterator[Step]:
     """Everything at once: own keys while the others' are on their way."""
     n = plan.stations
     some = plan.meets(station) if plan.strategy == "halo" else range(n)
@@ -139,7 +139,7 @@ def _gather(plan: Plan, station: int, backward: bool) -> Iterator[Step]:
         yield Wait(1)
 
 
-def _tree(plan: Plan, rank: int) -> Iterator[Step]:
+def _tree(plan: Division, rank: int) -> Iterator[Step]:
     """Each rank merges with the one whose number differs in one bit, bit by bit; those beyond the largest power of two
     give theirs to another first, and are told the result."""
     n = plan.ranks
@@ -169,7 +169,7 @@ def _tree(plan: Plan, rank: int) -> Iterator[Step]:
         yield from one(last, rank + whole, True, False)
 
 
-def _heads(plan: Plan, rank: int, what: str, number: int) -> Iterator[Step]:
+def _heads(plan: Division, rank: int, what: str, number: int) -> Iterator[Step]:
     """Within a station: each member's tokens, of some heads, to each."""
     first = rank // plan.width * plan.width
     counts = plan.counts()
@@ -181,7 +181,7 @@ def _heads(plan: Plan, rank: int, what: str, number: int) -> Iterator[Step]:
         yield Wait(number)
 
 
-def _size(plan: Plan, station: int, source: int) -> int:
+def _size(plan: Division, station: int, source: int) -> int:
     return sum(b - a for a, b in plan.wants(station, source))
 
 

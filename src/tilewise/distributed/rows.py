@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..mods import PROGRAMS
 from ..spec import Request, Spec
+from .division import Division
 from .layout import lasting, starts
-from .plan import Plan
 from .tiles import Call, Tile
 
 
@@ -99,8 +99,8 @@ class Recipe(NamedTuple):
     origin: Tensor | None
 
 
-def parts(plan: Plan, station: int, sources: tuple[int, ...], whole: Request, first_head: int) -> Iterator[Part]:
-    """The calls of a station with the keys of some others. `whole`: q of the station, k and v as `Plan.buffer` has
+def parts(plan: Division, station: int, sources: tuple[int, ...], whole: Request, first_head: int) -> Iterator[Part]:
+    """The calls of a station with the keys of some others. `whole`: q of the station, k and v as `Division.buffer` has
     them, the bias with all keys; dense tensors (a packed plan has one batch row)."""
     q, k, v, spec, bias, _, score, _, _, seed, mask, blocks, _ = whole
     batch, n_q, heads, _ = q.shape
@@ -126,7 +126,7 @@ def parts(plan: Plan, station: int, sources: tuple[int, ...], whole: Request, fi
 @lru_cache(4096)
 @lasting
 def _recipes(
-    plan: Plan, station: int, sources: tuple[int, ...], spec: Spec, placed: bool, biased: bool,
+    plan: Division, station: int, sources: tuple[int, ...], spec: Spec, placed: bool, biased: bool,
     shape: tuple[int, int, int, int], device: torch.device,
 ) -> list[Recipe]:  # fmt: skip
     n_q, n_k, batch, first_head = shape
@@ -142,7 +142,7 @@ def _recipes(
     return found
 
 
-def _bias_at(plan: Plan, tile: Tile, bias: Tensor | None) -> tuple[slice, ...]:
+def _bias_at(plan: Division, tile: Tile, bias: Tensor | None) -> tuple[slice, ...]:
     """Of a bias (B, H, rows of the station, all tokens), what a tile takes."""
     if bias is None:
         return ()
@@ -161,7 +161,7 @@ def _ends(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
     return ends[:, 0].contiguous(), ends[:, 1].contiguous()
 
 
-def _origin(plan: Plan, call: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
+def _origin(plan: Division, call: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
     """See tilewise.spec.ORIGIN. Of packed documents b is the document's number."""
 
     def row(tile: Tile, b: int) -> list[int]:

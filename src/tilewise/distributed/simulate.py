@@ -24,8 +24,8 @@ from ..costs.devices import ITEMSIZE, device
 from ..costs.explain import explain as explain_call
 from ..costs.predict import Model
 from ..spec import AttentionError
+from .division import GATHERING, Division
 from .layout import lasting
-from .plan import GATHERING, Plan
 
 LINKS = Path(__file__).with_name("links.json")
 LARGE = 16384  # tokens of a call in which nothing but the matrix units counts
@@ -74,7 +74,7 @@ class Simulation:
     """Seconds and bytes. Tensors have an entry for each station (of a two-level plan: a node; else a rank); `start` and
     `finish` (steps, stations) are when each computes the keys of its t-th source."""
 
-    plan: Plan
+    plan: Division
     machine: Machine
     backward: bool
     time: float
@@ -145,7 +145,7 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
 
 @lasting
 def simulate(
-    plan: Plan, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
+    plan: Division, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
     batch: int = 1, dtype: str = "bfloat16", backward: bool = False, links: Mapping[str, Any] | None = None,
 ) -> Simulation:  # fmt: skip
     """One pass of attention, forward (or `backward`), on the ranks of the plan."""
@@ -178,7 +178,7 @@ def simulate(
     return Simulation(plan, on, backward, time, ideal, compute, sent, exposed.clamp(min=0), memory, start, finish)
 
 
-def _ring(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
+def _ring(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
     """(start, finish, bytes sent, bytes held), step by step for all stations at once."""
     n, width = plan.stations, plan.width
     reach = torch.tensor(plan.reach)
@@ -220,7 +220,7 @@ def _ring(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, bac
     return torch.stack(starts), torch.stack(finishes), sent, held * (3 if backward else 1)
 
 
-def _gathered(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
+def _gathered(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
     n = plan.stations
     wanted = torch.zeros(n, n, dtype=torch.float64)  # rows of column s that row g is sent
     if plan.strategy == "halo":
@@ -257,8 +257,8 @@ def _gathered(plan: Plan, on: Machine, shape: Shape, busy: Tensor, rows: Tensor,
     return starts, finishes, sent, (shape.kv(rows, 1) + size.sum(1)) * (3 if backward else 1)
 
 
-def halo_rows(plan: Plan) -> Tensor:
-    """(stations, stations): the rows of column s that row g sees, as `Plan.wants` has them."""
+def halo_rows(plan: Division) -> Tensor:
+    """(stations, stations): the rows of column s that row g sees, as `Division.wants` has them."""
     n, (before, after) = plan.stations, plan.band
     found = torch.zeros(n, n, dtype=torch.int64)
     if before is not None and after is not None:  # few, which may lie apart
@@ -285,7 +285,7 @@ def halo_rows(plan: Plan) -> Tensor:
     return found
 
 
-def _exchange(plan: Plan, on: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:
+def _exchange(plan: Division, on: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:
     """Of heads for tokens, once: the time on either side of the ring, and the bytes of a rank."""
     width = plan.width
     if width == 1:
@@ -297,18 +297,3 @@ def _exchange(plan: Plan, on: Machine, shape: Shape, rows: Tensor, backward: boo
         max(each * (1 - away) / on.inside[0], each * away / on.between[0]) + on.inside[1] + (away > 0) * on.between[1]
     )
     return seconds, size
-
-
-def explain(plan: Plan) -> str:
-    """The plan in words."""
-    counts = plan.counts()
-    hops = max(plan.reach, default=0)
-    travel: str = {
-        "ring": f"keys travel {hops} hops", "allgather": "all keys go to all", "halo": "each is sent the keys it sees",
-        "ulysses": "heads are exchanged for tokens", "tree": "partial results are merged",
-        "two-level": f"heads are exchanged among {plan.width}, keys travel {hops} hops among {plan.stations}",
-    }[plan.strategy]  # fmt: skip
-    return (
-        f"{plan!r}\n  {min(counts)} to {max(counts)} tokens on a rank; the busiest has"
-        f" {plan.imbalance():.1%} more than the mean to do; {travel}"
-    )

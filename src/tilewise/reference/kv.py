@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import reference
-from tilewise.cache.request import AppendRequest, KvRequest, Places, Rotary
+from tilewise.kv_spec import AppendRequest, KvRequest, Places, Rotary
 from tilewise.mods import mask_mod
 from tilewise.mods.program import Mod, bound
 from tilewise.spec import Request

@@ -23,7 +23,7 @@ from torch import Tensor
 import tilewise
 from tilewise_lab.bench.results import OURS, Cell, Entry
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the program that is timed needs none of it
     from tilewise_lab.bench.runner import Run
 
 SIZE = (2, 1024, 16, 128)  # batch, tokens, heads, head dim

@@ -28,7 +28,8 @@ from tilewise.spec import AttentionError
 from tilewise_lab import asked
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.kv_cases import GROUPS, KvCase, KvInputs, exact, inputs, small
-from tilewise_lab.bench.measure import HostClock, Work, clock_for, rounds, synchronize
+from tilewise_lab.bench.measure import rounds
+from tilewise_lab.clock import HostClock, Work, clock_for, synchronize
 
 SERVING = ".serving"
 TILE = "TILEWISE_KV_TILE"

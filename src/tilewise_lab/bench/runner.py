@@ -5,34 +5,22 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
 from tilewise.spec import AttentionError
-from tilewise_lab.bench import cold, machine, whole
-from tilewise_lab.bench.cases import PASSES, Case, Inputs
+from tilewise_lab.bench import machine
+from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.judge import Judge, condemn, note
-from tilewise_lab.bench.measure import (
-    Ceiling,
-    Clock,
-    Sensors,
-    Work,
-    ceilings,
-    clock_for,
-    nothing,
-    rounds,
-    synchronize,
-)
+from tilewise_lab.bench.measure import Ceiling, Sensors, ceilings, nothing, rounds
 from tilewise_lab.bench.provider import Answer, Provider, RefusedError, auto, first_line
 from tilewise_lab.bench.providers import Roster
-from tilewise_lab.bench.results import Cell, Entry, Peak, Results
-from tilewise_lab.bench.settings import CASES, Settings
-
-Part = Callable[[], Iterator[Cell | Peak]]
+from tilewise_lab.bench.results import Cell, Entry, Results
+from tilewise_lab.bench.settings import Settings
+from tilewise_lab.clock import Clock, Work, clock_for, synchronize
 
 
 @dataclass
@@ -69,35 +57,6 @@ class Run:
                 for name, provider in self.roster.known.items()
             },
         )
-
-    def parts(self, targets: Sequence[str], results: Results) -> list[tuple[str, Part]]:
-        """What there is to do, as (what to call it, the work)."""
-        chosen = self.settings
-        found: list[tuple[str, Part]] = []
-        passes = [which for which in PASSES if which in targets]
-        if passes:
-            found += [
-                (case.key, partial(self.attention, case, dict(zip(passes, passes, strict=True))))
-                for case in chosen.grid()
-            ]
-        for target in targets:
-            if target in CASES:
-                groups = {which: f"{target} {which}" for which in CASES[target]}
-                found += [(case.key, partial(self.attention, case, groups)) for case in getattr(chosen, target)]
-            elif target == "layer":
-                found.append((target, partial(whole.layer, self)))
-            elif target == "gpt":
-                found += [
-                    (f"gpt {mode}, {size.name}", partial(whole.gpt, self, size, mode))
-                    for size in chosen.gpt for mode in chosen.modes
-                ]  # fmt: skip
-            elif target == "memory":
-                found += [(f"memory at {n}", partial(whole.memory, self, n)) for n in chosen.memory_lengths]
-            elif target == "overhead":
-                found.append((target, partial(whole.overhead, self, results.notes)))
-            elif target == "cold":
-                found.append((target, partial(cold.cells, self)))
-        return found
 
     def attention(self, case: Case, groups: Mapping[str, str]) -> Iterator[Cell]:
         """Check every provider on the very call that is timed, time the right ones, check the calls that were timed.

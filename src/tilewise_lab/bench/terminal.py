@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tilewise_lab.bench.compare import Agreement, Comparison
 from tilewise_lab.bench.judge import BUDGET
+from tilewise_lab.bench.parts import parts
 from tilewise_lab.bench.results import OURS, Cell, Peak, Results, Spread, Unit
 from tilewise_lab.bench.runner import Run
 from tilewise_lab.bench.summary import absent, bars, standings
@@ -25,14 +26,14 @@ COLOURS = {"ok": "green", "wrong": "bold red", "failed": "red"}
 def watch(run: Run, targets: Sequence[str], save: Path) -> Results:
     """Do all of it behind a progress bar; save after every step, so that nothing measured is lost."""
     results = run.start()
-    parts = run.parts(targets, results)
+    todo = parts(run, targets, results)
     console = Console(stderr=True)
     began = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch tells how it multiplies on this CPU
-        task = progress.add_task("", total=len(parts))
-        for name, part in parts:
+        task = progress.add_task("", total=len(todo))
+        for name, part in todo:
             progress.update(task, description=name)
             for found in part():
                 if isinstance(found, Peak):

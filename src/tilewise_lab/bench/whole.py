@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tilewise_lab.bench import machine, models
 from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.judge import BUDGET, Error, Judge, condemn, note
-from tilewise_lab.bench.measure import Clock, HostClock, StepClock, Work, synchronize
 from tilewise_lab.bench.provider import OURS, Attention, Provider, Tilewise
 from tilewise_lab.bench.results import Cell, Peak
+from tilewise_lab.bench.runner import Run
 from tilewise_lab.bench.settings import Model
+from tilewise_lab.clock import Clock, HostClock, StepClock, Work, synchronize
 from tilewise_lab.demo.measure import peak
-
-if TYPE_CHECKING:
-    from tilewise_lab.bench.runner import Run
 
 TINY = Case(1, 64, 1, 1, 64, True)
 HOST_PEERS = ("flash-attn", "fa3", "fa4")

@@ -30,6 +30,7 @@ import torch
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import Device, device
 from tilewise.costs.predict import FITTED, MODEL, Model, plan, predict
+from tilewise_lab.clock import CudaClock
 
 SECONDS = 0.01  # of each pass of each call
 # least and most of what is fitted beside efficiencies: noise in the times must not buy a meaningless number
@@ -205,8 +206,6 @@ def passes(call: Call) -> tuple[str, list[Any]]:
 
 
 def measure(todo: Iterable[Call]) -> Iterator[Measured]:
-    from tilewise_lab.bench.measure import CudaClock
-
     clock = CudaClock(torch.device("cuda"))
     for call in todo:
         backend, works = passes(call)

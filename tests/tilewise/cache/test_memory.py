@@ -18,6 +18,7 @@ from tests.kv_cases import KvCase, KvInputs, inputs
 from tilewise import torch_private
 from tilewise.cache import checks, memory
 from tilewise.dispatch import memory as calls
+from tilewise.kv_spec import Ran
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="recordings are stood in for: a GPU makes its own")
 
@@ -196,7 +197,7 @@ def remember(**words: Any) -> None:
     assert look is not None
     out = torch.zeros(2)
     recording = SimpleNamespace(run=lambda addresses: [out])
-    ran = memory.Ran(lambda *_: recording, None, [*look[1], out])
+    ran = Ran(lambda *_: recording, None, [*look[1], out])
     memory.learn(look, [ran], [out], [out], lambda x: x)
 
 

@@ -13,8 +13,9 @@ import torch
 import tilewise
 from tilewise import AttentionError
 from tilewise.distributed import plan
+from tilewise.distributed.division import GATHERING
 from tilewise.distributed.layout import LAYOUTS, tokens
-from tilewise.distributed.plan import GATHERING, Plan
+from tilewise.distributed.plan import Plan
 from tilewise.distributed.program import Compute, Post, Wait, program
 from tilewise.distributed.tiles import count, fused, pieces
 

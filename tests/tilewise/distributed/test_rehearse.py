@@ -9,7 +9,7 @@ import tilewise
 from tests.tilewise.distributed.cases import CASES, alone, along_queries, faults, make, planned, run
 from tilewise import AttentionError
 from tilewise.distributed import cluster, plan, rehearse
-from tilewise.distributed.heads import Exchange
+from tilewise.distributed.cluster import Exchange
 from tilewise.distributed.layout import LAYOUTS
 
 WAYS = [(s, layout) for s in ("ring", "allgather", "halo", "ulysses", "two-level") for layout in LAYOUTS]

@@ -11,7 +11,7 @@ import torch
 from tilewise import AttentionError
 from tilewise.distributed import cluster, execute, plan
 from tilewise.distributed.advice import estimate
-from tilewise.distributed.heads import Exchange
+from tilewise.distributed.cluster import Exchange
 from tilewise.distributed.layout import LAYOUTS
 from tilewise.distributed.program import Post, program
 from tilewise.distributed.simulate import halo_rows

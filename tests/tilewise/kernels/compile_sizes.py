@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tilewise.cache.request import KvRequest, Places
 from tilewise.kernels import cuda
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.hopper import launch as hopper
 from tilewise.kernels.hopper.kv_launch import many_launch
 from tilewise.kernels.offline import binary_for, specialised
 from tilewise.kernels.portable import launch as portable
+from tilewise.kv_spec import KvRequest, Places
 from tilewise.spec import Request, Spec
 
 SM_90 = Gpu("cuda", 90)

@@ -11,7 +11,7 @@ import torch
 
 from tilewise_lab.bench import kv
 from tilewise_lab.bench.kv_cases import KvCase, inputs
-from tilewise_lab.bench.measure import Work
+from tilewise_lab.clock import Work
 
 
 class Recorder:

@@ -9,13 +9,15 @@ import torch
 
 from tilewise_lab.bench import cold, whole
 from tilewise_lab.bench.cases import Case
-from tilewise_lab.bench.measure import CpuClock, Sensors
+from tilewise_lab.bench.measure import Sensors
+from tilewise_lab.bench.parts import parts
 from tilewise_lab.bench.provider import OURS, Provider, RefusedError, Tilewise
 from tilewise_lab.bench.providers import Roster, roster
 from tilewise_lab.bench.results import Peak
 from tilewise_lab.bench.runner import Run
 from tilewise_lab.bench.settings import TARGETS, Model, settings
 from tilewise_lab.bench.torch_peers import Naive
+from tilewise_lab.clock import CpuClock
 
 CPU = torch.device("cpu")
 CASE = Case(1, 24, 2, 2, 8, causal=True, dtype="float32")
@@ -117,7 +119,7 @@ def everything(monkeypatch, targets):
     monkeypatch.setattr(cold, "program", lambda run, caller, work, cache: {"first": 2.0, "then window,": 1.0})
     run = Run.of(SMALL, roster(CPU), Sensors())
     results = run.start()
-    for _, part in run.parts(targets, results):
+    for _, part in parts(run, targets, results):
         for found in part():
             (results.memory if isinstance(found, Peak) else results.cells).append(found)
     return results

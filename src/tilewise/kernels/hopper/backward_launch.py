@@ -13,7 +13,7 @@ from ..launch import INTERPRETED, Launch, multiprocessors, on
 from ..portable.backward import Saved
 from ..portable.launch import backward as portable_backward
 from ..portable.launch import clear_launches, new_gradients
-from ..repair import repair_backward_kernel
+from ..portable.repair import repair_backward_kernel
 from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, is_far, mask_mod, slope_mod
 from ..tile.tuples import LOG2E, PAD, View

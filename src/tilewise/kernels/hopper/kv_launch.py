@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cache.memory import Ran
-from ...cache.request import KvRequest
+from ...kv_spec import KvRequest, Ran
 from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, multiprocessors, on

@@ -24,7 +24,7 @@ from ..portable.launch import (
 from ..portable.launch import every_launch as portable_launches
 from ..portable.launch import forward as portable_forward
 from ..portable.launch import offline as portable_offline
-from ..repair import repair_forward_kernel
+from ..portable.repair import repair_forward_kernel
 from ..shapes import Problem, by_group, padded, problem, view
 from ..terms import device_terms, mask_mod, score_mod
 from . import tiles

@@ -6,13 +6,13 @@ from torch import Tensor
 from ...spec import Request, Upstream
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, overlapped
-from ..repair import LINE, repair_backward_kernel
 from ..shapes import padded, problem, view
 from ..terms import device_terms, folded, is_far, mask_mod
 from ..tile.tuples import PAD, Plan, View
 from .backward import Saved, key_kernel, prepare_kernel, query_kernel
 from .options import costly_term, is_even, options_of, tile_of
-from .repairs import repair
+from .repair import LINE, repair_backward_kernel
+from .repair_launch import repair
 
 FEW_ROWS = 32  # that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]

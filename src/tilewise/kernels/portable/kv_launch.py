@@ -8,8 +8,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from ...cache.memory import Ran
-from ...cache.request import UNDIVIDED, AppendRequest, KvRequest
+from ...kv_spec import UNDIVIDED, AppendRequest, KvRequest, Ran
 from ...spec import AttentionError
 from .. import replay
 from ..gpu import Gpu

@@ -12,7 +12,6 @@ from ...spec import LIMIT, AttentionError, Request, Upstream
 from .. import replay
 from ..gpu import Gpu
 from ..launch import Launch, can_overlap, gpu_for, multiprocessors, on, overlapped
-from ..repair import repair_forward_kernel, repair_jvp_kernel
 from ..shapes import Problem, lined, padded, problem, view
 from ..terms import device_terms, folded, is_bounded, mask_mod
 from . import tiles
@@ -30,7 +29,8 @@ from .options import (
     shares_tiles,
     tile_of,
 )
-from .repairs import repair
+from .repair import repair_forward_kernel, repair_jvp_kernel
+from .repair_launch import repair
 from .sinks import sink_launches, sink_rooms
 from .term_gradients import term_gradients
 

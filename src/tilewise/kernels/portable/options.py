@@ -8,11 +8,11 @@ from torch import Tensor
 from ...spec import Request
 from ..gpu import Gpu
 from ..launch import INTERPRETED
-from ..repair import LINE
 from ..shapes import Problem, padded, problem
 from ..terms import is_linear, lists_tiles
 from ..tile.tuples import Plan
 from . import tiles
+from .repair import LINE
 from .tiles import Tile
 
 SMALLEST = 16  # rows of a tile

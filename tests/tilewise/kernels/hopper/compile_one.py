@@ -12,10 +12,10 @@ import torch
 import triton
 
 import tilewise.mods
-from tilewise.cache.request import KvRequest, Places
 from tilewise.costs.compiled import compile_for
 from tilewise.kernels.hopper.kv_launch import many_launch
 from tilewise.kernels.hopper.launch import forward_launches, new_state
+from tilewise.kv_spec import KvRequest, Places
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
 from tilewise.spec import Request, Spec

@@ -1,12 +1,13 @@
-"""What a call with a KV cache asks for: checked once, passed whole, flattened once for the ops."""
+"""What a call with a KV cache asks for: checked once, passed whole, flattened once for the ops; and what ran for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..spec import Request, Spec
+from .spec import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that no sequence fills
 
@@ -129,6 +130,15 @@ class AppendRequest(NamedTuple):
         cos, sin, _, positions, q_positions = self.rotary or Rotary(None, None)  # type: ignore[arg-type]
         turn = cos, sin, positions, q_positions
         return *self[:4], *self.places[:-1], self.slots, *turn, self.q, self.cu_q, self.turned
+
+
+class Ran(NamedTuple):
+    """A launch that was recorded, and its tensors. `join` makes one recording of several: of a call, its tensors and
+    what it allocates."""
+
+    join: Callable[[Sequence[tuple[Any, Sequence[int | None]]], Sequence[Tensor], Sequence[Tensor]], Any]
+    recording: Any
+    tensors: Sequence[Tensor | None]
 
 
 PLACES = "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new"

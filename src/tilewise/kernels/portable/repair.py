@@ -14,13 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .overlap import gdc_launch_dependents, gdc_wait
-from .portable.backward import key_gradients, query_gradient, store_key_gradients
-from .portable.forward import store_attention, stream_keys
-from .portable.forward_mode import moves, store_moves
-from .tile.memory import store_rows
-from .tile.tuples import ANY_SIZE, Law, Rows, Work
-from .tile.walk import locate
+from ..overlap import gdc_launch_dependents, gdc_wait
+from ..tile.memory import store_rows
+from ..tile.tuples import ANY_SIZE, Law, Rows, Work
+from ..tile.walk import locate
+from .backward import key_gradients, query_gradient, store_key_gradients
+from .forward import store_attention, stream_keys
+from .forward_mode import moves, store_moves
 
 LOOK: tl.constexpr = tl.constexpr(128)  # flags that a program looks at at once
 LINE: tl.constexpr = tl.constexpr(16)

@@ -1,4 +1,4 @@
-"""The launch that follows portable kernels which raise flags (`kernels.repair`)."""
+"""The launch that follows portable kernels which raise flags (`repair`)."""
 
 from typing import Any
 
