@@ -52,6 +52,8 @@ def run(group: Any, steps: Any, device: torch.device) -> Any:
     """The steps of this rank; its messages go through the group. On a GPU they have NCCL's own stream: what is computed
     between a post and its wait overlaps them."""
     if group is not None and device.type == "cuda" and group not in _met:
+        if "cuda:gloo" in dist.get_backend_config(group):
+            raise AttentionError("group of the plan", "gloo, which sends nothing from a GPU", "one of nccl")
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks in what a group does first
         _met.add(group)
     under_way: dict[int, tuple[list[Any], Exchange]] = {}

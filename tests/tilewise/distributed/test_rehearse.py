@@ -157,3 +157,13 @@ def test_a_single_rank_is_attention_itself():
     ours = run(case, inputs, lambda q, k, v, **o: tilewise.distributed.attention(q, k, v, plan=made, **o))
     for x, y in zip(ours, alone(case, inputs), strict=True):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-6)
+
+
+def test_a_group_that_sends_nothing_from_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+
+    class Group:
+        pass
+
+    with pytest.raises(AttentionError, match="gloo, which sends nothing from a GPU"):
+        cluster.run(Group(), iter(()), torch.device("cuda"))
