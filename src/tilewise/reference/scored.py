@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise.mods import PROGRAMS, dropout
-from tilewise.mods.expr import Expr, Place, evaluate, scatter_
+from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
 from tilewise.reference.tiled import accumulate_
 from tilewise.spec import Request, Spec, Upstream
 
@@ -164,10 +164,10 @@ def term_gradients(
             if spec.score_mod is None:
                 continue
             for load, derivative in PROGRAMS[spec.score_mod].sites:
-                total = score[load.value]
-                if total is not None:
-                    (d,) = values([derivative], x.raw, place, request, dtype)
-                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, request.score, spec.score_numbers)
+                total, known = score[load.value], dict[Expr, Any]()
+                for at in sites(load, place, request.score) if total is not None else ():
+                    (d,) = values([derivative], x.raw, at, request, dtype, known)
+                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), at, request.score, spec.score_numbers)
     return [covered(g, x).to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
 
 
@@ -190,8 +190,11 @@ def slope(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Te
     return result
 
 
-def values(roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> list[Tensor]:
-    return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype)
+def values(
+    roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype,
+    known: dict[Expr, Any] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype, known)
 
 
 def covering(request: Request) -> Request:

@@ -30,7 +30,12 @@ def bad(source: str) -> object:
     [
         ("torch.fft.fft(x)", "call of"),
         ("x[0]", "an index into 'x'"),
-        ("x + t", "the tensor 't' whole"),
+        ("x + t", "a row of a tensor; expected a number"),
+        ("t.sum(1) + x", "a call of sum with 2 arguments"),
+        ("(t * x).sum()", "made of the score"),
+        ("(t * (t * t).sum()).sum()", "of another such sum"),
+        ("x + t @ kv_idx", "a call of matmul"),
+        ("x + (t.unsqueeze(-1) * t).sum()", "a call of unsqueeze"),
         ("x + t[q_idx, 0]", "2 indices"),
         ("x + t[x]", "a float as an index"),
         ("x + nowhere", "unknown name 'nowhere'"),
