@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...mods import PROGRAMS
+from ...mods.blocks import without_lists
 from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_, sites
 from ...spec import Request, Upstream
 from .. import mods
@@ -62,6 +63,7 @@ class Sums:
     """The row statistics of one backward pass, and the sums that are taken with them."""
 
     def __init__(self, request: Request, upstream: Upstream) -> None:
+        request = without_lists(request)
         self.request, self.spec = request, request.spec
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
@@ -190,7 +192,7 @@ class Sums:
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        terms = device_terms(self.request._replace(blocks=()), self.gpu)
+        terms = device_terms(self.request, self.gpu)
         return terms if self.r is None else terms._replace(score=(*terms.score, self.r))
 
     def _options(self, site: Any) -> dict[str, Any]:
