@@ -204,3 +204,25 @@ def test_tiles_are_believed(lines: tuple[int, int], backend: str) -> None:
         weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
         results.append([t.double() for t in (out, *torch.autograd.grad(out, leaves, weights))])
     torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("block", "amd"), [((24, 40), False), ((4, 100), False), ((16, 32), True)], ids=str)
+def test_a_mod_says_what_lists_would(block: tuple[int, int], amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles that no kernel has, and where none walks lists."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
+    n_q, n_k = 150, 300
+    torch.manual_seed(0)
+    kinds = torch.tensor([0, 0, 1, 3], dtype=torch.int8)[
+        torch.randint(0, 4, (1, 2, -(-n_q // block[0]), -(-n_k // block[1])))
+    ]
+    kinds[0, 0, :, : 128 // block[1] + 1] = 0
+    kinds[0, 1, :, : 128 // block[1] + 1] = 3
+    mask = listed(not_before(), kinds, block, n_q, n_k)
+    h, i, j = torch.arange(2)[:, None, None], torch.arange(n_q)[:, None], torch.arange(n_k)
+    at = kinds[0, h, i // block[0], j // block[1]]
+    seen = (at == 3) | ((at == 1) & (i >= j))
+    assert torch.equal(mask.mod(0, h, i, j).expand(seen.shape), seen)
+    if not amd:
+        assert mask.block == (128, 128)
+        assert mask.tiles[0, :, :, 0].tolist() == [[0, 0], [2, 2]]
+        assert (mask.tiles[0, :, :, 1:] == 1).all()
