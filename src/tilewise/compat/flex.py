@@ -213,11 +213,11 @@ def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:
     keys = max(0, min(n_k, n_q + after))
     sides = before + keys - n_q, after - (keys - n_q)  # around the diagonal that ends in the last key
     window = (None if sides[0] >= FAR // 2 else sides[0]), (None if sides[1] >= FAR // 2 else sides[1])
-    if sides[0] >= 0 and keys > 0:
+    if rest is not mod and sides[0] >= 0 and keys > 0:
         touched, within = _band(kinds, before, after, n_q, n_k, block)
         if rest is None and bool((((kinds > 0) == touched) & ((kinds < 3) | within)).all()):
             return Converted(window, None, keys)  # the listed tiles are those that the band touches
-        if rest is not None and rest is not mod and keys == n_k and bool(((kinds < 3) | within).all()):
+        if rest is not None and keys == n_k and bool(((kinds < 3) | within).all()):
             return Converted(window, listed(rest, kinds, block, n_q, n_k, window), n_k)
     return Converted(None, listed(mod, kinds, block, n_q, n_k), n_k)
 

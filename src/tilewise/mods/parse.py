@@ -190,7 +190,10 @@ class _Reader:
         for i in indices:
             if i.kind != "int":
                 self.fail(x, f"a {i.kind} as an index", "an int: write int(...) around it")
-        return captured.at(indices)
+        found = captured.at(indices)
+        if found.rank and any(map(expr.is_vector, indices)):
+            self.fail(x, "rows chosen by a row", f"{captured.rank} indices, if one of them is a row")
+        return found
 
     def called(self, x: ast.Call, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Expr:
         named = {k.arg or "**": self.word(k.value) for k in keywords}

@@ -136,7 +136,10 @@ class _Noted:
         if len(indices) > tensor.rank or any(i.kind != "int" for i in indices):
             kinds = ", ".join(i.kind for i in indices)
             _refuse(f"{tensor.name!r} at {len(indices)} indices ({kinds})", f"{tensor.rank} of them, ints")
-        return _Noted(tensor.at(indices))
+        found = tensor.at(indices)
+        if found.rank and any(map(expr.is_vector, indices)):
+            _refuse("rows chosen by a row", f"{tensor.rank} indices, if one of them is a row")
+        return _Noted(found)
 
     def __bool__(self) -> NoReturn:
         _refuse("a choice by a value (if, and, or, not, min, max)", WHAT_WORKS)

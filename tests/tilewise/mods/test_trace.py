@@ -55,6 +55,7 @@ def test_its_arguments_and_lengths() -> None:
         ("score + T", "a row of a tensor"),
         ("score + TABLE", "the tensor 'tensor (2, 2)' whole"),
         ("score + (T * score).sum()", "made of the score"),
+        ("score + TABLE[T.int()][0].sum()", "rows chosen by a row"),
         ("score + T[q_idx, 0]", "2 indices"),
         ("torch.fft.fft(score)", "a call of fft_fft"),
         ("score.nothing()", "a call of nothing"),
