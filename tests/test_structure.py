@@ -86,7 +86,7 @@ RULES = {
     "kernels.hopper": Rule("kernels.tile kernels.overlap kernels.portable.backward kernels.hopper triton"),
     "kernels.hopper.careful": Rule("kernels.launch kernels.shapes kernels.tile"),
     "kernels.hopper.descriptors": Rule("kernels.hopper kernels.shapes spec"),
-    "kernels.hopper.limits": Rule("spec torch_private kernels.gpu kernels.portable.tiles"),
+    "kernels.hopper.limits": Rule("mods spec torch_private kernels.gpu kernels.portable.tiles"),
     "kernels.hopper.tiles": Rule(),
     "kernels.hopper.kv_launch": Rule("kernels kv_spec"),
     "kernels.hopper.profile": Rule(

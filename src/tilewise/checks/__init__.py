@@ -19,7 +19,7 @@ from ..mods.blocks import BlockMask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed, is_whole
-from ..mods.program import Mod, bound, indexed
+from ..mods.program import Mod, bound, indexed, rows
 from ..spec import MAX_HEAD_DIM, AttentionError, Request, Spec, band
 from ..torch_private import any_autocast, has_address
 from .options import Options, options_of, takes_options
@@ -369,6 +369,14 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
                 f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
                 found,
                 f"one for each {name}, {size}, or 1",
+            )
+    for places in rows(mod.key):
+        lengths = [mod.tensors[n].shape[axis] for n, axis in places]
+        if any(length != lengths[0] for length in lengths):
+            raise AttentionError(
+                f"rows that the {mod.kind} mod {mod.name!r} reads together",
+                f"lengths of {', '.join(map(str, lengths))}",
+                "equal ones: each number meets the one at its place",
             )
 
 

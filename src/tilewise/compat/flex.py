@@ -207,16 +207,17 @@ def _unchanged(now: Any, before: Any) -> bool:
 
 def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:
     mod = ALL_SEEN() if block_mask.mask_mod in (None, torchs.noop_mask) else mod_of(block_mask.mask_mod, "mask")
-    kinds, block = _kinds(block_mask), tuple(block_mask.BLOCK_SIZE)
+    block = tuple(block_mask.BLOCK_SIZE)
+    kinds = _kinds(block_mask, -(-n_q // block[0]), -(-n_k // block[1]))
     before, after, rest = split(mod)
     keys = max(0, min(n_k, n_q + after))
     sides = before + keys - n_q, after - (keys - n_q)  # around the diagonal that ends in the last key
     window = (None if sides[0] >= FAR // 2 else sides[0]), (None if sides[1] >= FAR // 2 else sides[1])
-    if sides[0] >= 0 and keys > 0:
+    if rest is not mod and sides[0] >= 0 and keys > 0:
         touched, within = _band(kinds, before, after, n_q, n_k, block)
         if rest is None and bool((((kinds > 0) == touched) & ((kinds < 3) | within)).all()):
             return Converted(window, None, keys)  # the listed tiles are those that the band touches
-        if rest is not None and rest is not mod and keys == n_k and bool(((kinds < 3) | within).all()):
+        if rest is not None and keys == n_k and bool(((kinds < 3) | within).all()):
             return Converted(window, listed(rest, kinds, block, n_q, n_k, window), n_k)
     return Converted(None, listed(mod, kinds, block, n_q, n_k), n_k)
 
@@ -226,20 +227,25 @@ def ALL_SEEN(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: N802
     return True
 
 
-def _kinds(block_mask: Any) -> Tensor:
+def _kinds(block_mask: Any, rows: int, columns: int) -> Tensor:
     """(B, H, Tq, Tk) int8: 0 not listed, 1 listed, 3 listed as full."""
-    kinds = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
+    kinds = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, rows, columns)
     if block_mask.full_kv_num_blocks is not None:
-        kinds = torch.maximum(kinds, 3 * _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+        full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, rows, columns)
+        kinds = torch.maximum(kinds, 3 * full)
     return kinds
 
 
-def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """1 at the first so many of each row's indices, (..., columns)."""
-    columns = indices.shape[-1]
-    places = torch.where(torch.arange(columns, device=indices.device) < counts[..., None], indices, columns)
-    found = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.int8, device=indices.device)
-    return found.scatter_(-1, places.long(), 1)[..., :columns]
+def _dense(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
+    """1 at the first so many of each row's indices, (B, H, rows, columns); tiles past the end are nowhere."""
+    if counts.dim() != 3 or counts.shape[2] < rows or indices.shape[:3] != counts.shape:
+        found = f"counts {tuple(counts.shape)}, indices {tuple(indices.shape)}"
+        raise AttentionError("lists of the block mask", found, f"(B, H, {rows}) and (B, H, {rows}, tiles)")
+    counts, indices = counts[:, :, :rows], indices[:, :, :rows].long()
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = torch.where(is_listed, indices, columns).clamp(max=columns)
+    dense = torch.zeros(*counts.shape, columns + 1, dtype=torch.int8, device=indices.device)
+    return dense.scatter_(-1, places, 1)[..., :columns]
 
 
 def _band(kinds: Tensor, before: int, after: int, n_q: int, n_k: int, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tilewise.costs.cost import ScoreTerms
@@ -29,6 +31,12 @@ def operations(*roots: Expr) -> int:
     return sum(map(weight, expr.nodes(*roots)))
 
 
+def repeated(root: Expr, tensors: Sequence[Tensor]) -> int:
+    """What sums over rows do more than `operations` counts, which has each of their loops once."""
+    sums = [(x, tensors[x.value[0]].shape[x.value[1]]) for x in expr.nodes(root) if x.op in expr.REDUCTIONS]
+    return sum((length - 1) * sum(map(weight, (x, *expr.vectors(x.args[0])))) for x, length in sums)
+
+
 def weight(x: Expr) -> int:
     if x.op in FREE or not ("score" in x.deps or {"i", "j"} <= x.deps or (x.op == "load" and x.deps & {"i", "j"})):
         return 0
@@ -43,6 +51,8 @@ def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = N
     roots = [PROGRAMS[key].root for key in (spec.score_mod, spec.mask_mod) if key is not None]
     slopes = [PROGRAMS[spec.score_mod].slope] if spec.score_mod is not None else []
     simple = BIAS * (request.bias is not None) + HASH * (spec.dropout_p > 0)
+    for key, given in ((spec.score_mod, request.score), (spec.mask_mod, request.mask)):
+        simple += 0 if key is None else repeated(PROGRAMS[key].root, given)
     tensors = [x for x in (request.bias, *request.score, *request.mask) if x is not None]
     return ScoreTerms(
         names,

@@ -1,7 +1,9 @@
 """Mods in Triton: the source of a function for each program, generated from its expression and compiled like any other.
 
 A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile whichever way it
-lies, and `aux`, the program's tensors (as `Captured`) followed by its floats. It is named by its content.
+lies, and `aux`, the program's tensors (as `Captured`) followed by its floats, of which the last is the scale. It is
+named by its content. Sums over a row are loops. The derivative by what is read of a row is one at a time, the one whose
+position follows in `aux`.
 
 Integers have 64 bits; where 32 are enough for whatever the indices can be, the functions count with these.
 """
@@ -9,6 +11,7 @@ Integers have 64 bits; where 32 are enough for whatever the indices can be, the 
 import hashlib
 import linecache
 from functools import lru_cache
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
@@ -18,7 +21,21 @@ from torch import Tensor
 
 from ..mods import PROGRAMS, Program
 from ..mods.bounds import Bounds, bounds, is_narrow
-from ..mods.expr import FUNCTIONS, INT_RANGE, Expr, arithmetic, const, function, nodes, number, substitute
+from ..mods.expr import (
+    FUNCTIONS,
+    INT_RANGE,
+    REDUCTIONS,
+    Expr,
+    R,
+    arithmetic,
+    const,
+    function,
+    is_vector,
+    nodes,
+    number,
+    substitute,
+    vectors,
+)
 
 cache = lru_cache(4096)
 
@@ -266,17 +283,44 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
     """The source of a function that returns the value of each root."""
     lines = [f"def {name}({PARAMETERS}):"]
     names: dict[Expr, str] = {}
-    sizes = bounds(*roots)
-    for x in nodes(*roots):
+    sizes, numbers = bounds(*roots), count()
+
+    def state(x: Expr, indent: str) -> None:
         args = [names[a] for a in x.args]
         if x.kind == "int" and x.op != "load" and not is_narrow(sizes[x]):
             args = [_wide(name) if a.kind == "int" else name for a, name in zip(x.args, args, strict=True)]
         text = _text(x, args, tensors, fast, sizes)
         if x.args or x.op in ("load", "number"):
-            names[x] = f"x{len(names)}"
-            lines.append(f"    {names[x]} = {text}")
+            names[x] = f"x{next(numbers)}"
+            lines.append(f"{indent}{names[x]} = {text}")
         else:
             names[x] = text
+
+    def state_at(r: str, vector: Expr, indent: str) -> str:
+        names[R] = r
+        for x in vectors(vector):
+            if x is not R:
+                state(x, indent)
+        return names[vector]
+
+    def state_loop(x: Expr) -> None:
+        """The first of the row, then the others: only what is added tells the shape of the sum."""
+        (body,), (n, axis) = x.args, x.value
+        form, sign = "tl.cast({}, tl.int64)" if x.kind == "int" else "{}", "|" if x.op == "any" else "+"
+        first = state_at("0", body, "    ")
+        names[x], r = f"x{next(numbers)}", f"r{next(numbers)}"
+        lines.append(f"    {names[x]} = {form.format(first)}")
+        lines.append(f"    for {r} in range(1, aux[{n}].sizes[{axis}]):")
+        other = state_at(r, body, "        ")
+        lines.append(f"        {names[x]} = {names[x]} {sign} {form.format(other)}")
+
+    for x in nodes(*roots):
+        if x.op in REDUCTIONS:
+            state_loop(x)
+        elif not is_vector(x):
+            state(x, "    ")
+    for x in roots:
+        state_at("aux[-1]", x, "    ")
     results = [names[x] if x.kind == "bool" or "score" in x.deps else f"whole({names[x]}, score)" for x in roots]
     return "\n".join([*lines, f"    return {', '.join(results)}", ""])
 

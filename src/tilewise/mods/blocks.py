@@ -6,17 +6,33 @@ partial tiles and leave the full ones alone. The backward has the lists of the t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import Expr, Place, const, evaluate, load, substitute
-from tilewise.mods.program import Mod
-from tilewise.spec import AttentionError, band
+from tilewise.mods.expr import (
+    B,
+    Expr,
+    H,
+    I,
+    J,
+    Place,
+    arithmetic,
+    compare,
+    const,
+    evaluate,
+    load,
+    logic,
+    substitute,
+)
+from tilewise.mods.program import Mod, Program, register
+from tilewise.spec import AttentionError, Request, band
 
 PAIRS = 1 << 24  # pairs looked at together while a mask is made
+LARGE = 128  # queries and keys of a tile that every kernel has
 
 
 class BlockMask(NamedTuple):
@@ -38,12 +54,8 @@ class BlockMask(NamedTuple):
     @property
     def tiles(self) -> Tensor:
         """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""
-        batch, heads, t_q, t_k = self._grid()
-        offsets, entries = self.lists[:2]
-        kinds = torch.zeros(batch * heads * t_q, t_k, dtype=torch.int8, device=offsets.device)
-        rows = torch.repeat_interleave(torch.arange(len(kinds), device=offsets.device), offsets.diff())
-        kinds[rows, entries.long() // 4] = (1 + entries % 4 // 3).to(torch.int8)
-        return kinds.view(batch, heads, t_q, t_k)
+        kinds = kinds_of(self.lists, self.shape[:2])
+        return kinds.clamp(max=1) + kinds // 3
 
     def density(self) -> float:
         """The part of all tiles that is visited."""
@@ -72,6 +84,38 @@ class BlockMask(NamedTuple):
         """Batch rows, heads, rows and columns of tiles."""
         batch, heads, n_q, n_k = self.shape
         return batch, heads, -(-n_q // self.block[0]), -(-n_k // self.block[1])
+
+
+def kinds_of(lists: Sequence[Tensor], lines: Sequence[int]) -> Tensor:
+    """(B, H, Tq, Tk) int8 of the lists of `lines`, B and H: the kinds of the tiles, 0 where none is listed."""
+    offsets, entries, columns, _ = lists
+    batch, heads = lines
+    device, width = entries.device, (len(columns) - 1) // (batch * heads)
+    kinds = torch.zeros(len(offsets) - 1, width, dtype=torch.int8, device=device)
+    rows = torch.repeat_interleave(torch.arange(len(kinds), device=device), offsets.diff(), output_size=len(entries))
+    kinds[rows, entries.long() // 4] = (entries % 4).to(torch.int8)
+    return kinds.view(batch, heads, -1, width)
+
+
+def spelled_out(mod: Mod, kinds: Tensor, block: Sequence[int]) -> Mod:
+    """A mod that says by itself what the tiles say: hides those that are not listed, and asks `mod` of partial ones."""
+    at = (arithmetic("floordiv", x, const(size)) for x, size in zip((I, J), block, strict=True))
+    kind = load(0, B, H, *at, kind="int")
+    asked = mod.program.after(Program(compare("eq", kind, const(1)), (4,), 0))
+    root = logic("or", compare("gt", kind, const(1)), asked.root)
+    return mod._replace(key=register(Program(root, asked.ranks, asked.numbers)), tensors=(kinds, *mod.tensors))
+
+
+def without_lists(request: Request) -> Request:
+    """The same call, for whoever walks no lists: the mask mod says what they do."""
+    if not request.blocks:
+        return request
+    spec = request.spec
+    block_q, block_k, *lines = spec.mask_block
+    mod = Mod("mask", spec.mask_mod or "", request.mask, spec.mask_numbers)
+    mod = spelled_out(mod, kinds_of(request.blocks, lines), (block_q, block_k))
+    spec = spec._replace(mask_mod=mod.key, mask_tensors=len(mod.tensors), mask_block=())
+    return request._replace(spec=spec, mask=mod.tensors, blocks=())
 
 
 def restored_block_mask(
@@ -138,11 +182,39 @@ def listed(
     edges: tuple[int | None, int | None] = (None, None),
 ) -> BlockMask:  # fmt: skip
     """A block mask from what is known of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`, for calls with this band:
-    whoever says that a tile is empty or full is believed."""
+    whoever says that a tile is empty or full is believed. Tiles that no kernel has lie in larger ones, whose pairs are
+    asked; and all are asked on AMD's GPUs, where lists are not walked."""
+    if not _is_kernels(block, kinds.device):
+        mod, kinds, block = spelled_out(mod, kinds, block), _enlarged(kinds, block, n_q, n_k), (LARGE, LARGE)
+    elif torch.version.hip:
+        mod = spelled_out(mod, kinds, block)
     block_q, block_k = block
     _check(mod, (block_q, block_k), {})
     shape = (kinds.shape[0], kinds.shape[1], n_q, n_k)
     return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, edges)
+
+
+def _is_kernels(block: tuple[int, ...], device: torch.device) -> bool:
+    if device.type == "cpu":
+        return all(x % 16 == 0 for x in block)
+    return all(x >= 64 and x & (x - 1) == 0 for x in block)
+
+
+def _enlarged(kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int) -> Tensor:
+    """The kinds of tiles of LARGE x LARGE: partial ones are those of which not all is empty, and not all is full."""
+    rows, columns = (
+        _overlaps(n, size, tiles, kinds.device)
+        for n, size, tiles in zip((n_q, n_k), block, kinds.shape[2:], strict=True)
+    )
+    some, gaps = (rows @ x.float() @ columns.mT > 0 for x in (kinds > 0, kinds < 3))
+    return some.to(torch.int8) * torch.where(gaps, 1, 3).to(torch.int8)
+
+
+def _overlaps(n: int, size: int, tiles: int, device: torch.device) -> Tensor:
+    """(large, small): 1 where tiles along n tokens, of LARGE and of `size`, have tokens in common."""
+    first = torch.arange(0, n, LARGE, device=device)[:, None]
+    own = torch.arange(tiles, device=device) * size
+    return ((own < first + LARGE) & (own + size > first)).float()
 
 
 def block_mask_varlen(

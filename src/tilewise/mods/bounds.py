@@ -33,6 +33,8 @@ def is_narrow(own: Bounds) -> bool:
 
 def _bounds(x: Expr, args: list[Bounds]) -> Bounds:
     match x.op, args:
+        case "sum", _:
+            return INT64
         case "index", _:
             return 0, TOKENS - (x.value not in ("n_q", "n_k"))
         case "const", _:

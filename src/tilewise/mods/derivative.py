@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.mods.expr import Expr, arithmetic, compare, const, function, negative, nodes, where
+from tilewise.mods.expr import Expr, arithmetic, compare, const, function, is_vector, negative, nodes, reduced, where
 
 
 def derivative(root: Expr, by: Expr) -> Expr:
-    """d root / d by, where `by` is the score or a load."""
+    """d root / d by, where `by` is the score or a load; of the load of a row a vector, by each of its numbers."""
     zero, one = const(0.0), const(1.0)
     d: dict[Expr, Expr] = {}
     for x in nodes(root):
@@ -17,6 +17,8 @@ def derivative(root: Expr, by: Expr) -> Expr:
             d[x] = one
         elif x.kind != "float" or all(g is zero for g in da) or x.op == "load":
             d[x] = zero
+        elif x.op == "sum":
+            d[x] = da[0] if is_vector(by) else reduced("sum", da[0], x.value)
         else:
             d[x] = _rules[x.op](x, *x.args, *da)
     return d[root]

@@ -6,6 +6,8 @@
     number                  a float that the mod was called with
     load                    a tensor that the mod was called with, at integer indices
     const                   a number written in the function
+    r                       the position in a row: an expression that knows it is a vector, one value for each r
+    sum any                 of a vector, over the positions that an axis of a tensor has
 
 Expressions are shared: two that look the same are the same object, so a graph costs what it has of distinct nodes.
 Their integers have 64 bits; what is shifted further than that is gone (>> leaves the sign).
@@ -14,14 +16,16 @@ Their integers have 64 bits; what is shifted further than that is gone (>> leave
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-INDICES = ("b", "h", "i", "j", "n_q", "n_k")
+INDICES = ("b", "h", "i", "j", "n_q", "n_k", "r")
+REDUCTIONS = ("sum", "any")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "floor")
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift")
@@ -54,12 +58,14 @@ def node(op: str, *args: Expr, value: Any = None, kind: str) -> Expr:
         found.op, found.args, found.value, found.kind = op, args, value, kind
         own = {value} if op == "index" else {"score"} if op == "score" else set()
         found.deps = frozenset(own).union(*(a.deps for a in args))
+        if op in REDUCTIONS:
+            found.deps -= {"r"}
         _nodes[key] = found
     return found
 
 
 SCORE = node("score", kind="float")
-B, H, I, J, N_Q, N_K = (node("index", value=name, kind="int") for name in INDICES)
+B, H, I, J, N_Q, N_K, R = (node("index", value=name, kind="int") for name in INDICES)
 
 
 def const(value: bool | int | float) -> Expr:
@@ -75,6 +81,34 @@ def number(n: int) -> Expr:
 
 def load(n: int, *indices: Expr, kind: str) -> Expr:
     return node("load", *indices, value=n, kind=kind)
+
+
+def is_vector(x: Expr) -> bool:
+    return "r" in x.deps
+
+
+def reduced(op: str, x: Expr, extent: tuple[int, int] | None = None) -> Expr:
+    """The sum of x over r, or whether any of it is true, r the positions that an axis of a tensor has: `extent`, or the
+    one along which the vector x is read; without both x is a number, and itself what is asked."""
+    x = as_bool(x) if op == "any" else _counted(x)
+    if extent is None:
+        if not is_vector(x):
+            return x
+        extent = lengths(x)[0]
+    if x.kind == "float" and ("score" in x.deps or any(y.op == "sum" for y in nodes(x))):
+        raise ArithmeticError("a sum over a row of what is made of the score, or of another such sum")
+    return node(op, x, value=extent, kind=x.kind)
+
+
+def vectors(x: Expr) -> list[Expr]:
+    """Of the nodes below x those that are other for another r, arguments first."""
+    return nodes(x, through=is_vector) if is_vector(x) else []
+
+
+def lengths(x: Expr) -> list[tuple[int, int]]:
+    """The tensors and axes along which a vector is read: all of one length."""
+    loads = [y for y in vectors(x) if y.op == "load"]
+    return list({(y.value, n): None for y in loads for n, index in enumerate(y.args) if index is R})
 
 
 def as_float(x: Expr) -> Expr:
@@ -221,12 +255,12 @@ def substitute(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr | None]
     return done[root]
 
 
-def nodes(*roots: Expr) -> list[Expr]:
-    """Every node once, arguments first."""
+def nodes(*roots: Expr, through: Callable[[Expr], bool] = lambda _: True) -> list[Expr]:
+    """Every node once, arguments first; of arguments, those that `through` lets through."""
     order: dict[Expr, None] = {}
     stack = list(reversed(roots))
     while stack:
-        missing = [a for a in stack[-1].args if a not in order]
+        missing = [a for a in stack[-1].args if a not in order and through(a)]
         if missing:
             stack += reversed(missing)
         else:
@@ -246,13 +280,14 @@ class Place(NamedTuple):
     j: Any
     n_q: Any
     n_k: Any
+    r: Any = None
 
     def within(self, origin: Tensor | None) -> Place:
         """The same pairs as the larger call counts them that this one is a part of, if it is one (see spec.ORIGIN)."""
         if origin is None:
             return self
         b, h, i, j, step, n_q, n_k = origin[self.b].long().unbind(-1)
-        return Place(b, self.h + h, i + step * self.i, j + step * self.j, n_q, n_k)
+        return Place(b, self.h + h, i + step * self.i, j + step * self.j, n_q, n_k, self.r)
 
 
 def evaluate(
@@ -262,11 +297,25 @@ def evaluate(
     tensors: Sequence[Tensor],
     numbers: Sequence[float],
     dtype: torch.dtype = torch.float32,
+    known: dict[Expr, Any] | None = None,
 ) -> list[Any]:
-    """The value of each root in torch, floats in `dtype`. An index outside a tensor reads its nearest element."""
-    values: dict[Expr, Any] = {}
+    """The value of each root in torch, floats in `dtype`. An index outside a tensor reads its nearest element. `known`:
+    values of what is no vector, found before at another r, to which those that are found now are added."""
+    known = {} if known is None else known
+    of_vectors: dict[Expr, Any] = {}
     for x in nodes(*roots):
-        args = [values[a] for a in x.args]
+        values = of_vectors if is_vector(x) else known
+        if x in values or (is_vector(x) and place.r is None):
+            continue
+        if x.op in REDUCTIONS:
+            n, axis = x.value
+            of_places = (
+                evaluate(x.args, at, score, tensors, numbers, dtype, known)[0]
+                for at in positions(place, tensors[n].shape[axis])
+            )
+            values[x] = reduce(operator.or_ if x.op == "any" else operator.add, of_places)
+            continue
+        args = [of_vectors[a] if is_vector(a) else known[a] for a in x.args]
         if x.op == "score":
             values[x] = score
         elif x.op == "const":
@@ -283,7 +332,20 @@ def evaluate(
             values[x] = gather(tensors[x.value], args, dtype)
         else:
             values[x] = _torch[x.op](*args) if x.op in _PLAIN else _torch[x.op](*_tensors(args, dtype))
-    return [values[x] for x in roots]
+    return [of_vectors[x] if is_vector(x) else known[x] for x in roots]
+
+
+def positions(place: Place, length: int) -> Iterator[Place]:
+    """The places of a row."""
+    return (place._replace(r=r) for r in range(length))
+
+
+def sites(load: Expr, place: Place, tensors: Sequence[Tensor]) -> Iterator[Place]:
+    """The place at which a load reads; of the load of a row, every one of them."""
+    if not is_vector(load):
+        return iter((place,))
+    n, axis = lengths(load)[0]
+    return positions(place, tensors[n].shape[axis])
 
 
 def gather(tensor: Tensor, indices: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -15,15 +15,21 @@ NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "
          "negative": "neg", "special_erf": "erf", "special_expm1": "expm1", "special_log1p": "log1p"}  # fmt: skip
 BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
         "rshift": "bitwise_right_shift", "invert": "bitwise_not"}  # as Python's operators have them  # fmt: skip
-WORDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "div": ("rounding_mode",), "gelu": ("approximate",)}
+WORDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "div": ("rounding_mode",), "gelu": ("approximate",),
+         "sum": ("dim",), "any": ("dim",), "all": ("dim",), "unsqueeze": ("dim",)}  # fmt: skip
+PRODUCTS = ("dot", "inner", "vdot", "matmul", "linalg_vecdot")
 Word = Expr | str | None  # what stands behind a keyword
 PLACES = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
-KNOWN = ", ".join(("abs", "min", "max", "where", "clamp", "pow", "int", "float", "relu", "gelu", *expr.FUNCTIONS))
+KNOWN = ", ".join(
+    ("abs", "min", "max", "where", "clamp", "pow", "int", "float", "relu", "gelu", *expr.FUNCTIONS, "dot", "sum", "any",
+     "all")
+)  # fmt: skip
+NO_NUMBER = "a row of a tensor", "a number: .sum(), .any() or .all() of it, torch.dot with another, or an index more"
 
 
 class Captured:
     """A tensor that the mod reads: worth something only at an index, or alone if it has no axes. `rank` counts the axes
-    that have no index yet; `table[b][h]` has got one after the other."""
+    that have no index yet; `table[b][h]` has got one after the other. With one axis left it is a row: a vector."""
 
     def __init__(self, position: int, name: str, rank: int, kind: str, indices: tuple[Expr, ...] = ()) -> None:
         self.position, self.name, self.rank, self.kind, self.indices = position, name, rank, kind, indices
@@ -33,7 +39,7 @@ class Captured:
         return Captured(self.position, self.name, rest, self.kind, (*self.indices, *indices))
 
     def load(self) -> Expr:
-        return expr.load(self.position, *self.indices, kind=self.kind)
+        return expr.load(self.position, *self.indices, *[expr.R] * self.rank, kind=self.kind)
 
 
 def spoken(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
@@ -71,6 +77,10 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Ex
             return expr.compare(name, a, b)
         case "neg", [a]:
             return expr.negative(a)
+        case (("sum" | "any" | "all" | "unsqueeze"), [a, *rest]) if len(rest) + len(named) <= 1:
+            return _along(name, a, *rest, *named.values())
+        case _, [a, b] if name in PRODUCTS and expr.is_vector(a) and expr.is_vector(b):
+            return expr.reduced("sum", expr.arithmetic("mul", a, b))
         case "float", [a]:
             return expr.as_float(a)
         case (("int" | "long"), [a]):
@@ -91,6 +101,17 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Ex
         case "rsqrt", [a]:
             return expr.arithmetic("div", expr.const(1.0), expr.function("sqrt", a))
     return None
+
+
+def _along(name: str, x: Expr, axis: Word = None) -> Expr | None:
+    """Of a row, along its one axis. A number, unsqueezed, is a row of one, which meets others as the number does."""
+    if axis not in (None, expr.const(-1), expr.const(0)):
+        return None
+    if name == "unsqueeze":
+        return None if axis is None or expr.is_vector(x) else x
+    if name == "all":
+        return expr.logic("not", expr.reduced("any", expr.logic("not", x)))
+    return expr.reduced(name, x)
 
 
 def _rounded(mode: Word, a: Expr, b: Expr) -> Expr | None:

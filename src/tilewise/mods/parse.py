@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import BITS, KNOWN, PLACES, Captured, Word, elementary, spoken
+from tilewise.mods.functions import BITS, KNOWN, NO_NUMBER, PLACES, Captured, Word, elementary, spoken
 from tilewise.mods.source import DEPTH, Definition, definition, outside, plain
 from tilewise.mods.trace import follow
 from tilewise.spec import AttentionError
 
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
-    ast.Pow: "pow",
+    ast.Pow: "pow", ast.MatMult: "matmul",
 }  # fmt: skip
 COMPARE = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
 LOGIC = {ast.And: "and", ast.Or: "or"}
@@ -61,7 +61,7 @@ class _Reader:
                 self.fail(self.definition, f"the keyword-only parameter {a.arg!r}", "q_len, kv_len or q_pos")
             self.env[a.arg] = PLACES[a.arg]
         if isinstance(self.definition, ast.Lambda):
-            return self.value(self.definition.body)
+            return self.returned(self.definition.body)
         for statement in self.definition.body:
             result = self.statement(statement)
             if result is not None:
@@ -71,12 +71,12 @@ class _Reader:
     def statement(self, x: ast.stmt) -> Expr | None:
         match x:
             case ast.Return(value=ast.expr() as value):
-                return self.value(value)
+                return self.returned(value)
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                self.env[name] = self.value(value)
+                self.env[name] = self.expression(value)
             case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
                 load = ast.copy_location(ast.Name(name, ast.Load()), x)
                 self.env[name] = self.value(ast.copy_location(ast.BinOp(load, op, value), x))
@@ -88,10 +88,16 @@ class _Reader:
                 self.fail(x, f"a statement of kind {type(x).__name__}", "assignments to names, and one return")
         return None
 
+    def returned(self, x: ast.expr) -> Expr:
+        found = self.value(x)
+        if expr.is_vector(found) and self.depth == 0:
+            self.fail(x, *NO_NUMBER)
+        return found
+
     def value(self, x: ast.expr) -> Expr:
         found = self.expression(x)
         if isinstance(found, Captured):
-            if found.rank:
+            if found.rank > 1:
                 self.fail(x, f"the tensor {ast.unparse(x)!r} whole", f"{ast.unparse(x)} at {found.rank} indices")
             return found.load()
         return found
@@ -100,7 +106,7 @@ class _Reader:
         try:
             return self.match(x)
         except ArithmeticError as error:
-            self.fail(x, str(error), "integers of 64 bits, real numbers, and no division by 0")
+            self.fail(x, str(error), "integers of 64 bits, real numbers, no division by 0, no sum within a sum")
 
     def match(self, x: ast.expr) -> Expr | Captured:
         match x:
@@ -113,7 +119,7 @@ class _Reader:
                 if type(op) in BITWISE:
                     return self.bitwise(x, BITWISE[type(op)], a, b)
                 if type(op) in BINARY:
-                    return expr.arithmetic(BINARY[type(op)], a, b)
+                    return self.builtin(x, BINARY[type(op)], [a, b], {})
             case ast.BoolOp(op=op, values=values):
                 result = self.value(values[0])
                 for v in values[1:]:
@@ -184,7 +190,10 @@ class _Reader:
         for i in indices:
             if i.kind != "int":
                 self.fail(x, f"a {i.kind} as an index", "an int: write int(...) around it")
-        return captured.at(indices)
+        found = captured.at(indices)
+        if found.rank and any(map(expr.is_vector, indices)):
+            self.fail(x, "rows chosen by a row", f"{captured.rank} indices, if one of them is a row")
+        return found
 
     def called(self, x: ast.Call, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Expr:
         named = {k.arg or "**": self.word(k.value) for k in keywords}

@@ -67,6 +67,9 @@ class Program:
 
 def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:
     """A node that reads a tensor or a number, where those of `first` come before them."""
+    if x.op in expr.REDUCTIONS:
+        n, axis = x.value
+        return expr.node(x.op, *args, value=(n + len(first.ranks), axis), kind=x.kind)
     if x.op not in ("load", "number"):
         return None
     shift = len(first.ranks) if x.op == "load" else first.numbers
@@ -174,6 +177,18 @@ def _indexed(key: str) -> tuple[tuple[int, int, str], ...]:
     names = {expr.B: "b", expr.H: "h", expr.I: "i", expr.J: "j", expr.Q_POS: "j"}
     loads = [x for x in expr.nodes(PROGRAMS[key].root) if x.op == "load"]
     return tuple({(x.value, n, names[place]): None for x in loads for n, place in enumerate(x.args) if place in names})
+
+
+@constant
+def rows(key: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of each sum over a row: the tensors and axes along which it reads, which have to be of one length."""
+    return _rows(key)
+
+
+@lru_cache(LIMIT)
+def _rows(key: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    sums = [x for x in expr.nodes(PROGRAMS[key].root) if x.op in expr.REDUCTIONS]
+    return tuple(tuple({x.value: None} | dict.fromkeys(expr.lengths(x.args[0]))) for x in sums)
 
 
 @constant

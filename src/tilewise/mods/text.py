@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 from tilewise.mods import expr
-from tilewise.mods.expr import BITWISE, COMPARISONS, FUNCTIONS, INDICES, Expr
+from tilewise.mods.expr import BITWISE, COMPARISONS, FUNCTIONS, INDICES, REDUCTIONS, Expr
 from tilewise.spec import AttentionError
 
 VERSION = "tilewise1"
@@ -62,6 +62,8 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 def _spelled(x: Expr, order: dict[Expr, int]) -> str:
+    if x.op in REDUCTIONS:
+        return f"{x.op}:{x.value[0]}:{x.value[1]} {order[x.args[0]]}"
     value = "" if x.value is None else f":{x.value if x.op == 'index' else repr(x.value)}"
     kind = f":{x.kind}" if x.op == "load" else ""
     return " ".join((f"{x.op}{value}{kind}", *(str(order[a]) for a in x.args)))
@@ -80,13 +82,15 @@ def read(text: str) -> Parts:
         for one in spelled:
             nodes.append(_node(one, nodes, ranks, numbers))
         root, *slope = (nodes[_natural(n)] for n in results.split())
-    except (ValueError, IndexError, OverflowError) as error:
+    except (ValueError, IndexError, ArithmeticError) as error:
         if isinstance(error, AttentionError):
             raise
         raise AttentionError("a program", f"{text[:60]!r} ({error})", "one that tilewise wrote") from error
     parts = Parts(root, ranks, numbers, slope[0] if slope else None)
     if len(slope) > 1 or (slope and slope[0].kind != "float") or root.kind == "int" or write(parts) != text:
         _refuse(text, "one spelled as tilewise spells it")
+    if any(map(expr.is_vector, (root, *slope))):
+        _refuse(text, "one whose result is a number")
     return parts
 
 
@@ -112,6 +116,8 @@ def _node(spelled: str, nodes: list[Expr], ranks: tuple[int, ...], numbers: int)
             return expr.number(int(n))
         case "load", [n, ("float" | "int" | "bool") as kind] if kinds == ("int",) * ranks[_natural(n)]:
             return expr.load(int(n), *args, kind=kind)
+        case (("sum" | "any"), [n, axis]) if len(args) == 1 and _natural(axis) < ranks[_natural(n)]:
+            return expr.reduced(op, args[0], (int(n), int(axis)))
         case _, [] if kinds in SIGNATURES.get(op, ()):
             is_bool = op in (*COMPARISONS, "and", "or", "not")
             return expr.node(op, *args, kind="bool" if is_bool else op if op in NUMBERS else kinds[-1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import BITS, KNOWN, PLACES, Captured, elementary, spoken
+from tilewise.mods.functions import BITS, KNOWN, NO_NUMBER, PLACES, Captured, elementary, spoken
 from tilewise.mods.program import kind_of
 from tilewise.mods.source import is_called, name_of, outside
 from tilewise.spec import AttentionError
@@ -33,7 +33,10 @@ def follow(function: Callable[..., Any], values: Sequence[Expr | Captured], capt
         _refuse(f"the keyword-only parameters {', '.join(keywords)}", "q_len, kv_len and q_pos")
     try:
         noted = _exchanged(function, captured, {})
-        return _expression(noted(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords}))
+        found = _expression(noted(*map(_Noted, values), **{name: _Noted(PLACES[name]) for name in keywords}))
+        if expr.is_vector(found):
+            _refuse(*NO_NUMBER)
+        return found
     except AttentionError as error:
         _, found, expected = error.args
         raise AttentionError(f"mod {name_of(function)!r}, {_line(error)}", found, expected) from error
@@ -133,7 +136,10 @@ class _Noted:
         if len(indices) > tensor.rank or any(i.kind != "int" for i in indices):
             kinds = ", ".join(i.kind for i in indices)
             _refuse(f"{tensor.name!r} at {len(indices)} indices ({kinds})", f"{tensor.rank} of them, ints")
-        return _Noted(tensor.at(indices))
+        found = tensor.at(indices)
+        if found.rank and any(map(expr.is_vector, indices)):
+            _refuse("rows chosen by a row", f"{tensor.rank} indices, if one of them is a row")
+        return _Noted(found)
 
     def __bool__(self) -> NoReturn:
         _refuse("a choice by a value (if, and, or, not, min, max)", WHAT_WORKS)
@@ -165,7 +171,7 @@ def _expression(value: Any) -> Expr:
         value = value.noted
     if isinstance(value, (bool, int, float)):
         return expr.const(value)
-    if isinstance(value, Captured) and value.rank == 0:
+    if isinstance(value, Captured) and value.rank <= 1:
         return value.load()
     if isinstance(value, Expr):
         return value
@@ -184,7 +190,7 @@ def _operator(name: str, swapped: bool = False) -> Callable[..., _Noted]:
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", *BITS):
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", *BITS):
     setattr(_Noted, f"__{_name}__", _operator(BITS.get(_name, _name)))
     setattr(_Noted, f"__r{_name}__", _operator(BITS.get(_name, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs"):

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tilewise.mods import PROGRAMS, dropout
-from tilewise.mods.expr import Expr, Place, evaluate, scatter_
+from tilewise.mods.blocks import kinds_of
+from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
 from tilewise.reference.tiled import accumulate_
 from tilewise.spec import Request, Spec, Upstream
 
@@ -34,6 +35,7 @@ class Block(NamedTuple):
     keys: Keys
     local: Place  # as the band counts them
     place: Place  # as mods and dropout do
+    kinds: Tensor | None  # of the tiles of a block mask
 
 
 class Sequence(NamedTuple):
@@ -164,10 +166,10 @@ def term_gradients(
             if spec.score_mod is None:
                 continue
             for load, derivative in PROGRAMS[spec.score_mod].sites:
-                total = score[load.value]
-                if total is not None:
-                    (d,) = values([derivative], x.raw, place, request, dtype)
-                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), place, request.score, spec.score_numbers)
+                total, known = score[load.value], dict[Expr, Any]()
+                for at in sites(load, place, request.score) if total is not None else ():
+                    (d,) = values([derivative], x.raw, at, request, dtype, known)
+                    scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), at, request.score, spec.score_numbers)
     return [covered(g, x).to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
 
 
@@ -190,8 +192,11 @@ def slope(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Te
     return result
 
 
-def values(roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> list[Tensor]:
-    return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype)
+def values(
+    roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype,
+    known: dict[Expr, Any] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype, known)
 
 
 def covering(request: Request) -> Request:
@@ -228,7 +233,10 @@ def hidden(block: Block, request: Request) -> Tensor:
         hide = hide | (local.j > at + spec.after)
     if spec.mask_mod is not None:
         (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], block.place, None, request.mask, spec.mask_numbers)
-        hide = hide | ~torch.as_tensor(seen, device=hide.device)
+        seen = torch.as_tensor(seen, device=hide.device)
+        if block.kinds is not None:
+            seen = (block.kinds > 1) | ((block.kinds == 1) & seen)
+        hide = hide | ~seen
     return hide
 
 
@@ -262,7 +270,8 @@ def sequences(rows: list[Tensor], keys: list[Tensor], request: Request, whole: b
     dtype = torch.promote_types(rows[0].dtype, torch.float32)
     group = rows[0].shape[-2] // max(1, keys[0].shape[-2])
     batch = rows[0].shape[0] if cu_q is None else cu_q.shape[0] - 1
-    tiles = _visited(request) if request.blocks and not whole else None
+    kinds = kinds_of(request.blocks, spec.mask_block[2:]) if request.blocks else None
+    tiles = None if kinds is None or whole else _visited(kinds)
     for b in range(batch):
         if cu_q is None or cu_k is None:
             row_views, key_views = [x[b] for x in rows], [x[b] for x in keys]
@@ -273,10 +282,10 @@ def sequences(rows: list[Tensor], keys: list[Tensor], request: Request, whole: b
         heads, n_q = row_views[0].shape[:2]
         n_k = key_views[0].shape[1]
         if whole:
-            blocks = [_block(b, slice(0, n_q), slice(0, n_k), heads, n_q, n_k, request)]
+            blocks = [_block(b, slice(0, n_q), slice(0, n_k), heads, n_q, n_k, request, kinds)]
         else:
             blocks = [
-                _block(b, slice(i, min(i + step, stop)), columns, heads, n_q, n_k, request)
+                _block(b, slice(i, min(i + step, stop)), columns, heads, n_q, n_k, request, kinds)
                 for start, stop, columns in _strips(b, n_q, n_k, spec, tiles, rows[0].device)
                 for step in [max(1, ROWS // max(1, heads * (n_k if isinstance(columns, slice) else len(columns))))]
                 for i in range(start, stop, step)
@@ -297,27 +306,22 @@ def _strips(
         yield row, min(row + height, n_q), torch.cat([torch.arange(0, device=device), *parts])
 
 
-def _visited(request: Request) -> list[list[list[int]]]:
+def _visited(kinds: Tensor) -> list[list[list[int]]]:
     """For each batch row (or the one that stands for all) and row of tiles: the tiles that some head visits."""
-    _, _, batch, heads = request.spec.mask_block
-    offsets, entries = (x.tolist() for x in request.blocks[:2])
-    rows = (len(offsets) - 1) // (batch * heads)
-
-    def visits(line: int) -> set[int]:
-        return {entry // 4 for entry in entries[offsets[line] : offsets[line + 1]]}
-
-    return [
-        [sorted(set().union(*(visits((b * heads + h) * rows + row) for h in range(heads)))) for row in range(rows)]
-        for b in range(batch)
-    ]
+    return [[row.nonzero()[:, 0].tolist() for row in rows] for rows in (kinds > 0).any(1).cpu()]
 
 
-def _block(b: int, tokens: slice, keys: Keys, heads: int, n_q: int, n_k: int, request: Request) -> Block:
+def _block(
+    b: int, tokens: slice, keys: Keys, heads: int, n_q: int, n_k: int, request: Request, kinds: Tensor | None
+) -> Block:
     device = request.q.device
     h, i = torch.arange(heads, device=device), torch.arange(tokens.start, tokens.stop, device=device)
     j = torch.arange(n_k, device=device)[keys]
     local = Place(b, h[:, None, None], i[:, None], j, n_q, n_k)
-    return Block(b, tokens, keys, local, local.within(request.origin))
+    if kinds is not None:
+        height, width = request.spec.mask_block[:2]
+        kinds = kinds[b % len(kinds)][:, (i // height)[:, None], j // width]
+    return Block(b, tokens, keys, local, local.within(request.origin), kinds)
 
 
 def _tokens(cu: Tensor, b: int) -> slice:

@@ -5,13 +5,13 @@ that torch can differentiate again and transform: derivatives of any order, torc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.mods import PROGRAMS
-from tilewise.mods.expr import scattered
+from tilewise.mods.expr import Expr, scattered, sites
 from tilewise.reference.scored import (
     Block,
     bias_rows,
@@ -113,10 +113,11 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
             if spec.score_mod is not None:
                 for load, derivative in PROGRAMS[spec.score_mod].sites:
                     n = 5 + load.value
-                    if grads[n] is not None:
-                        (d,) = values([derivative], whole.raw, place, request, dtype)
+                    known: dict[Expr, Any] = {}
+                    for spot in sites(load, place, request.score) if grads[n] is not None else ():
+                        (d,) = values([derivative], whole.raw, spot, request, dtype, known)
                         at_site = (ds * d).masked_fill(hide, 0.0)
-                        grads[n] = scattered(grads[n], load, at_site, place, request.score, spec.score_numbers)
+                        grads[n] = scattered(grads[n], load, at_site, spot, request.score, spec.score_numbers)
     if grads[3] is not None and given is not None:
         grads[3] = covered(grads[3], given)
     for n, x in enumerate((q, k, v)):

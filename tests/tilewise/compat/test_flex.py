@@ -159,6 +159,24 @@ def make_images(intervals: Tensor, tokens: int) -> Callable[..., Tensor]:
     return in_rows
 
 
+def make_top_k(chosen: Tensor, size: int) -> Callable[..., Tensor]:
+    """Tiles of keys that each tile of queries has chosen, (B, tiles, k)."""
+
+    def top_k(b, h, q_idx, kv_idx):
+        return (chosen[b, q_idx // size] == (kv_idx // size).unsqueeze(-1)).any(dim=-1)
+
+    return top_k
+
+
+def make_rotated(queries: Tensor, keys: Tensor, scale: float) -> Callable[..., Tensor]:
+    """MLA's: the part of a score that knows positions, of queries (B, H, S, R) and keys (B, 1, S, R)."""
+
+    def rotated(score, b, h, q_idx, kv_idx):
+        return score + (scale * torch.dot(queries[b, h, q_idx], keys[b, h // H, kv_idx]))
+
+    return rotated
+
+
 def make_groups(inner: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
     def groups(b, h, q_idx, kv_idx):
         return (q_idx // size == kv_idx // size) & inner(b, h, q_idx % size, kv_idx % size)
@@ -266,6 +284,7 @@ MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, 
     "an object": (Near(40, IDS), None, False),
     "a partial": (functools.partial(Near.same, Near(40, IDS)), None, False),
     "a method of an object": (and_masks(causal, Near(40, IDS).same), None, False),
+    "top k": (make_top_k(torch.randint(0, 13, (B, 13, 4)), 16), B, False),
     "groups": (make_groups(noop_mask, 32), None, False),
     "groups of prefixes": (make_groups(make_prefix(7), 32), None, False),
     "groups of other prefixes": (make_groups(make_prefix(9), 32), None, False),
@@ -349,6 +368,23 @@ def test_score_and_mask_grouped_heads_and_scale() -> None:
     assert_close(results(flex_attention, leaves, **words), results(naive, leaves, **words), rtol=1e-4, atol=1e-4)
 
 
+def test_products_of_rows() -> None:
+    queries, keys = (torch.randn(B, n, S, 8, requires_grad=True) for n in (H, 1))
+    leaves, mod = qkv(), make_rotated(queries, keys, 0.4)
+    assert_close(flex_attention(*leaves, score_mod=mod), torchs(*leaves, score_mod=mod), rtol=1e-4, atol=1e-5)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        q, k, v = (x.to(dtype) for x in leaves)
+        if dtype is torch.float32:
+            out = flex_attention(q, k, v, score_mod=mod)
+        else:
+            s = q @ k.mT * D**-0.5 + 0.4 * queries.double() @ keys.double().mT
+            out = torch.softmax(s, -1) @ v
+        weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+        grads.append([x.double() for x in torch.autograd.grad(out, (queries, keys), weights)])
+    assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_what_is_captured() -> None:
     q, k, v = qkv()
     grads = []
@@ -395,6 +431,60 @@ def test_a_block_mask_is_believed() -> None:
     seen = (i[:, None] >= i) & (i[:, None] // 128 == i // 128)
     expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen)
     assert_close(flex_attention(*leaves, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def textbook_of_lists(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Tile by tile: one that is listed is asked about, one that is listed as full is not, others do not exist. (torch
+    does so when it is compiled; uncompiled it asks the mask_mod alone.)"""
+    height, width = mask.BLOCK_SIZE
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+    asked, seen = mask.mask_mod(b, h, i, j).expand(b.shape), torch.zeros(b.shape, dtype=torch.bool)
+    lists = [(mask.kv_num_blocks, mask.kv_indices, False), (mask.full_kv_num_blocks, mask.full_kv_indices, True)]
+    for counts, indices, full in lists:
+        for x, y, row in torch.cartesian_prod(*map(torch.arange, (B, H, counts.shape[2]))).tolist():
+            one = x % counts.shape[0], y % counts.shape[1], row
+            for tile in indices[one][: int(counts[one])].tolist():
+                at = x, y, slice(row * height, (row + 1) * height), slice(tile * width, (tile + 1) * width)
+                seen[at] = True if full else asked[at]
+    s = (q.double() @ k.double().mT * D**-0.5 + bias.double()).masked_fill(~seen, -torch.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    out = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0) @ v.double()
+    return out.float(), s.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("lines", [(1, 1), (1, H), (B, 1), (B, H)], ids=str)
+@pytest.mark.parametrize("block", [(16, 32), (128, 128), (4, 4), (24, 40)], ids=str)
+def test_lists_say_what_no_mask_mod_does(block: tuple[int, int], lines: tuple[int, int]) -> None:
+    """Chosen at random for each head, against a mask_mod that knows nothing of them; rows without any, tails that list
+    tiles that do not count, lengths that are no multiple of a tile."""
+    n_q, n_k = 150, 200
+    rows, columns = -(-n_q // block[0]), -(-n_k // block[1])
+    order = torch.rand(*lines, rows, columns).argsort(-1).int()
+    partial = torch.randint(0, columns // 2 + 1, (*lines, rows), dtype=torch.int32)
+    full = torch.randint(0, columns // 3 + 2, (*lines, rows), dtype=torch.int32).clamp(max=columns - partial)
+    partial[..., 0] = full[..., 0] = 0
+    mask = BlockMask.from_kv_blocks(
+        partial, order, full, order.flip(-1), BLOCK_SIZE=block, mask_mod=causal, seq_lengths=(n_q, n_k)
+    )
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, return_lse: bool) -> Any:
+        def biased(score, b, h, q_idx, kv_idx):
+            return score + bias[kv_idx]
+
+        return flex_attention(q, k, v, score_mod=biased, block_mask=mask, return_lse=return_lse)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, return_lse: bool) -> Any:
+        return textbook_of_lists(q, k, v, mask, bias)
+
+    leaves = [*qkv(n_q, n_k), torch.randn(n_k)]
+    assert_close(results(ours, leaves), results(expected, leaves), rtol=1e-4, atol=1e-5)
+
+
+def test_lists_that_are_too_short() -> None:
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(S, S))
+    with pytest.raises(tilewise.AttentionError, match="lists of the block mask"):
+        flex_attention(*qkv(), block_mask=mask)
 
 
 def test_the_band_of_a_mask_is_computed_as_one() -> None:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     for mod in pickle.load(sys.stdin.buffer):
         sites = (generated.site(mod.key, n, False) for n in range(len(mod.program.sites)))
         for function in (generated.value(mod.key, False), *sites):
-            aux = generated.captured(mod.tensors, mod.numbers)
+            aux = (*generated.captured(mod.tensors, (*mod.numbers, 1.0)), 3)  # the scale, and a position in a row
             for arch in (80, 90, "gfx942"):
                 binary_for(arch, kernel, (torch.zeros(32, 32), aux), {"MOD": function})
     print("compiled")

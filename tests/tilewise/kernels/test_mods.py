@@ -14,6 +14,8 @@ import torch
 import tilewise
 from tests.tilewise.mods.test_functions import by_head, far
 from tests.tilewise.mods.test_integers import bits, in_order, product, shifted_out
+from tests.tilewise.mods.test_rows import chosen_tiles, relative
+from tests.tilewise.mods.test_rows import product as product_of_rows
 from tilewise import mods
 
 generated = pytest.importorskip("tilewise.kernels.mods")
@@ -53,6 +55,8 @@ def test_every_operation_is_compiled() -> None:
     """For sm_80, sm_90 and gfx942: the interpreter takes what a compiler may not."""
     ids, table = torch.zeros(40, dtype=torch.int64), torch.zeros(5, 40)
     made = [by_head(table), far(table[0]), in_order(), bits(ids), shifted_out(ids.int())]
+    rows = torch.zeros(1, 5, 40, 8)
+    made += [product_of_rows(rows, rows, 1.0), relative(rows, rows[0, 0], table[:, 0]), chosen_tiles(rows.int())]
     script = Path(__file__).with_name("compile_mods.py")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     done = subprocess.run([sys.executable, script], input=pickle.dumps(made), env=env, capture_output=True, check=False)

@@ -7,6 +7,7 @@ import torch
 
 import tilewise
 from tilewise import AttentionError, mods
+from tilewise.mods.blocks import listed
 from tilewise.reference import scored
 
 
@@ -166,3 +167,62 @@ def test_it_says_what_it_is_without_its_numbers() -> None:
 def test_a_tile_has_two_sizes(block):
     with pytest.raises(AttentionError, match=r"\(128, 128\)"):
         tilewise.block_mask(mods.block_diagonal(16), 32, 32, block=block)
+
+
+@tilewise.mask_mod
+def not_before(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+@tilewise.score_mod
+def biased(score, b, h, q_idx, kv_idx, keys, distances):
+    return score + keys[h, kv_idx] + distances[q_idx - kv_idx + 40]
+
+
+@pytest.mark.parametrize("lines", [(1, 1), (2, 2)], ids=str)
+def test_tiles_are_believed(lines: tuple[int, int], backend: str) -> None:
+    """Whatever the mod says of a tile that is not listed, or listed as full; of what the score mod reads, too."""
+    torch.manual_seed(0)
+    n, heads = 40, 2
+    kinds = torch.tensor([0, 1, 3], dtype=torch.int8)[torch.randint(0, 3, (*lines, 3, 3))]
+    x = [torch.randn(2, n, heads, 8) for _ in range(3)] + [torch.randn(heads, n), torch.randn(2 * n)]
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    at = kinds[:, :, i // 16, j // 16]
+    seen = (at == 3) | ((at == 1) & (i >= j))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype).requires_grad_() for t in x]
+        q, k, v, keys, distances = leaves
+        if dtype is torch.float32:
+            mask = listed(not_before(), kinds, (16, 16), n, n)
+            out = tilewise.attention(q, k, v, score_mod=biased(keys, distances), mask_mod=mask, backend=backend)
+        else:
+            s = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5 + keys[:, None] + distances[i - j + n]
+            empty = ~seen.any(-1, keepdim=True)
+            p = torch.softmax(s.masked_fill(~seen, -torch.inf).masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+            out = torch.einsum("bhij,bjhd->bihd", p, v)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+        results.append([t.double() for t in (out, *torch.autograd.grad(out, leaves, weights))])
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("block", "amd"), [((24, 40), False), ((4, 100), False), ((16, 32), True)], ids=str)
+def test_a_mod_says_what_lists_would(block: tuple[int, int], amd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles that no kernel has, and where none walks lists."""
+    monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
+    n_q, n_k = 150, 300
+    torch.manual_seed(0)
+    kinds = torch.tensor([0, 0, 1, 3], dtype=torch.int8)[
+        torch.randint(0, 4, (1, 2, -(-n_q // block[0]), -(-n_k // block[1])))
+    ]
+    kinds[0, 0, :, : 128 // block[1] + 1] = 0
+    kinds[0, 1, :, : 128 // block[1] + 1] = 3
+    mask = listed(not_before(), kinds, block, n_q, n_k)
+    h, i, j = torch.arange(2)[:, None, None], torch.arange(n_q)[:, None], torch.arange(n_k)
+    at = kinds[0, h, i // block[0], j // block[1]]
+    seen = (at == 3) | ((at == 1) & (i >= j))
+    assert torch.equal(mask.mod(0, h, i, j).expand(seen.shape), seen)
+    if not amd:
+        assert mask.block == (128, 128)
+        assert mask.tiles[0, :, :, 0].tolist() == [[0, 0], [2, 2]]
+        assert (mask.tiles[0, :, :, 1:] == 1).all()

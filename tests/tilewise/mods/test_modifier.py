@@ -199,7 +199,8 @@ def test_compiled_with_arguments_that_change() -> None:
     [
         (torch.zeros(0), r"found \(0,\)"),
         (torch.zeros(2, 0), r"found \(2, 0\)"),
-        (torch.zeros(2, 2), "whole; expected t\\[h\\] at 1 indices"),
+        (torch.zeros(2, 2), "a row of a tensor; expected a number"),
+        (torch.zeros(2, 2, 2), "whole; expected t\\[h\\] at 2 indices"),
         (torch.zeros(2, dtype=torch.complex64), "complex64"),
         (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
         (torch.zeros(2).to_sparse(), "sparse"),

@@ -20,7 +20,7 @@ def bad(source: str) -> object:
     text = f"def wrong(score, b, h, q_idx, kv_idx, t):\n    x = score\n    return {source}\n"
     name = f"<test {zlib.crc32(source.encode())}>"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-    space: dict[str, object] = {"torch": torch, "names": ["a"]}
+    space: dict[str, object] = {"torch": torch, "names": ["a"], "u": torch.ones(2, 2)}
     exec(compile(text, name, "exec"), space)
     return tilewise.score_mod(space["wrong"])
 
@@ -30,7 +30,13 @@ def bad(source: str) -> object:
     [
         ("torch.fft.fft(x)", "call of"),
         ("x[0]", "an index into 'x'"),
-        ("x + t", "the tensor 't' whole"),
+        ("x + t", "a row of a tensor; expected a number"),
+        ("t.sum(1) + x", "a call of sum with 2 arguments"),
+        ("(t * x).sum()", "made of the score"),
+        ("(t * (t * t).sum()).sum()", "of another such sum"),
+        ("x + t @ kv_idx", "a call of matmul"),
+        ("x + u[int(t)].sum()", "rows chosen by a row"),
+        ("x + (t.unsqueeze(-1) * t).sum()", "a call of unsqueeze"),
         ("x + t[q_idx, 0]", "2 indices"),
         ("x + t[x]", "a float as an index"),
         ("x + nowhere", "unknown name 'nowhere'"),

@@ -19,7 +19,7 @@ T = torch.rand(5, dtype=torch.float64)
 
 
 def made(body: str, parameters: str = "", **space: Any) -> Any:
-    space |= {"torch": torch, "T": T}
+    space |= {"torch": torch, "T": T, "TABLE": torch.ones(2, 2)}
     exec(f"def mod(score, b, h, q_idx, kv_idx{parameters}):\n    return {body}", space)
     return tilewise.score_mod(space["mod"])
 
@@ -52,7 +52,10 @@ def test_its_arguments_and_lengths() -> None:
         ("score if q_idx > kv_idx else 0.0", "a choice by a value"),
         ("max(score, 0.5)", "a choice by a value"),
         ("__import__('math').exp(score)", "must be real number"),
-        ("score + T", "the tensor 'tensor (5,)' whole"),
+        ("score + T", "a row of a tensor"),
+        ("score + TABLE", "the tensor 'tensor (2, 2)' whole"),
+        ("score + (T * score).sum()", "made of the score"),
+        ("score + TABLE[T.int()][0].sum()", "rows chosen by a row"),
         ("score + T[q_idx, 0]", "2 indices"),
         ("torch.fft.fft(score)", "a call of fft_fft"),
         ("score.nothing()", "a call of nothing"),

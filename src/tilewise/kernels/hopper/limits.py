@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mods.program import rows
 from ...spec import Request, Spec
 from ...torch_private import has_address
 from ..gpu import Gpu, triton_version
@@ -39,6 +40,9 @@ def obstacle(request: Any, gpu: Gpu | None) -> str | None:
         return "dropout"
     if isinstance(request, Request) and request.blocks and (found := of_blocks(request)):
         return found
+    spec = getattr(request, "spec", None)  # an append has none
+    if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
+        return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
     if v.shape[-1] % 8:

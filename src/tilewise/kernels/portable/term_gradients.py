@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...mods import PROGRAMS
-from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_
+from ...mods.blocks import without_lists
+from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_, sites
 from ...spec import Request, Upstream
 from .. import mods
 from ..launch import Launch, gpu_for, on
@@ -26,6 +27,7 @@ from .sinks import sink_gradient
 from .sums import line_sums_kernel, tile_sums_kernel
 
 STRIP = 1 << 26
+NOWHERE = Place(*[None] * 6)
 
 
 def term_gradients(
@@ -61,6 +63,7 @@ class Sums:
     """The row statistics of one backward pass, and the sums that are taken with them."""
 
     def __init__(self, request: Request, upstream: Upstream) -> None:
+        request = without_lists(request)
         self.request, self.spec = request, request.spec
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
@@ -73,6 +76,7 @@ class Sums:
             self.delta.zero_()
         prepare()
         self.tile = tile_of("sums", self.q.element_size(), self.size, self.gpu)
+        self.r: int | None = None  # the position in a row of what is summed
 
     def of_bias(self, bias: Tensor) -> Tensor:
         batch, heads, n_q, n_k = bias.shape
@@ -89,12 +93,14 @@ class Sums:
         return total[:, :, :n_q, :n_k]
 
     def add(self, total: Tensor, where: Expr, site: Any) -> None:
-        """total[the indices of `where`] += the gradient of what the program reads there."""
+        """total[the indices of `where`] += the gradient of what the program reads there; of a row, one by one."""
         deps = frozenset().union(*(x.deps for x in where.args))
-        if {"i", "j"} <= deps:
-            self._add_strips(total, where, site, deps)
-        else:
-            self._add_lines(total, where, site, by_key="j" in deps)
+        for at in sites(where, NOWHERE, self.request.score):
+            self.r = at.r
+            if {"i", "j"} <= deps:
+                self._add_strips(total, where, site, deps)
+            else:
+                self._add_lines(total, where, site, by_key="j" in deps)
 
     def _add_lines(self, total: Tensor, where: Expr, site: Any, by_key: bool) -> None:
         x = self.k if by_key else self.q
@@ -126,7 +132,7 @@ class Sums:
             b = torch.bucketize(position, cu[1:], right=True).clamp(max=self.size.batch - 1)
             position = position - cu[b]
             n_q, n_k = (x.long().diff()[b] for x in (self.cu_q, self.cu_k))
-        return Place(b, h, position, position, n_q, n_k).within(self.request.origin)
+        return Place(b, h, position, position, n_q, n_k, self.r).within(self.request.origin)
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
@@ -160,10 +166,10 @@ class Sums:
             if diagonal:
                 strip = strip.sum(2, keepdim=True)
                 distance = torch.arange(width, device=total.device) + (start - n_k + 1)
-                place = Place(b, h, distance, torch.zeros_like(distance), *lengths)
+                place = Place(b, h, distance, torch.zeros_like(distance), *lengths, self.r)
             else:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
-                place = Place(b, h, i, j, *lengths).within(self.request.origin)
+                place = Place(b, h, i, j, *lengths, self.r).within(self.request.origin)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
 
     def _is_aligned(self) -> bool:
@@ -186,7 +192,8 @@ class Sums:
         )()  # fmt: skip
 
     def _device_terms(self) -> Any:
-        return device_terms(self.request._replace(blocks=()), self.gpu)
+        terms = device_terms(self.request, self.gpu)
+        return terms if self.r is None else terms._replace(score=(*terms.score, self.r))
 
     def _options(self, site: Any) -> dict[str, Any]:
         named = {"SCORE_MOD": slope_mod(self.request, self.gpu), "MASK_MOD": mask_mod(self.request), "SITE": site}

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tilewise.mods.test_rows import product
 from tilewise import dispatch
 from tilewise.kernels.gpu import Gpu
 from tilewise.kernels.hopper import limits, tiles
+from tilewise.mods import block_diagonal, softcap
 from tilewise.spec import Request, Spec
 
 pytest.importorskip("triton")
@@ -89,6 +91,14 @@ def test_what_it_does_not_take(change, obstacle):
     assert found is None if obstacle is None else obstacle in found
 
 
+def test_sums_over_rows_it_does_not_take():
+    q, rows = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16), torch.empty(2, 4, 64, 8)
+    for mod, takes in ((product(rows, rows, 1.0), False), (softcap(1.0), True)):
+        spec = Spec(0.1, score_mod=mod.key, score_numbers=mod.numbers, score_tensors=len(mod.tensors))
+        found = limits.obstacle(Request(q, q, q, spec, score=mod.tensors), Gpu("cuda", 90))
+        assert found is None if takes else "sums over a row" in found
+
+
 def test_what_goes_to_the_portable_kernels():
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
     call = Request(q, q, q, Spec(0.1))
@@ -108,7 +118,7 @@ def test_what_goes_to_the_portable_kernels():
 
 def listed(block: tuple[int, ...], **others: Any) -> Request:
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
-    spec = Spec(0.1, mask_mod="mod", mask_block=block)
+    spec = Spec(0.1, mask_mod=block_diagonal(128).key, mask_block=block)
     return Request(q, q, q, spec, blocks=(torch.zeros(1),) * 4)._replace(**others)
 
 
