@@ -80,13 +80,15 @@ X = [-0.999, -0.5, -1e-3, -1e-6, 0.0, 1e-7, 1e-5, 1e-4, 1e-2, 0.3, 1.0, 3.0, 80.
 
 
 def test_on_every_backend(backend: str) -> None:
-    """Of one key, whose lse is its score: to float32's rounding, next to 0 too."""
+    """Of one key, whose lse is its score: to float32's rounding, next to 0 too; or twice as far off as torch's, whose
+    own erf is off by 2e-7 on some CPUs."""
     values = torch.tensor(X, device=DEVICE).expand(5, -1)
     t, exact = values.clone().requires_grad_(), values.double().requires_grad_()
     q = torch.zeros(1, len(X), 5, 16, device=DEVICE)
     _, lse = tilewise.attention(q, q[:, :1], q[:, :1], score_mod=by_head(t), return_lse=True, backend=backend)
     expected = by_head_of_torch(exact)
-    torch.testing.assert_close(lse[0].double(), expected, rtol=3e-6, atol=1e-9)
+    limit = 2 * (by_head_of_torch(values).double() - expected).abs() + 3e-6 * expected.abs() + 1e-9
+    assert ((lse[0].double() - expected).abs() <= limit).all()
     slopes = (torch.autograd.grad(y.sum(), x)[0].double() for y, x in ((lse, t), (expected, exact)))
     torch.testing.assert_close(*slopes, rtol=3e-6, atol=1e-9)
 

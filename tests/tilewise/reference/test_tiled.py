@@ -256,8 +256,8 @@ def test_error_is_at_most_twice_that_of_torch(dtype: torch.dtype, h: int, spec: 
     theirs = out.transpose(1, 2), lse, *(x.transpose(1, 2) for x in grads)
     for name, x, y, exact in zip(NAMES, case.run(spec), theirs, case.exact(spec), strict=True):
         assert x.dtype == (torch.float32 if name == "lse" else dtype)
-        error = x.double() - exact
-        assert error.abs().max() <= 2 * (y.double() - exact).abs().max(), name
+        error, rounding = x.double() - exact, torch.finfo(x.dtype).eps / 2 * exact[exact.isfinite()].abs().max()
+        assert error.abs().max() <= 2 * (y.double() - exact).abs().max() + rounding, name
         assert error.mean().abs() <= 5 * error.std() / math.sqrt(error.numel()), name
 
 
