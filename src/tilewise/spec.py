@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from ast import literal_eval
 from functools import lru_cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ class AttentionError(ValueError):
     tilewise.spec.AttentionError: head dim of q: found 640; expected 1 to 512
     """
 
-    def __init__(self, what: str, found: object, expected: str) -> None:
-        self.args = what, found, expected  # so that it can be pickled, and raised while torch.compile traces
+    if TYPE_CHECKING:  # Python keeps them as args, which torch 2.10 and 2.11 lose while they trace an __init__
+
+        def __init__(self, what: str, found: object, expected: str) -> None: ...
 
     def __str__(self) -> str:
         return "{}: found {}; expected {}".format(*self.args)
