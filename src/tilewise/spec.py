@@ -78,7 +78,8 @@ class Spec(NamedTuple):
 
 
 def differentiable(spec: Spec) -> int:
-    """How many tensors of a call a gradient may be asked of: q, k, v, bias, sinks and what the score mod reads.
+    """How many of a call's tensors a gradient may be asked of, the first ones: q, k, v, bias, sinks and what the score
+    mod reads.
 
     A function: torch.compile of torch 2.10 does not see properties of a named tuple.
     """
@@ -124,11 +125,6 @@ class Request(NamedTuple):
         """Whether some query may not see some key of its sequence."""
         spec = self.spec
         return not (spec.before is spec.after is None and spec.mask_mod is None)
-
-    @property
-    def differentiable(self) -> int:
-        """How many of `tensors` a gradient may be asked of: the first ones."""
-        return differentiable(self.spec)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""

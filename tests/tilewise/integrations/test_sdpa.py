@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
 
 import tilewise
+from tests.tilewise.integrations.registry import active
 from tilewise.integrations import flash_registry
 from tilewise.integrations.bands import recognised
 from tilewise.integrations.sdpa import TORCHS
@@ -342,18 +343,11 @@ def varlen_of_torch(*args: Any, **options: Any) -> Any:
     return varlen_attn(*args, **options)
 
 
-@pytest.mark.skipif(not hasattr(nn.attention, "register_flash_attention_impl"), reason="this torch has no registry")
 class TestRegistry:
     @pytest.fixture(autouse=True)
-    def active(self) -> Any:
-        if hasattr(nn.attention, "restore_flash_attention_impl"):
-            nn.attention.activate_flash_attention_impl("tilewise")
+    def ours(self) -> Any:
+        with active():
             yield
-            nn.attention.restore_flash_attention_impl()
-        else:  # torch 2.10, whose registry activates for good
-            handle = flash_registry.activate()
-            yield
-            handle.remove()
 
     @pytest.mark.parametrize(("n_q", "n_k"), [(6, 6), (3, 7), (7, 3)])
     @pytest.mark.parametrize("kind", ["full", "causal", "mask"])
