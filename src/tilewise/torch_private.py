@@ -155,28 +155,34 @@ def constant(function: F) -> F:
 
 def register_sharding(op: Any, rule: Callable[..., Any]) -> None:
     """torch.distributed.tensor.experimental.register_sharding; but that remembers what it found by the shapes and those
-    arguments alone that come after the first int, and the rule looks at strings before it; and of a list that begins
-    with None torch 2.10 and 2.11 overlook the tensors."""
+    arguments alone that come after the first int, and the rule looks at strings before it."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import experimental as public
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    public.register_sharding(op)(rule)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    first = next(n for n, x in enumerate(op._schema.arguments) if x.name == "others") + 1
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+    if torch.__version__ < (2, 13):  # type: ignore[operator]
+        propagator.op_strategy_funcs[op] = _of_lists(propagator.op_strategy_funcs[op])
+
+
+def _of_lists(strategy: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An op's strategy, told of all DTensors: torch 2.10 and 2.11 overlook those in a list that begins with None."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
 
     def seen(x: Any) -> Any:
         if isinstance(x, list):
             return [seen(each) for each in x]
         return OpStrategy([OpSpec(x)]) if isinstance(x, DTensorSpec) else x
 
-    def strategy(schema: Any) -> Any:
+    def of_lists(schema: Any) -> Any:
         args = tuple(map(seen, schema.args_schema))
-        return known(OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info))
+        return strategy(OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info))
 
-    public.register_sharding(op)(rule)
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    known = propagator.op_strategy_funcs[op]
-    propagator.op_strategy_funcs[op] = strategy
-    first = next(n for n, x in enumerate(op._schema.arguments) if x.name == "others") + 1
-    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+    return of_lists
 
 
 def is_dtensor(*tensors: Tensor) -> bool:
