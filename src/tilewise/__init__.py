@@ -76,7 +76,7 @@ def _activate() -> Any:
     return activate()
 
 
-if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # torch >= 2.11; it is active when somebody says so
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # it is active when somebody says so
     torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from ast import literal_eval
 from functools import lru_cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ class AttentionError(ValueError):
     tilewise.spec.AttentionError: head dim of q: found 640; expected 1 to 512
     """
 
-    def __init__(self, what: str, found: object, expected: str) -> None:
-        self.args = what, found, expected  # so that it can be pickled, and raised while torch.compile traces
+    if TYPE_CHECKING:  # Python keeps them as args, which torch 2.10 and 2.11 lose while they trace an __init__
+
+        def __init__(self, what: str, found: object, expected: str) -> None: ...
 
     def __str__(self) -> str:
         return "{}: found {}; expected {}".format(*self.args)
@@ -77,7 +78,8 @@ class Spec(NamedTuple):
 
 
 def differentiable(spec: Spec) -> int:
-    """How many tensors of a call a gradient may be asked of: q, k, v, bias, sinks and what the score mod reads.
+    """How many of a call's tensors a gradient may be asked of, the first ones: q, k, v, bias, sinks and what the score
+    mod reads.
 
     A function: torch.compile of torch 2.10 does not see properties of a named tuple.
     """
@@ -123,11 +125,6 @@ class Request(NamedTuple):
         """Whether some query may not see some key of its sequence."""
         spec = self.spec
         return not (spec.before is spec.after is None and spec.mask_mod is None)
-
-    @property
-    def differentiable(self) -> int:
-        """How many of `tensors` a gradient may be asked of: the first ones."""
-        return differentiable(self.spec)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in a row, those with a gradient first: how the ops and the autograd Function take a call."""

@@ -161,9 +161,28 @@ def register_sharding(op: Any, rule: Callable[..., Any]) -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
     public.register_sharding(op)(rule)
+    propagator = DTensor._op_dispatcher.sharding_propagator
     first = next(n for n, x in enumerate(op._schema.arguments) if x.name == "others") + 1
-    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    known[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first, needs_pytree=True)
+    if torch.__version__ < (2, 13):  # type: ignore[operator]
+        propagator.op_strategy_funcs[op] = _of_lists(propagator.op_strategy_funcs[op])
+
+
+def _of_lists(strategy: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An op's strategy, told of all DTensors: torch 2.10 and 2.11 overlook those in a list that begins with None."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    def seen(x: Any) -> Any:
+        if isinstance(x, list):
+            return [seen(each) for each in x]
+        return OpStrategy([OpSpec(x)]) if isinstance(x, DTensorSpec) else x
+
+    def of_lists(schema: Any) -> Any:
+        args = tuple(map(seen, schema.args_schema))
+        return strategy(OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info))
+
+    return of_lists
 
 
 def is_dtensor(*tensors: Tensor) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import tilewise
 from tests.tilewise.compat.test_flex import MASKS, SCORES, naive
+from tests.tilewise.integrations.registry import active
 from tilewise.compat import flash_attn, flex_attention
 
 HALF = {"rtol": 3e-2, "atol": 3e-2}
@@ -64,14 +65,11 @@ def test_torchs_flash_is_ours() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         expected = functional.scaled_dot_product_attention(*leaves, is_causal=True)
         theirs = torch.autograd.grad(expected.sum(), leaves)
-        nn.attention.activate_flash_attention_impl("tilewise")
-        try:
+        with active():
             with torch.profiler.profile() as profile:
                 found = functional.scaled_dot_product_attention(*leaves, is_causal=True)
                 grads = torch.autograd.grad(found.sum(), leaves)
             compiled = torch.compile(functional.scaled_dot_product_attention)(*leaves, is_causal=True)
-        finally:
-            nn.attention.restore_flash_attention_impl()
     assert "tilewise::forward" in {event.key for event in profile.key_averages()}
     assert_close(found, expected, **HALF)
     assert_close(compiled, expected, **HALF)

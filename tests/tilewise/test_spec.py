@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.spec import ARGUMENTS, FAR, SCHEMA, AttentionError, Request, Spec, arguments, band, request_of
+from tilewise.spec import (
+    ARGUMENTS,
+    FAR,
+    SCHEMA,
+    AttentionError,
+    Request,
+    Spec,
+    arguments,
+    band,
+    differentiable,
+    request_of,
+)
 
 
 def full() -> Request:
@@ -43,7 +54,7 @@ def test_the_schema_has_a_place_for_every_argument() -> None:
 
 def test_gradients_are_asked_of_the_first_tensors() -> None:
     request = full()
-    asked = request.tensors()[: request.differentiable]
+    asked = request.tensors()[: differentiable(request.spec)]
     expected: list[Tensor | None] = [request.q, request.k, request.v, request.bias, request.sinks, *request.score]
     assert all(x is y for x, y in zip(asked, expected, strict=True))
 

@@ -45,7 +45,7 @@ from tilewise.costs.terms import count
 from tilewise.dispatch import Backend
 from tilewise.kernels.gpu import has_triton
 from tilewise.mods.blocks import BlockMask
-from tilewise.spec import AttentionError, Request
+from tilewise.spec import AttentionError, Request, differentiable
 
 TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p"
 Shape = Sequence[int]
@@ -85,7 +85,7 @@ def explain(
     call = _call(request, lengths, count(request, names, blocks))
     where = _device(request.q, device)
     if backward is None:
-        backward = any(x is not None and x.requires_grad for x in request.tensors()[: request.differentiable])
+        backward = any(x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)])
     if where.capability:
         chosen = dispatch.choose(request, where.gpu)
     else:

@@ -22,7 +22,7 @@ from ..kernels.portable import kv_profile
 from ..kernels.portable import limits as portable
 from ..kernels.portable import profile as portable_profile
 from ..kernels.profile import Profile, Shapes
-from ..spec import AttentionError, Request, Spec, spec_of
+from ..spec import AttentionError, Request, Spec, differentiable, spec_of
 from ..torch_private import is_watched
 from .memory import Look, keep, places_of, recent, remembered, signature
 
@@ -213,6 +213,6 @@ def learned(request: Request, look: Look | None) -> Call | None:
     tensors = call.tensors(request)
     places = None if look is None else places_of(tensors, look)
     if look is not None and places is not None:
-        given = tensors[: request.differentiable]
+        given = tensors[: differentiable(request.spec)]
         keep(look, (call, places, any(x is not None and x.requires_grad for x in given)))
     return call

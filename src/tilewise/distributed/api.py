@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import Options, takes_options
 from ..mods.blocks import BlockMask
-from ..spec import AttentionError, Request, band
+from ..spec import AttentionError, Request, band, differentiable
 from . import ops
 from .plan import Plan
 
@@ -129,7 +129,7 @@ def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, rank: 
         raise AttentionError(f"a bias along queries with strategy={plan.strategy!r}", tuple(request.bias.shape),
                              "strategy='ring', 'allgather' or 'halo', which leave the heads in place")  # fmt: skip
     if plan.strategy == "tree" and torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in request.tensors()[: request.differentiable]
+        x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)]
     ):  # fmt: skip
         raise AttentionError("a gradient with strategy='tree'", "a tensor that requires one",
                              "torch.no_grad() for decoding; 'ring' for training")  # fmt: skip

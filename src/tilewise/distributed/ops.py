@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import ARGUMENTS, SCHEMA, Request, arguments, request_of
+from ..spec import ARGUMENTS, SCHEMA, Request, arguments, differentiable, request_of
 from . import cluster, execute
 from .execute import Saved
 from .heads import Heads
@@ -89,7 +89,7 @@ class Distributed(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpoints compute them when asked
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
-        q, v, n = request.q, request.v, request.differentiable
+        q, v, n = request.q, request.v, differentiable(request.spec)
         if dout is None:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         wanted = list(ctx.needs_input_grad[6 : 3 + n])
@@ -103,8 +103,8 @@ class Distributed(torch.autograd.Function):
 
 def attend(plan: Plan, request: Request) -> Any:
     """(out, lse), through autograd only where a gradient may be asked for."""
-    tensors = request.tensors()
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: request.differentiable]):
+    given = request.tensors()[: differentiable(request.spec)]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function
             request = request._replace(k=request.k.view_as(request.k), v=request.v.view_as(request.v))
         return Distributed.apply(plan.number, plan.width, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class Rehearsed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
-        n = request.differentiable
+        n = differentiable(request.spec)
         wanted = tuple(ctx.needs_input_grad[5 : 2 + n])
         if dout is None:
             dout = request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))

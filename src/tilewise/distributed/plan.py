@@ -197,9 +197,10 @@ def plan(
     if ranks % max(1, width):
         raise AttentionError("ranks of a two-level plan", ranks, f"a multiple of the {width} of a node (node=...)")
     named = (ranks, lengths, packed, (before, after), strategy, layout, width, queries if strategy == "tree" else 0)
-    key = (*named, id(mask), id(group), node)
+    # neither id(None) nor that of a group is traced by torch.compile of 2.10 and 2.11
+    key = (*named, mask if mask is None else id(mask), group if group is None else group.group_name, node)
     made = _made.get(key)
-    if made is None or made.mask is not mask:
+    if made is None or made.mask is not mask or made.group is not group:
         while len(_made) >= REMEMBERED:
             _made.pop(next(iter(_made)))
         made = _made[key] = Plan(*named, mask, group, node)

@@ -2,9 +2,10 @@
 
 Then torch's own flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a
 GPU, no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, as torch's context parallelism.
-`restore_flash_attention_impl()` undoes it. On a CPU, where torch's flash op takes a mask, so does ours.
+`restore_flash_attention_impl()` undoes it; torch 2.10 has none, there it is for good. On a CPU, where torch's flash op
+takes a mask, so does ours.
 
-Tested with torch 2.11 and 2.13; where torch has no registry (2.10), nothing is registered.
+Tested with torch 2.10, 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import embedding
 
 import tilewise
@@ -93,3 +94,15 @@ def test_shapes_that_cannot_be_are_not_simulated(words, what):
 def test_words_of_a_plan_that_cannot_be(words):
     with pytest.raises(AttentionError, match="at least 1"):
         plan(8, seqlen=64, **words)
+
+
+def test_a_plan_is_not_kept_for_a_later_group_of_the_same_name():
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            groups.append(dist.group.WORLD)
+            assert plan(seqlen=13).group is plan(seqlen=13).group is groups[-1]
+        finally:
+            dist.destroy_process_group()
+    assert groups[0].group_name == groups[1].group_name

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
+from tests.tilewise.integrations.registry import active
 from tilewise.distributed import Plan, attention, plan, use
 
 
@@ -153,31 +154,28 @@ def torchs_own(rank: int, ranks: int) -> list[str]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
 
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        return []  # torch 2.10
     mesh = dist.init_device_mesh("cpu", (ranks,))
     torch.manual_seed(4)
     whole = [torch.randn(2, n, 8 * ranks, 16) for n in (4, 2, 2)]
     found, old = [], functional.scaled_dot_product_attention
-    torch.nn.attention.activate_flash_attention_impl("tilewise")
     try:
-        for method in ("allgather", "alltoall"):
-            set_rotate_method(method)
-            exact = [x.double().requires_grad_() for x in whole]
-            expected = old(*exact, is_causal=True, enable_gqa=True)
-            expected.square().sum().backward()
-            buffers = [x.clone() for x in whole]
-            functional.scaled_dot_product_attention = flash
-            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
-                parts = [x.clone().requires_grad_() for x in buffers]
-                out = functional.scaled_dot_product_attention(*parts, is_causal=True)
-                out.square().sum().backward()
-                ours = context_parallel_unshard(mesh, [out, *(x.grad for x in parts)], [2] * 4)
-            functional.scaled_dot_product_attention = old
-            for n, (x, y) in enumerate(zip(ours, (expected, *(x.grad for x in exact)), strict=True)):
-                if not torch.allclose(x.double(), y, atol=2e-5):
-                    found.append(f"{method}: result {n} is {(x - y).abs().max():.1e} away")
+        with active():
+            for method in ("allgather", "alltoall"):
+                set_rotate_method(method)
+                exact = [x.double().requires_grad_() for x in whole]
+                expected = old(*exact, is_causal=True, enable_gqa=True)
+                expected.square().sum().backward()
+                buffers = [x.clone() for x in whole]
+                functional.scaled_dot_product_attention = flash
+                with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+                    parts = [x.clone().requires_grad_() for x in buffers]
+                    out = functional.scaled_dot_product_attention(*parts, is_causal=True)
+                    out.square().sum().backward()
+                    ours = context_parallel_unshard(mesh, [out, *(x.grad for x in parts)], [2] * 4)
+                functional.scaled_dot_product_attention = old
+                for n, (x, y) in enumerate(zip(ours, (expected, *(x.grad for x in exact)), strict=True)):
+                    if not torch.allclose(x.double(), y, atol=2e-5):
+                        found.append(f"{method}: result {n} is {(x - y).abs().max():.1e} away")
     finally:
         functional.scaled_dot_product_attention = old
-        torch.nn.attention.restore_flash_attention_impl()
     return found

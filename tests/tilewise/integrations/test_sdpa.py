@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing import assert_close
 
 import tilewise
+from tests.tilewise.integrations.registry import active
+from tilewise.integrations import flash_registry
 from tilewise.integrations.bands import recognised
 from tilewise.integrations.sdpa import TORCHS
 
@@ -330,19 +333,25 @@ def test_compiled_whole() -> None:
     torch.testing.assert_close(compiled, run(q, seen).masked_fill(~seen.any(-1, keepdim=True), 0.0))
 
 
-@pytest.mark.skipif(not hasattr(nn.attention, "register_flash_attention_impl"), reason="torch < 2.11 has no registry")
+def varlen_of_torch(*args: Any, **options: Any) -> Any:
+    """varlen_attn, whose options came one by one: torch 2.10 has none of these, 2.11 windows, 2.13 all."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    unknown = options.keys() - signature(varlen_attn).parameters.keys()
+    if unknown and torch.__version__ < (2, 13):
+        pytest.skip(f"varlen_attn of torch {torch.__version__} has no {' nor '.join(sorted(unknown))}")
+    return varlen_attn(*args, **options)
+
+
 class TestRegistry:
     @pytest.fixture(autouse=True)
-    def active(self) -> Any:
-        nn.attention.activate_flash_attention_impl("tilewise")
-        yield
-        nn.attention.restore_flash_attention_impl()
+    def ours(self) -> Any:
+        with active():
+            yield
 
     @pytest.mark.parametrize(("n_q", "n_k"), [(6, 6), (3, 7), (7, 3)])
     @pytest.mark.parametrize("kind", ["full", "causal", "mask"])
     def test_torchs_flash_is_ours(self, monkeypatch: pytest.MonkeyPatch, n_q: int, n_k: int, kind: str) -> None:
-        from tilewise.integrations import flash_registry
-
         seen = []
         inner = flash_registry.attention
         monkeypatch.setattr(flash_registry, "attention", lambda *a, **k: (seen.append(k), inner(*a, **k))[1])
@@ -357,23 +366,29 @@ class TestRegistry:
         assert len(seen) == 1
         torch.testing.assert_close(found, expected)
 
-    def test_packed_sequences(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        leaves = [torch.randn(10, 4, 8, requires_grad=True), *(torch.randn(10, 2, 8, requires_grad=True) for _ in "kv")]
+    @pytest.mark.parametrize(
+        ("kv_heads", "options"),
+        [(4, {}), (4, {"window_size": (2, 0)}), (2, {"window_size": (2, 0), "enable_gqa": True})],
+        ids=["plain", "window", "window-gqa"],
+    )
+    def test_packed_sequences(self, kv_heads: int, options: dict[str, Any]) -> None:
+        leaves = [torch.randn(10, heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
         cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-        theirs = varlen_attn(*leaves, cu, cu, 6, 6, window_size=(2, 0), enable_gqa=True)
-        ours = tilewise.attention_varlen(*leaves, cu, cu, window=(2, 0))
+        theirs = varlen_of_torch(*leaves, cu, cu, 6, 6, **options)
+        ours = tilewise.attention_varlen(*leaves, cu, cu, window=options.get("window_size"))
         torch.testing.assert_close(theirs, ours)
         grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (theirs, ours)]
         torch.testing.assert_close(*grads)
 
     def test_lengths_are_refused(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        x, cu = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+        x, cu, lengths = torch.randn(4, 2, 8), torch.tensor([0, 4]).int(), torch.tensor([3]).int()
         with pytest.raises(Exception, match="attention_kv"):
-            varlen_attn(x, x, x, cu, cu, 4, 4, seqused_k=torch.tensor([3], dtype=torch.int32))
+            varlen_of_torch(x, x, x, cu, cu, 4, 4, seqused_k=lengths)
+
+    def test_lengths_of_the_op_are_refused(self) -> None:
+        x, cu, lengths = torch.randn(4, 2, 8), torch.tensor([0, 4]).int(), torch.tensor([3]).int()
+        with pytest.raises(Exception, match="attention_kv"):
+            torch.ops.aten._flash_attention_forward(x, x, x, cu, cu, 4, 4, 0.0, False, False, seqused_k=lengths)
 
     def test_dropout_of_the_op(self) -> None:
         """The seed travels in torch's state of randomness: the backward drops what the forward dropped."""

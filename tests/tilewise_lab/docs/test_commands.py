@@ -137,6 +137,7 @@ def test_a_command_of_the_documents_does_what_it_says(line, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEWISE_PROGRESS", str(tmp_path / "progress.json"))
     monkeypatch.setenv("TILEWISE_PICTURES", str(tmp_path / "pictures"))
+    monkeypatch.setenv("TILEWISE_LANG", "en")  # put back after the test, whatever --lang makes of it
     shutil.copy(lesson(3).beside("solutions"), "answer.py")
     mod = (
         "import tilewise\n\n\n@tilewise.mask_mod\ndef near(b, h, q_idx, kv_idx):\n    return abs(q_idx - kv_idx) < 8\n"

@@ -55,7 +55,7 @@ def deal(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) ->
     else:
         tiles = 0
         items = q.shape[0] * group // tile.block_m + request.places.batch + 1
-    rows = min(tile.block_m, known or tile.block_m)
+    rows = min(known or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     unit = request.split or tile.block_n
     slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
     cost, least = (0, 1) if request.split else (1, max(1, SHORTEST // unit))
