@@ -330,7 +330,8 @@ def qkv(n_q: int = S, n_k: int = S, kv_heads: int = H) -> list[Tensor]:
 def test_scores(name: str) -> None:
     leaves = qkv()
     ours = flex_attention(*leaves, score_mod=SCORES[name])
-    assert_close(ours, torchs(*leaves, score_mod=SCORES[name]), rtol=1e-4, atol=1e-5)
+    if name != "paths" or torch.__version__ >= (2, 11):  # torch 2.10 cannot trace it itself
+        assert_close(ours, torchs(*leaves, score_mod=SCORES[name]), rtol=1e-4, atol=1e-5)
     if "index by index" not in name:
         ours, expected = (results(f, leaves, score_mod=SCORES[name]) for f in (flex_attention, naive))
         assert_close(ours, expected, rtol=1e-4, atol=1e-4)
