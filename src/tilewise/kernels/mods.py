@@ -136,6 +136,7 @@ NAMESPACE = {
     "log1p": log1p, "expm1": expm1, "left_shift": left_shift, "right_shift": right_shift,
 }  # fmt: skip
 PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
+LARGE = float(1 << 24)  # beyond it a float32 has no fraction
 
 
 def short(key: str) -> str:
@@ -171,20 +172,20 @@ def is_wild(key: str) -> bool:
     )
 
 
-LARGE = float(1 << 24)
-
-
 @cache
 def is_far(key: str, numbers: tuple[float, ...]) -> bool:
     """Whether it may make scores as large as -1e30: it says such a number, or exp, or reads one for every pair, as of a
-    mask that was written as numbers."""
-    return any(abs(x) > LARGE for x in numbers) or any(
-        x.op in ("exp", "exp2", "expm1")
-        or (x.op == "const" and x.kind == "float" and abs(x.value) > LARGE)
-        or (x.op == "load" and x.kind == "float" and any("i" in a.deps and "j" not in a.deps for a in x.args)
-            and any("j" in a.deps and "i" not in a.deps for a in x.args))
+    mask that was written as numbers. (-inf takes a pair away, and is nowhere.)"""
+    said = [x.value for x in nodes(PROGRAMS[key].root) if x.op == "const" and x.kind == "float"]
+    return any(LARGE < abs(x) < inf for x in (*numbers, *said)) or any(
+        x.op in ("exp", "exp2", "expm1") or (x.op == "load" and x.kind == "float" and _is_of_pairs(x))
         for x in nodes(PROGRAMS[key].root)
-    )  # fmt: skip
+    )
+
+
+def _is_of_pairs(load: Expr) -> bool:
+    """Whether one index knows the query alone and another the key alone."""
+    return {frozenset("i"), frozenset("j")} <= {index.deps & {"i", "j"} for index in load.args}
 
 
 @cache

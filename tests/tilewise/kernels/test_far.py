@@ -33,6 +33,11 @@ def table(score, b, h, q_idx, kv_idx, t):
 
 
 @tilewise.score_mod
+def hidden(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx == 3, -float("inf"), score)
+
+
+@tilewise.score_mod
 def grown(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx == 3, -torch.exp(score * 0 + 80), score)
 
@@ -79,4 +84,5 @@ def test_which_mods_are_far() -> None:
 
     slopes = torch.ones(2)
     assert all(far(make(8)) for make in MODS.values())
+    assert not any(map(far, (told(float("-inf")), hidden())))
     assert not any(map(far, (told(-1e4), mods.softcap(50.0), mods.alibi(slopes), mods.t5_relative(torch.ones(32, 2)))))

@@ -1,0 +1,132 @@
+"""torch's BlockMasks: what their lists say, what is read of them, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
+from torch.testing import assert_close
+
+import tilewise
+from tests.tilewise.compat.test_flex import MASKS, B, D, H, S, causal, qkv, quiet, results
+from tilewise.compat import flex_attention
+from tilewise.compat.flex import _converted
+
+__all__ = ["quiet"]  # a fixture of all tests here
+
+
+def test_a_block_mask_is_believed() -> None:
+    """One that lists fewer tiles than its mask_mod would show: those that it lists."""
+    counts = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(256, 256))
+    leaves = qkv(256, 256)
+    i = torch.arange(256)
+    seen = (i[:, None] >= i) & (i[:, None] // 128 == i // 128)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen)
+    assert_close(flex_attention(*leaves, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def textbook_of_lists(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Tile by tile: one that is listed is asked about, one that is listed as full is not, others do not exist. (torch
+    does so when it is compiled; uncompiled it asks the mask_mod alone.)"""
+    height, width = mask.BLOCK_SIZE
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
+    asked, seen = mask.mask_mod(b, h, i, j).expand(b.shape), torch.zeros(b.shape, dtype=torch.bool)
+    lists = [(mask.kv_num_blocks, mask.kv_indices, False), (mask.full_kv_num_blocks, mask.full_kv_indices, True)]
+    for counts, indices, full in lists:
+        for x, y, row in torch.cartesian_prod(*map(torch.arange, (B, H, counts.shape[2]))).tolist():
+            one = x % counts.shape[0], y % counts.shape[1], row
+            for tile in indices[one][: int(counts[one])].tolist():
+                at = x, y, slice(row * height, (row + 1) * height), slice(tile * width, (tile + 1) * width)
+                seen[at] = True if full else asked[at]
+    s = (q.double() @ k.double().mT * D**-0.5 + bias.double()).masked_fill(~seen, -torch.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    out = torch.softmax(s.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0) @ v.double()
+    return out.float(), s.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("lines", [(1, 1), (1, H), (B, 1), (B, H)], ids=str)
+@pytest.mark.parametrize("block", [(16, 32), (128, 128), (4, 4), (24, 40)], ids=str)
+def test_lists_say_what_no_mask_mod_does(block: tuple[int, int], lines: tuple[int, int]) -> None:
+    """Chosen at random for each head, against a mask_mod that knows nothing of them; rows without any, tails that list
+    tiles that do not count, lengths that are no multiple of a tile."""
+    n_q, n_k = 150, 200
+    rows, columns = -(-n_q // block[0]), -(-n_k // block[1])
+    order = torch.rand(*lines, rows, columns).argsort(-1).int()
+    partial = torch.randint(0, columns // 2 + 1, (*lines, rows), dtype=torch.int32)
+    full = torch.randint(0, columns // 3 + 2, (*lines, rows), dtype=torch.int32).clamp(max=columns - partial)
+    partial[..., 0] = full[..., 0] = 0
+    mask = BlockMask.from_kv_blocks(
+        partial, order, full, order.flip(-1), BLOCK_SIZE=block, mask_mod=causal, seq_lengths=(n_q, n_k)
+    )
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, return_lse: bool) -> Any:
+        def biased(score, b, h, q_idx, kv_idx):
+            return score + bias[kv_idx]
+
+        return flex_attention(q, k, v, score_mod=biased, block_mask=mask, return_lse=return_lse)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, return_lse: bool) -> Any:
+        return textbook_of_lists(q, k, v, mask, bias)
+
+    leaves = [*qkv(n_q, n_k), torch.randn(n_k)]
+    assert_close(results(ours, leaves), results(expected, leaves), rtol=1e-4, atol=1e-5)
+
+
+def test_lists_that_are_too_short() -> None:
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 2, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(S, S))
+    with pytest.raises(tilewise.AttentionError, match="lists of the block mask"):
+        flex_attention(*qkv(), block_mask=mask)
+
+
+def test_the_band_of_a_mask_is_computed_as_one() -> None:
+    """Its other part is left to ask, unless a tile that the band cuts is listed as full."""
+    causal_documents = MASKS["causal documents"][0]
+    found = _converted(create_block_mask(causal_documents, None, None, S, S, device="cpu"), S, S)
+    assert found.window == (None, 0) == found.mask.band
+    assert found.mask.mod.program.root.op == "eq"
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    full = BlockMask.from_kv_blocks(
+        0 * counts, indices, counts, indices, BLOCK_SIZE=128, mask_mod=causal_documents, seq_lengths=(128, 128)
+    )
+    assert _converted(full, 128, 128).window is None
+
+
+def test_lists_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.compat import flex
+
+    calls = []
+    inner = flex._convert
+    monkeypatch.setattr(flex, "_convert", lambda *a: (calls.append(a), inner(*a))[1])
+    mask = create_block_mask(causal, None, None, S, S, device="cpu")
+    for _ in range(3):
+        flex_attention(*qkv(), block_mask=mask)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("change", ["mask_mod", "a number of it", "a list"])
+def test_a_block_mask_that_changes(change: str) -> None:
+    """As programs that decode do it: another mask_mod for a mask that is there, or other lists in the same memory."""
+    keys = 150
+
+    def first_keys(b, h, q_idx, kv_idx):
+        return kv_idx < keys
+
+    mask, leaves = create_block_mask(first_keys, None, None, 256, 256, device="cpu"), qkv(256, 256)
+    before = flex_attention(*leaves, block_mask=mask)
+    seen = torch.arange(256) < (128 if change == "a list" else 140)
+    if change == "mask_mod":
+        mask.mask_mod = and_masks(first_keys, lambda b, h, q_idx, kv_idx: kv_idx < 140)
+    elif change == "a number of it":
+        keys = 140
+    else:
+        mask.kv_num_blocks.zero_()  # leaves the tiles that are listed as full
+    after = flex_attention(*leaves, block_mask=mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen.expand(256, 256))
+    assert_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
