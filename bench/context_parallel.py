@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import checks, dispatch
+from tilewise.backends import registry as dispatch
 from tilewise.distributed import Plan, plan
 from tilewise.distributed.execute import Backward, Forward, Saved
 from tilewise.distributed.heads import Heads
 from tilewise.distributed.program import Compute, program
 from tilewise.distributed.simulate import LINKS
-from tilewise.spec import Request, Upstream
+from tilewise.request import Request, Upstream
+from tilewise.validation import dense as checks
 from tilewise_lab.progress import progress
 
 BARS = {"forward": 1.06, "forward with merges": None, "backward": 1.08, "backward with sums": None}

@@ -27,10 +27,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tilewise import checks, mods
-from tilewise.kernels.launch import gpu_for
-from tilewise.kernels.portable import launch, tiles
-from tilewise.spec import Request, Upstream
+from tilewise import mods
+from tilewise.backends.common import tiles
+from tilewise.backends.common.launch import gpu_for
+from tilewise.backends.triton import launches as launch
+from tilewise.request import Request, Upstream
+from tilewise.validation import dense as checks
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}
 TOKENS, HIDDEN = 16384, 2048

@@ -5,7 +5,7 @@
     python bench/tiles.py forward --dim 128 --precision tf32x3 --dtype float32    another way to multiply
 
 Times come only from a GPU, but a row that spills or does not fit is out before it gets there. The tests compile the
-tables of tilewise.kernels.portable.tiles with the same `compile_row`.
+tables of tilewise.backends.common.tiles with the same `compile_row`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from tilewise import checks, mods
+from tilewise import mods
+from tilewise.backends.common.gpu import Gpu
 from tilewise.costs.compiled import Compiled, compile_for
-from tilewise.kernels.gpu import Gpu
-from tilewise.spec import Upstream
+from tilewise.request import Upstream
+from tilewise.validation import dense as checks
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
 VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {
@@ -84,13 +85,23 @@ def compile_row(row: Row) -> Compiled:
 
 
 def launch_of(row: Row) -> Any:
-    from tilewise.kernels.portable import backward_launch, tiles
-    from tilewise.kernels.portable import launch as portable
-    from tilewise.kernels.portable.options import new_flags
+    from tilewise.backends.common import tiles
+    from tilewise.backends.common.clear import clear_launches
+    from tilewise.backends.common.jvp_launches import jvp_launch
+    from tilewise.backends.common.kernel_config import flag_count
+    from tilewise.backends.common.launch import DeviceMemory, Target
+    from tilewise.backends.common.preprocess import row_statistics
+    from tilewise.backends.triton.backward_launches import backward_launches, backward_repairs
+    from tilewise.backends.triton.launches import OFFLINE_PROCESSORS, forward_launch, merge_launch, repairs
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)
     gpu = Gpu("cuda" if isinstance(row.capability, int) else "hip", row.capability)
+    target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(torch.device("cpu"))
+
+    def flags_of(count: int) -> torch.Tensor | None:
+        return memory.empty((count,), torch.int32) if count else None
+
     shape = (n,) if packed else (1, n)
     q = torch.empty(*shape, group, row.dim, dtype=dtype)
     k = torch.empty(*shape, 1, row.dim, dtype=dtype)
@@ -105,19 +116,19 @@ def launch_of(row: Row) -> Any:
         if row.kernel in ("forward", "repair forward"):
             rows, parts = FEW.get(row.variant, n), 4 if row.variant in FEW and not packed else 1
             request, lse = request._replace(q=q[..., :rows, :, :]), lse[..., :rows]
-            made = portable.forward_launch(request, request.q, lse, gpu, parts, new_flags(request, parts))
-            return portable.repairs(made)[0] if row.kernel != "forward" else made
+            made = forward_launch(request, request.q, lse, gpu, parts, flags_of(flag_count(request, parts)))
+            return repairs(made, target)[0] if row.kernel != "forward" else made
         if row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
-            return portable.merge_launch(room, room, q, lse, 64, gpu)
+            return merge_launch(room, room, q, lse, 64, gpu)
         if row.kernel == "clear":
-            return portable.clear_launches(q[0], k[0], k[0], cu, cu, gpu)[0]
+            return clear_launches(q[0], k[0], k[0], cu, cu, gpu)[0]
         if row.kernel == "jvp":
-            return portable.jvp_launch(request, q, lse, [q, k, k], q, lse, gpu)
-        statistics, flags = backward_launch.row_statistics(request), new_flags(request, both=True)
+            return jvp_launch(request, q, lse, [q, k, k], q, lse, target, memory)
+        statistics, flags = row_statistics(request, memory), flags_of(flag_count(request, both=True))
         upstream = Upstream(q, lse, q, None)
-        launches = backward_launch.backward_launches(request, upstream, (q, k, k), statistics, flags, gpu)
-        launches += backward_launch.backward_repairs(launches) if row.kernel == "repair backward" else []
+        launches = backward_launches(request, upstream, (q, k, k), statistics, flags, gpu)
+        launches += backward_repairs(launches, target) if row.kernel == "repair backward" else []
     return launches[{"prepare": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
 
 

@@ -23,7 +23,7 @@ import math
 
 import torch
 
-from tilewise.reference import softmax as reference
+from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say, show
 from tilewise_lab.trace.softmax import loads
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tilewise.merge import union
-from tilewise.reference import softmax as reference
 from tilewise_lab import trace
+from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax
 

@@ -27,7 +27,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
-from tilewise.reference import attention as reference
+from tilewise_lab.derivation import attention as reference
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 

@@ -15,8 +15,8 @@ import math
 
 import torch
 
-from tilewise.reference import attention as rung
 from tilewise_lab import trace
+from tilewise_lab.derivation import attention as rung
 from tilewise_lab.learn import picture, say, show
 
 torch.manual_seed(0)

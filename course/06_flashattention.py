@@ -22,8 +22,8 @@ import tilewise
 from tilewise import AttentionError
 from tilewise.costs.cost import Call, traffic
 from tilewise.costs.devices import KB, device
-from tilewise.reference import attention as rung
 from tilewise_lab import trace
+from tilewise_lab.derivation import attention as rung
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 

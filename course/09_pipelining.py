@@ -107,10 +107,10 @@ show(
 assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 if has_triton("a kernel with more stages than fit"):
+    from tilewise.backends.common.gpu import Gpu
+    from tilewise.backends.triton import launches as launch
     from tilewise.costs.compiled import compile_for
-    from tilewise.kernels.gpu import Gpu
-    from tilewise.kernels.portable import launch
-    from tilewise.spec import Request, Spec
+    from tilewise.request import Request, Spec
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
     request, lse = Request(q, q, q, Spec(0.1)), torch.empty(1, 4, 512, device="meta")

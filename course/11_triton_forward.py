@@ -22,8 +22,8 @@ import math
 import torch
 
 import tilewise
+from tilewise.backends.common import tiles
 from tilewise.costs.devices import DEVICES
-from tilewise.kernels.portable import tiles
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 HERE = has_triton("running the kernels")
@@ -92,8 +92,8 @@ if HERE:
 
 # %%
 if HERE:
-    from tilewise.kernels.portable.forward import stream_keys
-    from tilewise.kernels.tile.softmax import softmax_step
+    from tilewise.backends.common.device.softmax import softmax_step
+    from tilewise.backends.triton.forward import stream_keys
 
     print(inspect.getsource(softmax_step.fn))
     print(inspect.getsource(stream_keys.fn))
@@ -360,9 +360,9 @@ picture("11_triangle", draw)
 
 # %%
 if HERE:
-    from tilewise.kernels.gpu import Gpu
-    from tilewise.kernels.portable import launch
-    from tilewise.spec import Request, Spec
+    from tilewise.backends.common.gpu import Gpu
+    from tilewise.backends.triton import launches as launch
+    from tilewise.request import Request, Spec
 
     q = torch.randn(1, 16, 1, 16)
     request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16)

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from tilewise.reference import matmul
+from tilewise_lab.derivation import matmul
 from tilewise_lab.learn import picture, say, show
 from tilewise_lab.trace import graph
 

@@ -21,9 +21,9 @@ import math
 import torch
 
 import tilewise
-from tilewise.reference import attention as rung
-from tilewise.reference import gradient
 from tilewise_lab import trace
+from tilewise_lab.derivation import attention as rung
+from tilewise_lab.derivation import gradient
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 torch.manual_seed(0)

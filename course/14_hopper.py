@@ -69,14 +69,15 @@ timeline = []
 if has_triton("the Hopper forward in the emulator"):
     try:
         from tilewise import attention
-        from tilewise.kernels.hopper.launch import forward_launches, new_state
-        from tilewise.spec import Request, Spec
+        from tilewise.backends.common.launch import DeviceMemory
+        from tilewise.backends.hopper.launches import forward_launches, new_state
+        from tilewise.request import Request, Spec
         from tilewise_lab.emulator import launch
 
         torch.manual_seed(0)
         q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        request, state = Request(q, k, v, Spec(0.125)), new_state(torch.device("cpu"))
+        request, state = Request(q, k, v, Spec(0.125)), new_state(DeviceMemory(torch.device("cpu")))
         forward, *_ = forward_launches(request, out, lse, state, 1)
         timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
         exact = attention(q.double(), k.double(), v.double())

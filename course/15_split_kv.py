@@ -31,8 +31,8 @@ import math
 import torch
 
 import tilewise
+from tilewise.backends.common import tiles
 from tilewise.costs.devices import device
-from tilewise.kernels.portable import tiles
 from tilewise_lab.learn import picture, say, show
 
 

@@ -250,13 +250,13 @@ picture("18_who_walks_where", draw, panels=(1, 2), size=(10, 4))
 
 # %% [markdown]
 # When all six steps are right you have what the first FlashAttention paper described, and more. What tilewise adds is
-# in `src/tilewise/kernels/portable`: strides and heads, any mask, exponentials to the base 2, tiles chosen by
+# in `src/tilewise/backends/triton`: strides and heads, any mask, exponentials to the base 2, tiles chosen by
 # measurement. You can read all of it now.
 #
 # **Exercise.** The six functions of the skeleton, from `load_tile` to `backward_queries`. Get it with
 # `tilewise learn 18 --exercise`, and grade it after each step.
 
 # %% [markdown] lang="zh"
-# 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的都在 `src/tilewise/kernels/portable` 里：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
+# 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的都在 `src/tilewise/backends/triton` 里：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
 #
 # **练习。** 骨架里的六个函数，从 `load_tile` 到 `backward_queries`。用 `tilewise learn 18 --exercise` 取得它，每写完一步就批改一次。

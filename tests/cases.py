@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.spec import Spec
+from tilewise.request import Spec
 
 DTYPES = ("float16", "bfloat16", "float32")
 LAYOUTS = ("bshd", "bhsd", "bdsh", "qkv", "strided", "batch", "heads")

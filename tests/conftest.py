@@ -2,7 +2,7 @@
 
 Triton and CUDA decide once per process, so the tests of tests/gpu are a run of their own (`./run test` makes both), and
 the others see no GPU. Triton is imported here, before any test. Offline compiles need a process of their own
-(tests/tilewise/kernels/test_compile.py).
+(tests/tilewise/backends/test_compile.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     try:  # gluon asserts that the variable is what it was when triton was imported
         for module in (
-            "tilewise.kernels",
-            "tilewise.kernels.hopper.backward_launch",
-            "tilewise.kernels.join",
-            "tests.tilewise.kernels.probes",
+            "tilewise.backends.common.jvp_launches",
+            "tilewise.backends.common.kv.runners",
+            "tilewise.backends.common.term_gradients",
+            "tilewise.backends.triton.launches",
+            "tilewise.backends.hopper.kv_launches",
+            "tilewise.backends.common.merge_kernel",
+            "tests.tilewise.backends.probes",
             "triton.experimental.gluon.language",
         ):
             if find_spec(module) is not None:

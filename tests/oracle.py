@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.spec import Spec
+from tilewise.request import Spec
 
 Bounds = Tensor | None
 

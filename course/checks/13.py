@@ -1,6 +1,6 @@
 import torch
 
-from tilewise.reference import attention, gradient
+from tilewise_lab.derivation import attention, gradient
 from tilewise_lab.learn import expect
 
 

@@ -7,12 +7,12 @@ import torch
 
 from . import mods
 from .api import attention, attention_varlen, check
-from .cache.api import append_kv, attention_kv, check_kv, plan_kv
-from .kv_spec import KvPlan, Rotary
+from .errors import AttentionError
+from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
+from .kv_request import KvPlan, Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
-from .spec import AttentionError
 
 if TYPE_CHECKING:
     from . import compat, integrations

@@ -1,15 +1,18 @@
-"""The public functions. They take the same options (`checks.Options`) and make one request of a call."""
+"""The public functions. They take the same options (`options.Options`) and make one request of a call."""
 
 from __future__ import annotations
 
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
-from . import checks, dispatch, ops
-from .checks import Options, nested, takes_options
-from .dispatch.memory import Look, look_of, recall
+from .autograd import attend, run_plan
+from .backends.registry import choose
+from .options import Options, takes_options
+from .plan_cache import CallPlan, plan_of, plans, positions, signature
+from .torch_internals import any_autocast, is_eager, is_traced
+from .validation import dense as validation
+from .validation import nested
 
 
 @takes_options
@@ -44,13 +47,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
 
     Nested tensors of jagged layout, (B, j, H, D), are packed sequences: out is nested as q is, and nothing is copied.
     """
-    q, k, v = checks.arranged(q, k, v, layout)
-    if isinstance(q, Tensor) and q.is_nested:
-        values, offsets = nested.unpacked(q, k, v)
-        out, lse = _run(*values, options, offsets, (None, None))
-        out, lse = nested.packed(out, lse, q)
-    else:
-        out, lse = _run(q, k, v, options)
+    if not isinstance(layout, str) or layout != "bshd" or any_autocast():
+        q, k, v = validation.arranged(q, k, v, layout)
+    out, lse = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if options.get("return_lse") else out
@@ -79,7 +78,7 @@ def attention_varlen(
     buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
     """
     cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
-    q, k, v = checks.arranged(q, k, v)
+    q, k, v = validation.arranged(q, k, v)
     out, lse = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     return (out, lse) if options.get("return_lse") else out
 
@@ -96,7 +95,7 @@ def check(
     >>> check(q, q, q, torch.tensor([0, 12], dtype=torch.int32), torch.tensor([0, 10], dtype=torch.int32))
     Traceback (most recent call last):
     ...
-    tilewise.spec.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
+    tilewise.errors.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
 
     A call by itself looks at shapes alone, since to read numbers is to wait for the GPU: offsets that run past the end
     are clamped there, a bias adds nothing past its end, and a block mask is taken for one of these sequences. This
@@ -104,32 +103,40 @@ def check(
     (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
     """
     cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    q, k, v = checks.arranged(q, k, v, layout)
-    request = checks.request_of(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
-    dispatch.choose(request)
+    q, k, v = validation.arranged(q, k, v, layout)
+    request = validation.request_of(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
+    choose(request)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, given: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
-    """(out, lse) of a call, which is checked if none like it was before; lse may be None where it is not asked for."""
-    look = _look(given, [q, k, v, *cu], longest)
-    known, addresses = recall(look)
-    lse = given.get("return_lse", False) is not False  # what else it may be, the checks will say
-    if known is not None and look is not None:
-        if cu:
-            checks.check_longest(*longest)
-        call, places, requires = known
-        tensors = (q, k, v) if call.bare else tuple([None if n is None else look[1][n] for n in places])
-        return ops.repeat(call, requires, tensors, addresses, lse)
-    request = checks.request_of(q, k, v, cu, longest, given)
-    call = dispatch.learned(request, look)
-    return ops.attend(request.spec, call, request.tensors() if call is None else call.tensors(request), lse)
+def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
+    """(out, lse), by the plan of an earlier call with the same signature or by a new one. lse may be None if
+    `return_lse` is False."""
+    tensors = [q, k, v, *cu]
+    key = None
+    if is_eager() and not validation.ALWAYS:
+        key = signature("attention", tensors, options, *_sizes(longest, options))
+    plan: CallPlan | None = None if key is None else plans.get(key)
+    with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
+    if plan is not None:
+        if longest:
+            validation.check_longest(*longest)
+        return run_plan(plan, plan.tensors(tensors), with_lse)
+    if not cu and isinstance(q, Tensor) and q.is_nested:
+        values, offsets = nested.unpacked(q, k, v)
+        out, lse = _run(*values, options, offsets, (None, None))
+        return nested.packed(out, lse, q)
+    request = validation.request_of(q, k, v, cu, longest, options)
+    if is_traced(*request[:3]):
+        return attend(request.spec, None, request.tensors(), with_lse)
+    if key is None or positions(request.tensors(), tensors) is None:  # a tensor was made for this call, such as a seed
+        plan = plan_of("request", lambda: request, request.tensors(), repr(request.spec))
+    else:
+        plan = CallPlan(request, tensors)
+        plans.keep(key, plan)
+    return attend(request.spec, plan, request.tensors(), with_lse)
 
 
-def _look(given: Options, tensors: list[Tensor], longest: Any = ()) -> Look | None:
-    """None where a call is not remembered. The longest lengths count where a tensor has them, and change otherwise with
-    every batch."""
-    if checks.ALWAYS:
-        return None
-    if longest and all(given.get(word) is None for word in checks.SIZED):
-        longest = ()
-    return look_of("attention", tensors, given, torch.are_deterministic_algorithms_enabled(), *longest)
+def _sizes(longest: Any, options: Options) -> Any:
+    """max_seqlen_q and max_seqlen_k, where they belong to the signature: beside an option whose tensors may have these
+    sizes. Otherwise they have no effect, and may change with every batch."""
+    return longest if longest and any(options.get(name) is not None for name in validation.SIZED) else ()

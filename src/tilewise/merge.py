@@ -12,12 +12,12 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .spec import AttentionError
+from .errors import AttentionError
 
 State = tuple[Tensor, Tensor]
 
 
-def merge(*parts: State, layout: str = "bshd") -> State:
+def merge(*parts: State, layout: str | None = None) -> State:
     """Attention over the union of disjoint sets of keys, from `attention(..., return_lse=True)` over each of them.
 
     >>> out, lse = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 3)  # (batch, tokens, heads, dim), (batch, heads, tokens)
@@ -25,22 +25,30 @@ def merge(*parts: State, layout: str = "bshd") -> State:
     >>> all(torch.equal(x, y) for x, y in zip(merge((out, lse), nothing), (out, lse)))
     True
 
-    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). Of calls with
-    layout="bhsd", whose out is (B, H, S, D), that must be said here too: where there are as many tokens as heads, no
-    shape tells. Differentiable, even where nothing was seen. A single part is given back as it is.
+    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). For results of calls
+    with layout="bhsd", whose out is (B, H, S, D), pass layout="bhsd" here too. Without `layout` parts are "bshd"; other
+    shapes raise. With as many tokens as heads both shapes are the same: then a part whose strides are those of a "bhsd"
+    result (heads closer together in memory than tokens, as `attention` returns them) raises, unless `layout` is given.
+    A contiguous copy of such a part cannot be told from a "bshd" one.
+
+    Where lse is -inf a part saw no key, and what its out holds there is not looked at. Differentiable, even where
+    nothing was seen. A single part is given back as it is.
     """
     if not parts:
         raise AttentionError("parts to merge", "none", "(out, lse) of at least one")
-    if layout not in ("bshd", "bhsd"):
+    if layout not in (None, "bshd", "bhsd"):
         raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
     heads_first = layout == "bhsd"
     for n, part in enumerate(parts):
         _check(f"part {n}", part, parts[0], heads_first)
+        if layout is None:
+            _check_order(f"part {n}", part[0])
     if len(parts) == 1:
         return parts[0]
     dtype = reduce(torch.promote_types, (out.dtype for out, _ in parts))
     exact = torch.promote_types(dtype, torch.float32)  # rounded once, however many there are
-    out, lse = reduce(union, ((out.to(exact), lse if heads_first else lse.mT) for out, lse in parts))
+    rows = ((out.to(exact), lse if heads_first else lse.mT) for out, lse in parts)
+    out, lse = reduce(union, ((out.masked_fill((lse == -torch.inf)[..., None], 0.0), lse) for out, lse in rows))
     return out.to(dtype), lse if heads_first else lse.mT
 
 
@@ -80,10 +88,10 @@ def _check(name: str, part: object, first: State, heads_first: bool) -> None:
         raise AttentionError(f"dtypes of {name}", (out.dtype, lse.dtype), "floats, as attention returns them")
     if not out.device == lse.device == first[0].device:
         raise AttentionError(f"devices of {name}", (out.device, lse.device), f"those of part 0, {first[0].device}")
-    if heads_first and (out.dim() != 4 or lse.shape != out.shape[:-1]):
+    if heads_first and (out.dim() not in (3, 4) or lse.shape != out.shape[:-1]):
         raise AttentionError(
             f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
-            "out (batch, heads, tokens, dim), lse (batch, heads, tokens)",
+            "out (batch, heads, tokens, dim), lse (batch, heads, tokens), or both without a batch",
         )  # fmt: skip
     if out.dim() not in (3, 4) or lse.dim() != out.dim() - 1:
         raise AttentionError(
@@ -92,9 +100,18 @@ def _check(name: str, part: object, first: State, heads_first: bool) -> None:
         )  # fmt: skip
     *batch, tokens, heads, _ = out.shape
     if not heads_first and tuple(lse.shape) != (*batch, heads, tokens):
-        hint = "; or layout='bhsd', if that is out's" if lse.shape == out.shape[:-1] and batch else ""
+        hint = "; or layout='bhsd', if that is out's" if lse.shape == out.shape[:-1] else ""
         raise AttentionError(
             f"lse of {name}", tuple(lse.shape), f"(.., heads, tokens), {(*batch, heads, tokens)}{hint}"
         )
     if out.shape != first[0].shape:
         raise AttentionError(f"out of {name}", tuple(out.shape), f"that of part 0, {tuple(first[0].shape)}")
+
+
+def _check_order(name: str, out: Tensor) -> None:
+    """Raise where `layout` was not given and the shape fits both layouts, but the strides are those of "bhsd"."""
+    if out.shape[-3] == out.shape[-2] > 1 and out.stride(-3) < out.stride(-2):
+        raise AttentionError(
+            f"layout of {name}", f"none, for out {tuple(out.shape)}, as many tokens as heads, strides {out.stride()}",
+            "layout='bhsd', if the heads come first; or layout='bshd'",
+        )  # fmt: skip

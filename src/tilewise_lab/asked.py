@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 
 def device(word: str | None) -> torch.device:
@@ -18,7 +18,7 @@ def device(word: str | None) -> torch.device:
     >>> device("tpu")
     Traceback (most recent call last):
     ...
-    tilewise.spec.AttentionError: --device: found 'tpu'; expected cpu, or cuda where torch sees a GPU
+    tilewise.errors.AttentionError: --device: found 'tpu'; expected cpu, or cuda where torch sees a GPU
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tilewise import __version__
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 CALLED = os.environ.get("TILEWISE_CALLED", "tilewise")  # what was typed: `./run`, from a checkout
 # What `pip install 'tilewise[cli]'` and `'tilewise[docs]'` bring.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise import mods
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import asked, picture
 
 EXAMPLES: dict[str, tuple[float, ...]] = {

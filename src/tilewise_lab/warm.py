@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tilewise.costs.warm import warmup
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.progress import progress
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,9 +9,9 @@ import sys
 
 from tests import budget
 from tests.cases import Case, make, run
-from tilewise.kernels.gpu import gpu_of
-from tilewise.kernels.hopper.limits import obstacle
-from tilewise.spec import Request
+from tilewise.backends.common.gpu import gpu_of
+from tilewise.backends.hopper.support import unsupported
+from tilewise.request import Request
 
 CASES = [
     Case(batch=2, n_q=130, n_k=130, heads=4, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0),
@@ -30,7 +30,10 @@ if __name__ == "__main__":
     for case in CASES:
         inputs = make(case, "cuda")
         for backend in backends:
-            if backend == "hopper" and obstacle(Request(*inputs[1:4], case.spec), gpu_of(inputs.q.device)) is not None:
+            if (
+                backend == "hopper"
+                and unsupported(Request(*inputs[1:4], case.spec), gpu_of(inputs.q.device)) is not None
+            ):
                 continue
             results = run(inputs, backend)
             if "--check" in sys.argv:  # many more kernels, torch's own: not for the sanitizer

@@ -13,7 +13,9 @@ import torch
 
 import tilewise
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
-from tilewise.cache import checks, ops
+from tilewise.kv_request import KvCall
+from tilewise.ops import kv as ops
+from tilewise.validation import kv as checks
 
 CASES = [
     KvCase((700, 1, 0, 64), heads=32, kv_heads=8, dim=128),
@@ -43,8 +45,9 @@ def replayed(x: KvInputs, split: int | None) -> tuple[torch.Tensor, torch.Tensor
     lse = torch.empty(*x.q.shape[:-3], x.q.shape[-2], x.q.shape[-3], device=x.q.device)
 
     def step() -> None:
-        ops.plan(plan.ledger, request)
-        ops.attend(out, lse, plan.room, plan.ledger, request)
+        ops.schedule(request, plan.schedule)
+        call = KvCall(request, None, plan.schedule, plan.workspace, out, lse)
+        ops.run("attend", call, lambda: ops.kv_backend(request).attend(call))
 
     step()
     torch.cuda.synchronize()

@@ -13,10 +13,10 @@ from torch import Tensor
 import tilewise
 from tests import budget
 from tests.cases import NAMES, Case, Inputs, make, run
-from tests.tilewise.kernels.test_features import by_distance, by_pair
-from tests.tilewise.kernels.test_leaks import affected, check_untouched, poisoned
+from tests.tilewise.backends.test_features import by_distance, by_pair
+from tests.tilewise.backends.test_leaks import affected, check_untouched, poisoned
 from tests.tilewise.test_integration import check_one_compile, op_arguments
-from tilewise.spec import Spec
+from tilewise.request import Spec
 
 DENSE = Case(batch=2, n_q=700, n_k=700, heads=8, kv_heads=2, d=64, dv=64, dtype="bfloat16", after=0)
 PACKED = replace(DENSE, batch=4, lengths=((300, 300), (0, 0), (123, 123), (277, 277)))

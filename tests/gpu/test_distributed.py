@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.tilewise.backends.test_origin import to_device
 from tests.tilewise.distributed.cases import CASES, along_queries, faults, make, planned, run
-from tests.tilewise.kernels.test_origin import to_device
-from tilewise import dispatch
+from tilewise.backends.registry import choose
 from tilewise.distributed import rehearse
 from tilewise.distributed.layout import LAYOUTS
-from tilewise.spec import Request, Spec
+from tilewise.request import Request, Spec
 
 WAYS = [(s, layout) for s in ("ring", "allgather", "halo", "ulysses", "two-level") for layout in LAYOUTS]
 
@@ -36,7 +36,7 @@ def test_parts_are_float32_on_the_kernels_of_this_gpu(d, dv):
     q, k, v, dout = (torch.randn(1, 2048, *x, device="cuda", dtype=torch.bfloat16) for x in shapes)
     part = Request(q, k, v, Spec(d**-0.5, None, 0, partial=True))
     if torch.cuda.get_device_capability() == (9, 0):
-        assert dispatch.choose(part).backend.name == "hopper"
+        assert choose(part).backend.name == "hopper"
 
     def results(ranks: int) -> list[torch.Tensor]:
         from tilewise.distributed import plan

@@ -11,8 +11,8 @@ from torch import Tensor
 import tilewise
 from tests.cases import Case, make
 from tests.oracle import _dense as dense
-from tests.tilewise.kernels.test_leaks import affected, poisoned
-from tilewise.spec import Spec
+from tests.tilewise.backends.test_leaks import affected, poisoned
+from tilewise.request import Spec
 
 CASES = {
     "causal": Case(batch=2, n_q=256, n_k=256, after=0),

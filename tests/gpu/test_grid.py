@@ -10,8 +10,9 @@ import pytest
 
 from tests import budget
 from tests.cases import LARGE, Case, length, make, random_case, run
-from tilewise.dispatch import choose
-from tilewise.spec import AttentionError, Request
+from tilewise.backends.registry import choose
+from tilewise.errors import AttentionError
+from tilewise.request import Request
 
 SIZES = 5
 # Without tensor cores, float32 kernels of wide heads take the compiler a minute.

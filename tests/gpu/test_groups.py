@@ -12,8 +12,10 @@ from torch import Tensor
 import tilewise
 from tests import budget, features, features_budget
 from tests.cases import Case, make, run
-from tilewise.kernels.portable import launch
-from tilewise.spec import Request
+from tilewise.backends.common.launch import DeviceMemory, target_of
+from tilewise.backends.common.shapes import new_results
+from tilewise.backends.triton.launches import forward_launch
+from tilewise.request import Request
 
 BANDS = ((None, None), (None, 0), (300, 0), (100, 3), (0, 0))
 
@@ -21,7 +23,8 @@ BANDS = ((None, None), (None, 0), (300, 0), (100, 3), (0, 0))
 def heads_of_a_tile(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> int:
     spec = Case(d=q.shape[-1]).spec._replace(backend="triton", **words)
     request = Request(q, k, v, spec)
-    return int(launch.forward_launch(request, *launch.new_results(request), launch.gpu_for(q)).options["PLAN"].HEADS)
+    results = new_results(request, DeviceMemory(q.device))
+    return int(forward_launch(request, *results, target_of(q.device).gpu).options["PLAN"].HEADS)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)

@@ -16,9 +16,9 @@ from torch import Tensor
 import tilewise
 from tests import budget
 from tests.cases import Case, Inputs, run
-from tilewise.kernels.gpu import gpu_of
-from tilewise.kernels.hopper.limits import obstacle
-from tilewise.spec import Request
+from tilewise.backends.common.gpu import gpu_of
+from tilewise.backends.hopper.support import unsupported
+from tilewise.request import Request
 
 pytestmark = pytest.mark.xdist_group("large")
 NEEDED, PATIENCE = 60e9, 20.0  # bytes, seconds
@@ -49,7 +49,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     probe = torch.zeros(1, 16, 1, 64, device="cuda", dtype=torch.float16)
     if (
         request.param == "hopper"
-        and (missing := obstacle(Request(probe, probe, probe, SHAPE.spec), gpu_of(probe.device))) is not None
+        and (missing := unsupported(Request(probe, probe, probe, SHAPE.spec), gpu_of(probe.device))) is not None
     ):
         pytest.skip(missing)
     return str(request.param)

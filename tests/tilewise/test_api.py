@@ -15,7 +15,7 @@ from tests import budget
 from tests.cases import NAMES, Case, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
-from tilewise.spec import Spec
+from tilewise.request import Spec
 
 CASE = Case(batch=2, n_q=9, n_k=12, heads=4, kv_heads=2, d=8, dv=5)
 

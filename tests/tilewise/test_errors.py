@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise import dispatch
-from tilewise.kernels.portable import limits
-from tilewise.spec import AttentionError, Request
+from tilewise.backends.reference import ReferenceBackend
+from tilewise.backends.registry import choose
+from tilewise.backends.triton import support as limits
+from tilewise.errors import AttentionError
+from tilewise.request import Request
 
 
 class Refusal(NamedTuple):
@@ -94,7 +96,7 @@ def call_varlen(**changes: Any) -> Any:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reaching a backend is a failure of the test."""
 
-    monkeypatch.setattr(dispatch, "named", lambda _: pytest.fail("a backend was asked to run"))
+    monkeypatch.setattr(ReferenceBackend, "forward", lambda *_: pytest.fail("a backend was asked to run"))
 
 
 def check(call: Callable[..., Any], refusal: Refusal) -> None:
@@ -173,6 +175,6 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_never_runs_the_interpreter(triton_runs: None) -> None:
     q = x(1, 2, 1, 8)
-    chosen = dispatch.choose(Request(q, q, q, tilewise.spec.Spec(scale=1.0)))
+    chosen = choose(Request(q, q, q, tilewise.request.Spec(scale=1.0)))
     assert chosen.backend.name == "reference"
     assert "interpreter" in chosen.reason

@@ -23,9 +23,10 @@ from tests import features
 from tests.cases import Case, Inputs, make, run
 from tests.conftest import DEVICE
 from tests.oracle import naive
-from tilewise.dispatch import choose
-from tilewise.kernels.gpu import Gpu
-from tilewise.spec import AttentionError, Request, Spec, arguments
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.registry import choose
+from tilewise.errors import AttentionError
+from tilewise.request import Request, Spec, arguments
 
 
 @pytest.fixture(autouse=True)
@@ -195,20 +196,20 @@ def test_one_compile_for_what_fits_a_tile(triton_runs: None) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_compiled_calls_do_not_look_at_what_eager_ones_left(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some versions of torch would guard the length of that dict, and compile again after every new eager call. It is
-    gone while they trace; the op that the graph calls, on a GPU, looks at it."""
+def test_compiled_calls_do_not_read_the_plan_cache(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing does not read the plan cache: some versions of torch would guard its length, and compile again after
+    every new eager call. The op that the graph calls on a GPU reads it."""
 
     def traced(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
         monkeypatch.undo()
         return graph
 
-    monkeypatch.setattr(tilewise.dispatch.memory, "_calls", None)
+    monkeypatch.setattr(tilewise.api, "plans", None)
     inputs = make(case(8, 8, packed), DEVICE)
     attend = tilewise.attention_varlen if packed else tilewise.attention
     compiled = torch.compile(lambda *tensors: attend(*tensors, causal=True), backend=traced, fullgraph=True)
     compiled(*inputs[1:4], *((inputs.cu_q, inputs.cu_k) if packed else ()))
-    assert tilewise.dispatch.memory._calls is not None
+    assert tilewise.api.plans is not None
 
 
 def test_compile_turns_dynamic_by_itself() -> None:

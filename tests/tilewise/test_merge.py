@@ -103,6 +103,17 @@ def test_as_many_parts_as_there_are() -> None:
     assert tilewise.merge(parts[0]) == parts[0]
 
 
+def test_nan_of_a_part_that_saw_nothing_stays_there() -> None:
+    out, lse = torch.randn(2, 1, 3, 2, 8), torch.randn(2, 1, 2, 3)
+    out[0, 0, 1], lse[0, 0, :, 1] = torch.nan, -torch.inf
+    found, total = tilewise.merge(*zip(out.requires_grad_(), lse.requires_grad_(), strict=True))
+    assert_close(found[0, 1], out[1, 0, 1])
+    assert_close(total[0, :, 1], lse[1, 0, :, 1])
+    (found.sum() + total.sum()).backward()
+    assert out.grad is not None and lse.grad is not None  # noqa: PT018
+    assert out.grad.isfinite().all() and lse.grad.isfinite().all()  # noqa: PT018
+
+
 def test_parts_with_their_heads_first() -> None:
     """Even where tokens == heads, and no shape tells."""
     q, k, v = (torch.randn(2, 4, 4, 8) for _ in range(3))
@@ -119,6 +130,26 @@ def test_parts_with_their_heads_first() -> None:
         tilewise.merge((out, lse.mT), (out, lse), layout="bhsd")
     with pytest.raises(tilewise.AttentionError, match="layout: found 'hsd'"):
         tilewise.merge((out, lse), layout="hsd")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layout_that_only_strides_tell_must_be_given(packed: bool) -> None:
+    """As many tokens as heads: the shapes of both layouts are the same, and the numbers would be wrong in silence."""
+    q, k, v = (torch.randn(2, 4, 4, 8) for _ in range(3))
+    cuts = slice(1), slice(1, 4)
+    parts = [tilewise.attention(q, k[:, :, x], v[:, :, x], return_lse=True, layout="bhsd") for x in cuts]
+    whole = tilewise.attention(q, k, v, return_lse=True, layout="bhsd")
+    if packed:
+        whole, *parts = ((out[0], lse[0]) for out, lse in (whole, *parts))
+    with pytest.raises(AttentionError, match=r"layout of part 0.*as many tokens as heads.*layout='bhsd'"):
+        tilewise.merge(*parts)
+    assert_close(tilewise.merge(*parts, layout="bhsd"), whole)
+    swapped = [(out.transpose(-3, -2), lse) for out, lse in parts]
+    assert_close(tilewise.merge(*swapped), (whole[0].transpose(-3, -2), whole[1]))
+    ours = [(out.transpose(-3, -2).contiguous().transpose(-3, -2), lse) for out, lse in parts]
+    assert_close(tilewise.merge(*ours, layout="bhsd"), whole)
+    one = torch.randn(2, 1, 1, 8).transpose(1, 2), torch.randn(2, 1, 1)
+    tilewise.merge(one, one)  # of one token and one head both layouts are the same
 
 
 def test_packed_parts() -> None:

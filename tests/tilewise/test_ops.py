@@ -104,6 +104,23 @@ def test_vmap_of_calls_and_of_gradients(name: str, backend: str) -> None:
     assert_close(grads, torch.stack([torch.func.grad(total)(*(x[n] for x in many)) for n in range(3)]))
 
 
+def test_vmap_over_offsets(backend: str) -> None:
+    """Kernels run one row after the other; the reference reads offsets, and raises."""
+    torch.manual_seed(0)
+    q, cu = torch.randn(3, 8, 2, 16), torch.tensor([[0, 3, 8], [0, 4, 8], [0, 5, 8]], dtype=torch.int32)
+
+    def total(x: Tensor, cu: Tensor) -> Tensor:
+        return tilewise.attention_varlen(x, x, x, cu, cu, backend=backend).sin().sum()
+
+    if backend == "reference":
+        for f in (total, torch.func.grad(total)):
+            with pytest.raises(tilewise.AttentionError, match="cu_seqlens mapped over; expected in_dims=None"):
+                torch.vmap(f)(q, cu)
+    else:
+        assert_close(torch.vmap(total)(q, cu), torch.stack([total(q[n], cu[n]) for n in range(3)]))
+    assert_close(torch.vmap(total, in_dims=(0, None))(q, cu[0]), torch.stack([total(q[n], cu[0]) for n in range(3)]))
+
+
 @pytest.mark.slow
 def test_a_stack_of_gradients_through_the_kernels(triton_runs: None) -> None:
     torch.manual_seed(0)

@@ -8,18 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise.spec import (
-    ARGUMENTS,
-    FAR,
-    SCHEMA,
-    AttentionError,
-    Request,
-    Spec,
-    arguments,
-    band,
-    differentiable,
-    request_of,
-)
+from tilewise.errors import AttentionError
+from tilewise.request import ARGUMENTS, FAR, SCHEMA, Request, Spec, arguments, band, differentiable, request_of
 
 
 def full() -> Request:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches Triton's interp
 
 
 def copy(x: torch.Tensor, out: torch.Tensor, n: int, far: int = 4, races: bool = True) -> None:
-    from tests.tilewise.kernels.probes import copy_probe
+    from tests.tilewise.backends.probes import copy_probe
     from tilewise_lab import guard
 
     with guard.watched(races):
@@ -49,7 +49,7 @@ def test_two_programs_write_one_place() -> None:
 
 
 def test_a_program_reads_what_another_writes() -> None:
-    from tests.tilewise.kernels.probes import neighbour_probe
+    from tests.tilewise.backends.probes import neighbour_probe
     from tilewise_lab import guard
 
     with guard.watched():
@@ -59,6 +59,6 @@ def test_a_program_reads_what_another_writes() -> None:
 
 
 def test_afterwards_nobody_watches() -> None:
-    from tests.tilewise.kernels.probes import copy_probe
+    from tests.tilewise.backends.probes import copy_probe
 
     copy_probe[(2,)](torch.zeros(8)[:7], torch.zeros(8), 8, 4, N=4)

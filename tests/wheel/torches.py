@@ -32,14 +32,15 @@ PATIENCE = 600  # seconds for a download
 READY = "ready"  # a file beside a torch that is whole
 BOUNDARY = (
     *(f"tests/tilewise/test_{name}.py" for name in ("torch_tools", "integration", "ops")),
-    "tests/tilewise/cache/test_refusals.py::test_one_graph_with_the_writes_declared",
+    "tests/tilewise/plan_cache",
+    "tests/tilewise/kv_cache/test_refusals.py::test_one_graph_with_the_writes_declared",
     "tests/tilewise/mods/test_modifier.py::test_compiled_with_tensors_from_outside",
     "tests/tilewise/integrations/test_sdpa.py::TestRegistry",
     "tests/tilewise/distributed/test_processes.py",
     "tests/tilewise/integrations/test_transformers.py::test_compiled_whole[llama-packed]",
     "tests/tilewise/integrations/test_transformers.py::test_compiled_whole[gemma3-left]",
 )
-ALL = (*BOUNDARY, "tests/tilewise/test_api.py", "tests/tilewise/reference")
+ALL = (*BOUNDARY, "tests/tilewise/test_api.py", "tests/tilewise/backends/reference")
 
 
 def script() -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import tensor
-from ..spec import AttentionError
+from ..errors import AttentionError
+from ..validation.dense import tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

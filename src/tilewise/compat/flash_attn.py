@@ -14,13 +14,15 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..checks import tensor
-from ..spec import AttentionError
+from ..errors import AttentionError
+from ..validation.dense import tensor
 from . import bert_padding, flash_attn_3
 from .flash_words import BOTH_WAYS, Window, options_of, over_cache
+from .segments import used
 
 VERSION = "2.8.3"
 NOT_TURNED: dict[str, Any] = {"cos": None, "sin": None}
@@ -86,18 +88,44 @@ def flash_attn_varlen_func(
     >>> q, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True).shape
     torch.Size([7, 4, 16])
+
+    With block_table k and v are pages, (pages, tokens, Hk, D). Where a gradient is asked for, they are gathered first.
     """
     words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
     if block_table is not None:
         if dropout_p:
             raise AttentionError("dropout_p", f"{dropout_p} beside block_table", "0: over a cache there is none")
-        pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
-        out, lse = over_cache(
-            q, k, v, None, None, tensor("cu_seqlens_k", cu_seqlens_k).diff(), NOT_TURNED, words | pages
-        )
+        lengths = tensor("cu_seqlens_k", cu_seqlens_k).diff()
+        if torch.is_grad_enabled() and any(tensor(name, x).requires_grad for name, x in (("q", q), ("k", k), ("v", v))):
+            out, lse = _over_pages(q, k, v, cu_seqlens_q, lengths, block_table, words)
+        else:
+            pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
+            out, lse = over_cache(q, k, v, None, None, lengths, NOT_TURNED, words | pages)
     else:
         out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
     return _returned(out, lse, return_attn_probs, dropout_p)
+
+
+def _over_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor, words: dict[str, Any]
+) -> Any:
+    """(out, lse) with gradients: all pages of a sequence side by side, of which the first `lengths` tokens are used."""
+    if tensor("block_table", table).dim() != 2 or table.is_floating_point() or table.shape[0] != lengths.shape[0]:
+        raise AttentionError(
+            "block_table", f"{table.dtype} {tuple(table.shape)}", f"ints ({lengths.shape[0]}, pages of a sequence)"
+        )
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise AttentionError(f"shape of {name}", tuple(x.shape), "(pages, tokens, heads, dim), with block_table")
+    pages = table.long().clamp(0, max(k.shape[0] - 1, 0))
+    room = table.shape[1] * k.shape[1]
+    cu_k = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * room
+    cu_q, cu_k = used(cu_q, cu_k, None, lengths)  # three sequences for each
+    slopes = words["alibi_slopes"]
+    if slopes is not None and tensor("alibi_slopes", slopes).dim() == 2:
+        words = words | {"alibi_slopes": slopes.repeat_interleave(3, 0)}
+    k, v = (x[pages].flatten(0, 2) for x in (k, v))
+    return attention_varlen(q, k, v, cu_q, cu_k, **words)
 
 
 def flash_attn_varlen_kvpacked_func(

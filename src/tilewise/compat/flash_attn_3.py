@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..cache.plans import Plans
-from ..checks import tensor
+from ..errors import AttentionError
+from ..integrations.kv_plans import Plans
 from ..merge import merge
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
-from ..spec import AttentionError
-from .flash_words import BOTH_WAYS, Window, options_of, over_cache
+from ..validation.dense import tensor
+from .flash_words import BOTH_WAYS, Window, options_of, over_cache, with_qv
 from .segments import used
 
 
@@ -24,9 +24,16 @@ def same_chunk(b, h, q_idx, kv_idx, chunk, *, q_len, kv_len):  # type: ignore[no
     return (q_idx + (kv_len - q_len)) // chunk == kv_idx // chunk
 
 
+@mask_mod
+def same_chunk_since(b, h, q_idx, kv_idx, chunk, starts, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    """The same of sequences padded on the left: chunks are counted from the first valid key."""
+    first = starts[b]
+    return (q_idx + (kv_len - q_len) - first) // chunk == (kv_idx - first) // chunk
+
+
 def _options(
     softmax_scale: float | None, causal: bool, window_size: Window, attention_chunk: int, softcap: float,
-    deterministic: bool, **descales: Tensor | None,
+    deterministic: bool, starts: Tensor | None = None, **descales: Tensor | None,
 ) -> dict[str, Any]:  # fmt: skip
     for name, x in descales.items():
         if x is not None:
@@ -34,17 +41,11 @@ def _options(
     if not is_whole(attention_chunk) or attention_chunk < 0:
         raise AttentionError("attention_chunk", repr(attention_chunk), "an int, of tokens; 0 for none")
     words = options_of(softmax_scale, causal, window_size, softcap, deterministic=deterministic)
-    return words | {"mask_mod": same_chunk(attention_chunk) if attention_chunk else None}
-
-
-def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q.k + qv.v is one product of longer rows."""
-    if qv is None:
-        return q, k
-    for name, x, other in (("qv", qv, q), ("v", v, k)):
-        if tensor(name, x).shape[:-1] != tensor("q or k", other).shape[:-1]:
-            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{tuple(other.shape)} up to the head dim")
-    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    if not attention_chunk:
+        return words | {"mask_mod": None}
+    if starts is None:
+        return words | {"mask_mod": same_chunk(attention_chunk)}
+    return words | {"mask_mod": same_chunk_since(attention_chunk, tensor("cache_leftpad", starts))}
 
 
 def flash_attn_func(
@@ -66,7 +67,7 @@ def flash_attn_func(
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    q, k = _with_qv(q, k, v, qv)
+    q, k = with_qv(q, k, v, qv)
     out, lse = attention(q, k, v, **words)
     return (out, lse) if return_attn_probs else out
 
@@ -105,7 +106,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    q, k = _with_qv(q, k, v, qv)
+    q, k = with_qv(q, k, v, qv)
     if seqused_q is not None or seqused_k is not None:
         cu_seqlens_q, cu_seqlens_k = used(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
@@ -115,14 +116,16 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that over parts of them: (parts, B, S, H, D) and (parts, B, S, H)."""
+    """Attention over all keys from that over parts of them: (parts, B, S, H, D) and (parts, B, S, H). Where lse_partial
+    is -inf the part saw no key: whatever out_partial holds there counts as 0, as in flash-attn."""
     if tensor("lse_partial", lse_partial).shape != tensor("out_partial", out_partial).shape[:-1]:
         raise AttentionError("shape of lse_partial", tuple(lse_partial.shape), f"{tuple(out_partial.shape[:-1])}")
     if out is not None and tensor("out", out).shape != out_partial.shape[1:]:
         raise AttentionError("shape of out", tuple(out.shape), f"{tuple(out_partial.shape[1:])}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise AttentionError("out_dtype", repr(out_dtype), "a torch.dtype")
-    found, lse = merge(*((o, l.mT) for o, l in zip(out_partial, lse_partial, strict=True)))
+    out_partial = out_partial.masked_fill((lse_partial == -torch.inf)[..., None], 0.0)
+    found, lse = merge(*((o, l.mT) for o, l in zip(out_partial, lse_partial, strict=True)), layout="bshd")
     if out is not None:
         found = out.copy_(found)
     elif out_dtype is not None:
@@ -142,14 +145,12 @@ def flash_attn_with_kvcache(
     num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
     """Attention over a KV cache: see `tilewise.attention_kv`, and flash-attn 2's. scheduler_metadata is one of
-    `get_scheduler_metadata`. With a page table, cache_batch_idx says which of its rows are whose."""
-    if qv is not None:
-        raise AttentionError("qv over a KV cache", "one", "none")
-    if attention_chunk and cache_leftpad is not None:
-        raise AttentionError("attention_chunk", f"{attention_chunk} beside cache_leftpad", "one of the two")
+    `get_scheduler_metadata`. With a page table, cache_batch_idx says which of its rows are whose. With `qv` the scores
+    are q.k + qv.v, of head dims that are at most 512 together; unless k_cache and v_cache lie side by side in one
+    tensor, both caches are copied at every call."""
     words = _options(
-        softmax_scale, causal, window_size, attention_chunk, softcap, False, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        softmax_scale, causal, window_size, attention_chunk, softcap, False, cache_leftpad, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         rows = tensor("cache_batch_idx", cache_batch_idx).long().clamp(0, tensor("page_table", page_table).shape[0] - 1)
@@ -160,7 +161,7 @@ def flash_attn_with_kvcache(
     }  # fmt: skip
     turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
     out, lse = over_cache(
-        q, k_cache, v_cache, k, v, cache_seqlens, turned, words, scheduler_metadata, rotary_seqlens
+        q, k_cache, v_cache, k, v, cache_seqlens, turned, words, scheduler_metadata, rotary_seqlens, qv
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 

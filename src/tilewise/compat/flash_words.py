@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.api import attention_kv
-from ..cache.plans import Plans
-from ..checks import tensor
-from ..kv_spec import Rotary
+from ..errors import AttentionError
+from ..integrations.kv_plans import Plans
+from ..kv_cache import append_kv, attention_kv
+from ..kv_request import Rotary
 from ..mods.dropout import is_whole
-from ..spec import AttentionError
+from ..request import MAX_HEAD_DIM
+from ..validation.dense import tensor
 
 Window = tuple[int, int]
 BOTH_WAYS: Window = (-1, -1)
@@ -37,10 +38,11 @@ def options_of(
 def over_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, lengths: Any,
     rotary: dict[str, Any], words: dict[str, Any], plans: Plans | None = None, rotary_lengths: Any = None,
+    qv: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """(out, lse) of tilewise.attention_kv. flash-attn turns the i-th query by the place of the i-th new key if there is
     a band (also where new keys are more or fewer than queries), and all of them by that of the first if there is none;
-    places count from `rotary_lengths`, where they are not the cache's."""
+    places count from `rotary_lengths`, where they are not the cache's. `qv` is multiplied with the values."""
     cos, sin = rotary["cos"], rotary["sin"]
     if (k is None) != (v is None) or (k is None and cos is not None):
         raise AttentionError("k and v", "one of them, or none beside rotary_cos", "both")
@@ -66,9 +68,68 @@ def over_cache(
             own = _starts(lengths if rotary_lengths is None else rotary_lengths, q, batch)
             rotary = rotary | {"positions": _places(k, cu_new, own), "q_positions": _places(q, cu_q, own, banded)}
         words["rotary"] = Rotary(**rotary)
+    if qv is not None:
+        _check_qv(q, k_cache, v_cache, qv)  # before anything is written
+        if k is not None:
+            q, lengths = _appended(q, k_cache, v_cache, lengths, words)
+        q, k_cache = with_qv(q, k_cache, v_cache, qv)
     if plans is not None:
         words["plan"] = plans.of(q, k_cache, v_cache, lengths, words)
     return attention_kv(q, k_cache, v_cache, lengths, **words)
+
+
+def _appended(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, words: dict[str, Any]
+) -> tuple[Tensor, Tensor | int]:
+    """Write the new tokens of a call, which are then taken out of `words`: the queries, turned, and the new lengths."""
+    k, v = words.pop("k_new"), words.pop("v_new")
+    names = ("cu_seqlens_new", "rotary"), ("cu_seqlens_q", "page_table", "cache_rows")
+    given = {name: words.pop(name) for name in names[0] if name in words}
+    given |= {name: words[name] for name in names[1] if name in words}
+    if k.dim() == 3:
+        given.setdefault("cu_seqlens_new", given.get("cu_seqlens_q"))
+    turned = append_kv(k, v, k_cache, v_cache, lengths, q=q, **given)
+    assert turned is not None
+    if k.dim() == 4:
+        return turned, lengths + k.shape[1]
+    return turned, (lengths + given["cu_seqlens_new"].diff()).int()
+
+
+def with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose product is q.k + qv.v: both side by side along the head dim."""
+    if qv is None:
+        return q, k
+    _check_qv(q, k, v, qv)
+    for first, second, queries in ((k, v, (q, qv)), (v, k, (qv, q))):
+        if _is_beside(first, second):
+            both = first.as_strided((*first.shape[:-1], q.shape[-1] + qv.shape[-1]), first.stride())
+            return torch.cat(queries, -1), both
+    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+
+
+def _check_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> None:
+    dims = tensor("q", q).shape[-1], tensor("qv", qv).shape[-1]
+    if qv.shape[:-1] != q.shape[:-1] or dims[1] != tensor("v", v).shape[-1]:
+        wanted = f"{(*q.shape[:-1], v.shape[-1])}: q's, with the head dim of v"
+        raise AttentionError("shape of qv", tuple(qv.shape), wanted)
+    if v.shape[:-1] != tensor("k", k).shape[:-1]:
+        raise AttentionError("shape of v", tuple(v.shape), f"k's {tuple(k.shape)} up to the head dim")
+    if sum(dims) > MAX_HEAD_DIM:
+        what = f"at most {MAX_HEAD_DIM} together: q.k + qv.v is computed as one product of rows of both"
+        raise AttentionError("head dims of q and qv", f"{dims[0]} + {dims[1]}", what)
+
+
+def _is_beside(first: Tensor, second: Tensor) -> bool:
+    """Whether the rows of the second follow those of the first in one memory, as parts of a tensor do. (Not where a
+    gradient is asked: it would be that of the parts.)"""
+    if torch.compiler.is_compiling() or first.requires_grad or second.requires_grad:
+        return False
+    try:
+        memory = [x.untyped_storage().data_ptr() for x in (first, second)]
+    except RuntimeError:  # torch.func's tensors have none
+        return False
+    follows = first.storage_offset() + first.shape[-1] * first.stride(-1) == second.storage_offset()
+    return memory[0] == memory[1] and first.stride() == second.stride() and follows
 
 
 def _starts(given: Any, q: Tensor, batch: int) -> Tensor:

@@ -6,7 +6,7 @@
     out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
 
 There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md)
-or, where that has more in it than a mod's (tuples, loops, an `if` over numbers), it is called once to see what it does.
+or, where that has more in it than a mod's (tuples, loops, an `if` over numbers), it is called to see what it does.
 Tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
 the FlexAttention of torch 2.10 to 2.15; with others it warns once.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -24,17 +24,18 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torchs
 
 from ..api import attention
-from ..checks import tensor
-from ..checks.versions import check_version
-from ..mods import BlockMask, Mod
+from ..errors import AttentionError
+from ..mods import PROGRAMS, BlockMask, Mod
 from ..mods.bands import FAR, split
 from ..mods.blocks import listed
-from ..mods.expr import SCORE, as_bool, as_float
+from ..mods.expr import SCORE, Expr, as_bool, as_float, const, load, nodes, substitute
 from ..mods.modifier import PAIR, Modifier, mask_mod
 from ..mods.program import Program, joined, register
 from ..mods.source import is_called, name_of
 from ..mods.trace import followed
-from ..spec import AttentionError
+from ..request import LIMIT
+from ..validation.dense import tensor
+from ..validation.versions import check_version
 
 Function = Callable[..., Any]
 TESTED = ((2, 10), (2, 15))
@@ -60,8 +61,8 @@ def flex_attention(
     torch.Size([4])
 
     A mask of which a part is a band (causal, a window) is computed as one, and the tiles that a BlockMask does not list
-    are skipped; its lists are read once, when it is first used, which waits for the GPU. `kernel_options` say how torch
-    should compute, and are not needed.
+    are skipped. Its lists are read when it is first used and when they have changed, which waits for the GPU. Its
+    mask_mod is read at every call. `kernel_options` say how torch should compute, and are not needed.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if tensor(name, x).dim() != 4:
@@ -106,10 +107,35 @@ def mod_of(function: Any, kind: str) -> Mod:
         mod: Mod | None = _modifier(function, kind)() if isinstance(function, FunctionType) else None
     except AttentionError:
         mod = None
-    mod = mod or _followed(function, kind)
+    mod = _from_the_end(mod or _followed(function, kind))
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
+
+
+def _from_the_end(mod: Mod) -> Mod:
+    """The mod whose constant negative indices count from a tensor's end, as torch's do. (Mods of tilewise read the
+    nearest element, the first one.)"""
+    if not _has_negative_index(mod.key):
+        return mod
+
+    def moved(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        if x.op != "load":
+            return None
+        pairs = zip(args, mod.tensors[x.value].shape, strict=True)
+        return load(x.value, *(const(a.value + n) if _is_negative(a) else a for a, n in pairs), kind=x.kind)
+
+    program = mod.program
+    return mod._replace(key=register(Program(substitute(program.root, moved), program.ranks, program.numbers)))
+
+
+@lru_cache(LIMIT)
+def _has_negative_index(key: str) -> bool:
+    return any(x.op == "load" and any(map(_is_negative, x.args)) for x in nodes(PROGRAMS[key].root))
+
+
+def _is_negative(index: Expr) -> bool:
+    return bool(index.op == "const" and index.value < 0)
 
 
 def _check_parameters(function: Any, kind: str) -> None:
@@ -162,51 +188,67 @@ class Converted(NamedTuple):
     keys: int
 
 
+class Kept(NamedTuple):
+    """A conversion, and what it was made from. `extra`: tensors of its mask that come before the mask function's."""
+
+    key: tuple[Any, ...]
+    lists: list[Any]
+    converted: Converted
+    extra: tuple[Tensor, ...]
+
+
 def _converted(block_mask: Any, n_q: int, n_k: int) -> Converted:
-    """Worked out once for each BlockMask, and kept with it for as long as it stays as it is."""
+    """The mask function is read again at every call: it may depend on anything (globals, helpers, objects, dicts), and
+    only reading it tells. Its program, and the contents of the block lists, are all that a conversion depends on; it is
+    stored on the BlockMask with both. The tensors that the function reads are always those of this call."""
     if not isinstance(block_mask, torchs.BlockMask):
         raise AttentionError("block_mask", type(block_mask).__name__, "torch's BlockMask, from create_block_mask")
     sizes = tuple(block_mask.seq_lengths)
     if sizes != (n_q, n_k):
         raise AttentionError("lengths of the block mask", sizes, f"those of query and key, {(n_q, n_k)}")
-    now, (before, found) = _state(block_mask), vars(block_mask).get("_tilewise", ([], None))
-    if found is None or len(now) != len(before) or not all(map(_unchanged, now, before)):
-        found = _convert(block_mask, n_q, n_k)
-        vars(block_mask)["_tilewise"] = now, found
-    return found  # type: ignore[no-any-return]
-
-
-def _state(block_mask: Any) -> list[Any]:
-    """What a conversion rests on: programs that decode give a BlockMask another mask_mod, or write into its lists."""
+    function = block_mask.mask_mod
+    mod = ALL_SEEN() if function is None or function is torchs.noop_mask else mod_of(function, "mask")
+    key = mod.key, n_q, n_k, *block_mask.BLOCK_SIZE
     lists = [getattr(block_mask, f"{full}kv_{name}") for full in ("", "full_") for name in ("num_blocks", "indices")]
-    versions = [-1 if x is None or x.is_inference() else x._version for x in lists]
-    return [*block_mask.seq_lengths, *block_mask.BLOCK_SIZE, *lists, *versions, *_closed_over(block_mask.mask_mod)]
+    kept: Kept | None = vars(block_mask).get("_tilewise")
+    if kept is None or kept.key != key or not all(map(_is_unchanged, lists, kept.lists)):
+        copies = [_recorded(x) for x in lists]
+        with torch.inference_mode(False):  # its tensors may be used by a call with a gradient later
+            made = _convert(block_mask, mod, n_q, n_k)
+        extra: tuple[Tensor, ...] = ()
+        if made.mask is not None:
+            extra = made.mask.mod.tensors[: len(made.mask.mod.tensors) - len(mod.tensors)]
+            made = made._replace(mask=made.mask._replace(mod=made.mask.mod._replace(tensors=(), numbers=())))
+        kept = vars(block_mask)["_tilewise"] = Kept(key, copies, made, extra)
+    made = kept.converted
+    if made.mask is None:
+        return made
+    bound = made.mask.mod._replace(tensors=(*kept.extra, *mod.tensors), numbers=mod.numbers)
+    return made._replace(mask=made.mask._replace(mod=bound))
 
 
-def _closed_over(mask_mod: Any) -> list[Any]:
-    """A function, and whatever it and the functions that it calls have closed over, or hold as objects."""
-    found: list[Any] = []
-    left = [mask_mod]
-    while left:
-        value = left.pop()
-        if isinstance(value, (tuple, list)):
-            left.extend(value)
-        elif not any(value is known for known in found if callable(known)):
-            found.append(value)
-            left.extend(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
-            if isinstance(value, partial):
-                left.extend((value.func, value.args, *value.keywords.values()))
-            if isinstance(value, MethodType) or is_called(value):
-                left.extend(getattr(getattr(value, "__self__", value), "__dict__", {}).values())
-    return found
+def _recorded(x: Tensor | None) -> Any:
+    """What tells later whether a block list has changed: a copy on a CPU; on a GPU, where comparing would wait, the
+    tensor, its address and its version counter. None if there is no counter: tensors made in inference mode."""
+    if x is None:
+        return ABSENT
+    if not x.is_cuda:
+        return x.detach().clone()
+    return None if x.is_inference() else (x, x.data_ptr(), x._version)
 
 
-def _unchanged(now: Any, before: Any) -> bool:
-    return now is before or (isinstance(now, (int, float)) and type(now) is type(before) and bool(now == before))
+def _is_unchanged(x: Tensor | None, before: Any) -> bool:
+    if x is None or before is None or before is ABSENT:
+        return x is None and before is ABSENT
+    if isinstance(before, Tensor):
+        return x.device == before.device and x.dtype == before.dtype and torch.equal(x, before)
+    return x is before[0] and not x.is_inference() and (x.data_ptr(), x._version) == before[1:]
 
 
-def _convert(block_mask: Any, n_q: int, n_k: int) -> Converted:
-    mod = ALL_SEEN() if block_mask.mask_mod in (None, torchs.noop_mask) else mod_of(block_mask.mask_mod, "mask")
+ABSENT = object()
+
+
+def _convert(block_mask: Any, mod: Mod, n_q: int, n_k: int) -> Converted:
     block = tuple(block_mask.BLOCK_SIZE)
     kinds = _kinds(block_mask, -(-n_q // block[0]), -(-n_k // block[1]))
     before, after, rest = split(mod)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import tensor
-from ..spec import AttentionError
+from ..errors import AttentionError
+from ..validation.dense import tensor
 
 
 def used(cu_q: Tensor, cu_k: Tensor, used_q: Tensor | None, used_k: Tensor | None) -> tuple[Tensor, Tensor]:

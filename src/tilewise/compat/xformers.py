@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..api import attention, attention_varlen
-from ..checks import tensor
-from ..checks.versions import check_version
+from ..errors import AttentionError
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
-from ..spec import AttentionError
+from ..validation.dense import tensor
+from ..validation.versions import check_version
 from .segments import used
 
 FAR = 2**30
@@ -52,14 +52,12 @@ def memory_efficient_attention(
     words: dict[str, Any] = {"scale": scale, "dropout_p": p}
     named = type(attn_bias).__name__ in BANDS  # some of xformers' classes were tensors once
     if attn_bias is None or (isinstance(attn_bias, Tensor) and not named):
-        words["bias"] = attn_bias if not isinstance(attn_bias, Tensor) or query.dim() > 3 else attn_bias[:, None]
-        if isinstance(attn_bias, Tensor) and attn_bias.dim() == 5:
-            words["bias"] = attn_bias.flatten(1, 2)
+        words["bias"] = None if attn_bias is None else _bias(attn_bias, query)
         out = attention(q, k, v, **words)
     else:
         if type(attn_bias).__module__.startswith("xformers."):
             check_version("xformers", sys.modules["xformers"].__version__, TESTED, TESTED)
-        out = _of_class(q, k, v, attn_bias, words)
+        out = _of_class(q, k, v, attn_bias, words, query)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return out if output_dtype is None else out.to(output_dtype)  # type: ignore[no-any-return]
 
@@ -70,18 +68,32 @@ def _four_axes(name: str, x: Tensor) -> Tensor:
     return x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, 3) if x.dim() == 5 else x
 
 
-def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -> Any:
+def _bias(x: Tensor, query: Tensor) -> Tensor:
+    """(B, H, M, N) of a tensor that has the axes of the query: (B, M, N) of one head, (B, G, H, M, N) of groups."""
+    if query.dim() == 3:
+        return x[:, None]
+    if x.dim() != 5:
+        return x
+    own, wanted = x.shape[1:3], query.shape[2:4]
+    if 1 in own and own != (1, 1) and all(n in (1, m) for n, m in zip(own, wanted, strict=False)):
+        x = x.expand(-1, *wanted, -1, -1)
+    return x.flatten(1, 2)
+
+
+def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any], query: Tensor) -> Any:
     name = type(bias).__name__
     if name.startswith("BlockDiagonal") and name in BANDS:
         return _packed(q, k, v, bias, words | BANDS[name](bias))
     if name in BANDS:
         words = words | BANDS[name](bias)
+        if "bias" in words:
+            words["bias"] = _bias(tensor("bias of attn_bias", words["bias"]), query)
         if "mask_mod" not in words:
             return attention(q, k, v, **words)
         n = min(k.shape[1], q.shape[1])  # aligned top left: keys past the last query's are seen by none
         words["window"] = None, q.shape[1] - n
-        tensor = words.get("bias")
-        words["bias"] = tensor if tensor is None or tensor.shape[-1] == 1 else tensor[..., :n]
+        added = words.get("bias")
+        words["bias"] = added if added is None or added.shape[-1] == 1 else added[..., :n]
         del words["mask_mod"]
         return attention(q, k[:, :n], v[:, :n], **words)
     raise AttentionError("attn_bias", name, f"None, a tensor, or one of {', '.join(BANDS)}")

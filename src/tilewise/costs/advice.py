@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from tilewise.backends.common.cost_profile import padded
 from tilewise.costs.cost import Call
 from tilewise.costs.explanation import Advice, Explanation
-from tilewise.kernels.profile import padded
 
 Estimate = Callable[[Call], Explanation]
 WORTH = 1.02  # a gain below this is not worth a word

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewise.kernels.offline import binary_for
+from tilewise.backends.common.offline import binary_for
 
 
 @dataclass(frozen=True)

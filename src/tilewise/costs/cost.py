@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tilewise.costs.devices import ITEMSIZE
-from tilewise.spec import heads_are_queries
+from tilewise.request import heads_are_queries
 
 STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 

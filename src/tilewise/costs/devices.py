@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from tilewise.kernels.gpu import Gpu
-from tilewise.spec import AttentionError
+from tilewise.backends.common.gpu import Gpu
+from tilewise.errors import AttentionError
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

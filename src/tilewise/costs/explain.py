@@ -32,8 +32,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from tilewise import checks, dispatch
-from tilewise.checks import Options, takes_options
+from tilewise.backends import registry as dispatch
+from tilewise.backends.common.gpu import has_triton
+from tilewise.backends.protocol import Backend
 from tilewise.costs import cost, predict, roofline
 from tilewise.costs.advice import advise
 from tilewise.costs.compiled import Compiled, compile_for
@@ -42,10 +43,11 @@ from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
 from tilewise.costs.explanation import Explanation, Resources
 from tilewise.costs.terms import count
-from tilewise.dispatch import Backend
-from tilewise.kernels.gpu import has_triton
+from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
-from tilewise.spec import AttentionError, Request, differentiable
+from tilewise.options import Options, takes_options
+from tilewise.request import Request, differentiable
+from tilewise.validation import dense as checks
 
 TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p"
 Shape = Sequence[int]
@@ -191,18 +193,17 @@ def _resources(
         return {}, "Triton is interpreting (TRITON_INTERPRET=1)"
     try:
         with _quiet():
-            made = compile_kernels(request, device, backend, found.backward)
+            made = compile_kernels(request, device, found.backward)
             return {name: Resources(x.registers, x.shared, x.spills) for name, x in made}, ""
     except Exception as error:
         return {}, f"the compiler here refused {device.gpu} ({type(error).__name__})"
 
 
-def compile_kernels(
-    request: Request, device: Device, backend: Backend, backward: bool
-) -> Iterator[tuple[str, Compiled]]:
-    """The kernels of a call, compiled as a launch would; whatever its tensors live on."""
-    for name, one in backend.load().offline(request.on_meta(), device.gpu, backward).items():
-        yield name, compile_for(device.capability, one.kernel, one.args, one.options)
+def compile_kernels(request: Request, device: Device, backward: bool) -> Iterator[tuple[str, Compiled]]:
+    """The main kernels of a call, compiled as for a launch, whatever device its tensors are on."""
+    for name, one in dispatch.launches_of(request.on_meta(), device.gpu, backward).items():
+        if not name.startswith("("):
+            yield name, compile_for(device.capability, one.kernel, one.args, one.options)
 
 
 @contextlib.contextmanager

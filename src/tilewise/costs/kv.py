@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
-from tilewise.cache import checks
+from tilewise.backends import registry as dispatch
 from tilewise.costs import roofline
 from tilewise.costs.devices import ITEMSIZE, Device
 from tilewise.costs.devices import device as device_named
 from tilewise.costs.explanation import amount, band, time
-from tilewise.kv_spec import KvRequest
+from tilewise.errors import AttentionError
+from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
-from tilewise.spec import AttentionError
+from tilewise.validation import kv as checks
 
 Shape = Sequence[int]
 # Decoding over dense caches of 32 MB to 4.3 GB, as it was measured on an H200: 21.6 us for 33.5 MB, 75.4 us for 268 MB,
@@ -194,7 +194,8 @@ def _told(
     other = size * queries * heads * dims + 4 * queries * heads
     if request.places.table is not None:
         other += 4 * sum(-(-n // k.shape[1]) for _, n, _ in sequences)
-    deals, dealt, ranges, shared = chosen.backend.kv, None, None, 0
+    assert chosen.backend.kv is not None
+    deals, dealt, ranges, shared = chosen.backend.kv.partition, None, None, 0
     if deals is None:  # the reference, which reads each sequence's keys
         loaded, executed = seen, flops
     else:

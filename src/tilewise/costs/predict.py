@@ -20,11 +20,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise import dispatch
+from tilewise.backends import registry as dispatch
+from tilewise.backends.common.cost_profile import Profile, Tile
 from tilewise.costs.cost import Call, ScoreTerms, traffic
 from tilewise.costs.devices import Device
 from tilewise.costs.waves import Schedule, Waves, schedule, waves
-from tilewise.kernels.profile import Profile, Tile
 
 Programs = tuple[int, int, int]  # how many, their steps, and how many of these with a mask
 UNKNOWN = 0.5  # share of the matrix units that a kernel reaches of which nothing was measured
@@ -171,9 +171,8 @@ def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
     """The kernels of a call, in order: [] of a backend that launches none of its own."""
-    described = dispatch.backend(backend)
-    forward = [] if only_backward else described.forward(call, device.gpu)
-    after = described.backward(call, device.gpu) if backward else []
+    forward = [] if only_backward else dispatch.cost_of(backend, call, device.gpu, False)
+    after = dispatch.cost_of(backend, call, device.gpu, True) if backward else []
     return [
         *(_kernel(call, profile, device, model) for profile in forward),
         *(_kernel(call, profile, device, model, is_last=profile is after[-1]) for profile in after),

@@ -11,7 +11,7 @@ from tilewise.mods import expr
 from tilewise.mods.blocks import BlockMask
 from tilewise.mods.expr import Expr
 from tilewise.mods.program import PROGRAMS
-from tilewise.spec import Request
+from tilewise.request import Request
 
 # In additions, as timed on an H200 (4 x 4096 tokens, 16 heads of 128, causal):
 SPECIAL = 3  # a special function or a quotient

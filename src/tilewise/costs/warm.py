@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import checks, dispatch
-from tilewise.kernels.gpu import Gpu, gpu_of, has_triton
-from tilewise.kernels.offline import gpu_named
-from tilewise.spec import AttentionError, Request
+from tilewise.backends import registry as dispatch
+from tilewise.backends.common.gpu import Gpu, gpu_of, has_triton
+from tilewise.backends.common.offline import gpu_named
+from tilewise.errors import AttentionError
+from tilewise.request import Request
+from tilewise.validation import dense as checks
 
 LENGTHS = (4096, 1024, 1000)  # long; short; one that no tile divides: kernels know no more of them
 TENSORS = ("bias", "sinks", "alibi_slopes")
@@ -178,14 +180,12 @@ def requests(kind: Kind) -> Iterator[Request]:
 
 def _launches(kinds: Sequence[Kind], gpu: Gpu) -> dict[str, Any]:
     """The launches of these calls, those that compile to the same once."""
-    from tilewise.kernels.offline import specialised
+    from tilewise.backends.common.offline import specialised
 
     found: dict[str, Any] = {}
     for kind in kinds:
         for request in requests(kind):
-            backend = dispatch.choose(request, gpu).backend.load()
-            every = getattr(backend, "every_launch", None)
-            for made in every(request, gpu, kind.backward) if every else ():
+            for made in dispatch.launches_of(request, gpu, kind.backward).values():
                 found.setdefault(specialised(gpu.arch, made), made)
     return found
 
@@ -211,10 +211,8 @@ def _share(kinds: Sequence[Kind], gpu: Gpu, share: int, count: int) -> Iterator[
 def _work(task: str) -> None:
     import triton
 
-    from tilewise.kernels.offline import binary_for
-    from tilewise.kernels.triton_private import shared_keys
+    from tilewise.backends.common.offline import binary_for
 
-    shared_keys()
     given = json.loads(task)
     kinds, gpu = [Kind(*kind) for kind in given["kinds"]], Gpu(*given["gpu"])
     hits: list[bool] = []

@@ -9,10 +9,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..checks import Options, takes_options
+from ..errors import AttentionError
 from ..mods.blocks import BlockMask
-from ..spec import AttentionError, Request, band, differentiable
+from ..options import Options, takes_options
+from ..request import Request, band, differentiable
+from ..validation import dense as checks
 from . import ops
 from .plan import Plan
 

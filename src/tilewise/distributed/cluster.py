@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..spec import AttentionError
-from ..torch_private import flattened
+from ..errors import AttentionError
+from ..torch_internals import flattened
 
 
 class Exchange(NamedTuple):

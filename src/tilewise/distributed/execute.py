@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import call_of
-from ..spec import Request, Upstream
+from ..ops.dense import aligned
+from ..plan_cache import CallPlan, plan_of
+from ..request import Request, Upstream
 from .cluster import Exchange
 from .division import GATHERING, Division
 from .heads import Heads
@@ -67,6 +68,11 @@ def backward(
         None if g is None or x is None else g.to(x.dtype)
         for g, x in zip((dq, dk, dv, *work.terms), inputs, strict=True)
     )
+
+
+def plan_for(request: Request) -> CallPlan:
+    """How one tile's call runs. Its options are the key; the calls of a step differ in little else."""
+    return plan_of("tile", lambda: request, request.tensors(), request.spec)
 
 
 class Work:
@@ -146,8 +152,7 @@ class Forward(Work):
 
     def compute(self, sources: tuple[int, ...]) -> None:
         for request, rows, _, _ in self.parts(sources, self.kv(sources)):
-            call = call_of(request)
-            out, lse = call.backend.forward(request, call.recordings)
+            out, lse = plan_for(request).forward(request.tensors())
             if request.cu_q is not None:
                 out, lse = out[None], lse[None]
             if self.is_new and rows.is_all:
@@ -206,13 +211,13 @@ class Backward(Work):
         for part in self.parts(sources, (k, v)):
             request, rows, keys, _ = part
             upstream = self.upstream_of(rows, request.cu_q is not None)
-            call = call_of(request)
-            found = call.backend.backward(request, upstream, call.recordings)
+            plan = plan_for(request)
+            found: Any = plan.backward(request.tensors(), upstream)
             if request.cu_q is not None:
                 found = tuple(x[None] for x in found)
             for n, (x, g, place) in enumerate(zip((self.q, k, v), found, (rows, keys, keys), strict=True)):
                 grads[n] = added(grads[n], x, place, g)
-            self.add_terms(call, part, upstream)
+            self.add_terms(plan, part, upstream)
             self.is_new = False
         dq, dk, dv = (zeros(x, self.dtype) if g is None else g for x, g in zip((self.q, k, v), grads, strict=True))
         self.dq = dq
@@ -227,15 +232,15 @@ class Backward(Work):
                 dlse = None if dlse is None else rows.take(dlse, 2).contiguous()
             if packed:
                 out, lse, dout, dlse = out[0], lse[0], dout[0], None if dlse is None else dlse[0]
-            self.taken = (rows, packed), Upstream(out, lse, dout, dlse)
+            self.taken = (rows, packed), aligned(Upstream(out, lse, dout, dlse))
         return self.taken[1]
 
-    def add_terms(self, call: Any, part: Part, upstream: Upstream) -> None:
+    def add_terms(self, plan: CallPlan, part: Part, upstream: Upstream) -> None:
         wanted = [x is not None for x in self.terms]
         wanted[1] = False
         if not any(wanted):
             return
-        found = iter(call.backend.term_gradients(part.request, upstream, wanted))
+        found = iter(plan.term_gradients(tuple(wanted), part.request.tensors(), upstream))
         bias, _, *score = self.terms
         if bias is not None:
             self.heads.of(bias, 1)[part.bias].add_(next(found))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import ARGUMENTS, SCHEMA, Request, arguments, differentiable, request_of
+from ..request import ARGUMENTS, SCHEMA, Request, arguments, differentiable, request_of
 from . import cluster, execute
 from .execute import Saved
 from .heads import Heads
@@ -89,16 +89,28 @@ class Distributed(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpoints compute them when asked
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
-        q, v, n = request.q, request.v, differentiable(request.spec)
+        q, v = request.q, request.v
         if dout is None:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        wanted = list(ctx.needs_input_grad[6 : 3 + n])
+        wanted = _of_terms(request.spec, ctx.needs_input_grad[6:])
         grads = torch.ops.tilewise_distributed.backward(
-            list(saved), dout, dlse, wanted, *arguments(request), ctx.number
+            list(saved), dout, dlse, list(wanted), *arguments(request), ctx.number
         )
         terms = iter(grads[3:])
         found = (*grads[:3], *(next(terms) if wants else None for wants in wanted))
-        return None, None, None, *found, *(None,) * (len(tensors) - n)
+        return None, None, None, *_as_many(found, len(tensors))
+
+
+def _of_terms(spec: Any, needs_grad: Any) -> tuple[bool, ...]:
+    """Whether each of bias, sinks and the score mod's tensors needs a gradient. `Request.tensors` leaves out absent
+    ones at the end."""
+    n = differentiable(spec) - 3
+    return (*needs_grad[:n], *(False,) * (n - len(needs_grad)))
+
+
+def _as_many(grads: Any, n: int) -> tuple[Any, ...]:
+    """A gradient, or None, for each of n tensors."""
+    return (*grads[:n], *(None,) * (n - len(grads)))
 
 
 def attend(plan: Plan, request: Request) -> Any:
@@ -130,8 +142,7 @@ class Rehearsed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
-        n = differentiable(request.spec)
-        wanted = tuple(ctx.needs_input_grad[5 : 2 + n])
+        wanted = _of_terms(request.spec, ctx.needs_input_grad[5:])
         if dout is None:
             dout = request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
         steps = []
@@ -148,7 +159,7 @@ class Rehearsed(torch.autograd.Function):
                 grads.append(plan.unshard(parts, 2))
             else:
                 grads.append(sum(parts))
-        return None, None, *grads, *(None,) * (ctx.n - n)
+        return None, None, *_as_many(grads, ctx.n)
 
 
 def _of_rank(plan: Plan, request: Request, rank: int) -> Request:

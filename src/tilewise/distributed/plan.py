@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import tensor
+from ..errors import AttentionError
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
-from ..spec import AttentionError, Window
-from ..spec import band as band_of
-from ..torch_private import constant
+from ..request import Window
+from ..request import band as band_of
+from ..torch_internals import constant
+from ..validation.dense import tensor
 from .advice import advised, estimate
 from .cluster import gathered, group_of
 from .division import STRATEGIES, Division

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import AttentionError
+from ..errors import AttentionError
 from .api import attention, use
 from .layout import starts
 from .plan import Plan, again

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..mods import PROGRAMS
-from ..spec import Request, Spec
+from ..request import Request, Spec
 from .division import Division
 from .layout import lasting, starts
 from .tiles import Call, Tile
@@ -162,7 +162,7 @@ def _ends(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _origin(plan: Division, call: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
-    """See tilewise.spec.ORIGIN. Of packed documents b is the document's number."""
+    """See tilewise.request.ORIGIN. Of packed documents b is the document's number."""
 
     def row(tile: Tile, b: int) -> list[int]:
         n_k = plan.lengths[tile.document]
@@ -183,7 +183,7 @@ def merge_(out: Tensor, lse: Tensor, rows: Rows, out_part: Tensor, lse_part: Ten
     if not out_part.numel():
         return
     if out.is_cuda and out.dtype == torch.float32:
-        from ..kernels.join import join_
+        from ..backends.common.merge_kernel import join_
 
         index = None if len(rows.ranges) == 1 else _index(rows.ranges, out.device)
         join_(out, lse, out_part, lse_part, rows.ranges[0][0], index)

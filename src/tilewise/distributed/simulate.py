@@ -23,7 +23,7 @@ from torch import Tensor
 from ..costs.devices import ITEMSIZE, device
 from ..costs.explain import explain as explain_call
 from ..costs.predict import Model
-from ..spec import AttentionError
+from ..errors import AttentionError
 from .division import GATHERING, Division
 from .layout import lasting
 

@@ -13,8 +13,8 @@ import diffusers
 from diffusers.models import attention_dispatch
 from torch import Tensor
 
-from ..checks.versions import check_version
-from ..spec import AttentionError
+from ..errors import AttentionError
+from ..validation.versions import check_version
 from .sdpa import scaled_dot_product_attention
 
 NAME = "tilewise"

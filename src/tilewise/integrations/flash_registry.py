@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..api import attention, attention_varlen
-from ..spec import AttentionError, Request, arguments
+from ..errors import AttentionError
+from ..request import Request, arguments
+from ..validation import dense as checks
 
 
 class Handle:

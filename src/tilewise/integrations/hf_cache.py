@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..cache.api import append_kv, attention_kv
+from ..kv_cache import append_kv, attention_kv
 
 
 class Pool(NamedTuple):

@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
 from ..distributed import Plan, current
+from ..errors import AttentionError
 from ..mods import document
 from ..mods.modifier import mask_mod
 from ..mods.program import Mod
-from ..spec import AttentionError
 from .bands import table
 from .hf_sharded import whole_padding
 

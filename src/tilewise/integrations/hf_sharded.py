@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..distributed import Plan
 from ..distributed import attention as attention_over
-from ..spec import AttentionError
+from ..errors import AttentionError
 
 
 def whole_padding(plan: Plan, padding: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..api import attention
-from ..spec import AttentionError
+from ..errors import AttentionError
 from .bands import recognised, table
 
 TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was imported

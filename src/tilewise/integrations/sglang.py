@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks.versions import check_version
+from ..validation.versions import check_version
 
 NAME = "tilewise"
 TESTED = ((0, 5, 15), (0, 5, 23))

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from ..spec import AttentionError
+from ..errors import AttentionError
 from .steps import Step
 
 

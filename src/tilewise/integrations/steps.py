@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.api import append_kv, attention_kv
-from ..cache.plans import Plans
+from ..kv_cache import append_kv, attention_kv
+from .kv_plans import Plans
 
 
 class Step:

@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor
 
 from ..api import attention, attention_varlen
-from ..checks.versions import check_version, version
 from ..distributed import current
-from ..spec import AttentionError
+from ..errors import AttentionError
+from ..validation.versions import check_version, version
 from . import hf_cache
 from .bands import table
 from .hf_masks import Mask, make_mask

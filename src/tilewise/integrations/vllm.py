@@ -7,7 +7,7 @@ warns.
 
 from __future__ import annotations
 
-from ..checks.versions import check_version
+from ..validation.versions import check_version
 
 TESTED = ((0, 23), (0, 32))
 PATH = "tilewise.integrations.vllm_backend.TilewiseBackend"

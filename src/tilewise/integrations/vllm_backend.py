@@ -18,8 +18,9 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from ..errors import AttentionError
 from ..mods.modifier import mask_mod
-from ..spec import MAX_HEAD_DIM, AttentionError
+from ..request import MAX_HEAD_DIM
 from .steps import Step, Writer
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

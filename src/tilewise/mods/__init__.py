@@ -5,6 +5,7 @@
 
 import torch
 
+from tilewise.mods import composed  # noqa: F401  # which makes its functions known
 from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen, restored_block_mask
 from tilewise.mods.builtin import (
     alibi,

@@ -12,24 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import AttentionError
 from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import (
-    B,
-    Expr,
-    H,
-    I,
-    J,
-    Place,
-    arithmetic,
-    compare,
-    const,
-    evaluate,
-    load,
-    logic,
-    substitute,
-)
-from tilewise.mods.program import Mod, Program, register
-from tilewise.spec import AttentionError, Request, band
+from tilewise.mods.expr import B, Expr, H, I, J, Place, arithmetic, compare, const, evaluate, load, logic, substitute
+from tilewise.mods.program import Mod, Program, check_filled, register
+from tilewise.request import Request, band
 
 PAIRS = 1 << 24  # pairs looked at together while a mask is made
 LARGE = 128  # queries and keys of a tile that every kernel has
@@ -270,6 +257,7 @@ def block_mask_varlen(
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
     if not isinstance(mod, Mod) or mod.kind != "mask":
         raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
+    check_filled(mod)
     if not (isinstance(block, tuple | list) and len(block) == 2 and all(isinstance(x, int) for x in block)):
         raise AttentionError("block", repr(block), "(queries, keys) of a tile, such as (128, 128)")
     if min(block) < 16 or any(x % 16 for x in block):

@@ -72,5 +72,6 @@ _rules: dict[str, Callable[..., Expr]] = {
     "sigmoid": lambda x, a, da: _times(_times(x, _minus(const(1.0), x)), da),
     "sin": lambda x, a, da: _times(function("cos", a), da),
     "cos": lambda x, a, da: negative(_times(function("sin", a), da)),
+    "atan": lambda x, a, da: _over(da, _plus(const(1.0), _times(a, a))),
     "floor": lambda x, a, da: const(0.0),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import AttentionError
+from ..errors import AttentionError
 
 GOLDEN = 0x9E3779B9
 LOW = 0xFFFFFFFF

@@ -15,6 +15,7 @@ Their integers have 64 bits; what is shifted further than that is gone (>> leave
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
@@ -27,7 +28,8 @@ from torch import Tensor
 INDICES = ("b", "h", "i", "j", "n_q", "n_k", "r")
 REDUCTIONS = ("sum", "any")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "floor")
+FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "atan",
+             "floor")  # fmt: skip
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift")
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", *SHIFTS)  # of ints
 
@@ -68,7 +70,13 @@ SCORE = node("score", kind="float")
 B, H, I, J, N_Q, N_K, R = (node("index", value=name, kind="int") for name in INDICES)
 
 
+def plain_number(value: bool | int | float) -> bool | int | float:
+    """The number without its subclass: an IntEnum's int, a numpy.float64's float."""
+    return value if isinstance(value, bool) else int(value) if isinstance(value, int) else float(value)
+
+
 def const(value: bool | int | float) -> Expr:
+    value = plain_number(value)
     kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
     if kind == "int" and not -(2**63) <= value < 2**63:
         raise OverflowError(f"the integer {value}")
@@ -145,7 +153,7 @@ def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
         raise ZeroDivisionError("a division by 0")
     if op in SHIFTS and y is not None and not 0 <= y < 64:
         raise OverflowError(f"a shift by {y}")
-    if x is not None and y is not None and (op not in ("div", "floordiv", "mod") or y != 0):
+    if x is not None and y is not None:
         return const(_folded(op, x, y))
     if (op == "add" and y == 0) or (op == "sub" and y == 0) or (op in ("mul", "div") and y == 1):
         return a
@@ -159,6 +167,8 @@ def arithmetic(op: str, a: Expr, b: Expr) -> Expr:
 def _folded(op: str, x: Any, y: Any) -> Any:
     if op == "pow" and isinstance(x, int) and abs(x) > 1 and y > 63:
         raise OverflowError(f"the integer {x}**{y}")
+    if op in ("div", "floordiv", "mod") and y == 0:  # of floats: that of ints has raised
+        return math.nan if op == "mod" else quotient(x, y)
     try:
         result = _PYTHON[op](x, y)
     except ArithmeticError as error:
@@ -166,6 +176,13 @@ def _folded(op: str, x: Any, y: Any) -> Any:
     if isinstance(result, complex):
         raise ArithmeticError(f"the complex number {x}**{y}")
     return result
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """a / b as torch has it, also of Python's numbers: by 0 infinite, or nan, where Python raises."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or b != 0:
+        return a / b
+    return math.copysign(math.inf, a) * math.copysign(1.0, b) if a != 0 and a == a else math.nan
 
 
 def _counted(x: Expr) -> Expr:
@@ -434,7 +451,7 @@ def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
 
 _PLAIN = ("add", "sub", "mul", "div", "neg", "abs")  # these take Python's numbers too
 _torch: Mapping[str, Callable[..., Any]] = {
-    **{op: getattr(operator, op if op != "div" else "truediv") for op in _PLAIN},
+    **{op: quotient if op == "div" else getattr(operator, op) for op in _PLAIN},
     **{op: getattr(torch, op) for op in (*FUNCTIONS, *COMPARISONS, *BITWISE)},
     **{op: getattr(torch, f"logical_{op}") for op in ("and", "or", "not")},
     "floordiv": torch.floor_divide,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
@@ -12,17 +14,20 @@ from tilewise.mods.expr import Expr
 NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "and", "logical_or": "or",
          "logical_not": "not", "fabs": "abs", "remainder": "mod", "floor_divide": "floordiv",
          "true_divide": "div", "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-         "negative": "neg", "special_erf": "erf", "special_expm1": "expm1", "special_log1p": "log1p"}  # fmt: skip
+         "negative": "neg", "expit": "sigmoid", "arctan": "atan", "greater": "gt", "greater_equal": "ge",
+         "less": "lt", "less_equal": "le", "not_equal": "ne", "double": "float", "half": "float",
+         "bfloat16": "float"}  # fmt: skip
 BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
         "rshift": "bitwise_right_shift", "invert": "bitwise_not"}  # as Python's operators have them  # fmt: skip
 WORDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "div": ("rounding_mode",), "gelu": ("approximate",),
          "sum": ("dim",), "any": ("dim",), "all": ("dim",), "unsqueeze": ("dim",)}  # fmt: skip
+COMPOSED: dict[str, Callable[[Sequence[Expr], Mapping[str, Any]], Expr | None]] = {}  # filled by `composed`
 PRODUCTS = ("dot", "inner", "vdot", "matmul", "linalg_vecdot")
 Word = Expr | str | None  # what stands behind a keyword
 PLACES = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
 KNOWN = ", ".join(
     ("abs", "min", "max", "where", "clamp", "pow", "int", "float", "relu", "gelu", *expr.FUNCTIONS, "dot", "sum", "any",
-     "all")
+     "all, or another of torch's elementary functions (docs/mods.md)")
 )  # fmt: skip
 NO_NUMBER = "a row of a tensor", "a number: .sum(), .any() or .all() of it, torch.dot with another, or an index more"
 
@@ -48,8 +53,11 @@ def spoken(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
 
 def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Expr | None:
     """The function of this name, as Python, math or torch call it; None if there is none, or not of such arguments."""
+    name = name.removeprefix("special_")
     name = NAMES.get(name, name)
     named = {word: x for word, x in named.items() if x is not None and x is not expr.const(False)}  # as if left out
+    if name in COMPOSED:
+        return COMPOSED[name](args, named)
     if any(word not in WORDS.get(name, ()) for word in named):
         return None
     match name, list(args):
@@ -83,6 +91,14 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Ex
             return expr.reduced("sum", expr.arithmetic("mul", a, b))
         case "float", [a]:
             return expr.as_float(a)
+        case "bool", [a]:
+            return expr.as_bool(a)
+        case (("zeros_like" | "ones_like"), [a]):
+            return filled(a.kind, name == "ones_like")
+        case "full_like", [a, b]:
+            return elementary(a.kind, [b], {})
+        case "tensor", [a] if a.op == "const":
+            return a
         case (("int" | "long"), [a]):
             return a if a.kind == "int" else expr.node("int", expr.as_float(a), kind="int")
         case (("clamp" | "clip"), [a, *limits]) if len(limits) <= 2:
@@ -101,6 +117,22 @@ def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Ex
         case "rsqrt", [a]:
             return expr.arithmetic("div", expr.const(1.0), expr.function("sqrt", a))
     return None
+
+
+def filled(kind: str, value: int) -> Expr:
+    """0 or 1 of a kind."""
+    return expr.const(float(value) if kind == "float" else bool(value) if kind == "bool" else int(value))
+
+
+def conversion(dtype: torch.dtype) -> str | None:
+    """What a mod calls the conversion to a dtype: floats are those of the scores, ints have 64 bits."""
+    if dtype.is_floating_point:
+        return "float"
+    return {torch.bool: "bool", torch.int32: "int", torch.int64: "int"}.get(dtype)
+
+
+def dtype_of(value: Expr | Captured) -> torch.dtype:
+    return {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[value.kind]
 
 
 def _along(name: str, x: Expr, axis: Word = None) -> Expr | None:

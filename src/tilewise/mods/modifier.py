@@ -23,18 +23,19 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from tilewise.errors import AttentionError
 from tilewise.mods import expr, parse
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import Captured
 from tilewise.mods.program import Mod, Program, kind_of, register
-from tilewise.mods.source import Path, found_at, is_closed, paths, snapshot
-from tilewise.spec import LIMIT, AttentionError
-from tilewise.torch_private import constant
+from tilewise.mods.source import Closed, Path, closed, found_at, is_still, paths, snapshot
+from tilewise.request import LIMIT
+from tilewise.torch_internals import constant
 
 PAIR = (expr.B, expr.H, expr.I, expr.J)
 
 _modifiers: WeakValueDictionary[str, Modifier] = WeakValueDictionary()
-_programs: dict[Any, str] = {}  # by all that their meaning rests on
+_programs: dict[Any, str | tuple[str, ...]] = {}  # by all that they depend on; what cannot be read: the error's args
 _numbers = count()
 
 
@@ -50,7 +51,7 @@ class Modifier:
         leading = len(PAIR) + (kind == "score")
         self.parameters = function.__code__.co_varnames[leading : function.__code__.co_argcount]
         self.defaults = function.__defaults__ or ()
-        self.known: dict[tuple[str, ...], str] = {}  # programs, if nothing outside of the functions can change them
+        self.known: dict[tuple[str, ...], tuple[str, list[Closed]]] = {}  # programs of functions that are `closed`
         self.id = f"{function.__name__}-{next(_numbers)}"
         _modifiers[self.id] = self
 
@@ -141,21 +142,31 @@ def _signature(argument: Any) -> str:
 def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]]:
     """The key of the program, and the tensors that it reads from outside. The function is read once for all that it
     depends on: its code, and what its names stand for."""
-    key = modifier.known.get(signature)
-    if key is not None:
-        return key, ()
-    found: dict[int, Tensor] = {}
     functions = [f for f in (modifier.function, modifier.grad) if f is not None]
-    state = modifier.kind, signature, *(snapshot(f, found) for f in functions)
+    known = modifier.known.get(signature)
+    if known is not None and all(map(is_still, functions, known[1])):
+        return known[0], ()
+    found: dict[int, Tensor] = {}
+    file = modifier.function.__code__.co_filename  # named in errors
+    state = modifier.kind, signature, file, *(snapshot(f, found) for f in functions)
     tensors = tuple(found.values())
+    for x in tensors:
+        kind_of(x)  # raises for layouts and sizes that no mod reads: a snapshot does not hold these
     key = _programs.get(state)
     if key is None:
-        key = _read(modifier, signature, tensors)
+        try:
+            key = _read(modifier, signature, tensors)
+        except AttentionError as error:
+            key = tuple(map(str, error.args))
         if len(_programs) >= LIMIT:
             _programs.clear()
         _programs[state] = key
-    if all(map(is_closed, functions)) and len(modifier.known) < LIMIT:
-        modifier.known[signature] = key
+    if isinstance(key, tuple):
+        what, value, expected = key
+        raise AttentionError(what, value, expected)
+    reads = [closed(f) for f in functions]
+    if None not in reads and len(modifier.known) < LIMIT:
+        modifier.known[signature] = key, [x for x in reads if x is not None]
     return key, tensors
 
 

@@ -6,14 +6,26 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from tilewise.errors import AttentionError
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import BITS, KNOWN, NO_NUMBER, PLACES, Captured, Word, elementary, spoken
+from tilewise.mods.functions import (
+    BITS,
+    KNOWN,
+    NO_NUMBER,
+    PLACES,
+    Captured,
+    Word,
+    conversion,
+    dtype_of,
+    elementary,
+    spoken,
+)
 from tilewise.mods.source import DEPTH, Definition, definition, outside, plain
 from tilewise.mods.trace import follow
-from tilewise.spec import AttentionError
 
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
@@ -196,11 +208,14 @@ class _Reader:
         return found
 
     def called(self, x: ast.Call, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]) -> Expr:
-        named = {k.arg or "**": self.word(k.value) for k in keywords}
         outside = self.resolve(function)
-        if isinstance(function, ast.Attribute) and outside is None:  # a method: x.abs() is abs(x)
-            values = [self.value(function.value), *map(self.value, args)]
-            return self.builtin(x, function.attr, values, named)
+        method = function if isinstance(function, ast.Attribute) and outside is None else None
+        if method is not None and method.attr in ("to", "type", "type_as"):
+            return self.converted(x, method, [*args, *(k.value for k in keywords)])
+        named = {k.arg or "**": self.word(k.value) for k in keywords}
+        if method is not None:  # x.abs() is abs(x)
+            values = [self.value(method.value), *map(self.value, args)]
+            return self.builtin(x, method.attr, values, named)
         name = getattr(outside, "__name__", None) or ast.unparse(function)
         inner = plain(outside)
         if inner is not None and not named:
@@ -212,6 +227,22 @@ class _Reader:
                 except ValueError:
                     self.fail(x, f"float({digits!r})", "a number in it")
         return self.builtin(x, name, [self.value(a) for a in args], named)
+
+    def converted(self, x: ast.expr, function: ast.Attribute, args: list[ast.expr]) -> Expr:
+        """x.to(dtype), x.type(dtype) and x.type_as(y) as calls of float, int or bool."""
+        match args:
+            case [ast.Attribute(value=like, attr="dtype")] if self.resolve(like) is None:
+                dtype: Any = dtype_of(self.expression(like))
+            case [like] if function.attr == "type_as":
+                dtype = dtype_of(self.expression(like))
+            case [one]:
+                dtype = self.resolve(one)
+            case _:
+                dtype = None
+        kind = conversion(dtype) if isinstance(dtype, torch.dtype) else None
+        if kind is None:
+            self.fail(x, f"{ast.unparse(x)!r}", "a dtype: of floats, torch.int32, torch.int64 or torch.bool")
+        return self.builtin(x, kind, [self.value(function.value)], {})
 
     def word(self, x: ast.expr) -> Word:
         match x:

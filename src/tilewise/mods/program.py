@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import AttentionError
 from tilewise.mods import expr, text
 from tilewise.mods.derivative import derivative
 from tilewise.mods.expr import Expr, Place
-from tilewise.spec import LIMIT, AttentionError
-from tilewise.torch_private import constant
+from tilewise.request import LIMIT
+from tilewise.torch_internals import constant
 
 KINDS = {"score": "float", "mask": "bool"}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -156,9 +157,17 @@ def kind_of(x: Tensor) -> str:
     if not kind or x.layout != torch.strided:
         names = ", ".join(str(x).removeprefix("torch.") for x in (torch.bool, *INTEGERS, *FLOATS))
         raise AttentionError("a tensor of a mod", f"{x.dtype}, {x.layout}", f"a dense one of {names}")
-    if any(size == 0 for size in x.shape):
-        raise AttentionError("shape of a tensor of a mod", tuple(x.shape), "at least 1 along every axis")
     return kind
+
+
+def check_filled(mod: Mod) -> None:
+    """Raise for a tensor without elements: only calls without batch rows, heads or tokens, which read none, may have
+    one."""
+    for x in mod.tensors:
+        if x.numel() == 0:
+            raise AttentionError(
+                f"shape of a tensor of the {mod.kind} mod {mod.name!r}", tuple(x.shape), "at least 1 along every axis"
+            )
 
 
 @constant

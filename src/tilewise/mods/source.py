@@ -7,16 +7,17 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
+from tilewise.mods.expr import plain_number
 
 DEPTH = 8  # functions inlined into one another
 LIBRARIES = ("torch", "math")  # whose names stand for what they always did
-FIXED = (BuiltinFunctionType, type, str, bytes)
+FIXED = (BuiltinFunctionType, str, bytes)
 NUMBERS = (bool, int, float)
 Path = tuple[tuple[str, Any], ...]  # of globals, cells and attributes by name or number
 
@@ -113,10 +114,10 @@ def plain(value: Any) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) and not inner.__module__.startswith("torch") else None
 
 
-def snapshot(function: Callable[..., Any], tensors: dict[int, Tensor], above: tuple[int, ...] = ()) -> tuple[Any, ...]:
+def snapshot(function: Callable[..., Any], tensors: dict[int, Tensor], above: tuple[Any, ...] = ()) -> tuple[Any, ...]:
     """All that the meaning of a function rests on: equal snapshots, equal programs. Tensors that it reads from outside
-    are added to `tensors`, by their id, and stand in it by their place there and their kind. `above`: the ids of the
-    functions and objects through which this one was reached."""
+    are added to `tensors`, by their id, and stand in it by their place there and their kind. `above`: how
+    this one was reached, the ids of functions, and (id, names) of objects that were asked for these attributes."""
     code = function.__code__
     above = (*above, id(function))
     reads = [(name, _worth(value, code.co_names, tensors, above)) for name, value in outside(function).items()]
@@ -124,7 +125,7 @@ def snapshot(function: Callable[..., Any], tensors: dict[int, Tensor], above: tu
     return code, defaults, *reads
 
 
-def paths(function: Callable[..., Any], above: tuple[int, ...] = ()) -> Iterator[Path]:
+def paths(function: Callable[..., Any], above: tuple[Any, ...] = ()) -> Iterator[Path]:
     """The way from a function to each number and each function that its snapshot holds."""
     code = function.__code__
     cells = {name: n for n, name in enumerate(code.co_freevars)}
@@ -134,21 +135,26 @@ def paths(function: Callable[..., Any], above: tuple[int, ...] = ()) -> Iterator
             yield step, *rest
 
 
-def _below(value: Any, names: tuple[str, ...], above: tuple[int, ...]) -> Iterator[Path]:
-    inner = plain(value)
-    if _is_fixed(value) or isinstance(value, Tensor) or id(value if inner is None else inner) in above:
+def _below(value: Any, names: tuple[str, ...], above: tuple[Any, ...]) -> Iterator[Path]:
+    inner, mark = plain(value), (id(value), names)
+    if _is_fixed(value) or isinstance(value, Tensor) or mark in above or len(above) > DEPTH:
         return
-    if type(value) in NUMBERS:
+    if isinstance(value, NUMBERS):
         yield ()
-    elif inner is not None:
+        return
+    if inner is not None and id(inner) not in above:
         way = () if inner is value else (("attribute", "function"),)
         yield way
-        yield from ((*way, *rest) for rest in (paths(inner, above) if len(above) <= DEPTH else ()))
-    elif len(above) <= DEPTH:
-        for name in names:
-            if hasattr(value, name):
-                for rest in _below(getattr(value, name), names, (*above, id(value))):
-                    yield ("attribute", name), *rest
+        yield from ((*way, *rest) for rest in paths(inner, above))
+    for name in _attributes(value, inner, names):
+        for rest in _below(getattr(value, name), names, (*above, mark)):
+            yield ("attribute", name), *rest
+
+
+def _attributes(value: Any, inner: FunctionType | None, names: tuple[str, ...]) -> list[str]:
+    """Which of the names are attributes of the value; of a function those alone that were set on it."""
+    own = None if inner is None else vars(value)
+    return [name for name in names if hasattr(value, name) and (own is None or name in own)]
 
 
 def found_at(function: Callable[..., Any], path: Path) -> Any:
@@ -166,31 +172,57 @@ def found_at(function: Callable[..., Any], path: Path) -> Any:
     return operator.index(value) if isinstance(value, int) else value
 
 
-def is_closed(function: Callable[..., Any]) -> bool:
-    """Whether all it reads from outside are builtins and libraries."""
-    return not function.__defaults__ and all(map(_is_fixed, outside(function).values()))
+class Closed(NamedTuple):
+    """A function that reads nothing from outside but builtins and libraries: its code, and what it reads."""
+
+    code: CodeType
+    reads: dict[str, Any]
+
+
+def closed(function: Callable[..., Any]) -> Closed | None:
+    """None if the function has defaults, or reads something else."""
+    reads = outside(function)
+    if function.__defaults__ or not all(map(_is_fixed, reads.values())):
+        return None
+    return Closed(function.__code__, reads)
+
+
+def is_still(function: Callable[..., Any], before: Closed) -> bool:
+    """Whether the function has the same code, and its names stand for the same objects."""
+    now = outside(function)
+    return (
+        function.__code__ is before.code
+        and not function.__defaults__
+        and len(now) == len(before.reads)
+        and all(now.get(name) is x for name, x in before.reads.items())
+    )
 
 
 def _is_fixed(value: Any) -> bool:
-    return type(value) in FIXED or (type(value) is ModuleType and value.__name__.partition(".")[0] in LIBRARIES)
-
-
-def _worth(value: Any, names: tuple[str, ...], tensors: dict[int, Tensor], above: tuple[int, ...]) -> Any:
     kind = type(value)
-    if kind in NUMBERS:
-        return kind, repr(value)
+    if kind is type or kind is ModuleType:
+        home = value.__module__ if kind is type else value.__name__
+        return str(home).partition(".")[0] in ("builtins", *LIBRARIES)
+    return kind in FIXED
+
+
+def _worth(value: Any, names: tuple[str, ...], tensors: dict[int, Tensor], above: tuple[Any, ...]) -> Any:
+    kind = type(value)
+    if isinstance(value, NUMBERS):
+        return kind, repr(plain_number(value))
     if _is_fixed(value):
         return value
     if isinstance(value, Tensor):
         tensors.setdefault(id(value), value)
         return "tensor", list(tensors).index(id(value)), value.dim(), value.dtype
-    inner = plain(value)
-    if id(value if inner is None else inner) in above:
+    inner, mark = plain(value), (id(value), names)
+    if mark in above:
         return "above"
     if len(above) > DEPTH:
         return object()  # unlike anything remembered
-    if inner is not None:
-        return snapshot(inner, tensors, above)
-    own = value if kind is ModuleType else (kind, getattr(value, "__name__", None))
-    below = [n for n in names if hasattr(value, n)]
-    return own, *((n, _worth(getattr(value, n), names, tensors, (*above, id(value)))) for n in below)
+    if inner is None:
+        own: Any = value if kind is ModuleType else (kind, getattr(value, "__name__", None))
+    else:
+        own = "above" if id(inner) in above else snapshot(inner, tensors, above)
+    below = _attributes(value, inner, names)
+    return own, *((n, _worth(getattr(value, n), names, tensors, (*above, mark))) for n in below)

@@ -15,12 +15,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tilewise.errors import AttentionError
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
-from tilewise.mods.functions import BITS, KNOWN, NO_NUMBER, PLACES, Captured, elementary, spoken
+from tilewise.mods.functions import (
+    BITS,
+    KNOWN,
+    NO_NUMBER,
+    PLACES,
+    Captured,
+    conversion,
+    dtype_of,
+    elementary,
+    filled,
+    spoken,
+)
 from tilewise.mods.program import kind_of
 from tilewise.mods.source import is_called, name_of, outside
-from tilewise.spec import AttentionError
 
 Finder = Callable[[Tensor], Captured | None]
 
@@ -148,6 +159,16 @@ class _Noted:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Noted:
         return _call(function.__name__, *args, **(kwargs or {}))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.noted)
+
+    @property
+    def shape(self) -> torch.Size:
+        if isinstance(self.noted, Captured):
+            _refuse(f"the shape of {self.noted.name!r}", "numbers, and tensors at their indices")
+        return torch.Size([])
+
     def __getattr__(self, name: str) -> Callable[..., _Noted]:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -157,13 +178,37 @@ class _Noted:
 
 
 def _call(name: str, *args: Any, **kwargs: Any) -> _Noted:
-    if name in ("new_ones", "new_zeros") and kwargs.get("dtype") is torch.bool:  # as torch's own mask functions begin
-        return _Noted(expr.const(name == "new_ones"))
+    if name in ("new_ones", "new_zeros"):  # as torch's own mask functions begin
+        dtype = kwargs.get("dtype", args[0].dtype)
+        return _Noted(filled(conversion(dtype) or "float", name == "new_ones"))
+    if name == "index" and len(args) == 2 and isinstance(args[1], (list, tuple)):  # torch.ops.aten.index
+        return args[0][tuple(args[1])]  # type: ignore[no-any-return]
+    if name in ("to", "type", "type_as"):
+        name, args, kwargs = _converted(name, *args, **kwargs)
     named = {k: v if v is None or isinstance(v, str) else _expression(v) for k, v in kwargs.items()}
     found = elementary(name, [_expression(a) for a in args], named)
     if found is None:
         _refuse(spoken(name, args, kwargs), f"one of {KNOWN}")
     return _Noted(found)
+
+
+def _converted(name: str, x: Any, dtype: Any = None, **kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
+    """x.to(dtype), x.type(dtype) and x.type_as(y) as calls of float, int or bool."""
+    dtype = dtype_of(dtype.noted) if isinstance(dtype, _Noted) else dtype
+    kind = conversion(dtype) if isinstance(dtype, torch.dtype) and not kwargs else None
+    if kind is None:
+        _refuse(f"a call of {name} with {dtype}", "a dtype: of floats, torch.int32, torch.int64 or torch.bool")
+    return kind, (x,), {}
+
+
+def noted(value: Expr) -> _Noted:
+    """A value that notes what is done to it."""
+    return _Noted(value)
+
+
+def expressed(value: Any) -> Expr:
+    """What was noted."""
+    return _expression(value)
 
 
 def _expression(value: Any) -> Expr:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..mods import PROGRAMS
-from ..spec import ARGUMENTS, Request, Upstream, arguments, request_of
-from ..torch_private import register_sharding
+from ..request import ARGUMENTS, Request, Upstream, arguments, request_of
+from ..torch_internals import register_sharding
 
 ALL = Replicate()
 

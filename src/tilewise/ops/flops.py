@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import ARGUMENTS, request_of
+from ..request import ARGUMENTS, request_of
 
 COUNTER = "torch.utils.flop_counter"
 

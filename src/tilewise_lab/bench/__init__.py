@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import asked
 from tilewise_lab.bench.settings import DEFAULT, MODES, QUICK, TARGETS, Settings, check, settings
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 PASSES = ("forward", "backward")
 

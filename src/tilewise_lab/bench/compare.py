@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench.results import OURS, Cell, Results, Spread
 
 FLOOR = 0.03  # two runs of the same code agree to this; a smaller change proves nothing

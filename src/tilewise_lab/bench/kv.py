@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import asked
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.kv_cases import GROUPS, KvCase, KvInputs, exact, inputs, small

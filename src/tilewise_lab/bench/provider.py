@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.dispatch import choose
-from tilewise.spec import AttentionError, Request, Spec
+from tilewise.backends.registry import choose
+from tilewise.errors import AttentionError
+from tilewise.request import Request, Spec
 from tilewise_lab.bench.cases import Case, Inputs
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend
 
-from tilewise.dispatch import NAMES
-from tilewise.spec import AttentionError
+from tilewise.backends.registry import NAMES
+from tilewise.errors import AttentionError
 from tilewise_lab.bench.peers import FlashAttn, FlashAttn3, FlashInfer, Xformers
 from tilewise_lab.bench.provider import OURS, Provider, Tilewise
 from tilewise_lab.bench.torch_peers import Flex, Naive, Sdpa, TorchFlash

@@ -13,7 +13,7 @@ from pathlib import Path
 from tilewise.costs import explanation as report
 from tilewise.costs.cost import Call
 from tilewise.costs.explain import explain as told
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench import charts, predicted
 from tilewise_lab.bench.charts import label
 from tilewise_lab.bench.compare import Agreement, compare, halves

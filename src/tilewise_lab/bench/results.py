@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 SCHEMA = 1
 OURS = "tilewise"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench import machine
 from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.judge import Judge, condemn, note

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench.cases import PASSES, Case, grid, random_lengths
 
 # target: what it measures

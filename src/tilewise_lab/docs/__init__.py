@@ -20,7 +20,7 @@ def run(options: Namespace) -> int:
     for needed in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):  # to say what is missing before anything runs
         import_module(needed)
 
-    from tilewise.spec import AttentionError
+    from tilewise.errors import AttentionError
     from tilewise_lab.docs.build import build
     from tilewise_lab.progress import progress
 

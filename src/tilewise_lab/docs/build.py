@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.docs import lessons, results
 from tilewise_lab.learn.course import lessons as all_lessons
 from tilewise_lab.progress import Show

@@ -90,14 +90,15 @@ def forward() -> tuple[list[Span], dict[str, str]]:
     """A causal head of 512 queries and keys, four tiles, on one SM where nothing is late."""
     import torch
 
-    from tilewise.kernels.hopper.launch import forward_launches, new_state
-    from tilewise.spec import Request, Spec
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.launches import forward_launches, new_state
+    from tilewise.request import Request, Spec
 
     from .launch import launch
 
     q, k, v = (torch.randn(1, 512, 1, 128, dtype=torch.bfloat16) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(1, 1, 512)
-    state = new_state(torch.device("cpu"))
+    state = new_state(DeviceMemory(torch.device("cpu")))
     job, _repair = forward_launches(Request(q, k, v, Spec(128**-0.5, None, 0)), out, lse, state, 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return spans, {"produce 2": "producer"}
@@ -107,9 +108,10 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     """512 queries that see 128 keys, one tile, on one SM where nothing is late."""
     import torch
 
-    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
-    from tilewise.kernels.shapes import problem
-    from tilewise.spec import Request, Spec, Upstream
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.common.shapes import problem
+    from tilewise.backends.hopper.backward_launches import backward_launches, new_space
+    from tilewise.request import Request, Spec, Upstream
 
     from .launch import launch
 
@@ -117,7 +119,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.full((1, 1, 512), 9.0)
     request = Request(q, k, v, Spec(128**-0.5, None, None))
-    space = new_space(q, problem(request))
+    space = new_space(DeviceMemory(torch.device("cpu")), problem(request))
     space.lse2.fill_(13.0)
     for x in (space.delta, space.sums, space.counts):
         x.zero_()

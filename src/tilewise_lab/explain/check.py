@@ -186,8 +186,8 @@ def compile_ahead(call: Call) -> None:
 def passes(call: Call) -> tuple[str, list[Any]]:
     """The backend that runs a call by default, and the work of its forward and of its backward."""
     import tilewise
-    from tilewise.dispatch import choose
-    from tilewise.spec import Request, Spec
+    from tilewise.backends.registry import choose
+    from tilewise.request import Request, Spec
 
     batch = () if call.lengths else (call.batch,)
     shapes = (call.n_q, call.heads, call.d), (call.n_k, call.kv_heads, call.d), (call.n_k, call.kv_heads, call.dv)

@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
     import torch
 
     from tilewise.costs.explain import explain
-    from tilewise.spec import AttentionError
+    from tilewise.errors import AttentionError
     from tilewise_lab import asked
     from tilewise_lab.explain import check
 
@@ -122,7 +122,7 @@ def of_cache(options: Namespace, shape: list[int]) -> Any:
     import torch
 
     from tilewise.costs.kv import explain_kv
-    from tilewise.spec import AttentionError
+    from tilewise.errors import AttentionError
 
     b, _, h, d = shape
     lengths = options.kv_lengths * b if len(options.kv_lengths) == 1 else options.kv_lengths
@@ -143,11 +143,10 @@ def of_cache(options: Namespace, shape: list[int]) -> Any:
 def show_kernel(options: Namespace, shape: list[int]) -> int:
     import torch
 
+    from tilewise.backends.common.gpu import has_triton
     from tilewise.costs.devices import device
     from tilewise.costs.explain import compile_kernels
-    from tilewise.dispatch import choose
-    from tilewise.kernels.gpu import has_triton
-    from tilewise.spec import Request, Spec
+    from tilewise.request import Request, Spec
     from tilewise_lab.explain import stages
 
     if not has_triton():
@@ -156,7 +155,6 @@ def show_kernel(options: Namespace, shape: list[int]) -> int:
     where = device(options.device or "H200")
     q = torch.empty(shape, dtype=getattr(torch, options.dtype), device="meta")
     request = Request(q, q, q, Spec.of(head_dim=shape[-1], causal=options.causal, backend="triton"))
-    portable = choose(request, where.gpu).backend
-    for name, made in compile_kernels(request, where, portable, options.backward):
+    for name, made in compile_kernels(request, where, options.backward):
         print(f"{name}, sm_{where.capability}\n{stages.text(made)}\n")
     return 0

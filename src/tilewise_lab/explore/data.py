@@ -19,9 +19,9 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
+from tilewise.backends.common.kv import kv_tiles
 from tilewise.costs import cost, devices, explain, predict
-from tilewise.kernels.portable import kv_tiles
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.plan import command as plan_command
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.explore.data import GRID, answer, combinations
 from tilewise_lab.explore.server import STATIC
 

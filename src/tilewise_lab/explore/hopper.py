@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.hopper.launch import forward_launches, new_state
-from tilewise.spec import Request, Spec
+from tilewise.backends.hopper.launches import forward_launches, new_state
+from tilewise.request import Request, Spec
 from tilewise_lab.emulator import launch
 
 

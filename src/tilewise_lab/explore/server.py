@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from urllib.parse import parse_qsl, urlsplit
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.explore.data import answer
 
 STATIC = files("tilewise_lab.explore") / "static"

@@ -9,8 +9,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from tilewise import __version__
-from tilewise.dispatch import NAMES
-from tilewise.spec import AttentionError
+from tilewise.backends.registry import NAMES
+from tilewise.errors import AttentionError
 from tilewise_lab import asked
 from tilewise_lab.fuzz.child import Child
 from tilewise_lab.fuzz.draw import Where

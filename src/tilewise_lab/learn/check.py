@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.cli import CALLED
 from tilewise_lab.language import language, say
 from tilewise_lab.learn import progress

@@ -14,7 +14,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 
 def configure(parser: ArgumentParser) -> None:

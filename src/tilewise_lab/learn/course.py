@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 
 def home() -> Path:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.tile.softmax import softmax_step
+from tilewise.backends.common.device.softmax import softmax_step
 
 
 @triton.jit

@@ -283,13 +283,13 @@ def fusion() -> Found:
 @experiment
 def stages() -> Found:
     """Milliseconds of tilewise's portable forward (S 4096, D 128) by num_stages; None: does not fit."""
-    from tilewise.kernels.launch import gpu_for
-    from tilewise.kernels.portable import launch
-    from tilewise.spec import Request, Spec
+    from tilewise.backends.common.launch import target_of
+    from tilewise.backends.triton import launches as launch
+    from tilewise.request import Request, Spec
 
     q, k, v = (_normal(4, 4096, 16, 128) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(4, 16, 4096, device="cuda")
-    one = launch.forward_launch(Request(q, k, v, Spec(128**-0.5)), out, lse, gpu_for(q))
+    one = launch.forward_launch(Request(q, k, v, Spec(128**-0.5)), out, lse, target_of(q.device).gpu)
     found: Found = {}
     for n in (1, 2, 3, 4, 8):
         try:

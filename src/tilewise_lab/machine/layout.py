@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 
 def strides(shape: Sequence[int]) -> list[int]:
@@ -64,7 +64,7 @@ class Layout:
         >>> Layout.row_major([2, 3]).transpose().reshape([6])
         Traceback (most recent call last):
         ...
-        tilewise.spec.AttentionError: view of a layout: found shape [3, 2], strides [1, 3]; expected ...
+        tilewise.errors.AttentionError: view of a layout: found shape [3, 2], strides [1, 3]; expected ...
         """
         if math.prod(shape) != math.prod(self.shape):
             raise AttentionError("shape", list(shape), f"{math.prod(self.shape)} elements, as {self.shape} has")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewise.costs.devices import ITEMSIZE
 from tilewise.distributed import plan
 from tilewise.distributed.advice import Estimate, advised, estimate
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.plan.gantt import gantt
 
 __all__ = ["advised", "compare", "configure", "number", "run"]

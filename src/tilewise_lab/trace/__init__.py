@@ -5,7 +5,7 @@
     graph      reverse-mode differentiation of a small expression, node by node
 
 Every function returns plain lists, dicts, numbers and strings (infinities are "-inf" and "inf"): JSON as it stands.
-The numbers come from `tilewise.reference`; nothing is computed twice.
+The numbers come from `tilewise.backends.reference`; nothing is computed twice.
 """
 
 from tilewise_lab.trace.attention import attention

@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import reference
-from tilewise.reference import attention as rung
-from tilewise.reference import gradient
-from tilewise.reference.softmax import correction
-from tilewise.spec import AttentionError, Request, Spec, Upstream
-from tilewise.spec import band as band_of
+from tilewise.backends import reference
+from tilewise.errors import AttentionError
+from tilewise.request import Request, Spec, Upstream
+from tilewise.request import band as band_of
+from tilewise_lab.derivation import attention as rung
+from tilewise_lab.derivation import gradient
+from tilewise_lab.derivation.softmax import correction
 from tilewise_lab.trace.memory import Memory
 from tilewise_lab.trace.plain import plain
 

@@ -13,7 +13,7 @@ import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import asked
 from tilewise_lab.language import say
 from tilewise_lab.trace.show import NOTE, RIGHT, WRONG, number, numbers, table

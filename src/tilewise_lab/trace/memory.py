@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 Block = tuple[str, int]
 

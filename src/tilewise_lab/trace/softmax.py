@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tilewise.reference import softmax as rungs
+from tilewise_lab.derivation import softmax as rungs
 from tilewise_lab.trace.plain import plain
 
 

@@ -122,6 +122,21 @@ def test_what_flash_attention_3_has_more() -> None:
     assert_close((out, lse.mT), naive(q, k, v))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("left", [1.5, torch.nan, torch.inf])
+def test_parts_that_saw_nothing_count_as_0(parts: int, left: float) -> None:
+    """Whatever memory held there: kernels that see no key need not write."""
+    torch.manual_seed(0)
+    out, lse = torch.randn(parts, 2, 3, 3, 8), torch.randn(parts, 2, 3, 3)
+    lse[0, 0, 1], lse[:, 1, 2] = -torch.inf, -torch.inf
+    clean = out.masked_fill((lse == -torch.inf)[..., None], 0.0)
+    weights = torch.softmax(lse, 0).nan_to_num(0.0)
+    found, total = flash_attn_3.flash_attn_combine(clean.where((lse > -torch.inf)[..., None], left), lse)
+    assert_close(found, (weights[..., None] * clean).sum(0))
+    assert_close(total, lse.logsumexp(0))
+    assert (found[1, 2] == 0).all()
+
+
 def test_gradients_flow() -> None:
     leaves = [x.requires_grad_() for x in made()]
     ours = torch.autograd.grad(flash_attn.flash_attn_func(*leaves, causal=True).sin().sum(), leaves)
@@ -134,7 +149,7 @@ def test_what_cannot_be_honoured_raises() -> None:
     for call, words in (
         (lambda: flash_attn.flash_attn_func(q, k, v, dropout_p=0.1, return_attn_probs=True), "one of them"),
         (lambda: flash_attn.flash_attn_with_kvcache(q, k, v, rotary_cos=cu), "both"),
-        (lambda: flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q), "over a KV cache"),
+        (lambda: flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=q[:1]), "shape of qv"),
         (lambda: flash_attn_3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2)), "FP8"),
         (lambda: flash_attn.flash_attn_qkvpacked_func(q), "5 axes"),
         (lambda: flash_attn_3.flash_attn_qkvpacked_func(q), "num_heads_q"),
@@ -281,8 +296,115 @@ def test_chunks_over_a_cache() -> None:
     for b, n in enumerate(lengths.tolist()):
         rows = q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]
         assert_close(out[b : b + 1], flash_attn_3.flash_attn_func(*rows, causal=True, attention_chunk=4))
-    with pytest.raises(tilewise.AttentionError, match="beside cache_leftpad"):
-        flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_leftpad=lengths, **words)
+
+
+@pytest.mark.parametrize("n_q", [3, 9])
+def test_chunks_are_counted_from_the_first_valid_key(n_q: int) -> None:
+    """As in flash-attn: the padding on the left is no part of any chunk."""
+    q, k, v = made(n_q, 12)
+    lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([7, 12], [3, 2]))
+    words = {"causal": True, "attention_chunk": 4}
+    out = flash_attn_3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_leftpad=starts, **words)
+    for b, (first, n) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        rows = q[b : b + 1], k[b : b + 1, first:n], v[b : b + 1, first:n]
+        assert_close(out[b : b + 1], naive(*rows, causal=True, chunk=4)[0])
+
+
+@pytest.mark.parametrize("layout", ["apart", "keys first", "values first"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_queries_of_values_over_a_cache(new: bool, packed: bool, layout: str) -> None:
+    """qv: scores are q.k + qv.v, over pages, after new tokens were written and turned (qv is not)."""
+    torch.manual_seed(0)
+    q, lengths = torch.randn(2, 3, 4, 8, dtype=torch.float64), torch.tensor([5, 9], dtype=torch.int32)
+    qv, table = torch.randn(2, 3, 4, 6, dtype=torch.float64), torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32)
+    pool = torch.full((6, 4, 2, 14), torch.nan, dtype=torch.float64)
+    k_pool, v_pool = (pool[..., 6:], pool[..., :6]) if layout == "values first" else (pool[..., :8], pool[..., 8:])
+    if layout == "apart":
+        k_pool, v_pool = k_pool.clone(), v_pool.clone()
+    k, v = torch.randn(2, 12, 2, 8, dtype=torch.float64), torch.randn(2, 12, 2, 6, dtype=torch.float64)
+    for b, n in enumerate(lengths.tolist()):
+        for j in range(n):
+            k_pool[table[b, j // 4], j % 4], v_pool[table[b, j // 4], j % 4] = k[b, j], v[b, j]
+    words: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "causal": True}
+    given, asked = [q, qv], q
+    k_new, v_new = torch.randn(2, 3, 2, 8, dtype=torch.float64), torch.randn(2, 3, 2, 6, dtype=torch.float64)
+    if new:
+        angles = torch.rand(16, 4, dtype=torch.float64)
+        cos, sin = angles.cos(), angles.sin()
+        at = lengths[:, None].long() + torch.arange(3)
+        asked = turned(q, cos, sin, at, True)
+        words |= {"rotary_cos": cos, "rotary_sin": sin, "k": k_new, "v": v_new}
+    if packed:
+        cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+        words |= {"cu_seqlens_q": cu, "max_seqlen_q": 3} | ({"cu_seqlens_k_new": cu} if new else {})
+        given = [x.flatten(0, 1) for x in given]
+        words |= {name: words[name].flatten(0, 1) for name in ("k", "v") if name in words}
+    out = flash_attn_3.flash_attn_with_kvcache(given[0], k_pool, v_pool, qv=given[1], **words).view(2, 3, 4, 6)
+    for b, n in enumerate(lengths.tolist()):
+        keys, values = k[b, :n], v[b, :n]
+        if new:
+            keys = torch.cat([keys, turned(k_new, cos, sin, at, True)[b]])
+            values = torch.cat([values, v_new[b]])
+        assert_close(
+            out[b : b + 1], naive(asked[b : b + 1], keys[None], values[None], causal=True, qv=qv[b : b + 1])[0]
+        )
+
+
+def test_queries_of_values_under_transforms() -> None:
+    """Keys and values that lie side by side, where they have no memory of their own."""
+    kv, q = torch.randn(3, 2, 5, 2, 12), torch.randn(3, 2, 5, 2, 8)
+    qv = torch.randn(3, 2, 5, 2, 4)
+
+    def total(q: Tensor, kv: Tensor, qv: Tensor) -> Tensor:
+        return flash_attn_3.flash_attn_func(q, kv[..., :8], kv[..., 8:], qv=qv).sin().sum()
+
+    expected = torch.stack([total(*x) for x in zip(q, kv, qv, strict=True)])
+    assert_close(torch.vmap(total)(q, kv, qv), expected)
+    leaf = kv[0].clone().requires_grad_()
+    apart = [x.clone().requires_grad_() for x in (kv[0, ..., :8], kv[0, ..., 8:])]
+    total(q[0], leaf, qv[0]).backward()
+    flash_attn_3.flash_attn_func(q[0], *apart, qv=qv[0]).sin().sum().backward()
+    assert_close(leaf.grad, torch.cat([x.grad for x in apart], -1))
+
+
+def test_queries_of_values_that_are_too_wide_change_nothing() -> None:
+    """MLA's 64 + 512: said before the new tokens are written."""
+    q, k, v = torch.zeros(1, 1, 2, 64), torch.zeros(1, 8, 1, 64), torch.zeros(1, 8, 1, 512)
+    words = {"k": torch.ones(1, 1, 1, 64), "v": torch.ones(1, 1, 1, 512), "cache_seqlens": 3}
+    with pytest.raises(tilewise.AttentionError, match=r"head dims of q and qv: found 64 \+ 512; expected at most 512"):
+        flash_attn_3.flash_attn_with_kvcache(q, k, v, qv=torch.zeros(1, 1, 2, 512), **words)
+    assert not k.any()
+    with pytest.raises(tilewise.AttentionError, match="head dims of q and qv"):
+        flash_attn_3.flash_attn_func(q, k, v, qv=torch.zeros(1, 1, 2, 512))
+
+
+@pytest.mark.parametrize("slopes", [None, torch.rand(4), torch.rand(2, 4)], ids=["none", "by head", "by row"])
+def test_pages_with_a_gradient(slopes: Tensor | None) -> None:
+    """flash-attn runs them; its backward knows no pages. Here the queries get theirs, and so do the pages, if asked."""
+    torch.manual_seed(0)
+    lengths, table = (
+        [5, 12],
+        torch.tensor([[4, 0, 2**30], [1, 5, 2]], dtype=torch.int32),
+    )  # what is past the end is never used
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 5, 17]))
+    q = torch.randn(5, 4, 8, dtype=torch.float64, requires_grad=True)
+    pages = [torch.randn(6, 4, 2, 8, dtype=torch.float64) for _ in "kv"]
+    pages[0][3] = torch.nan
+    words: dict[str, Any] = {"causal": True, "return_attn_probs": True, "block_table": table, "alibi_slopes": slopes}
+    with torch.no_grad():
+        expected = flash_attn.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 3, 12, **words)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 3, 12, **words)
+    assert_close((out, lse), expected[:2])
+    k, v = (
+        torch.cat([x[table[b].long().clamp(max=5)].flatten(0, 1)[:n] for b, n in enumerate(lengths)]) for x in pages
+    )
+    same = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 12, causal=True, alibi_slopes=slopes)
+    assert_close(*(torch.autograd.grad(x.sin().sum(), q) for x in (out, same)))
+    pages[1].requires_grad_()
+    flash_attn.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 3, 12, **words)[0].sum().backward()
+    assert pages[1].grad is not None
+    assert pages[1].grad[3].abs().sum() == 0
 
 
 def test_a_schedule_is_shared_by_layers() -> None:

@@ -251,6 +251,35 @@ def gelus(score, b, h, q_idx, kv_idx):
     return torch.log(torch.nn.functional.gelu(score) + 1) + torch.nn.functional.gelu(score, approximate="tanh")
 
 
+# As torch's own tests of FlexAttention write them.
+
+
+def trigonometric(score, b, h, q_idx, kv_idx):
+    return torch.sin(torch.cos(score)) + torch.tan(b)
+
+
+def silu(score, b, h, q_idx, kv_idx):
+    return torch.nn.functional.silu(score)
+
+
+def with_new_zeros(score, b, h, q_idx, kv_idx):
+    return score + SEEN[b + h.new_zeros(h.shape), kv_idx]
+
+
+def with_aten(score, b, h, q_idx, kv_idx):
+    return score * torch.ops.aten.index(FACTORS, [h])
+
+
+def from_the_end(score, b, h, q_idx, kv_idx):
+    return score * FACTORS[-1] + BIAS[b, -2, q_idx, kv_idx]
+
+
+def of_dtypes(score, b, h, q_idx, kv_idx):
+    score = score + (q_idx - kv_idx).to(score.dtype) / 16 + torch.zeros_like(score)
+    return torch.where(q_idx >= kv_idx, score, torch.finfo(score.dtype).min)
+
+
+FACTORS = torch.rand(H)
 IDS = torch.arange(S) // 70
 OFFSETS = torch.tensor([0, 70, 140])
 SEEN = torch.rand(B, S) < 0.8
@@ -261,6 +290,8 @@ SCORES: dict[str, Any] = {
     "paths": make_paths(torch.randn(H, 3, 5), torch.randint(0, 5, (S, S, 3)), torch.randint(0, 4, (S, S))),
     "gelus": gelus, "a module": Biased(), "a method": Biased().forward,
     "a partial": functools.partial(scaled, torch.rand(H), power=2),
+    "trigonometric": trigonometric, "silu": silu, "new zeros": with_new_zeros, "aten's index": with_aten,
+    "from the end": from_the_end, "dtypes": of_dtypes,
     "bias, index by index": lambda score, b, h, q_idx, kv_idx: score + BIAS[b][h][q_idx, kv_idx],
 }  # fmt: skip
 MASKS: dict[str, tuple[Any, Any, bool]] = {  # a mask mod, B of its block mask, and whether all of it is a band

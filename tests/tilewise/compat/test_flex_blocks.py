@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +132,169 @@ def test_a_block_mask_that_changes(change: str) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen.expand(256, 256))
     assert_close(after, expected, rtol=1e-4, atol=1e-5)
     assert (after - before).abs().max() > 1e-3
+
+
+this = sys.modules[__name__]
+KEYS, LIMITS, BOX = 150, torch.tensor([150]), SimpleNamespace(keys=150, deep=SimpleNamespace(keys=150))
+
+
+def by_number(b, h, q_idx, kv_idx):
+    return kv_idx < KEYS
+
+
+def by_tensor(b, h, q_idx, kv_idx):
+    return kv_idx < LIMITS[0]
+
+
+def limited(x):
+    return x < KEYS
+
+
+def by_helper(b, h, q_idx, kv_idx):
+    return limited(kv_idx)
+
+
+def by_namespace(b, h, q_idx, kv_idx):
+    return kv_idx < BOX.deep.keys
+
+
+def in_a_loop(b, h, q_idx, kv_idx):
+    (found,) = [limited(x) for x in (kv_idx,)]
+    return found
+
+
+class Configured:
+    def __init__(self) -> None:
+        self.cfg = SimpleNamespace(keys=150)
+
+    def seen(self, b, h, q_idx, kv_idx):
+        return kv_idx < self.cfg.keys
+
+    __call__ = seen
+
+
+def with_a_dict() -> tuple[Any, Any]:
+    config = {"keys": 150}
+    return (lambda b, h, q_idx, kv_idx: kv_idx < config["keys"]), lambda: config.update(keys=140)
+
+
+def with_a_list() -> tuple[Any, Any]:
+    config = [150]
+    return (lambda b, h, q_idx, kv_idx: kv_idx < config[0]), lambda: config.__setitem__(0, 140)
+
+
+def with_a_namespace() -> tuple[Any, Any]:
+    config = SimpleNamespace(keys=150)
+    return (lambda b, h, q_idx, kv_idx: kv_idx < config.keys), lambda: setattr(config, "keys", 140)
+
+
+def with_a_class() -> tuple[Any, Any]:
+    class Config:
+        keys = 150
+
+    return (lambda b, h, q_idx, kv_idx: kv_idx < Config.keys), lambda: setattr(Config, "keys", 140)
+
+
+def with_a_method() -> tuple[Any, Any]:
+    one = Configured()
+    return and_masks(one.seen), lambda: setattr(one.cfg, "keys", 140)
+
+
+def with_an_object() -> tuple[Any, Any]:
+    one = Configured()
+    return one, lambda: setattr(one.cfg, "keys", 140)
+
+
+def with_a_helper_of_an_object() -> tuple[Any, Any]:
+    """The object is reached twice: for its function, and by that function for a number."""
+    one = SimpleNamespace(keys=150)
+    one.seen = lambda x: x < one.keys
+    return (lambda b, h, q_idx, kv_idx: one.seen(kv_idx)), lambda: setattr(one, "keys", 140)
+
+
+CHANGES: dict[str, Any] = {
+    "a global": lambda: (by_number, lambda: setattr(this, "KEYS", 140)),
+    "a global, rebound": lambda: (by_tensor, lambda: setattr(this, "LIMITS", torch.tensor([140]))),
+    "a global's contents": lambda: (by_tensor, lambda: LIMITS.fill_(140)),
+    "a global of a helper": lambda: (by_helper, lambda: setattr(this, "KEYS", 140)),
+    "a helper": lambda: (by_helper, lambda: setattr(this, "limited", lambda x: x < 140)),
+    "a helper's code": lambda: (by_helper, lambda: setattr(limited, "__code__", (lambda x: x < 140).__code__)),
+    "a helper in a comprehension": lambda: (in_a_loop, lambda: setattr(this, "KEYS", 140)),
+    "a namespace": lambda: (by_namespace, lambda: setattr(BOX.deep, "keys", 140)),
+    "joined": lambda: (and_masks(causal, by_helper), lambda: setattr(this, "KEYS", 140)),
+    "a dict in a closure": with_a_dict,
+    "a list in a closure": with_a_list,
+    "a namespace in a closure": with_a_namespace,
+    "a class": with_a_class,
+    "self.cfg.keys": with_a_method,
+    "an object that is called": with_an_object,
+    "a helper of an object": with_a_helper_of_an_object,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_mask_reads_is_read_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks the function at each call; so must we, and not answer from a conversion of before."""
+    for name, value in (("KEYS", 150), ("LIMITS", torch.tensor([150])), ("limited", limited)):
+        monkeypatch.setattr(this, name, value)
+    monkeypatch.setattr(limited, "__code__", limited.__code__)
+    monkeypatch.setattr(BOX.deep, "keys", 150)
+    function, happens = CHANGES[change]()
+    mask, leaves = create_block_mask(function, None, None, 256, 256, device="cpu"), qkv(256, 256)
+    i = torch.arange(256)
+
+    def expected(keys: int) -> Tensor:
+        seen = (i < keys).expand(256, 256) & ((i[:, None] >= i) | (change != "joined"))
+        return torch.nn.functional.scaled_dot_product_attention(*leaves, seen)
+
+    for _ in range(2):
+        assert_close(flex_attention(*leaves, block_mask=mask), expected(150), rtol=1e-4, atol=1e-5)
+    happens()
+    for _ in range(2):
+        assert_close(flex_attention(*leaves, block_mask=mask), expected(140), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["in inference mode", "through .data", "through numpy", "by giving .data"])
+def test_lists_written_without_a_version(how: str) -> None:
+    """torch's version counters do not count these writes."""
+    with torch.inference_mode(how == "in inference mode"):
+        keys = torch.tensor([150])
+
+        def first_keys(b, h, q_idx, kv_idx):
+            return kv_idx < keys[0]
+
+        mask, leaves = create_block_mask(first_keys, None, None, 256, 256, device="cpu"), qkv(256, 256)
+        before = flex_attention(*leaves, block_mask=mask)
+        if how == "in inference mode":
+            mask.kv_num_blocks.zero_()
+        elif how == "through .data":
+            mask.kv_num_blocks.data.zero_()
+        elif how == "through numpy":
+            mask.kv_num_blocks.numpy()[:] = 0
+        else:
+            mask.kv_num_blocks.data = torch.zeros_like(mask.kv_num_blocks)
+        after = flex_attention(*leaves, block_mask=mask)
+        seen = (torch.arange(256) < 128).expand(256, 256)  # the tiles that are listed as full
+        expected = torch.nn.functional.scaled_dot_product_attention(*leaves, seen)
+        assert_close(after, expected, rtol=1e-4, atol=1e-5)
+        assert (after - before).abs().max() > 1e-3
+
+
+def test_a_mask_first_used_in_inference_mode_has_gradients_later() -> None:
+    mask = create_block_mask(by_number, None, None, 256, 256, device="cpu")
+    leaves = qkv(256, 256)
+    with torch.inference_mode():
+        expected = flex_attention(*leaves, block_mask=mask)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = flex_attention(*leaves, block_mask=mask)
+    out.sum().backward()
+    assert_close(out, expected.clone())
+    assert leaves[0].grad is not None
+
+
+def test_a_conversion_keeps_no_tensor_of_the_function() -> None:
+    """Those of the call are given to it each time."""
+    keys = torch.tensor([150])
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx < keys[0], None, None, 256, 256, device="cpu")
+    flex_attention(*qkv(256, 256), block_mask=mask)
+    assert vars(mask)["_tilewise"].converted.mask.mod.tensors == ()

@@ -57,6 +57,30 @@ def test_one_sequence(n_q: int, n_k: int) -> None:
         assert_close(x.memory_efficient_attention(q, k, v, attn_bias), naive(q, k, v, seen, added))
 
 
+@pytest.mark.parametrize(("n_q", "n_k"), [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_has_the_axes_of_the_query(causal: bool, n_q: int, n_k: int) -> None:
+    """Three of one head, five of groups of heads; alone, and within a causal mask."""
+    q, k, v = made(n_q, n_k, 2)
+    seen = torch.arange(n_k) <= torch.arange(n_q)[:, None] if causal else None
+    bias = torch.randn(2, 6, n_q, n_k, dtype=torch.float64)
+
+    def given(bias: Tensor) -> Any:
+        return x.LowerTriangularMask().add_bias(bias) if causal else bias
+
+    one = x.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], given(bias[:, 0]))
+    assert_close(one, naive(q[:, :, :1], k[:, :, :1], v[:, :, :1], seen, bias[:, :1])[:, :, 0])
+    grouped = [torch.stack([t, -t], 2) for t in (q, k, v)]
+    found = x.memory_efficient_attention(*grouped, given(bias.unflatten(1, (2, 3))))
+    expected = naive(*(t.flatten(2, 3) for t in grouped), seen, bias)
+    assert_close(found, expected.unflatten(2, (2, 3)))
+    for groups, heads in ((1, 1), (1, 3), (2, 1)):  # the same for the others
+        part = bias.unflatten(1, (2, 3))[:, :groups, :heads]
+        all_heads = part.expand(-1, 2, 3, -1, -1).flatten(1, 2)
+        expected = naive(*(t.flatten(2, 3) for t in grouped), seen, all_heads)
+        assert_close(x.memory_efficient_attention(*grouped, given(part)), expected.unflatten(2, (2, 3)))
+
+
 @pytest.mark.parametrize("kv", [[3, 4, 2], [5, 4, 6], [2, 4, 7]])
 def test_sequences_in_a_row(kv: list[int]) -> None:
     lengths = [3, 4, 2]

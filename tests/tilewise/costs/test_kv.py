@@ -11,10 +11,11 @@ import torch
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
-from tilewise.cache import checks
+from tilewise.backends.common.kv import kv_tiles
+from tilewise.backends.common.kv import partition as kv_profile
 from tilewise.costs.devices import device
 from tilewise.costs.kv import explain_kv
-from tilewise.kernels.portable import kv_profile, kv_tiles
+from tilewise.validation import kv as checks
 from tilewise_lab import cli
 
 CASES = [
@@ -42,7 +43,7 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     dealt = kv_profile.deal(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
     group, spec = case.heads // case.kv_heads, request.spec
     found = kv_profile.ranges(dealt, sequences, group, spec.before, spec.after)
-    ledger = plan.ledger.tolist()
+    ledger = plan.schedule.tolist()
     assert len(ledger) == dealt.numbers
     heads, empty = case.kv_heads, ledger[1]
     assert found.divided == ledger[0] * heads

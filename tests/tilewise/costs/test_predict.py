@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
+from tilewise.backends.common.cost_profile import padded
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.tiles import Tile
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import device
 from tilewise.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of
-from tilewise.kernels.gpu import Gpu
-from tilewise.kernels.portable.tiles import Tile
-from tilewise.kernels.profile import padded
-from tilewise.spec import Request, Spec, Upstream
+from tilewise.request import Request, Spec, Upstream
 
 H200 = device("H200")
 USUAL = Call(4, 4096, 4096, 16, 16, 128, 128)
@@ -51,16 +51,19 @@ def test_the_key_side_sees_the_band_sideways():
 
 
 def test_programs_are_those_the_launcher_starts(monkeypatch):
-    launch = pytest.importorskip("tilewise.kernels.portable.launch")
-    options = pytest.importorskip("tilewise.kernels.portable.options")
+    launch = pytest.importorskip("tilewise.backends.triton.launches")
+    options = pytest.importorskip("tilewise.backends.common.kernel_config")
     monkeypatch.setattr(options, "INTERPRETED", False)
     q, k = (torch.empty(4, n, h, 128, dtype=torch.bfloat16, device="meta") for n, h in ((1000, 8), (1537, 2)))
     lse = torch.empty(4, 8, 1000, device="meta")
     call = Call(4, 1000, 1537, 8, 2, 128, 128, after=0)
     request, gpu = Request(q, k, k, Spec(scale=1.0, after=0)), Gpu("cuda", 90)
     forward = launch.forward_launch(request, q, lse, gpu)
-    rows = launch.row_statistics(request)
-    _, key, query = launch.backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, None, gpu)
+    passes = pytest.importorskip("tilewise.backends.triton.backward_launches")
+    preprocess = pytest.importorskip("tilewise.backends.common.preprocess")
+    memory = pytest.importorskip("tilewise.backends.common.launch").DeviceMemory(q.device)
+    rows = preprocess.row_statistics(request, memory)
+    _, key, query = passes.backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, None, gpu)
     assert [one.programs for one in (forward, key, query)] == [
         kernel.programs for kernel in plan(call, "triton", H200, backward=True)
     ]
@@ -68,12 +71,13 @@ def test_programs_are_those_the_launcher_starts(monkeypatch):
 
 @pytest.mark.parametrize(("n_q", "before"), [(1, None), (5, None), (40, 300), (64, 300)])
 def test_few_queries_of_a_group_share_tiles_here_as_in_the_launcher(n_q, before, monkeypatch):
-    launch = pytest.importorskip("tilewise.kernels.portable.launch")
-    options = pytest.importorskip("tilewise.kernels.portable.options")
+    launch = pytest.importorskip("tilewise.backends.triton.launches")
+    options = pytest.importorskip("tilewise.backends.common.kernel_config")
     monkeypatch.setattr(options, "INTERPRETED", False)
     q, k = (torch.empty(64, n, h, 256, dtype=torch.bfloat16, device="meta") for n, h in ((n_q, 8), (1537, 2)))
     request = Request(q, k, k, Spec(scale=1.0, before=before, after=0))
-    forward = launch.forward_launch(request, *launch.new_results(request), Gpu("cuda", 90))
+    memory = pytest.importorskip("tilewise.backends.common.launch").DeviceMemory(request.q.device)
+    forward = launch.forward_launch(request, *launch.new_results(request, memory), Gpu("cuda", 90))
     (kernel,) = plan(Call(64, n_q, 1537, 8, 2, 256, 256, before=before, after=0), "triton", H200, backward=False)
     assert kernel.programs == forward.programs == 64 * 2 * -(-n_q * 4 // 64)
     assert kernel.profile.heads == forward.options["PLAN"].HEADS == 4

@@ -15,7 +15,7 @@ import torch
 
 from tilewise.costs import warm
 from tilewise.costs.warm import Kind, kinds_of
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
 

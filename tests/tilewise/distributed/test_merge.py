@@ -22,7 +22,7 @@ def joined(backend: str, device: str, tensors: list[torch.Tensor], rows: Rows) -
     if backend == "reference":
         merge_(*tensors[:2], rows, *tensors[2:])
         return tensors[:2]
-    from tilewise.kernels.join import join_
+    from tilewise.backends.common.merge_kernel import join_
 
     tensors = [x.to(device) for x in tensors]
     join_(*tensors, rows.ranges[0][0], None if len(rows.ranges) == 1 else _index(rows.ranges, tensors[0].device))
@@ -76,7 +76,7 @@ def test_float64_stays_float64_and_no_rows_are_no_rows():
 COMPILE = """
 import json, torch
 from tilewise.costs.compiled import compile_for
-from tilewise.kernels.join import join_launch
+from tilewise.backends.common.merge_kernel import join_launch
 found = []
 for arch, dv, indexed in ((80, 128, False), (90, 128, False), (100, 80, True), ("gfx942", 512, True)):
     x, lse = torch.empty(1, 64, 4, dv, device="meta"), torch.empty(1, 4, 64, device="meta")

@@ -15,7 +15,7 @@ from tilewise.distributed.cluster import Exchange
 from tilewise.distributed.layout import LAYOUTS
 from tilewise.distributed.program import Post, program
 from tilewise.distributed.simulate import halo_rows
-from tilewise.spec import Request, Spec
+from tilewise.request import Request, Spec
 
 SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
 

@@ -7,8 +7,8 @@ import torch
 
 import tilewise
 from tilewise import AttentionError, mods
+from tilewise.backends.reference import scored
 from tilewise.mods.blocks import listed
-from tilewise.reference import scored
 
 
 def test_the_mod_is_asked_only_where_it_hides_what_the_band_shows() -> None:

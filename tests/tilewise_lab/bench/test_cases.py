@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.oracle import seen
-from tilewise.spec import AttentionError, Spec
+from tilewise.errors import AttentionError
+from tilewise.request import Spec
 from tilewise_lab.bench.cases import Case, grid, random_lengths
 
 

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import bench, cli
 from tilewise_lab.bench import machine, whole
 from tilewise_lab.bench.results import load

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tilewise_lab.bench.made_up import OURS, cell, grid, results
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab import cli
 from tilewise_lab.bench.compare import compare, halves
 from tilewise_lab.bench.results import Entry

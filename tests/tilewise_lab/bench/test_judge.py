@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.oracle import naive_grads
-from tilewise.spec import Spec
+from tilewise.request import Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.judge import Judge, blocks, formula
 from tilewise_lab.bench.provider import Tilewise

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.oracle import naive
-from tilewise.spec import AttentionError, Spec
+from tilewise.errors import AttentionError
+from tilewise.request import Spec
 from tilewise_lab.bench.cases import Case
 from tilewise_lab.bench.judge import Judge
 from tilewise_lab.bench.peers import FlashAttn3

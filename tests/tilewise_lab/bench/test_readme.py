@@ -7,7 +7,7 @@ import pytest
 
 from tests.tilewise_lab.bench.made_up import cell, grid, results
 from tilewise.costs.devices import device
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench import readme
 from tilewise_lab.explain import check
 

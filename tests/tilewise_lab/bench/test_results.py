@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.tilewise_lab.bench.made_up import OTHER, OURS, PEER, cell, grid, results
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.bench.results import Entry, Spread, load
 from tilewise_lab.bench.summary import absent, bars, standings
 

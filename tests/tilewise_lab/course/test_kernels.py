@@ -182,7 +182,7 @@ def test_a_chain_of_loads_shows_how_far_memory_is(device):
 
 def test_the_kernels_softmax_step_is_the_references(device):
     """m, l, alpha and p of every step, beside `reference.softmax`."""
-    from tilewise.reference import softmax as rung
+    from tilewise_lab.derivation import softmax as rung
     from tilewise_lab.learn.kernels import watch_softmax
 
     s = torch.randn(16, 64, device=device) * 3

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import tilewise
 from tests.conftest import DEVICE, HAS_TRITON
-from tilewise.kernels.portable import tiles
+from tilewise.backends.common import tiles
 from tilewise_lab.learn import check
 from tilewise_lab.learn.course import lesson
 

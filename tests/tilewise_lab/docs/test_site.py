@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("furo", reason="no Sphinx: pip install 'tilewise[docs]'")
 
 import tilewise
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.docs import lessons
 from tilewise_lab.docs.build import LANGUAGES, ROOT, build, follow, linked, pages, sphinx, stage
 from tilewise_lab.learn.course import lessons as all_lessons

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.kv_cases import KvCase, compare, inputs
-from tilewise.cache import checks
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
+from tilewise.kv_request import KvCall
+from tilewise.validation import kv as checks
 from tilewise_lab.emulator import launch
 
 pytest.importorskip("triton")
@@ -34,22 +35,21 @@ CASES = {
 
 
 def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from tilewise.kernels.hopper import kv_launch
-    from tilewise.kernels.hopper.launch import new_state
-    from tilewise.kernels.launch import gpu_for
-    from tilewise.kernels.portable import kv_launch as portable
+    from tilewise.backends.common.gpu import INTERPRETER
+    from tilewise.backends.common.launch import DeviceMemory, Target
+    from tilewise.backends.hopper import kv_launches as kv_launch
 
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
     *outer, n_q, heads, _ = x.q.shape
     out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
-    gpu = gpu_for(x.q)
-    numbers, floats = kv_launch.room_for(request)
-    ledger, room = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
-    if numbers:
-        portable.plan_launch(kv_launch.of_few(request), ledger, gpu, kv_launch.FEW)()
-    state = new_state(torch.device("cpu"))
-    first, *rest = kv_launch.attend_launches(request, out, lse, ledger, room, state, 2, gpu)
+    target = Target(INTERPRETER, 2)
+    numbers, floats = kv_launch.schedule_sizes(request, target)
+    schedule, workspace = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
+    if (scheduling := kv_launch.schedule_launch(request, schedule, target)) is not None:
+        scheduling()
+    call = KvCall(request, None, schedule, workspace, out, lse)
+    first, *rest = kv_launch.attend_launches(call, target, DeviceMemory(torch.device("cpu")))
     launch(first.kernel, first.programs, first.args, first.options)
     for job in rest:
         job()
@@ -58,7 +58,7 @@ def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.kernels.hopper import kv_launch
+    from tilewise.backends.hopper import kv_launches as kv_launch
 
     monkeypatch.setattr(kv_launch, "FEW", 60)  # of packed sequences, which the portable kernels compute
     x = inputs(CASES[name], torch.bfloat16)
@@ -76,12 +76,12 @@ def test_terms(options: dict[str, Any]) -> None:
 
 
 def test_what_it_leaves_to_others() -> None:
-    from tilewise.kernels.hopper.limits import GPU, obstacle
+    from tilewise.backends.hopper.support import GPU, unsupported
 
     def kept_by(case: KvCase, **options: Any) -> str | None:
         x = inputs(case, torch.bfloat16)
         request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
-        return obstacle(request, GPU)
+        return unsupported(request, GPU)
 
     assert kept_by(BASE) is None
     assert kept_by(BASE.but(page=0)) is None

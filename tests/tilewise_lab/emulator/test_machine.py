@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracle import naive
-from tilewise.spec import Request, Spec
+from tilewise.request import Request, Spec
 from tilewise_lab.emulator import DeadlockError, RaceError, language, launch
 
 pytest.importorskip("triton")
@@ -41,7 +41,8 @@ def run(
     after: int | None = None, scale: float | None = None, lengths: Any = None, dtype: Any = torch.bfloat16,
     programs: int = 2, seed: int = 0, replace: dict[str, Any] | None = None, poison: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    from tilewise.kernels.hopper.launch import forward_launches, new_state
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.launches import forward_launches, new_state
 
     torch.manual_seed(1)
     dv = dv or d
@@ -58,7 +59,7 @@ def run(
         v[:, poison] = torch.nan
     out = torch.full((*outer, n_q, heads, dv), torch.nan, dtype=dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
-    state = new_state(torch.device("cpu"))
+    state = new_state(DeviceMemory(torch.device("cpu")))
     job = forward_launches(Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]), out, lse, state, programs)[0]
     machine = launch(job.kernel, job.programs, job.args, job.options, seed=seed, replace=replace)
     return out, lse, naive(q, k, v, spec, *cu), state, machine

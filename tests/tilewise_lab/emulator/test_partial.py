@@ -9,7 +9,7 @@ import torch
 import tilewise
 from tests.tilewise_lab.emulator.test_terms import backward, forward
 from tilewise.mods.builtin import alibi
-from tilewise.spec import Request, Spec, Upstream
+from tilewise.request import Request, Spec, Upstream
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +9,17 @@ import torch
 
 import tilewise
 from tests import features, features_budget
-from tilewise import dispatch, reference
-from tilewise.spec import Request, Spec, Upstream
+from tilewise.backends import reference
+from tilewise.backends.common.launch import DeviceMemory
+from tilewise.backends.reference import ReferenceBackend
+from tilewise.request import Request, Spec, Upstream
 from tilewise_lab.emulator import launch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_runs")
 
 PLAIN = features.Features(dtype="bfloat16")
+MEMORY = DeviceMemory(torch.device("cpu"))
 ONE = {
     "softcap": {"softcap": True},
     "alibi": {"alibi": "h", "band": (False, True)},
@@ -39,22 +41,23 @@ ONE = {
 }
 
 
-def forward(request: Request, _recordings: Any = None) -> Any:
-    from tilewise.kernels.hopper.launch import forward_launches, new_state
+def forward(request: Request) -> Any:
+    from tilewise.backends.hopper.launches import forward_launches, new_state
 
     q, k, v, *_ = request
     out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=request.result_dtype)
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     if k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    job = forward_launches(request, out, lse, new_state(torch.device("cpu")), 2)[0]
+    job = forward_launches(request, out, lse, new_state(MEMORY), 2)[0]
     launch(job.kernel, job.programs, job.args, job.options)
     return out, lse
 
 
-def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> Any:
-    from tilewise.kernels.hopper.backward_launch import backward_launches, new_space
-    from tilewise.kernels.shapes import problem
+def backward(request: Request, upstream: Upstream) -> Any:
+    from tilewise.backends.common.renormalise import renormalised
+    from tilewise.backends.common.shapes import problem
+    from tilewise.backends.hopper.backward_launches import GPU, backward_launches, new_space
 
     request = Request.of(request.spec, [None if x is None else x.detach() for x in request.tensors()])
     q, k, v, *_ = request
@@ -63,8 +66,9 @@ def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> A
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
-    space = new_space(q, problem(request))
-    for job in backward_launches(request, upstream, tuple(grads), space, 2):
+    space = new_space(MEMORY, problem(request))
+    first, upstream = renormalised(request, upstream, GPU, MEMORY)
+    for job in (*first, *backward_launches(request, upstream, tuple(grads), space, 2)):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)
         else:
@@ -74,8 +78,12 @@ def backward(request: Request, upstream: Upstream, _recordings: Any = None) -> A
 
 @pytest.mark.parametrize("name", ONE)
 def test_within_budget(name, monkeypatch):
-    backend = SimpleNamespace(forward=forward, backward=backward, term_gradients=reference.term_gradients)
-    monkeypatch.setattr(dispatch, "named", lambda _: backend)
+    monkeypatch.setattr(ReferenceBackend, "forward", lambda self, r: lambda x: forward(Request.of(r.spec, x)))
+    monkeypatch.setattr(
+        ReferenceBackend,
+        "backward",
+        lambda self, r, upstream: lambda x: backward(Request.of(r.spec, x[:-4]), Upstream(*x[-4:])),
+    )
     chosen = features.replace(PLAIN, **ONE[name])
     call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
     _, faults = features_budget.judge(call, "reference")
@@ -97,6 +105,22 @@ def test_slopes_of_rows_that_do_not_exist(d):
     upstream = Upstream(*forward(request), dout, None)
     for ours, theirs in zip(backward(request, upstream), reference.backward(request, upstream), strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)])
+def test_gradients_of_rows_that_are_far_out(d, dtype):
+    """All scores of some rows are finfo.min, of others -1e9: each key has 1 / n of the weight, not 1."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 90, 1, d).to(dtype) for _ in range(4))
+    bias = torch.zeros(1, 1, 90, 90)
+    bias[..., 3:9, :] = torch.finfo(torch.float32).min
+    bias[..., 70, :] = -1e9
+    request = Request(q, k, v, Spec(d**-0.5, after=0), bias=bias, sinks=torch.full((1,), -1e9))
+    upstream = Upstream(*forward(request), dout, torch.randn(1, 1, 90))
+    in_full = request._replace(q=q.float(), k=k.float(), v=v.float())  # in float64, -1e9 + q.k would not be -1e9
+    exact = reference.backward(in_full, upstream._replace(out=upstream.out.float(), dout=dout.float()))
+    for ours, theirs in zip(backward(request, upstream), exact, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("d", "scale"), [(64, 0.125), (64, -0.1), (256, 0.06)])

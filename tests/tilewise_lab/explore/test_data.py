@@ -10,7 +10,7 @@ import pytest
 
 from tilewise.costs.devices import device
 from tilewise.costs.explain import explain
-from tilewise.spec import AttentionError
+from tilewise.errors import AttentionError
 from tilewise_lab.cli import main
 from tilewise_lab.explore.data import ENDPOINTS, GRID, answer, combinations
 from tilewise_lab.explore.export import answers, rounded

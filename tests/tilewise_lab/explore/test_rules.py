@@ -11,10 +11,10 @@ import torch
 import tilewise
 from tests.conftest import INTERPRETED
 from tilewise import mods
+from tilewise.backends.common.kv import kv_tiles
 from tilewise.costs import cost
 from tilewise.costs.devices import device
 from tilewise.costs.waves import cliffs, matmul_blocks, waves
-from tilewise.kernels.portable import kv_tiles
 from tilewise_lab import trace
 from tilewise_lab.machine import coalesce, pipeline
 from tilewise_lab.machine.layout import Layout
@@ -167,9 +167,9 @@ def test_a_cache_is_dealt_as_the_kernel_deals_it(rules, triton_runs, lengths, he
     programs, tile = kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER
     found = rules("plan", {"lengths": lengths, "heads": heads, "programs": programs, "unit": tile.block_n})
     teams = programs // heads
-    work = made.ledger[2 : 2 + 12 * (teams + 1)].view(teams + 1, 12)[:, :2].tolist()
+    work = made.schedule[2 : 2 + 12 * (teams + 1)].view(teams + 1, 12)[:, :2].tolist()
     assert [[one["item"], one["unit"]] for one in found["work"]] == work
-    assert found["divided"] == int(made.ledger[0]) * heads
+    assert found["divided"] == int(made.schedule[0]) * heads
     streamed: dict[tuple[int, int], int] = {}
     for _, item, head, first, last in found["pieces"]:
         streamed[item, head] = streamed.get((item, head), 0) + last - first

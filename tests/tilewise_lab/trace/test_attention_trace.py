@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tilewise import AttentionError
 from tilewise.costs.cost import Call
-from tilewise.reference import attention as rung
 from tilewise_lab import cli, trace
+from tilewise_lab.derivation import attention as rung
 from tilewise_lab.trace.memory import Memory
 
 side = st.none() | st.integers(0, 9)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.reference import softmax as rungs
 from tilewise_lab import cli, trace
+from tilewise_lab.derivation import softmax as rungs
 from tilewise_lab.trace.softmax import loads
 
 e = math.exp

@@ -1,0 +1,254 @@
+"""The autograd Functions of attention. The backward recomputes the softmax from the saved lse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .backends.reference import ReferenceBackend
+from .errors import AttentionError
+from .ops import dense as ops
+from .plan_cache import CallPlan
+from .request import Request, Spec, Upstream, arguments, differentiable
+from .torch_internals import (
+    is_batched,
+    is_dtensor,
+    is_eager,
+    is_forward_mode,
+    is_traced,
+    is_transformed,
+    profiler_enabled,
+    split_batched,
+)
+
+REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to any order
+
+
+def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool = True) -> Any:
+    """(out, lse), through autograd if a derivative may be asked for.
+
+    Args:
+        spec: the checked options.
+        plan: how the call runs; None if it is traced, and a tracer or dispatch mode must see the registered op.
+        tensors: `Request.tensors()`.
+        with_lse: whether lse is wanted. If not, None may be returned for it.
+    """
+    if plan is not None and profiler_enabled():
+        with torch.profiler.record_function("tilewise::forward"):
+            return _attend(spec, plan, tensors, with_lse)
+    return _attend(spec, plan, tensors, with_lse)
+
+
+def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
+    if is_forward_mode() or (plan is None and is_transformed() and not torch.compiler.is_compiling()):
+        request = Request.of(spec, tensors)
+        if ops.chosen(request).name == REFERENCE:
+            return ReferenceBackend.differentiable(request)
+        return TransformedAttention.apply(spec, plan, *tensors)  # type: ignore[no-untyped-call]
+    wanted = tensors[: differentiable(spec)]
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
+        return results_of(spec, plan, tensors)
+    if torch.compiler.is_compiling():  # torch.compile does not allow one tensor as two arguments of a Function
+        tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
+    function: Any = AttentionWithLse if with_lse else Attention
+    found = function.apply(spec, plan, *tensors)
+    return found if with_lse else (found, None)
+
+
+def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
+    """`attend` of an eager call whose plan is known."""
+    if profiler_enabled():
+        with torch.profiler.record_function("tilewise::forward"):
+            return attend(plan.spec, plan, tensors, with_lse)
+    if not plan.requires_grad or not torch.is_grad_enabled():
+        return plan.forward(tensors)
+    if with_lse:
+        return AttentionWithLse.apply(plan.spec, plan, *tensors)  # type: ignore[no-untyped-call]
+    return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]
+
+
+def results_of(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None]) -> Any:
+    """(out, lse), by the plan or by the registered op."""
+    if plan is not None:
+        return tuple(plan.forward(tensors))
+    request = Request.of(spec, tensors)
+    if is_dtensor(*request[:3]):
+        from .ops import dtensor  # noqa: F401 - registers sharding rules
+    return ops.registered("forward")(*arguments(request))
+
+
+class AttentionWithLse(torch.autograd.Function):
+    """(out, lse), both differentiable. Arguments: spec, plan or None, and `Request.tensors()`."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
+        results = results_of(spec, plan, tensors)
+        _save(ctx, spec, plan, tensors, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        return _backward(ctx, dout, dlse)
+
+
+class Attention(AttentionWithLse):
+    """out alone: one result less to wrap, and torch.compile makes no zeros for the gradient of lse."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
+        out, lse = results_of(spec, plan, tensors) if plan is None else plan.forward(tensors)
+        ctx.spec, ctx.plan = spec, plan
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+        if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout):
+            return _backward(ctx, dout, None)
+        *tensors, out, lse = ctx.saved_tensors
+        return None, None, *_planned_gradients(ctx, Upstream(out, lse, dout, None), tensors)
+
+
+class TransformedAttention(AttentionWithLse):
+    """Attention within torch.func or forward mode. torch.compile does not trace a Function that has a jvp, so this is a
+    class of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(spec: Any, plan: Any, *tensors: Any) -> Any:  # type: ignore[override]
+        return results_of(spec, plan, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        spec, plan, *tensors = inputs
+        _save(ctx, spec, plan, tensors, output)
+        ctx.save_for_forward(*tensors, *output)
+
+    @staticmethod
+    def jvp(ctx: Any, _spec: Any, _plan: Any, *tangents: Any) -> Any:
+        *tensors, out, lse = ctx.saved_tensors
+        request = Request.of(ctx.spec, tensors)
+        if any(t is not None for t in tangents[3:]):
+            raise AttentionError(
+                "forward mode on these kernels", "a tangent of a bias, sinks or mod", "tangents of q, k and v only"
+            )
+        given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
+        return torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
+
+
+def _save(ctx: Any, spec: Any, plan: Any, tensors: Any, results: Any) -> None:
+    ctx.spec, ctx.plan = spec, plan
+    ctx.save_for_backward(*tensors, *results)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    """The gradients of a Function's arguments."""
+    *tensors, out, lse = ctx.saved_tensors
+    n = min(differentiable(ctx.spec), len(tensors))
+    wanted = ctx.needs_input_grad[2 : 2 + n]
+
+    def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
+        upstream = Upstream(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        if not _is_higher_order(dout, dlse, *tensors[:n]):
+            return gradients_of(wanted, ctx.spec, ctx.plan, upstream, tensors)
+        request = Request.of(ctx.spec, tensors)
+        if ops.chosen(request).name == REFERENCE:
+            every = (*wanted, *(False,) * (differentiable(ctx.spec) - n))
+            return ReferenceBackend.differentiable_backward(request, upstream, every)[:n]
+        arguments_of: Any = (wanted, ctx.spec, *upstream, *tensors)
+        return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
+
+    is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
+    grads = split_batched(gradients, dout, dlse) if is_stack else gradients(dout, dlse)
+    return None, None, *grads, *(None,) * (len(tensors) - n)
+
+
+class FirstDerivative(torch.autograd.Function):
+    """The gradients of the kernels where torch might differentiate them again. Raises only if it does."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(wanted: Any, spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
+        return gradients_of(wanted, spec, None, Upstream(out, lse, dout, dlse), tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        _need_reference("a gradient of the gradient")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        _need_reference("a derivative of the gradient")
+
+
+def _need_reference(what: str) -> NoReturn:
+    raise AttentionError(
+        what, "the kernels' one derivative", f"backend={REFERENCE!r}, which has derivatives of every order"
+    )
+
+
+def gradients_of(
+    wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, upstream: Upstream, tensors: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
+    if plan is None or is_traced(upstream.dout, *tensors[:3]):
+        request = Request.of(spec, tensors)
+        grads = ops.registered("backward")(*upstream, *arguments(request))
+        return *grads, *_traced_term_gradients(wanted[3:], upstream, request)
+    upstream = ops.aligned(upstream)
+    grads = plan.backward(tensors, upstream)
+    if not any(wanted[3:]):
+        return *grads, *(None,) * (len(wanted) - 3)
+    return *grads, *_spread(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, upstream))
+
+
+def _planned_gradients(ctx: Any, upstream: Upstream, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of all tensors of an eager call."""
+    if profiler_enabled():
+        with torch.profiler.record_function("tilewise::backward"):
+            return _all_gradients(ctx, upstream, tensors)
+    return _all_gradients(ctx, upstream, tensors)
+
+
+def _all_gradients(ctx: Any, upstream: Upstream, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    plan: CallPlan = ctx.plan
+    upstream = ops.aligned(upstream)
+    grads = plan.backward(tensors, upstream)
+    if len(tensors) == 3:
+        return tuple(grads)
+    wanted = ctx.needs_input_grad[5 : 2 + differentiable(plan.spec)]
+    terms: tuple[Tensor | None, ...] = (None,) * len(wanted)
+    if any(wanted):
+        terms = _spread(wanted, plan.term_gradients(wanted, tensors, upstream))
+    return *grads, *terms, *(None,) * (len(tensors) - 3 - len(wanted))
+
+
+def _traced_term_gradients(wanted: Sequence[bool], upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
+    if not any(wanted):
+        return (None,) * len(wanted)
+    every = [*wanted, *[False] * (2 + len(request.score) - len(wanted))]
+    if is_dtensor(*request[:3]):
+        from .ops.dtensor import term_gradients
+
+        return _spread(wanted, term_gradients(upstream, every, request))
+    return _spread(wanted, torch.ops.tilewise.term_gradients(*upstream, every, *arguments(request)))
+
+
+def _spread(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The found gradients at the places of the wanted ones."""
+    rest = iter(found)
+    return tuple(next(rest) if wants else None for wants in wanted)
+
+
+def _is_higher_order(*tensors: Tensor | None) -> bool:
+    if is_forward_mode():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

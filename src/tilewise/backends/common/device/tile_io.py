@@ -1,0 +1,84 @@
+"""Tiles from memory and back, at any strides."""
+
+import triton
+import triton.language as tl
+
+from .structs import Rows
+
+
+@triton.jit
+def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
+    x = rows.x
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
+    if x.wide is not None:
+        d = d.to(tl.int64)
+    if rows.heads is None:
+        if x.wide is not None:
+            r = r.to(tl.int64)
+        p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + rows.h.to(tl.int64) * x.strides[2]
+        p += tl.cast(rows.t + rows.first, tl.int64) * x.strides[1]
+        return p + r * x.strides[1] + d * x.strides[3]
+    else:
+        r += rows.first
+        p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + (rows.t + r // rows.heads).to(tl.int64) * x.strides[1]
+        p += (rows.h * rows.heads + r % rows.heads).to(tl.int64) * x.strides[2]
+        return p + d * x.strides[3]
+
+
+@triton.jit
+def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """ROWS of them: zero past the sequence's end and past D columns."""
+    p = tile_pointers(rows, ROWS, COLS)
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
+    if EVEN:
+        if D == COLS:
+            return tl.load(p)
+        else:
+            return tl.load(p, mask=d < D, other=0.0)
+    else:
+        return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)
+
+
+@triton.jit
+def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Columns c .. c + COLS of ROWS rows; zero past the sequence's end and past D columns."""
+    p = tile_pointers(rows, ROWS, COLS) + c * rows.x.strides[3]
+    r = tl.arange(0, ROWS)[:, None]
+    d = c + tl.arange(0, COLS)[None, :]
+    return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)
+
+
+@triton.jit
+def store_rows(rows, tile, D: tl.constexpr):
+    ROWS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = tile.shape[1]
+    first = rows.first * tl.num_programs(1)  # times 1: addresses are computed here, not kept since the tile was loaded
+    r = tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLS)[None, :]
+    p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n, rows.heads), ROWS, COLS)
+    tl.store(p, tile.to(rows.x.ptr.dtype.element_ty), mask=(first + r < rows.n) & (d < D))
+
+
+@triton.jit
+def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
+    """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor; packed sequences have one batch row. Of
+    strides among the arguments Triton would compile one kernel for those that 16 divides, and one for the others."""
+    line = tl.cast(h, tl.int64)
+    if not PACKED:
+        line += tl.cast(b, tl.int64) * heads
+    return x + line * tokens + t + i
+
+
+@triton.jit
+def statistic_pointers(x, w, h, first, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """Pointers to ROWS of the padded row statistics of head h, from row `first` of the sequence."""
+    b = 0 if PACKED else w.b
+    return (
+        x.ptr
+        + tl.cast(b, tl.int64) * x.strides[0]
+        + h.to(tl.int64) * x.strides[1]
+        + (w.r0 + first)
+        + tl.arange(0, ROWS)
+    )

@@ -1,0 +1,195 @@
+"""How a call of a kernel backend runs: allocate results and workspaces, fill in addresses, launch.
+
+A `KernelCall` is made once for a kind of call. It builds the launches from placeholders, compiles them, and prepares
+their arguments. A placeholder is a meta tensor whose address says which tensor of the call it stands for, so launches
+are built from shapes alone, and two arguments are never confused because they happen to be the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...torch_internals import current_stream, empty_strided_cuda
+from .compiler import compile_launches
+from .launch import COUNTERS, INTERPRETED, Build, DeviceMemory, Launch, target_of
+from .launcher import CompiledLaunch, PreparedLaunches, Slot, prepared, zeroed_counters
+
+KNOBS = triton.knobs.runtime
+SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
+COUNTERS_START = 1 << 61
+
+
+class Buffer(NamedTuple):
+    """A tensor that a call allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Placeholders:
+    """Meta tensors for the tensors of a call, in one address space: the address says which tensor, and where in it."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.starts: list[int] = []
+        self.buffers: list[Buffer] = []  # what the call allocates
+        self.has_counters = False
+        self.inputs = [
+            self._next() if x is None else self._next(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors
+        ]
+
+    def _next(
+        self, shape: Sequence[int] = (), strides: Sequence[int] = (), dtype: torch.dtype | None = None, low: int = 0
+    ) -> Tensor | None:
+        """`low` are the lowest bits of the address, on which Triton specialises a kernel."""
+        self.starts.append((len(self.starts) + 1) * SPAN + low)
+        if dtype is None:
+            return None
+        space = torch.empty(1 << 62, dtype=torch.uint8, device="meta").view(dtype)
+        return space.as_strided(tuple(shape), tuple(strides), self.starts[-1] // dtype.itemsize)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        self.buffers.append(Buffer(tuple(shape), strides, dtype))
+        x = self._next(shape, strides, dtype)
+        assert x is not None
+        return x
+
+    def counters(self) -> Tensor:
+        """The last of a call's tensors, whatever is allocated after it: see `slot`."""
+        self.has_counters = True
+        space = torch.empty(1 << 62, dtype=torch.uint8, device="meta").view(torch.int32)
+        return space.as_strided((COUNTERS,), (1,), COUNTERS_START // 4)
+
+    def slot(self, x: Tensor) -> Slot:
+        """The tensor that a placeholder, or a view of one, stands for, and how many bytes into it."""
+        address = int(x.storage_offset()) * x.element_size()  # data_ptr() of a tensor without elements is 0
+        if address >= COUNTERS_START:
+            return Slot(len(self.starts), address - COUNTERS_START)
+        index = address // SPAN - 1
+        if index < 0:
+            raise RuntimeError("a launch takes a tensor that does not belong to the call")
+        return Slot(index, address - self.starts[index])
+
+    def slots(self, x: Any) -> Any:
+        """A launch's argument with a Slot in place of every placeholder."""
+        if isinstance(x, Tensor):
+            return self.slot(x)
+        if isinstance(x, tuple):
+            items = [self.slots(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+        if hasattr(x, "block_shape"):  # a TMA descriptor
+            return Descriptor(self.slot(x.base), tuple(x.shape), tuple(x.strides))
+        return x
+
+
+class Descriptor(NamedTuple):
+    """A TMA descriptor of a placeholder."""
+
+    base: Slot
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class KernelCall:
+    """A function from the tensors of a call to its results. The tensors must have the layouts of the first ones."""
+
+    def __init__(self, build: Build, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        self.build, self.device, self.target = build, device, target_of(device)
+        self.launches: PreparedLaunches | None = None
+        self.buffers: list[Buffer] = []
+        self.results: list[int] = []
+        self.has_counters = False
+        self.low_bits = low_bits([0 if x is None else x.data_ptr() for x in tensors])
+        self.stream_counters: dict[int, int] = {}
+        if device.type == "cuda" and not INTERPRETED and torch.version.hip is None:
+            self.is_only_device = torch.cuda.device_count() == 1
+            with torch.cuda.device(device):
+                self._prepare(tensors)
+
+    def _prepare(self, tensors: Sequence[Tensor | None]) -> None:
+        memory = Placeholders(tensors)
+        built = self.build(memory.inputs, self.target, memory)
+        launches = [x for x in built.launches if x.programs]
+        compiled = [
+            CompiledLaunch(binary, launch.programs, [memory.slots(x) for x in all_arguments(launch)])
+            for launch, binary in zip(launches, compile_launches(launches), strict=True)
+        ]
+        self.launches = prepared(compiled, len(memory.starts) + memory.has_counters, self.device.index)
+        self.buffers, self.has_counters = memory.buffers, memory.has_counters
+        self.results = [memory.slot(x).number for x in built.results]
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        launches = self.launches
+        if launches is None or has_launch_hook():
+            return self._launch_with_triton(tensors)
+        if not self.is_only_device and launches.device != torch.cuda.current_device():
+            with torch.cuda.device(launches.device):
+                return self(tensors)
+        stream = current_stream(launches.device)
+        every = [*tensors, *[empty_strided_cuda(*buffer) for buffer in self.buffers]]
+        addresses = [0 if x is None else x.data_ptr() for x in every]
+        if (reduce(or_, addresses) & 15 or self.low_bits) and low_bits(addresses) != self.low_bits:
+            # an autograd hook replaced a saved tensor, or dlse is a view
+            if self.low_bits:
+                return self._launch_with_triton(tensors)
+            return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
+        if self.has_counters:
+            addresses.append(self._counters(stream, every))
+        launches(addresses, stream)
+        return [every[n] for n in self.results]
+
+    def _counters(self, stream: int, every: list[Any]) -> int:
+        """The address of the counters. Launches on one stream follow one another and share them. A captured launch may
+        be replayed beside any other, so each gets its own from the graph's memory, which `every` keeps until then."""
+        if torch.cuda.is_current_stream_capturing():
+            every.append(DeviceMemory(self.device).counters())
+            address: int = every[-1].data_ptr()
+            return address
+        found = self.stream_counters.get(stream)
+        if found is None:
+            found = self.stream_counters[stream] = zeroed_counters(self.device.index, 4 * COUNTERS)
+        return found
+
+    def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """In the interpreter, on AMD, without `cuda.bindings`, or for a profiler that hooks Triton's launches."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            built = self.build(tensors, self.target, DeviceMemory(self.device))
+            for launch in built.launches:
+                launch()
+        return list(built.results)
+
+
+def low_bits(addresses: Sequence[int]) -> tuple[int, ...]:
+    """Addresses modulo 16, on which Triton specialises kernels; () if all are 0. Tensors that a call allocates come
+    last and are aligned."""
+    found = [address & 15 for address in addresses]
+    while found and not found[-1]:
+        found.pop()
+    return tuple(found)
+
+
+def aligned_copy(x: Tensor) -> Tensor:
+    """The same values and strides at an aligned address. (`clone` makes a tensor with gaps contiguous.)"""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+def has_launch_hook() -> bool:
+    """Whether a profiler wants to hear of launches. Triton then makes them."""
+    enter, leave = KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def all_arguments(launch: Launch) -> list[Any]:
+    """The arguments of a launch in the order of the kernel's parameters."""
+    constants = (launch.options[p.name] for p in launch.kernel.params if p.is_constexpr)
+    return [*launch.args, *constants]

@@ -1,0 +1,95 @@
+"""What is chosen before a portable kernel is compiled: its tile, its Plan, whether it raises flags."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...request import Request
+from . import tiles
+from .device.structs import Plan
+from .gpu import Gpu
+from .launch import INTERPRETED
+from .repair import LINE
+from .score_terms import is_linear, lists_tiles
+from .shapes import Problem, padded, problem
+from .tiles import Tile
+
+SMALLEST = 16  # rows of a tile
+
+
+def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | None) -> Tile:
+    if INTERPRETED:
+        return tiles.INTERPRETER
+    return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), *terms)
+
+
+def forward_tile(itemsize: int, size: Problem, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
+    """And how many heads have their queries in one, if they may (`shares_tiles`)."""
+    tile = tile_of("forward", itemsize, size, gpu, term)
+    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
+    heads = tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m) if shares else 1
+    return tile_of("forward", itemsize, size, gpu, "groups", term) if heads > 1 else tile, heads
+
+
+def costly_term(request: Request, gpu: Gpu) -> str | None:
+    """What of a request may want tiles of its own."""
+    if request.blocks and lists_tiles(gpu):
+        return "blocks"
+    return None if request.bias is None else "bias"
+
+
+def shares_tiles(request: Request) -> bool:
+    """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
+    return not request.blocks
+
+
+def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
+    """Of a launch: the fields of its Plan in one, and what is no field of it."""
+    size = problem(request)
+    options = {
+        "GROUP": size.heads // size.kv_heads,
+        "D": size.d,
+        "DV": size.dv,
+        "BLOCK_D": padded(size.d),
+        "BLOCK_DV": padded(size.dv),
+        "FOLD": is_linear(request),
+        "PRECISION": precision(request.q, gpu),
+        "PACKED": size.packed,
+        **tile.options(),
+        **more,
+    }
+    plan = Plan(**{name: x for name, x in options.items() if name in Plan._fields})
+    return {name: x for name, x in options.items() if name not in Plan._fields} | {"PLAN": plan}
+
+
+def precision(q: Tensor, gpu: Gpu) -> str:
+    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one; on
+    AMD, whose matrix units know float32, as it is."""
+    if q.dtype != torch.float32 or gpu.kind == "hip":
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def is_even(size: Problem, n: int, block: int) -> bool:
+    return not size.packed and n % block == 0
+
+
+def is_hiding(request: Request) -> bool:
+    """Whether some query may not see some key, as far as the kernels that are compiled for it can tell."""
+    spec = request.spec
+    if spec.before is not None or spec.mask_mod is not None:
+        return True
+    return spec.after is not None and (request.cu_q is not None or request.q.shape[-3] > 1)
+
+
+def flag_count(request: Request, splits: int = 1, both: bool = False) -> int:
+    """int32 flags that the NaN repair pass needs: one for each tile of queries or, of `both` sides, also for those of
+    keys and of values. 0 where no mask hides a key."""
+    if not is_hiding(request):
+        return 0
+    size = problem(request)
+    count = splits * size.programs(size.n_q, size.heads, SMALLEST)
+    if both:
+        count += 2 * size.programs(size.n_k, size.kv_heads, SMALLEST) + 2 * LINE.value
+    return max(count, 1)

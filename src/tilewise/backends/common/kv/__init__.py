@@ -1,0 +1,43 @@
+"""Attention over a KV cache: kernels for few queries (decode), the schedule of keys, and the append of new tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
+from . import partition
+
+
+class DecodeKernels:
+    """A `KvBackend` of Triton kernels. They are imported when a runner is made."""
+
+    partition: Any = partition
+
+    def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
+        from .launches import schedule_sizes
+
+        return schedule_sizes(request)
+
+    def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
+        from .launches import schedule_launch
+        from .runners import schedule_runner
+
+        return schedule_runner(request, schedule, schedule_launch)
+
+    def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
+        from .launches import planned
+
+        return planned(request, schedule)
+
+    def attend(self, call: KvCall) -> Any:
+        from .launches import attend_launches, schedule_launch, schedule_sizes
+        from .runners import attend_runner
+
+        return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+
+    def append(self, request: AppendRequest) -> Any:
+        from .runners import append_runner
+
+        return append_runner(request)

@@ -1,0 +1,276 @@
+"""Launches compiled Triton kernels through NVIDIA's `cuda.bindings`, with arguments that are prepared once.
+
+Triton's own launcher binds every argument in Python and encodes TMA descriptors at every launch, which takes 10 to 50
+us on the host of an H200. A prepared launch writes the addresses of the call's tensors and calls `cuLaunchKernelEx`.
+
+A kernel's parameters are its arguments in order: tuples are flattened, compile-time constants are left out, and
+pointers to scratch memory follow. `cuFuncGetParamInfo` confirms the sizes. Where they differ, or where `cuda.bindings`
+is not installed, Triton launches the kernel (`kernel_call.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # torch for CPU or AMD
+    driver = None
+
+FORMATS = {
+    "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
+}  # fmt: skip
+ELEMENTS = {"fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
+TENSOR_MAP_BYTES = 128
+TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
+UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+
+
+class Slot(NamedTuple):
+    """A pointer argument: `offset` bytes past the start of the call's tensor `number`."""
+
+    number: int
+    offset: int = 0
+
+
+class Scalar(NamedTuple):
+    """An argument that does not depend on the call's tensors, as eight bytes."""
+
+    bits: int
+
+    @classmethod
+    def of(cls, kind: str, value: Any) -> Scalar:
+        return cls(int.from_bytes(struct.pack("<" + FORMATS[kind], value).ljust(8, b"\0"), "little"))
+
+
+class TensorMap:
+    """A TMA descriptor argument. The driver encodes it once for each address.
+
+    `encoded` finds the host address of the descriptor of the tensor at a device address.
+    """
+
+    def __init__(self, slot: Slot, kind: str, descriptor: Any, metadata: dict[str, Any]) -> None:
+        name, size = ELEMENTS[kind]
+        *outer, _ = descriptor.strides
+        rank = len(descriptor.shape)
+        self.number, self.offset = slot
+        self.encoded: dict[int, int] = {}
+        self.descriptors: list[Any] = []  # keeps them in memory
+        self.head = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"), rank
+        self.tail = (
+            [driver.cuuint64_t(int(n)) for n in reversed(descriptor.shape)],
+            [driver.cuuint64_t(size * int(stride)) for stride in reversed(outer)],
+            [driver.cuuint32_t(int(n)) for n in reversed(metadata["block_size"])],
+            [driver.cuuint32_t(1) for _ in range(rank)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(int(metadata["swizzle"])),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+
+    def encode(self, address: int) -> int:
+        if len(self.encoded) >= TENSOR_MAPS:
+            self.encoded.clear()
+            self.descriptors.clear()
+        descriptor = checked(driver.cuTensorMapEncodeTiled(*self.head, address, *self.tail))
+        self.descriptors.append(descriptor)
+        pointer: int = descriptor.getPtr()
+        self.encoded[address] = pointer
+        return pointer
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel, its grid, and its arguments with a Slot for every tensor."""
+
+    binary: Any
+    programs: int
+    args: Sequence[Any]
+
+
+class PreparedLaunches:
+    """The launches of one call, in order. All arguments are in place except the addresses of the call's tensors.
+
+    Threads share the memory of the arguments, so a lock is held while it is filled and the kernels are launched.
+    """
+
+    def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
+        self.device, self.stream, self.lock = device, 0, Lock()
+        parameters = [list(parameters_of(x.binary, x.args)) for x in launches]
+        # cells: the tensors' addresses, a null pointer for scratch memory, then whatever else the kernels read
+        self.cells = array("Q", bytes(8 * (tensors + 1 + sum(map(len, parameters)))))
+        self.write = struct.Struct(f"={tensors}Q").pack_into
+        self.offsets: list[tuple[int, Slot]] = []  # cell, and the Slot with an offset that it holds
+        self.maps: list[tuple[array[int], int, TensorMap]] = []  # pointer array, position in it, descriptor
+        self.launches: list[tuple[Any, Any, int]] = []
+        self.pointers: list[array[int]] = []
+        used = tensors + 1
+        base, _ = self.cells.buffer_info()
+        for launch, items in zip(launches, parameters, strict=True):
+            pointers = array("Q", bytes(8 * (len(items) + 2)))
+            for n, item in enumerate(items):
+                if isinstance(item, TensorMap):
+                    self.maps.append((pointers, n, item))
+                elif isinstance(item, Slot) and item.offset == 0:
+                    pointers[n] = base + 8 * item.number
+                else:
+                    if isinstance(item, Slot):
+                        self.offsets.append((used, item))
+                    else:
+                        self.cells[used] = item.bits
+                    pointers[n] = base + 8 * used
+                    used += 1
+            pointers[-2] = pointers[-1] = base + 8 * tensors
+            function = load_function(launch.binary, device)
+            self.launches.append((launch_config(launch), function, pointers.buffer_info()[0]))
+            self.pointers.append(pointers)
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
+        with self.lock:
+            self.write(self.cells, 0, *addresses)
+            for cell, slot in self.offsets:
+                self.cells[cell] = addresses[slot.number] + slot.offset
+            for pointers, n, item in self.maps:
+                address = addresses[item.number] + item.offset
+                pointers[n] = item.encoded.get(address) or item.encode(address)
+            if stream != self.stream:
+                self.stream = stream
+                for config, _, _ in self.launches:
+                    config.hStream = driver.CUstream(stream)
+            launch = driver.cuLaunchKernelEx
+            for config, function, pointers_at in self.launches:
+                (status,) = launch(config, function, pointers_at, 0)
+                if status:
+                    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                        use_context(self.device)
+                        (status,) = launch(config, function, pointers_at, 0)
+                    checked((status,))
+
+
+def prepared(launches: Sequence[CompiledLaunch], tensors: int, device: int) -> PreparedLaunches | None:
+    """None where Triton has to launch: without `cuda.bindings`, or if a kernel's parameters are not as expected."""
+    if driver is None or not all(is_plain(x.binary) for x in launches):
+        return None
+    use_context(device)
+    for launch in launches:
+        sizes = list(sizes_of(launch.binary, launch.args))
+        found = parameter_sizes(load_function(launch.binary, device))
+        if found[: len(sizes)] != sizes or found[len(sizes) :] not in ([], [8], [8, 8]):
+            return None
+    return PreparedLaunches(launches, tensors, device)
+
+
+def is_plain(binary: Any) -> bool:
+    """Whether a kernel needs no scratch memory, cluster or cooperative launch."""
+    metadata = binary.metadata
+    return not any(getattr(metadata, name, 0) for name in UNUSUAL) and getattr(metadata, "num_ctas", 1) == 1
+
+
+def launch_config(launch: CompiledLaunch) -> Any:
+    metadata = launch.binary.metadata
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.programs, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32 * metadata.num_warps, 1, 1
+    config.sharedMemBytes = metadata.shared
+    if getattr(metadata, "launch_pdl", False):  # programmatic dependent launch: see pdl.py
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    """(type, value) of the arguments that a compiled kernel takes."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, str):
+            if kind != "constexpr":
+                yield kind, value
+        else:
+            yield from leaves(kind, value)
+
+
+def parameters_of(binary: Any, args: Sequence[Any]) -> Iterator[Slot | Scalar | TensorMap]:
+    metadata = iter(binary.metadata.tensordesc_meta or ())
+    for kind, value in leaves(binary.src.signature.values(), args):
+        if kind.startswith("tensordesc"):
+            yield TensorMap(value.base, kind[len("tensordesc<") :].partition("[")[0], value, next(metadata))
+            yield from (Scalar.of("i32", n) for n in value.shape)
+            yield from (Scalar.of("i64", n) for n in value.strides)
+        elif kind.startswith("*"):
+            yield value
+        else:
+            yield Scalar.of(kind, value)
+
+
+def sizes_of(binary: Any, args: Sequence[Any]) -> Iterator[int]:
+    """Bytes of each parameter, as expected."""
+    for kind, value in leaves(binary.src.signature.values(), args):
+        if kind.startswith("tensordesc"):
+            yield TENSOR_MAP_BYTES
+            yield from (4 for _ in value.shape)
+            yield from (8 for _ in value.strides)
+        else:
+            yield 8 if kind.startswith("*") else struct.calcsize("<" + FORMATS[kind])
+
+
+def parameter_sizes(function: Any) -> list[int]:
+    """Bytes of each parameter, as the driver says."""
+    sizes: list[int] = []
+    while True:
+        status, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if status:
+            return sizes
+        sizes.append(int(size))
+
+
+_functions: dict[tuple[int, str], Any] = {}
+
+
+def load_function(binary: Any, device: int) -> Any:
+    """The kernel on the current device. It stays loaded."""
+    key = device, binary.hash
+    if key not in _functions:
+        module = checked(driver.cuModuleLoadData(binary.asm["cubin"]))
+        function = checked(driver.cuModuleGetFunction(module, binary.metadata.name.encode()))
+        if binary.metadata.shared > 48 << 10:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(driver.cuFuncSetAttribute(function, attribute, binary.metadata.shared))
+        _functions[key] = function
+    return _functions[key]
+
+
+def zeroed_counters(device: int, size: int) -> int:
+    """The address of `size` zero bytes that stay allocated. They come from the driver: torch's allocator may be serving
+    a CUDA graph's private pool, which must not hold memory that outlives the graph."""
+    use_context(device)
+    address = checked(driver.cuMemAlloc(size))
+    checked(driver.cuMemsetD8(address, 0, size))
+    checked(driver.cuCtxSynchronize())
+    return int(address)
+
+
+def use_context(device: int) -> None:
+    """Make torch's CUDA context of a device current in this thread, if none is."""
+    if not int(checked(driver.cuCtxGetCurrent())):
+        checked(driver.cuCtxSetCurrent(primary_context(device)))
+
+
+@cache
+def primary_context(device: int) -> Any:
+    return checked(driver.cuDevicePrimaryCtxRetain(device))
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """The value that a function of the driver returned, or RuntimeError with the driver's message."""
+    status, *values = result
+    if status:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"CUDA: {(text or b'unknown error').decode()} ({int(status)})")
+    return values[0] if values else None

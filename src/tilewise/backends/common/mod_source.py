@@ -1,0 +1,418 @@
+"""Mods in Triton: the source of a function for each program, generated from its expression and compiled like any other.
+
+A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile whichever way it
+lies, and `aux`, the program's tensors (as `Captured`) followed by its floats, of which the last is the scale. It is
+named by its content. Sums over a row are loops. The derivative by what is read of a row is one at a time, the one whose
+position follows in `aux`.
+
+Integers have 64 bits; where 32 are enough for whatever the indices can be, the functions count with these.
+"""
+
+import hashlib
+import linecache
+from functools import lru_cache
+from itertools import count
+from math import inf
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...mods import PROGRAMS, Program
+from ...mods.bounds import Bounds, bounds, is_narrow
+from ...mods.expr import (
+    FUNCTIONS,
+    INT_RANGE,
+    REDUCTIONS,
+    Expr,
+    R,
+    arithmetic,
+    const,
+    function,
+    is_vector,
+    nodes,
+    number,
+    quotient,
+    substitute,
+    vectors,
+)
+
+cache = lru_cache(4096)
+
+
+class Captured(NamedTuple):
+    """A tensor that a mod reads."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+    sizes: tl.tuple
+
+
+def captured(tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """The `aux` of a program."""
+    return (*(Captured(x, x.stride(), tuple(x.shape)) for x in tensors), *numbers)
+
+
+@triton.jit
+def floor_divide(a, b):
+    q = a // b
+    return tl.where((a % b != 0) & ((a < 0) != (b < 0)), q - 1, q)
+
+
+@triton.jit
+def floor_remainder(a, b):
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def tanh(x):
+    """1 - 2 / (e^2x + 1), exact to float32's rounding of 1."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def fast_tanh(x):
+    """One instruction, relative error 2^-11: finer than the rounding of float16 and bfloat16 inputs."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def whole(x, score):
+    """x in the shape of the scores, and in their layout, which only an operation on them knows."""
+    return tl.where(score == score, x, x)
+
+
+@triton.jit
+def integer(x):
+    """What was read of a tensor, with 32 bits at least."""
+    return x + tl.cast(0, tl.int32)
+
+
+LEAST = tl.constexpr(INT_RANGE[0])
+MOST = tl.constexpr(INT_RANGE[1])
+
+
+@triton.jit
+def truncated(x):
+    """int(x); beyond 32 bits the nearest that has them, and 0 of nan."""
+    x = tl.where(x == x, x, 0.0)
+    return tl.cast(tl.minimum(tl.maximum(x, LEAST), MOST), tl.int32)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def log1p(x):
+    """log(u), u the rounded 1 + x, times x over the u - 1 that is left of it."""
+    u = 1.0 + x
+    return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / (u - 1.0)))
+
+
+@triton.jit
+def expm1(x):
+    """The same the other way round: u - 1, u the rounded exp(x), times x over log(u)."""
+    u = tl.exp(x)
+    return tl.where(u == 1.0, x, tl.where((u == 0.0) | (u == float("inf")), u - 1.0, (u - 1.0) * (x / tl.log(u))))
+
+
+@triton.jit
+def atan(x):
+    """Cephes' polynomial on [-tan(pi/8), tan(pi/8)], after |x| is brought there; 2 ulp."""
+    size = tl.abs(x)
+    large = size > 2.414213562373095
+    middle = size > 0.4142135623730950
+    y = tl.where(large, -1.0 / size, tl.where(middle, (size - 1.0) / (size + 1.0), size))
+    base = tl.where(large, 1.5707963267948966, tl.where(middle, 0.7853981633974483, 0.0))
+    z = y * y
+    tail = (((8.05374449538e-2 * z - 1.38776856032e-1) * z + 1.99777106478e-1) * z - 3.33329491539e-1) * z
+    angle = base + (tail * y + y)
+    return tl.where(x < 0.0, -angle, angle)
+
+
+@triton.jit
+def left_shift(x, n):
+    inside = (n >= 0) & (n < 64)
+    return tl.where(inside, tl.cast(x, tl.int64) << tl.where(inside, tl.cast(n, tl.int64), 0), 0)
+
+
+@triton.jit
+def right_shift(x, n):
+    return tl.cast(x, tl.int64) >> tl.where((n >= 0) & (n < 64), tl.cast(n, tl.int64), 63)
+
+
+NAMESPACE = {
+    "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
+    "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole, "integer": integer, "truncated": truncated,
+    "log1p": log1p, "expm1": expm1, "atan": atan, "left_shift": left_shift, "right_shift": right_shift,
+}  # fmt: skip
+PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
+LARGE = float(1 << 14)  # up to it, rounding lse to float32 changes weights by 7e-4 at most
+
+
+def short(key: str) -> str:
+    """A name for a program, the same in every process."""
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+@cache
+def value(key: str, fast: bool) -> Any:
+    """The program: a score, or whether the pair is seen."""
+    return _function(f"value_{short(key)}", [PROGRAMS[key].root], len(PROGRAMS[key].ranks), fast)
+
+
+@cache
+def value_and_slope(key: str, fast: bool) -> Any:
+    """The score and its derivative by the score that went in."""
+    program = PROGRAMS[key]
+    return _function(f"slope_{short(key)}", [program.root, program.slope], len(program.ranks), fast)
+
+
+def is_steep(key: str) -> bool:
+    """Whether the program does more to a score than to add to it."""
+    return PROGRAMS[key].slope is not const(1.0)
+
+
+@cache
+def is_wild(key: str) -> bool:
+    """Whether the slope may be infinite where the score is not."""
+    return any(
+        x.op in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt")
+        or (x.op == "div" and not _is_number(x.args[1]))
+        for x in nodes(PROGRAMS[key].slope)
+    )
+
+
+@cache
+def is_far(key: str, numbers: tuple[float, ...]) -> bool:
+    """Whether it may make scores as large as -1e30: it says such a number, or exp, or reads one by query or by key, as
+    of a mask that was written as numbers. (-inf takes a pair away, and is nowhere.)"""
+    return any(LARGE < abs(x) < inf for x in numbers) or _is_far(key)
+
+
+@cache
+def _is_far(key: str) -> bool:
+    said = [x.value for x in nodes(PROGRAMS[key].root) if x.op == "const" and x.kind == "float"]
+    return any(LARGE < abs(x) < inf for x in said) or any(
+        x.op in ("exp", "exp2", "expm1") or (x.op == "load" and x.kind == "float" and _is_of_tokens(x))
+        for x in nodes(PROGRAMS[key].root)
+    )
+
+
+def _is_of_tokens(load: Expr) -> bool:
+    """Whether an index knows the query alone, or the key alone. (A table of distances has one that knows both.)"""
+    return any(len(index.deps & {"i", "j"}) == 1 for index in load.args)
+
+
+@cache
+def site(key: str, n: int, fast: bool) -> Any:
+    """The derivative by what the program reads at its n-th site."""
+    program = PROGRAMS[key]
+    return _function(f"site{n}_{short(key)}", [program.sites[n][1]], len(program.ranks), fast)
+
+
+@cache
+def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
+    """The program divided by a number: a function of q.k itself, and the number, of the program's own and the scale.
+
+    cap * tanh(scale * q.k / cap)   cap      tanh((scale / cap) * q.k)
+    scale * q.k - slope * |i - j|   scale    q.k - (slope / scale) * |i - j|
+
+    Every pair is spared the multiplications; the softmax multiplies by its unit anyway. With its slope, the function
+    returns that divided by a number too, which comes last.
+    """
+    program = PROGRAMS[key]
+    unit, rest = factors(program)
+    pull, steep = slope_factors(program) if slope else (const(1.0), rest)
+    roots = [rest, steep] if slope else [rest]
+    return _function(f"folded{len(roots)}_{short(key)}", roots, len(program.ranks), fast), unit, pull
+
+
+@cache
+def bound(key: str) -> float:
+    """What the function that `folded` returns cannot exceed, up or down."""
+    return 1.0 if factors(PROGRAMS[key])[1].op in ("tanh", "erf", "sigmoid", "sin", "cos") else inf
+
+
+def factors(program: Program) -> tuple[Expr, Expr]:
+    """The number, and what the function returns; the scale is the number after the program's own."""
+    return _factors(program.root, number(program.numbers))
+
+
+def slope_factors(program: Program) -> tuple[Expr, Expr]:
+    """The same of its slope."""
+    return _factors(program.slope, number(program.numbers))
+
+
+def _factors(x: Expr, scale: Expr) -> tuple[Expr, Expr]:
+    """(u, r) with x = u * r, u a product of numbers, r in terms of q.k instead of the score."""
+    one = const(1.0)
+    if _is_number(x):
+        return x, one
+    parts = [_factors(a, scale) for a in x.args] if x.op in ("mul", "div", "add", "sub", *FUNCTIONS) else []
+    match x.op:
+        case "score":
+            return scale, x
+        case "mul" | "div" if x.op == "mul" or _is_number(x.args[1]):
+            (u, r), (v, s) = parts
+            return arithmetic(x.op, u, v), arithmetic(x.op, r, s)
+        case "add" | "sub" if sum("score" in a.deps for a in x.args) == 1:
+            u = next(u for (u, _), a in zip(parts, x.args, strict=True) if "score" in a.deps)
+            terms = (r if v is u else _times(arithmetic("div", v, u), r) for v, r in parts)
+            return u, arithmetic(x.op, *terms)
+        case op if op in FUNCTIONS:
+            ((u, r),) = parts
+            return one, function(op, arithmetic("mul", r, u))
+    return one, substitute(x, lambda y, args: arithmetic("mul", y, scale) if y.op == "score" else None)
+
+
+def _times(u: Expr, x: Expr) -> Expr:
+    """u * x, with u multiplied into what is the same for the whole tile."""
+    if x.op == "mul" and not x.args[0].deps & {"score", "i", "j"}:
+        return arithmetic("mul", arithmetic("mul", u, x.args[0]), x.args[1])
+    return arithmetic("mul", u, x)
+
+
+def _is_number(x: Expr) -> bool:
+    """Whether `value_of` can tell."""
+    return x.op in ("number", "const") or (x.op in ("mul", "div") and all(map(_is_number, x.args)))
+
+
+def value_of(x: Expr, numbers: tuple[float, ...]) -> float:
+    """A product of numbers, on the host; infinite or nan where it divides by zero, as in torch."""
+    if x.op in ("number", "const"):
+        return float(numbers[x.value] if x.op == "number" else x.value)
+    a, b = (value_of(y, numbers) for y in x.args)
+    return a * b if x.op == "mul" else float(quotient(a, b))
+
+
+def _function(name: str, roots: list[Expr], tensors: int, fast: bool) -> Any:
+    name += "_fast" if fast else ""
+    source = write(name, roots, tensors, fast)
+    filename = f"<tilewise {name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    space = dict(NAMESPACE, __name__=f"tilewise.generated.{name}")
+    exec(compile(source, filename, "exec"), space)
+    return triton.jit(space[name])
+
+
+def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
+    """The source of a function that returns the value of each root."""
+    lines = [f"def {name}({PARAMETERS}):"]
+    names: dict[Expr, str] = {}
+    sizes, numbers = bounds(*roots), count()
+
+    def state(x: Expr, indent: str) -> None:
+        args = [names[a] for a in x.args]
+        if x.kind == "int" and x.op != "load" and not is_narrow(sizes[x]):
+            args = [_wide(name) if a.kind == "int" else name for a, name in zip(x.args, args, strict=True)]
+        text = _text(x, args, tensors, fast, sizes)
+        if x.args or x.op in ("load", "number"):
+            names[x] = f"x{next(numbers)}"
+            lines.append(f"{indent}{names[x]} = {text}")
+        else:
+            names[x] = text
+
+    def state_at(r: str, vector: Expr, indent: str) -> str:
+        names[R] = r
+        for x in vectors(vector):
+            if x is not R:
+                state(x, indent)
+        return names[vector]
+
+    def state_loop(x: Expr) -> None:
+        """The first of the row, then the others: only what is added tells the shape of the sum."""
+        (body,), (n, axis) = x.args, x.value
+        form, sign = "tl.cast({}, tl.int64)" if x.kind == "int" else "{}", "|" if x.op == "any" else "+"
+        first = state_at("0", body, "    ")
+        names[x], r = f"x{next(numbers)}", f"r{next(numbers)}"
+        lines.append(f"    {names[x]} = {form.format(first)}")
+        lines.append(f"    for {r} in range(1, aux[{n}].sizes[{axis}]):")
+        other = state_at(r, body, "        ")
+        lines.append(f"        {names[x]} = {names[x]} {sign} {form.format(other)}")
+
+    for x in nodes(*roots):
+        if x.op in REDUCTIONS:
+            state_loop(x)
+        elif not is_vector(x):
+            state(x, "    ")
+    for x in roots:
+        state_at("aux[-1]", x, "    ")
+    results = [names[x] if x.kind == "bool" or "score" in x.deps else f"whole({names[x]}, score)" for x in roots]
+    return "\n".join([*lines, f"    return {', '.join(results)}", ""])
+
+
+BINARY = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+          "and": "&", "or": "|", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+          "bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}  # fmt: skip
+
+
+def _wide(text: str) -> str:
+    return f"tl.cast({text}, tl.int64)"
+
+
+def _text(x: Expr, args: list[str], tensors: int, fast: bool, sizes: dict[Expr, Bounds]) -> str:
+    match x.op:
+        case "score":
+            return "score"
+        case "index":
+            return str(x.value)
+        case "const":
+            if x.value in (float("inf"), float("-inf")) or x.value != x.value:
+                return f'float("{x.value}")'
+            if x.kind == "int" and not is_narrow(sizes[x]):
+                return _wide(repr(x.value))
+            return f"({x.value!r})" if x.value < 0 else repr(x.value)
+        case "number":
+            return f"aux[{tensors + x.value}]"
+        case "load":
+            return _load(x, args, sizes)
+        case "float":
+            return f"tl.cast({args[0]}, tl.float32)"
+        case "int":
+            return f"truncated({args[0]})"
+        case "div" if x.args[1].op == "const" and x.args[1].value == 0:  # 1.0 / 0.0 raises while Triton compiles
+            return f'{args[0]} * float("{quotient(1.0, x.args[1].value)}")'
+        case "div":
+            return f"{args[0]} * (1.0 / {args[1]})" if not x.args[1].deps else f"{args[0]} / {args[1]}"
+        case "floordiv" | "mod" if x.kind == "float":
+            rounded = f"tl.floor({args[0]} / {args[1]})"
+            return rounded if x.op == "floordiv" else f"{args[0]} - {args[1]} * {rounded}"
+        case "floordiv" | "mod":
+            if all(sizes[a][0] >= 0 for a in x.args):
+                return f"{args[0]} {'//' if x.op == 'floordiv' else '%'} {args[1]}"
+            return f"{'floor_divide' if x.op == 'floordiv' else 'floor_remainder'}({args[0]}, {args[1]})"
+        case "min" | "max":
+            return f"tl.{x.op}imum({args[0]}, {args[1]})"
+        case "not":
+            return f"{args[0]} == 0"
+        case "neg":
+            return f"-{args[0]}"
+        case "tanh":
+            return f"{'fast_tanh' if fast else 'tanh'}({args[0]})"
+        case "sigmoid" | "log1p" | "expm1" | "atan":
+            return f"{x.op}({args[0]})"
+        case "bitwise_left_shift" | "bitwise_right_shift" if sizes[x.args[1]][0] < 0 or sizes[x.args[1]][1] > 31:
+            return f"{x.op.removeprefix('bitwise_')}({args[0]}, {args[1]})"
+        case op if op in BINARY:
+            return f"{args[0]} {BINARY[op]} {args[1]}"
+    return f"tl.{x.op}({', '.join(args)})"
+
+
+def _load(x: Expr, args: list[str], sizes: dict[Expr, Bounds]) -> str:
+    tensor = f"aux[{x.value}]"
+    pointer = f"{tensor}.ptr"
+    for n, (index, text) in enumerate(zip(x.args, args, strict=True)):
+        text = text if sizes[index][0] >= 0 else f"tl.maximum({text}, 0)"
+        inside = f"tl.minimum({text}, {tensor}.sizes[{n}] - 1)"
+        pointer += f" + tl.cast({inside}, tl.int64) * {tensor}.strides[{n}]"
+    match x.kind:
+        case "float":
+            return f"tl.load({pointer}).to(tl.float32)"
+        case "int":
+            return f"integer(tl.load({pointer}))"
+    return f"tl.load({pointer})"

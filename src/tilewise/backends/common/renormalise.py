@@ -1,0 +1,100 @@
+"""Row statistics of the backward where scores are far out, as those of a row that is all torch.finfo(dtype).min.
+
+The backward computes p = exp(s - lse) again, with lse = m + log l in float32. Where |m| is large, rounding m + log l
+takes away some of log l, or all of it: of n equal scores of -1e9, lse is m and each p would be 1, not 1 / n. For such
+rows m and l are computed once more, and the backward is given
+
+    lse = m        dO / l        dlse / l
+
+instead. With e = exp(s - m), p = e / l, and all gradients are linear in the dO and dlse of a row:
+
+    dV = P^T dO = E^T (dO / l)        dS = P * (dP - delta) = E * ((dO / l) V^T - delta / l)
+
+so no other kernel knows of it. Other rows keep what they have. Only calls whose scores may be far out (`is_far`) have
+this launch, and only tiles with such a row read keys.
+"""
+
+import triton
+import triton.language as tl
+
+from ...request import Request, Upstream
+from .device.attend import stream_keys
+from .device.structs import ANY_SIZE, Law, Rows, View
+from .device.tile_io import load_rows, row_pointers, store_rows
+from .device.tile_range import locate
+from .gpu import Gpu
+from .kernel_config import options_of
+from .launch import INTERPRETED, Launch, Memory
+from .score_terms import device_terms, is_far, mask_mod, score_mod
+from .shapes import padded, problem, view
+from .tiles import INTERPRETER, Tile
+
+LARGE_LSE: tl.constexpr = tl.constexpr(256.0)  # below, rounding lse to float32 changes p by less than 8e-6 of it
+
+
+@triton.jit(**ANY_SIZE)
+def renormalise_kernel(
+    q, k, do, lse, dlse, new_do, new_lse, new_dlse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
+    terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
+):  # fmt: skip
+    """new_do, new_lse and new_dlse of the rows of a tile; of packed sequences, the last one's programs copy what lies
+    past its end, too."""
+    PACKED: tl.constexpr = cu_q is not None
+    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
+    end = w.n_q
+    if PACKED:
+        end = tl.where(w.b == batch - 1, n_q - w.q0, end)
+    if w.first < end:
+        i = w.first + tl.arange(0, PLAN.BLOCK_M)
+        lse_i = tl.load(row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < end, other=float("-inf"))
+        far = (tl.abs(lse_i) >= LARGE_LSE) & (tl.abs(lse_i) < float("inf"))
+        share = tl.full([PLAN.BLOCK_M], 1.0, tl.float32)
+        if tl.max(far.to(tl.int32), 0) > 0:
+            _, m, l = stream_keys(
+                q, k, View(None, ()), w, 0, None, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
+            )  # fmt: skip
+            far = far & (l > 0.0)
+            lse_i = tl.where(far, m, lse_i)
+            share = tl.where(far, 1.0 / l, share)
+        tl.store(row_pointers(new_lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), lse_i, mask=i < end)
+        if dlse is not None:
+            dlse_i = tl.load(row_pointers(dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < end, other=0.0)
+            tl.store(row_pointers(new_dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), dlse_i * share, mask=i < end)
+        do_tile = load_rows(Rows(do, w.b, w.h, w.q0, w.first, end), PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False)
+        do_tile = do_tile.to(tl.float32) * share[:, None]
+        store_rows(Rows(new_do, w.b, w.h, w.q0, w.first, end), do_tile, PLAN.DV)
+
+
+def is_renormalised(request: Request) -> bool:
+    """Whether the backward of a call has this launch. The lse of a partial call counts keys that the call does not
+    have: there p stays as it is."""
+    return is_far(request) and not request.spec.partial
+
+
+def _tile(row_bytes: int) -> Tile:
+    """Small ones: most programs copy dO and read no key. The largest that spill nothing with a bias; not timed."""
+    if INTERPRETED:
+        return INTERPRETER
+    return Tile(64, 32, 4, 2) if row_bytes <= 256 else Tile(32, 32, 8, 1, chunk=64)
+
+
+def renormalised(request: Request, upstream: Upstream, gpu: Gpu, memory: Memory) -> tuple[list[Launch], Upstream]:
+    """The launch, if there is one, and what the backward starts from after it. lse and dlse must be contiguous."""
+    if not is_renormalised(request):
+        return [], upstream
+    q, k, spec, size = request.q, request.k, request.spec, problem(request)
+    tile = _tile(padded(max(size.d, size.dv)) * q.element_size())
+    out, lse, dout, dlse = upstream
+    new_do, new_lse = (memory.empty(x.shape, x.dtype) for x in (dout, lse))
+    new_dlse = None if dlse is None else memory.empty(dlse.shape, dlse.dtype)
+    launch = Launch(
+        renormalise_kernel,
+        size.programs(size.n_q, size.heads, tile.block_m),
+        (
+            view(q), view(k), view(dout), lse, dlse, view(new_do), new_lse, new_dlse, request.cu_q, request.cu_k,
+            size.n_q, size.n_k, spec.before, spec.after, spec.scale, size.tiles(size.n_q, tile.block_m), size.heads,
+            size.batch, device_terms(request, gpu, tile.block),
+        ),
+        options_of(request, tile, gpu, SCORE_MOD=score_mod(request, gpu), MASK_MOD=mask_mod(request)),
+    )  # fmt: skip
+    return [launch], Upstream(out, new_lse, new_do, new_dlse)

@@ -1,0 +1,119 @@
+"""What the kernels are told of a request's score terms: tensors and numbers, functions, and how they fold together."""
+
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import AttentionError
+from ...mods.dropout import threshold
+from ...request import Request
+from . import mod_source as mods
+from .device import structs as device
+from .gpu import Gpu
+from .launch import INTERPRETED
+
+LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
+
+
+def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None, by_key: bool = False) -> device.Terms:
+    """The terms; of a kernel that walks the lists of a block mask, `tile` is the queries and keys that it takes at a
+    time, and `by_key` whether its programs own keys."""
+    if request.is_plain:
+        return device.Terms()
+    spec, bias = request.spec, request.bias
+    drops = request.seed is not None
+    return device.Terms(
+        bias=device.Bias() if bias is None else _bias(bias, request.cu_q is not None),
+        sinks=device.Sinks() if request.sinks is None else device.Sinks(request.sinks, request.sinks.stride(0)),
+        seed=request.seed,
+        threshold=threshold(spec.dropout_p) if drops else None,
+        rescale=1.0 / (1.0 - spec.dropout_p) if drops else None,
+        score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
+        mask=mods.captured(request.mask, spec.mask_numbers),
+        blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
+        steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
+        wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        far=1 if is_far(request) else None,
+        origin=request.origin,
+    )
+
+
+def lists_tiles(gpu: Gpu) -> bool:
+    """Whether the lists of a block mask are used: without them the mask mod is asked of every tile; with them Triton
+    cannot translate it for AMD."""
+    return gpu.kind != "hip"
+
+
+def _blocks(request: Request, tile: tuple[int, int], by_key: bool) -> device.Blocks:
+    block_q, block_k, batch, heads = request.spec.mask_block
+    log_q, log_k = block_q.bit_length() - 1, block_k.bit_length() - 1
+    if block_q % tile[0] or block_k % tile[1] or (1 << log_q, 1 << log_k) != (block_q, block_k):
+        raise AttentionError("tiles of the block mask", (block_q, block_k), f"powers of two from {tile} on")
+    offsets, entries = request.blocks[2:] if by_key else request.blocks[:2]
+    own, other = (log_k, log_q) if by_key else (log_q, log_k)
+    rows = 16 * ((offsets.shape[0] - 1) // (batch * heads))
+    head_rows = rows if heads > 1 else 0
+    return device.Blocks(offsets, entries, rows * heads if batch > 1 else 0, head_rows, own, other, rows)
+
+
+def _bias(x: Tensor, packed: bool) -> device.Bias:
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    rows, columns = (16 * n if packed and n > 1 else device.FAR for n in x.shape[2:])
+    return device.Bias(x, rows, columns, strides)
+
+
+def is_fast(q: Tensor, gpu: Gpu) -> bool:
+    """Whether a hardware approximation as fine as the inputs will do; the interpreter and AMD have none."""
+    return q.element_size() == 2 and gpu.kind == "cuda" and not INTERPRETED
+
+
+def score_mod(request: Request, gpu: Gpu) -> Any:
+    return request.spec.score_mod and mods.value(request.spec.score_mod, is_fast(request.q, gpu))
+
+
+def slope_mod(request: Request, gpu: Gpu) -> Any:
+    return request.spec.score_mod and mods.value_and_slope(request.spec.score_mod, is_fast(request.q, gpu))
+
+
+def mask_mod(request: Request) -> Any:
+    return request.spec.mask_mod and mods.value(request.spec.mask_mod, False)
+
+
+def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], float, float]:
+    """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
+    comes out; and the factor of the gradients of q.k."""
+    q, spec = request.q, request.spec
+    if spec.score_mod and not is_far(request) and q.element_size() == 2:
+        numbers = *spec.score_numbers, spec.scale
+        function, unit, pull = mods.folded(spec.score_mod, is_fast(q, gpu), slope)
+        scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
+        if scale > 0 and isfinite(scale) and isfinite(rate):
+            return {"SCORE_MOD": function, "FOLD": True}, scale, rate
+    plain = slope_mod(request, gpu) if slope else score_mod(request, gpu)
+    return {"SCORE_MOD": plain, "FOLD": is_linear(request)}, spec.scale, spec.scale
+
+
+def is_bounded(request: Request, scale: float) -> bool:
+    """Whether exp(score) and its sums surely fit into float32 and bfloat16, so that no maximum is needed. Not with
+    dropout, which scales weights before they are rounded."""
+    return (
+        request.q.dtype == torch.bfloat16
+        and request.spec.score_mod is not None
+        and not is_far(request)
+        and request.sinks is None
+        and request.seed is None
+        and 0 < scale * mods.bound(request.spec.score_mod) <= LARGEST
+    )
+
+
+def is_far(request: Request) -> bool:
+    """Whether scores may be so large that a multiply-add rounds them by more than they differ."""
+    spec = request.spec
+    return request.bias is not None or (spec.score_mod is not None and mods.is_far(spec.score_mod, spec.score_numbers))
+
+
+def is_linear(request: Request) -> bool:
+    """Whether nothing but a positive factor stands between q.k and the softmax."""
+    return request.spec.scale > 0 and request.spec.score_mod is None and request.bias is None

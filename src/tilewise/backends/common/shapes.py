@@ -1,0 +1,78 @@
+"""The shapes of a request, as kernels see them: how many of what, and where a row lies in memory."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...request import MAX_HEAD_DIM, Request, heads_are_queries
+from .device.structs import View
+from .launch import Memory
+
+
+class Problem(NamedTuple):
+    """The shapes of one call. Packed sequences count as one batch row of `tokens`, tiled together."""
+
+    batch: int
+    n_q: int
+    n_k: int
+    heads: int
+    kv_heads: int
+    d: int
+    dv: int
+    packed: bool
+
+    def tiles(self, n: int, block: int) -> int:
+        return n // block + self.batch if self.packed else -(-n // block)
+
+    def programs(self, n: int, heads: int, block: int) -> int:
+        return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
+
+    def in_rows(self, heads: int) -> "Problem":
+        """With the queries of so many heads of a group as those of one."""
+        return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
+
+
+def problem(request: Request) -> Problem:
+    *_, n_q, heads, d = request.q.shape
+    n_k, kv_heads, dv = request.v.shape[-3:]
+    batch = request.q.shape[0] if request.cu_q is None else request.cu_q.shape[0] - 1
+    return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
+
+
+def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
+    """A forward with the heads of a group as queries, where `heads_are_queries`."""
+    q, kv_heads = request.q, request.k.shape[-2]
+    group, plain = q.shape[-2] // kv_heads, request.cu_q is None and request.is_plain
+    if not plain or not heads_are_queries(q.shape[1], group, request.spec.before):
+        return request, out, lse
+    # (batch, 1, kv_heads * group, dim) -> (batch, group, kv_heads, dim)
+    q, out = (x.unflatten(2, (kv_heads, group)).squeeze(1).transpose(1, 2) for x in (q, out))
+    lse = lse.unflatten(1, (kv_heads, group)).squeeze(-1)
+    return request._replace(q=q, spec=request.spec._replace(after=None)), out, lse
+
+
+def view(x: Tensor) -> View:
+    """(batch, token, head, dim) strides; packed sequences have one batch row, and an axis of one place any stride."""
+    outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
+    strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
+    return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
+
+
+def padded(d: int, least: int = 16) -> int:
+    """The power of two in which a head dim is computed."""
+    return max(least, int(triton.next_power_of_2(d)))
+
+
+def new_results(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse."""
+    *outer, tokens, heads, _ = request.q.shape
+    out = memory.empty((*outer, tokens, heads, request.v.shape[-1]), request.result_dtype)
+    return out, memory.empty((*outer, heads, tokens), torch.float32)
+
+
+def new_gradients(request: Request, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of q, k and v."""
+    dq, dk, dv = (memory.empty(x.shape, request.result_dtype) for x in request[:3])
+    return dq, dk, dv

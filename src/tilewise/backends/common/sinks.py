@@ -1,0 +1,87 @@
+"""The gradient of sinks, -Σ_i exp(sink - lse_i) delta_i of each head, in two small launches.
+
+The sum does not depend on which sequence a row belongs to, so the tokens of a packed call are one sequence here. Tokens
+that belong to no sequence are empty rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...request import Request, Spec, Upstream
+from .device.structs import ANY_SIZE, LOG2E
+from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
+from .pdl import gdc_wait
+from .preprocess import prepare_launch, row_statistics
+from .renormalise import renormalised
+from .score_terms import is_far
+
+BLOCK = 4096  # rows that a program looks at at once
+
+
+@triton.jit(**ANY_SIZE)
+def sink_kernel(
+    lse2, delta, sinks, step, total, batch, rows,
+    NATURAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """total[h], by one program, in one order. NATURAL: lse2 are in natural units."""
+    h = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks + h * step).to(tl.float32)
+    if not NATURAL:
+        sink *= LOG2E
+    if OVERLAP:
+        gdc_wait()
+    acc = tl.zeros([BLOCK], tl.float32)
+    for b in range(batch):
+        line = tl.cast(b, tl.int64) * lse2.strides[0] + h * lse2.strides[1]
+        for first in range(0, rows, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            x = sink - tl.load(lse2.ptr + line + i, mask=i < rows, other=float("inf"))
+            p = tl.exp(x) if NATURAL else tl.exp2(x)
+            acc += p * tl.load(delta.ptr + line + i, mask=i < rows, other=0.0)
+    tl.store(total + h, -tl.sum(acc))
+
+
+def build_sink_gradient(spec: Spec) -> Build:
+    """Tensors: `Request.tensors()`, out, lse, dout, dlse. Result: the gradient of the sinks."""
+
+    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
+        request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+        assert request.sinks is not None
+        total = memory.empty(request.sinks.shape, request.sinks.dtype)
+        return Built((total,), sink_launches(request, upstream, total, target, memory))
+
+    return build
+
+
+def sink_launches(request: Request, upstream: Upstream, total: Tensor, target: Target, memory: Memory) -> list[Launch]:
+    sinks, overlap = request.sinks, can_overlap(target.gpu)
+    assert sinks is not None
+    first, upstream = renormalised(request, upstream, target.gpu, memory)
+    together = _together(request)
+    statistics = row_statistics(together, memory)
+    prepare, saved = prepare_launch(together, upstream, statistics, overlap)
+    batch, heads, rows = statistics[0].shape
+    options = {"NATURAL": is_far(request), "BLOCK": BLOCK, "num_warps": 8} | overlapped(overlap)
+    args = saved.lse2, saved.delta, sinks, sinks.stride(0), total, batch, rows
+    return [*first, prepare, Launch(sink_kernel, heads, args, options)]
+
+
+def named_sink_launches(request: Request, upstream: Upstream, target: Target, memory: Memory) -> dict[str, Launch]:
+    """The launches of the gradient of sinks, if there are any, for an offline compiler."""
+    if request.sinks is None:
+        return {}
+    total = memory.empty(request.sinks.shape, request.sinks.dtype)
+    *first, prepare, sums = sink_launches(request, upstream, total, target, memory)
+    return named("(sink renormalise)", first) | {"(sink rows)": prepare, "(sink sums)": sums}
+
+
+def _together(request: Request) -> Request:
+    """A packed call's tokens as one sequence, as far as statistics of rows are concerned."""
+    if request.cu_q is None:
+        return request
+    q, k, v = (x[None] for x in request[:3])
+    return request._replace(q=q, k=k, v=v, cu_q=None, cu_k=None)

@@ -1,0 +1,127 @@
+"""Gradients of what enters a score: biases, and the tensors that a score mod reads.
+
+The gradient g of a score (or g times the mod's derivative by what it read at one site) is computed once more, tile by
+tile, and summed by whoever owns the sum, in one fixed order and without atomics:
+
+    line_sums_kernel    over the keys of each query, or over the queries of each key
+    tile_sums_kernel    over batch rows and heads, each program owning one tile of (i, j)
+"""
+
+import triton
+import triton.language as tl
+
+from .device.gradients import weights
+from .device.mask import place, seen
+from .device.matmul import inner
+from .device.score import dropped
+from .device.structs import ANY_SIZE, Law, Rows, Work
+from .device.tile_io import load_rows, row_pointers, statistic_pointers
+from .device.tile_range import band, locate, sequence
+
+
+@triton.jit
+def product_of(a, b, D: tl.constexpr, COLS: tl.constexpr, PLAN: tl.constexpr):
+    """a b^T of BLOCK_M rows at a and BLOCK_N at b."""
+    a_tile = load_rows(a, D, PLAN.BLOCK_M, COLS, False)
+    b_tile = load_rows(b, D, PLAN.BLOCK_N, COLS, False)
+    return inner(a_tile, b_tile, a, b, D, PLAN)
+
+
+@triton.jit
+def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
+    """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
+    h_kv = h // PLAN.GROUP
+    q_rows = Rows(saved.q, w.b, h, w.q0, i0, w.n_q)
+    do_rows = Rows(saved.do, w.b, h, w.q0, i0, w.n_q)
+    product = product_of(q_rows, Rows(saved.k, w.b, h_kv, w.k0, j0, w.n_k), PLAN.D, PLAN.BLOCK_D, PLAN)
+    dp = product_of(do_rows, Rows(saved.v, w.b, h_kv, w.k0, j0, w.n_k), PLAN.DV, PLAN.BLOCK_DV, PLAN)
+    lse2_i = tl.load(statistic_pointers(saved.lse2, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
+    delta_i = tl.load(statistic_pointers(saved.delta, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
+    i = i0 + tl.arange(0, PLAN.BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, PLAN.BLOCK_N)[None, :]
+    p, _ = weights(product, w, h, i, j, lse2_i[:, None], True, True, law, PLAN.FOLD)
+    g = p * (dropped(dp, w, h, i, j, law.terms) - delta_i[:, None])
+    if SITE is not None:
+        at = place(i, j, w, h, law.terms)
+        g *= SITE(product * law.scale, at.b, at.h, at.i, at.j, at.n_q, at.n_k, law.terms.score)
+    return tl.where(seen(i, j, w, h, law), g, 0.0)
+
+
+@triton.jit(**ANY_SIZE)
+def line_sums_kernel(
+    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, PLAN: tl.constexpr,
+):  # fmt: skip
+    """sums[b, h, query], or with KEYS sums[b, h, key]."""
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    if KEYS:
+        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
+        at = w.first + w.n_q - w.n_k
+        span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
+        j = w.first + tl.arange(0, BLOCK_N)
+        n = w.n_k
+        acc = tl.zeros([BLOCK_N], tl.float32)
+        STEP: tl.constexpr = BLOCK_M
+    else:
+        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+        at = w.first + w.n_k - w.n_q
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        i = w.first + tl.arange(0, BLOCK_M)
+        n = w.n_q
+        acc = tl.zeros([BLOCK_M], tl.float32)
+        STEP: tl.constexpr = BLOCK_N
+    if w.first < n:
+        for first in range(span.lo, span.hi, STEP):
+            if KEYS:
+                i0 = first
+                j0 = w.first
+            else:
+                i0 = w.first
+                j0 = first
+            g = gradient(
+                saved, w, w.h, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, PLAN
+            )  # fmt: skip
+            acc += tl.sum(g, 0 if KEYS else 1)
+        if KEYS:
+            tl.store(row_pointers(sums, n_k, heads, w.b, w.h, w.k0, j, PLAN.PACKED), acc, mask=j < w.n_k)
+        else:
+            tl.store(row_pointers(sums, n_q, heads, w.b, w.h, w.q0, i, PLAN.PACKED), acc, mask=i < w.n_q)
+
+
+@triton.jit(**ANY_SIZE)
+def tile_sums_kernel(
+    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads, terms,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr, HEADS: tl.constexpr,
+    PLAN: tl.constexpr,
+):  # fmt: skip
+    """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
+    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
+    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    pid = tl.program_id(0)
+    across = tl.cdiv(columns, BLOCK_N)
+    down = tl.cdiv(rows, BLOCK_M)
+    j0 = pid % across * BLOCK_N
+    i0 = row0 + pid // across % down * BLOCK_M
+    line = pid // across // down
+    heads_out = heads if HEADS else 1
+    h_out = line % heads_out
+    b_out = line // heads_out
+    i = i0 + tl.arange(0, BLOCK_M)
+    j = j0 + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for x in range(1 if BATCHES else batch):
+        b = b_out + x
+        w = Work(b, 0, i0, 0, n_q, 0, n_k, 0) if cu_q is None else sequence(b, 0, i0, cu_q, cu_k, n_q, n_k)
+        at = i0 + w.n_k - w.n_q
+        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        if (i0 < w.n_q) & (j0 >= span.lo) & (j0 < span.hi):
+            for y in range(1 if HEADS else heads):
+                acc += gradient(
+                    saved, w, h_out + y, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE,
+                    PLAN,
+                )  # fmt: skip
+    p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
+    p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]
+    keep = (i < row0 + rows)[:, None] & (j < columns)[None, :]
+    tl.store(p, acc.to(sums.ptr.dtype.element_ty), mask=keep)

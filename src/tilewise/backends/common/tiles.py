@@ -1,0 +1,274 @@
+"""Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
+
+There is no autotuning at run time: the same call runs the same kernel, every time. The rows fit the memory of their
+GPUs and compile without a spilled register, apart from what test_compile.py and test_targets.py in
+tests/tilewise/backends/ name. Only rows with a measurement beside them were timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight.
+
+    `apart`: dK and dV are summed by passes of their own, for one product more, and each holds one sum instead of two.
+    `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into registers.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    apart: bool = False
+    chunk: int = 512
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.block_m, self.block_n
+
+    def options(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "CHUNK": self.chunk,
+        }
+
+
+KB = 1024
+# (pass, or pass and term, bytes per element) -> {largest padded head dim: tile}
+Table = dict[tuple[str, int], dict[int, Tile]]
+
+HOPPER: Table = {
+    ("forward", 2): {
+        64: Tile(64, 64, 4, 3),  # 392 to 458 TFLOP/s; 128x64x8 within 5 %, 128x128x8 20 % slower (H200, 2026-11-15)
+        128: Tile(64, 64, 4, 3),  # 407 to 480; two programs per SM hide what one 128x128x8 (360 to 468) cannot
+        256: Tile(128, 64, 8, 2),  # 471 (causal, 4k); 64x32x4 373, 128x32x8 308, 64x64x4 299
+        512: Tile(32, 32, 8, 2),
+    },
+    ("query", 2): {
+        64: Tile(64, 64, 4, 3),  # 518 to 624; 2 stages 10 % slower
+        128: Tile(64, 64, 4, 2),  # 454 to 551; 64x32x4 with 3 stages is equal
+        256: Tile(128, 32, 8, 2),  # 372 (causal, 4k); 64x64x8 295, 64x32x4 283, 64x32x8 190 and with 3 stages 233
+        512: Tile(16, 32, 8, 1),
+    },
+    ("key", 2): {
+        64: Tile(64, 64, 4, 3),  # 420 to 495; 2 stages 10 % slower, 8 warps 20 %
+        128: Tile(32, 64, 4, 3),  # 463 to 558; 2 stages 20 % slower, 64x64x4 spills and is 25 % slower
+        # the whole backward twice as fast as with 32x32x8; of tiles that hold both sums 64x64x8 has 257 TFLOP/s (and
+        # spills), 32x64x8 with 3 stages 247, 32x32x8 134
+        256: Tile(32, 128, 8, 2, apart=True),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("jvp", 2): {  # the largest that do not spill; not timed
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
+        256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
+        512: Tile(16, 16, 8, 1, chunk=64),  # q and its movement alone would fill the registers
+    },
+    ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
+        64: Tile(64, 64, 4, 3),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(64, 32, 8, 2),  # 128x32x8 needs 303 KB of shared memory
+        512: Tile(16, 32, 8, 1),
+    },
+    # float32, three products of TF32 for each; ms on an H200, causal, 2048 tokens of 16384, hidden 2048. 64 rows take
+    # the matrix instructions of a warpgroup, 8 warps want 128 of them. Chunks have not been timed.
+    ("forward", 4): {
+        64: Tile(64, 32, 4, 1),  # 3.35; 32x32x4 4.82, 64x64x8 6.29
+        128: Tile(128, 32, 8, 1),  # 3.68; 64x32x4 4.52, 32x32x4 6.01 and 2 KB spilled
+        256: Tile(32, 32, 8, 1, chunk=32),
+        512: Tile(16, 32, 8, 1, chunk=64),
+    },
+    ("query", 4): {
+        64: Tile(64, 64, 4, 1),  # 3.93; 128x32x8 4.56, 32x32x4 6.70
+        128: Tile(16, 32, 4, 1),  # 7.14; 32x32x4 9.09 and 3 KB spilled, 64x32x8 10.0
+        256: Tile(32, 32, 8, 1, chunk=32),
+        512: Tile(16, 32, 8, 1, chunk=32),
+    },
+    ("key", 4): {
+        64: Tile(32, 128, 8, 1),  # 6.08; 32x64x4 6.70 (spills in packed sequences), 32x32x4 8.56
+        128: Tile(64, 16, 8, 1),  # 10.2; 32x32x4 11.2 and 2 KB spilled, 32x16x8 15.6
+        256: Tile(32, 32, 8, 1, apart=True, chunk=32),
+        512: Tile(16, 16, 8, 1, apart=True, chunk=32),
+    },
+    ("jvp", 4): {
+        64: Tile(64, 32, 4, 1),
+        128: Tile(64, 32, 8, 1, chunk=64),
+        256: Tile(16, 32, 8, 1, chunk=64),
+        512: Tile(16, 16, 8, 1, chunk=64),
+    },
+}
+# Ampere, Ada and the Blackwell of workstations: 99 KB of shared memory on the small parts, operands in registers
+AMPERE: Table = {
+    ("forward", 2): {
+        64: Tile(128, 64, 4, 2),  # a third stage spills 12 bytes
+        128: Tile(128, 64, 8, 2),
+        256: Tile(64, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("query", 2): {
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(32, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("key", 2): {
+        64: Tile(32, 128, 8, 2),
+        128: Tile(64, 64, 8, 2),
+        256: Tile(32, 32, 8, 1),
+        512: Tile(16, 16, 8, 1),
+    },
+    ("jvp", 2): {
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 32, 8, 1),
+        256: Tile(16, 32, 8, 1),
+        512: Tile(16, 16, 8, 1, chunk=64),
+    },
+    ("forward", 4): {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(32, 32, 4, 1, chunk=32),
+        256: Tile(16, 32, 4, 1, chunk=64),
+        512: Tile(16, 32, 8, 1, chunk=64),
+    },
+    ("query", 4): {
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 4, 1, chunk=16),
+        256: Tile(16, 32, 4, 1, chunk=32),
+        512: Tile(16, 32, 8, 1, chunk=32),
+    },
+    ("key", 4): {
+        64: Tile(32, 32, 4, 1, chunk=32),
+        128: Tile(32, 32, 4, 1, apart=True, chunk=16),
+        256: Tile(32, 32, 8, 1, apart=True, chunk=32),
+        512: Tile(16, 16, 8, 1, apart=True, chunk=32),
+    },
+    ("jvp", 4): {
+        64: Tile(16, 16, 4, 1),
+        128: Tile(16, 16, 4, 1, chunk=64),
+        256: Tile(16, 32, 8, 1, chunk=64),
+        512: Tile(16, 16, 8, 1, chunk=64),
+    },
+}
+HOPPER["sums", 4] = HOPPER["query", 4] | {64: Tile(64, 32, 4, 1, chunk=32), 128: Tile(64, 32, 4, 1, chunk=32)}
+AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
+AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
+# Terms that want more than their pass has; none timed. A bias keeps a tile of addresses, tile lists a loop in a loop.
+# Rows of several heads keep where each of them lies.
+HOPPER["forward groups", 2] = {256: Tile(64, 32, 4, 2)}  # 128x64x8 spills 8 to 16 bytes, 64x64x8 serialises
+AMPERE["forward groups", 2] = {64: Tile(64, 64, 4, 2)}  # 128x64x4 spills 12 to 56 bytes with terms, with a bias 1.2 KB
+HOPPER["forward bias", 2] = {128: Tile(64, 32, 4, 3)}  # 64x64x4 spills 2 KB, 64x64x8 with 2 stages none
+AMPERE["forward bias", 2] = {128: Tile(64, 32, 8, 2)}  # 128x64x8 spills 1.7 KB, 64x64x8 and 64x32x4 60 bytes
+AMPERE["forward blocks", 2] = {128: Tile(64, 32, 8, 2)}  # 64 KB; 128x64x8 wants 168 KB, and spills 1.9
+AMPERE["key blocks", 2] = {128: Tile(32, 64, 8, 2)}  # 72 KB; 64x64x8 wants 112, and spills 708 bytes
+AMPERE["forward blocks", 4] = {  # with their pass's tiles they spill 120 and 168 bytes
+    128: Tile(32, 32, 8, 1, chunk=32),
+    256: Tile(16, 32, 8, 1, chunk=64),
+}
+
+# Blackwell of the data center; not timed. Products of 64 rows and more are summed in tensor memory, of 512 columns:
+# Triton makes a trap of a kernel that wants more, as three products of TF32 do, which take it three times.
+BLACKWELL: Table = {(which, size): (AMPERE if size == 4 else HOPPER)[which, size] for which, size in HOPPER}
+BLACKWELL["forward", 2] = HOPPER["forward", 2] | {128: Tile(64, 64, 4, 2)}  # with 3 stages documents spill 24 bytes
+BLACKWELL["forward bias", 2] = {128: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}  # 64x32x4 spills 536 bytes
+BLACKWELL["query", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}  # whole rows spill 16 to 32 bytes
+BLACKWELL["forward blocks", 4] = AMPERE["forward blocks", 4]
+BLACKWELL["jvp", 2] = HOPPER["jvp", 2] | {256: Tile(64, 32, 8, 1)}  # 128 rows trap, 4 warps spill 64 bytes
+# AMD's data center GPUs, 64 KB of shared memory; not timed. A warp has 64 lanes, each with 512 registers in a program
+# of four warps, with 256 in one of eight.
+CDNA: Table = AMPERE | {
+    ("forward", 2): AMPERE["forward", 2] | {128: Tile(64, 64, 4, 2)},  # 128x64x8 spills 548 bytes with a bias
+    ("query", 2): {
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),  # 64x64x8 spills 56 to 192 bytes with terms
+        256: Tile(32, 32, 4, 1),  # 8 warps spill 92
+        512: Tile(16, 16, 4, 1),  # 8 warps spill 60
+    },
+    ("key", 2): {
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 32, 4, 2),  # 64x64x4 spills 380, with 1 stage none
+        256: Tile(32, 32, 4, 1),
+        512: Tile(16, 16, 4, 1),
+    },
+}
+CDNA["sums", 2] = CDNA["query", 2]
+CDNA["forward bias", 2] = CDNA["forward", 2]
+
+
+Arch = int | str  # 90 for sm_90; "gfx942"
+
+
+class Chip(NamedTuple):
+    """What decides a tile: `shared` bytes that one program may have, and the table of rows that fit."""
+
+    shared: int
+    tiles: Table
+
+
+CHIPS: dict[Arch, Chip] = {
+    80: Chip(163 * KB, AMPERE),
+    86: Chip(99 * KB, AMPERE),
+    87: Chip(163 * KB, AMPERE),
+    89: Chip(99 * KB, AMPERE),
+    90: Chip(227 * KB, HOPPER),
+    100: Chip(227 * KB, BLACKWELL),
+    103: Chip(227 * KB, BLACKWELL),
+    120: Chip(99 * KB, AMPERE),
+    121: Chip(99 * KB, AMPERE),
+    "gfx90a": Chip(64 * KB, CDNA),
+    "gfx942": Chip(64 * KB, CDNA),
+    "gfx950": Chip(160 * KB, CDNA),
+}
+
+
+def chip(arch: Arch) -> Chip:
+    """Of a GPU that is not in the table, the least that its kind has."""
+    return CHIPS.get(arch) or (CHIPS[86] if isinstance(arch, int) else CHIPS["gfx942"])
+
+
+def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name; with
+    terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
+
+    >>> tile("forward", 90, 2, 128)
+    Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
+    """
+    table = chip(arch).tiles
+    rows = table[which, itemsize]
+    for term in terms:
+        rows = rows | table.get((f"{which} {term}", itemsize), {})
+    return next(row for limit, row in rows.items() if padded_dim <= limit)
+
+
+FEW_QUERIES, MANY_KEYS = 64, 1024  # of a dense call: keys of so few queries are divided among programs, if many
+
+
+def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
+    """How many heads, of a group that shares its keys, have their queries in one tile: all, if those of one head leave
+    some of it empty. Then keys are read once for the group, and rows of the matrix units that would idle do not.
+
+    >>> heads_of_a_tile(5, 8, 64), heads_of_a_tile(64, 8, 64)
+    (8, 1)
+    """
+    return group if queries < block_m else 1
+
+
+def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> int:
+    """How many programs share the keys of what would be one program's: one for each processor, four blocks for each.
+
+    On an H200, one query of 32 heads, 8 of keys and values, D 128, microseconds: batch 1 of 65536 keys 77 (two for each
+    processor 81, undivided 743), batch 4 of 8192 47 (51, 102), batch 16 132 (138, 132).
+
+    >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132), parts_of_keys(8, 400, 64, 132)
+    (16, 1, 1)
+    """
+    return max(1, min(processors // max(programs, 1), keys // (4 * block_n), 64))
+
+
+INTERPRETED_PROCESSORS = 16
+INTERPRETER = Tile(16, 16, 4, 1, chunk=32)  # small enough that tiny shapes still have edge, interior and ragged tiles

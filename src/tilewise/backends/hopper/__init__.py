@@ -1,0 +1,62 @@
+"""Kernels for Hopper (sm_90) in Gluon: TMA, mbarriers, asynchronous wgmma, specialised warps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...request import Request, Upstream
+from ..common.cost_profile import Profile, Shapes
+from ..common.gpu import Gpu
+from ..protocol import KvBackend, Runner
+from . import cost, support
+from .prefill import PrefillKernels
+
+
+class HopperBackend:
+    """Kernels are imported when a runner is made: importing this imports torch alone. Common kernels compute the
+    gradients of biases, sinks and mods, and forward mode; they read the same out and lse."""
+
+    name = "hopper"
+    reason = "kernels for this GPU"
+    kv: KvBackend | None = PrefillKernels()
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.unsupported(request, gpu)
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.declines(request, gpu)
+
+    def forward(self, request: Request) -> Runner:
+        from ..common.kernel_call import KernelCall
+        from .launches import build_forward
+
+        return KernelCall(build_forward(request.spec), request.tensors(), request.q.device)
+
+    def has_backward(self, request: Request) -> bool:
+        return support.has_backward(request)
+
+    def backward(self, request: Request, upstream: Upstream) -> Runner:
+        from .backward_launches import backward
+
+        return backward(request, upstream)
+
+    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+        from ..common.term_gradients import term_gradients
+
+        return term_gradients(request, upstream, wanted)
+
+    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        from ..common.jvp_launches import jvp
+
+        return jvp(request, out, lse, tangents)
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+        from .launches import offline_launches
+
+        return offline_launches(request, gpu, backward)
+
+    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
+        return cost.backward(call, gpu) if backward else cost.forward(call, gpu)

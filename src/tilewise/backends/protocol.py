@@ -1,0 +1,87 @@
+"""What a backend is. `registry` lists the backends and chooses one for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
+from ..request import Request, Upstream
+from .common.cost_profile import Profile, Shapes
+from .common.gpu import Gpu
+
+# From the tensors of a call to its results. The tensors have the layouts of those that the runner was made for.
+Runner = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
+
+
+class KvBackend(Protocol):
+    """Attention over a KV cache. `tensors()` of a request or call is what a runner is given."""
+
+    partition: Any  # the module that says how keys are divided among programs, for the time model; or None
+
+    def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
+        """int64 numbers of a schedule, and float32 numbers of the workspace that it needs."""
+        ...
+
+    def schedule(self, request: KvRequest, schedule: Tensor) -> Runner:
+        """Writes the schedule. Tensors: those of the request, then the schedule."""
+        ...
+
+    def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
+        """The tiles of a schedule, read back from the device."""
+        ...
+
+    def attend(self, call: KvCall) -> Runner:
+        """Writes new tokens if there are some, then returns (out, lse)."""
+        ...
+
+    def append(self, request: AppendRequest) -> Runner:
+        """Writes new tokens into the cache."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to compute attention. Nothing is imported beyond torch until a runner is made."""
+
+    name: str
+    reason: str  # why "auto" takes it
+    kv: KvBackend | None
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        """What prevents this backend from running a call, or None."""
+        ...
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        """Why "auto" gives a supported call to the next backend, or None."""
+        ...
+
+    def forward(self, request: Request) -> Runner:
+        """Tensors: `request.tensors()`. Results: out, lse."""
+        ...
+
+    def has_backward(self, request: Request) -> bool:
+        """Whether it computes the gradients of q, k and v of a supported call. If not, the next backend does."""
+        ...
+
+    def backward(self, request: Request, upstream: Upstream) -> Runner:
+        """Tensors: `request.tensors()`, then out, lse, dout and dlse. Results: dq, dk, dv."""
+        ...
+
+    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+        """Tensors as of `backward`. Results: the gradients of the wanted ones among bias, sinks and the score mod's
+        tensors, in this order."""
+        ...
+
+    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The tangents of out and lse for tangents of q, k and v."""
+        ...
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+        """The launches of a forward or backward by name, for offline compilation. The tensors may be meta tensors."""
+        ...
+
+    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
+        """The kernels of a forward or backward, for the time model."""
+        ...

@@ -1,0 +1,77 @@
+"""Attention in torch operations, on any device: the CPU backend and, in float64, the oracle of every kernel.
+
+`tiled` is FlashAttention-2 tile by tile; `scored` adds biases, mods, sinks and dropout; `whole` is the same in one
+differentiable expression; `kv` reads a KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...request import Request, Upstream
+from ..common.cost_profile import Profile, Shapes
+from ..common.gpu import Gpu
+from ..protocol import KvBackend, Runner
+from . import scored, tiled, whole
+from .kv import ReferenceCache
+
+
+class ReferenceBackend:
+    name = "reference"
+    reason = "torch, on any device"
+    kv: KvBackend | None = ReferenceCache()
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        return None
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        return None
+
+    def forward(self, request: Request) -> Runner:
+        spec = request.spec
+        return lambda tensors: forward(Request.of(spec, tensors))
+
+    def has_backward(self, request: Request) -> bool:
+        return True
+
+    def backward(self, request: Request, upstream: Upstream) -> Runner:
+        spec = request.spec
+
+        def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
+            return backward(Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:]))
+
+        return run
+
+    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+        spec = request.spec
+
+        def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
+            return scored.term_gradients(Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:]), list(wanted))
+
+        return run
+
+    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("torch differentiates the reference itself: see `differentiable`")
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+        return {}
+
+    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
+        return []
+
+    # Results that torch itself can differentiate, to any order.
+    differentiable = staticmethod(whole.differentiable)
+    differentiable_backward = staticmethod(whole.differentiable_backward)
+
+
+def forward(request: Request) -> tuple[Tensor, Tensor]:
+    """(out, lse)"""
+    return tiled.forward(request) if request.is_plain else scored.forward(request)
+
+
+def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv)"""
+    return tiled.backward(request, upstream) if request.is_plain else scored.backward(request, upstream)

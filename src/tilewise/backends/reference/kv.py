@@ -1,0 +1,219 @@
+"""Attention over a KV cache, in torch: the keys of each sequence are gathered, and packed attention does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.reference import scored, tiled
+from tilewise.kv_request import AppendRequest, KvCall, KvRequest, Places, PlannedTile, Rotary, structure_of
+from tilewise.mods import mask_mod
+from tilewise.mods.program import Mod, bound
+from tilewise.request import Request
+
+
+class ReferenceCache:
+    """A `KvBackend` in torch. Nothing is scheduled: one sequence follows another."""
+
+    partition: Any = None
+
+    def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
+        return 0, 0
+
+    def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
+        return lambda tensors: []
+
+    def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
+        return []
+
+    def attend(self, call: KvCall) -> Any:
+        _, structure = structure_of(call)
+        return lambda tensors: attend(structure(tensors))
+
+    def append(self, request: AppendRequest) -> Any:
+        _, structure = structure_of(request)
+
+        def run(tensors: Sequence[Any]) -> list[Tensor]:
+            rotated = append(structure(tensors))
+            return [] if rotated is None else [rotated]
+
+        return run
+
+
+def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
+    """(out, lse), after the new tokens are written."""
+    request = kv.request
+    if kv.append is not None:
+        rotated = append(kv.append)
+        if rotated is not None:
+            request = request._replace(call=request.call._replace(q=rotated))
+    call, places = request.call, request.places
+    q = call.q if call.q.dim() == 3 else call.q.flatten(0, 1)
+    cu_q = bounds_of(call.q, call.cu_q)
+    totals = clamped_totals(places, call.k)
+    cu_k = torch.cat([totals.new_zeros(1), totals.cumsum(0)]).int()
+    k, v = (torch.cat([x[:0, 0], *(x[at] for at in tokens(places, totals, x))]) for x in (call.k, call.v))
+    mask = bound(masks_of(request, cu_q))
+    spec = call.spec
+    if mask is not None:
+        spec = spec._replace(mask_mod=mask.key, mask_numbers=mask.numbers, mask_tensors=len(mask.tensors))
+    packed = Request(
+        q, k, v, spec, None, call.sinks, call.score, cu_q, cu_k, None, () if mask is None else mask.tensors
+    )
+    out, lse = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
+    out = out.view(*call.q.shape[:-1], out.shape[-1])
+    if call.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
+        lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous()
+    out = out if kv.out is None else kv.out.copy_(out)
+    return out, lse if kv.lse is None else kv.lse.copy_(lse)
+
+
+@mask_mod
+def since_start(b, h, q_idx, kv_idx, starts):  # type: ignore[no-untyped-def]
+    return kv_idx >= starts[b]
+
+
+@mask_mod
+def on_branch(b, h, q_idx, kv_idx, tree, first, *, q_len, kv_len):  # type: ignore[no-untyped-def]
+    return (kv_idx < kv_len - q_len) | tree[first[b] + q_idx, kv_idx - (kv_len - q_len)]
+
+
+def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
+    """Everything that hides a key beside the band."""
+    call, starts, tree = request.call, request.places.starts, request.tree
+    found = []
+    if call.spec.mask_mod is not None:
+        found.append(Mod("mask", call.spec.mask_mod, call.mask, call.spec.mask_numbers))
+    if starts is not None and starts.numel():
+        found.append(since_start(starts))
+    if tree is not None and tree.numel() and cu_q.shape[0] > 1:
+        bits = (tree[..., None] >> torch.arange(64, device=tree.device)) & 1
+        found.append(on_branch(bits.flatten(1) != 0, cu_q[:-1]))
+    return found
+
+
+def append(request: AppendRequest) -> Tensor | None:
+    """Write the new keys and values, the keys rotated. Returns the rotated queries, if there are any."""
+    k, v, places, rotary = request.k, request.v, request.places, request.rotary
+    new = Tokens.of(request.k_new, places.cu_new)
+    at = places.lengths.long()[new.b] + new.i
+    k_new, v_new = request.k_new, request.v_new
+    if rotary is not None:
+        k_new = turned(k_new, at if rotary.positions is None else rotary.positions.flatten(), rotary)
+    k_new, v_new = (x.reshape(-1, *x.shape[-2:]) for x in (k_new, v_new))
+    if request.slots is None:
+        row, offset, fits = slot_of(places, new.b, at, k)
+        fits &= new.exists
+    else:
+        slots = request.slots.flatten().long()
+        row, offset = slots // k.shape[1], slots % k.shape[1]
+        fits = (slots >= 0) & (row < k.shape[0])
+    k[row[fits], offset[fits]] = k_new[fits].to(k.dtype)
+    v[row[fits], offset[fits]] = v_new[fits].to(v.dtype)
+    if request.q is None or rotary is None:
+        return None
+    rotated = turned(request.q, query_positions(request, rotary), rotary)
+    return rotated if request.rotated is None else request.rotated.copy_(rotated)
+
+
+def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
+    """Where every query sits: explicit, or so that the last one is at the last new key."""
+    assert request.q is not None
+    if rotary.q_positions is not None:
+        return rotary.q_positions.flatten()
+    of = Tokens.of(request.q, request.cu_q)
+    if rotary.positions is not None:
+        return rotary.positions.flatten()
+    totals = request.places.lengths.long() + gained(request.places)
+    return totals[of.b] - of.n[of.b] + of.i
+
+
+def turned(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """x (.., heads, dim), turned by the angles of its tokens' positions."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    half = rotary.cos.shape[1]
+    at = positions.long().clamp(0, max(rotary.cos.shape[0] - 1, 0))
+    cos, sin = (t[at].to(dtype).view(*x.shape[:-2], 1, half) for t in (rotary.cos, rotary.sin))
+    width, wide = 2 * half, x.to(dtype)
+    if rotary.interleaved:
+        a, b = wide[..., 0:width:2], wide[..., 1:width:2]
+        moved = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = wide[..., :half], wide[..., half:width]
+        moved = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([moved, wide[..., width:]], -1).to(x.dtype)
+
+
+class Tokens(NamedTuple):
+    """Of every token of a buffer: its sequence, its number there, whether it belongs to one; and all lengths."""
+
+    b: Tensor
+    i: Tensor
+    exists: Tensor
+    n: Tensor
+
+    @staticmethod
+    def of(x: Tensor, cu: Tensor | None) -> Tokens:
+        ends = bounds_of(x, cu).long()
+        batch = ends.shape[0] - 1
+        t = torch.arange(x.shape[0] if x.dim() == 3 else x.shape[0] * x.shape[1], device=x.device)
+        b = torch.bucketize(t, ends[1:], right=True)
+        exists = b < batch
+        b = b.clamp(max=max(batch - 1, 0))
+        return Tokens(b, t - ends[b], exists, ends.diff())
+
+
+def bounds_of(x: Tensor, cu: Tensor | None) -> Tensor:
+    """cu_seqlens, also of a dense (B, S, heads, dim)."""
+    if cu is not None:
+        tokens = x.shape[0]
+        return cu.clamp(0, tokens)
+    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+
+
+def gained(places: Places) -> Tensor:
+    """New tokens of every sequence."""
+    if places.cu_new is not None:
+        return places.cu_new.long().diff().clamp(min=0)
+    return torch.full_like(places.lengths, places.new, dtype=torch.int64)
+
+
+def clamped_totals(places: Places, cache: Tensor) -> Tensor:
+    """Tokens of every sequence that the cache can hold."""
+    most = torch.full_like(places.lengths, places.capacity(cache), dtype=torch.int64)
+    if places.indptr is not None:
+        most = places.indptr.long().diff() * cache.shape[1]
+    return torch.minimum((places.lengths.long() + gained(places)).clamp(min=0), most.clamp(min=0))
+
+
+def slot_of(places: Places, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(row of the cache, place in it) of token j of sequence b; and whether there is such a place."""
+    rows, page = cache.shape[:2]
+    fits = j >= 0
+    j = j.clamp(min=0)
+    if places.table is None:
+        row = b if places.rows is None else places.rows.long()[b]
+        offset, fits = j, fits & (j < page)
+    else:
+        n, offset, table = j // page, j % page, places.table.long()
+        if places.indptr is None:
+            fits = fits & (n < table.shape[1])
+            row = table[b, n.clamp(max=max(table.shape[1] - 1, 0))]
+        else:
+            n = places.indptr.long()[b] + n
+            fits = fits & (n < places.indptr.long()[b + 1]) & (n < table.shape[0])
+            row = table[n.clamp(max=max(table.shape[0] - 1, 0))]
+    return row.clamp(0, max(rows - 1, 0)), offset, fits
+
+
+def tokens(places: Places, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For every sequence, where its tokens lie. Places before its start are not looked at, whatever a table says."""
+    found = []
+    for b, n in enumerate(totals.tolist()):
+        j = torch.arange(n, device=cache.device)
+        row, offset, _ = slot_of(places, torch.full_like(j, b), j, cache)
+        found.append((row, offset))
+    return found

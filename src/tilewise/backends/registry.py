@@ -1,0 +1,82 @@
+"""The backends, and which of them runs a call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..errors import AttentionError
+from ..request import Request
+from .common.cost_profile import Profile, Shapes
+from .common.gpu import Gpu, gpu_of
+from .hopper import HopperBackend
+from .protocol import Backend
+from .reference import ReferenceBackend
+from .triton import TritonBackend
+
+BACKENDS: tuple[Backend, ...] = (HopperBackend(), TritonBackend(), ReferenceBackend())  # in the order of "auto"
+NAMES = ("auto", *(backend.name for backend in reversed(BACKENDS)))
+
+
+class Choice(NamedTuple):
+    backend: Backend
+    reason: str
+
+
+def choose(request: Any, gpu: Gpu | None = None) -> Choice:
+    """The backend of a Request or a KvRequest. With `gpu`, the backend of the same call on a GPU of that kind.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 8, 2, 64)
+    >>> from tilewise.request import Spec
+    >>> chosen = choose(Request(q, q, q, Spec(scale=1.0)))
+    >>> chosen.backend.name, chosen.reason
+    ('reference', 'torch, on any device; triton: the tensors are on the cpu')
+
+    Raises:
+        AttentionError: a backend that was named does not support the call, or does not exist.
+    """
+    name = request.spec.backend
+    if gpu is None:
+        gpu = gpu_of(request.q.device)
+    able = [backend for backend in BACKENDS if isinstance(request, Request) or backend.kv is not None]
+    if name == "auto":
+        rejected = ""
+        for backend in able:
+            missing = backend.unsupported(request, gpu) or backend.declines(request, gpu)
+            if missing is None:
+                return Choice(backend, backend.reason + rejected)
+            rejected = f"; {backend.name}: {missing}"
+    for backend in BACKENDS:
+        if backend.name == name:
+            missing = backend.unsupported(request, gpu) if backend in able else "a KV cache, which it does not serve"
+            if missing is not None:
+                raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
+            return Choice(backend, "asked for by name")
+    raise AttentionError("backend", repr(name), " or ".join(map(repr, NAMES)))
+
+
+def backward_backend(request: Request, chosen: Backend, gpu: Gpu | None = None) -> Backend:
+    """The backend that computes a call's gradients: the one of the forward, or the next that can."""
+    if gpu is None:
+        gpu = gpu_of(request.q.device)
+    for backend in BACKENDS[BACKENDS.index(chosen) :]:
+        if backend.unsupported(request, gpu) is None and backend.has_backward(request):
+            return backend
+    raise AttentionError("gradient", f"of a call on {chosen.name!r}", "a call that some backend differentiates")
+
+
+def launches_of(request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+    """The launches of a call on a GPU, with those of its gradients if `backward`, by name; for offline compilation."""
+    chosen = choose(request, gpu).backend
+    found = chosen.launches(request, gpu, False)
+    return found | backward_backend(request, chosen, gpu).launches(request, gpu, True) if backward else found
+
+
+def cost_of(name: str, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
+    """The kernels of a call, for the time model: those of the named backend, or of the next that computes it."""
+    later = BACKENDS[BACKENDS.index(backend_named(name)) :]
+    return next(filter(None, (backend.cost(call, gpu, backward) for backend in later)), [])
+
+
+def backend_named(name: str) -> Backend:
+    return next(backend for backend in BACKENDS if backend.name == name)

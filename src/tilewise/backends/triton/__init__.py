@@ -1,0 +1,62 @@
+"""Portable kernels in Triton: any GPU that it compiles for, and its interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...request import Request, Upstream
+from ..common.cost_profile import Profile, Shapes
+from ..common.gpu import Gpu
+from ..common.kv import DecodeKernels
+from ..protocol import KvBackend, Runner
+from . import cost, support
+
+
+class TritonBackend:
+    """Kernels are imported when a runner is made: importing this imports torch alone."""
+
+    name = "triton"
+    reason = "portable kernels"
+    kv: KvBackend | None = DecodeKernels()
+
+    def unsupported(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.unsupported(request, gpu)
+
+    def declines(self, request: Any, gpu: Gpu | None) -> str | None:
+        return support.declines(request, gpu)
+
+    def forward(self, request: Request) -> Runner:
+        from ..common.kernel_call import KernelCall
+        from .launches import build_forward
+
+        return KernelCall(build_forward(request.spec), request.tensors(), request.q.device)
+
+    def has_backward(self, request: Request) -> bool:
+        return True
+
+    def backward(self, request: Request, upstream: Upstream) -> Runner:
+        from ..common.kernel_call import KernelCall
+        from .backward_launches import build_backward
+
+        return KernelCall(build_backward(request.spec), (*request.tensors(), *upstream), request.q.device)
+
+    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+        from ..common.term_gradients import term_gradients
+
+        return term_gradients(request, upstream, wanted)
+
+    def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        from ..common.jvp_launches import jvp
+
+        return jvp(request, out, lse, tangents)
+
+    def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
+        from .launches import offline_launches
+
+        return offline_launches(request, gpu, backward)
+
+    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
+        return cost.backward(call, gpu) if backward else cost.forward(call, gpu)

@@ -1,0 +1,124 @@
+"""From a request to the launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...request import Request, Spec, Upstream
+from ..common.clear import clear_launches
+from ..common.device.structs import Plan
+from ..common.gpu import Gpu
+from ..common.kernel_config import costly_term, flag_count, is_even, options_of, tile_of
+from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
+from ..common.preprocess import prepare_launch, row_statistics
+from ..common.renormalise import renormalised
+from ..common.repair import LINE, repair_backward_kernel
+from ..common.repair_launches import repair
+from ..common.score_terms import device_terms, folded, mask_mod
+from ..common.shapes import new_gradients, problem, view
+from .backward import key_kernel, query_kernel
+
+FEW_ROWS = 32  # that are repaired at a time
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def build_backward(spec: Spec) -> Build:
+    """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
+
+    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
+        request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+        grads = new_gradients(request, memory)
+        return Built(grads, list(named_launches(request, upstream, grads, target, memory).values()))
+
+    return build
+
+
+def named_launches(
+    request: Request, upstream: Upstream, grads: Grads, target: Target, memory: Memory
+) -> dict[str, Launch]:
+    """The launches by name, in order. Names in parentheses are of small kernels that nearly always do nothing."""
+    first, upstream = renormalised(request, upstream, target.gpu, memory)
+    flags = flag_count(request, both=True)
+    flag = memory.empty((flags,), torch.int32) if flags else None
+    passes = backward_launches(request, upstream, grads, row_statistics(request, memory), flag, target.gpu)
+    names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
+    cleared = clear_launches(*grads, request.cu_q, request.cu_k, target.gpu)
+    return (
+        named("(renormalise)", first)
+        | dict(zip(names, passes, strict=True))
+        | named("(backward repair)", backward_repairs(passes, target))
+        | named("(backward clear)", cleared)
+    )
+
+
+def backward_launches(
+    request: Request, upstream: Upstream, grads: Grads, statistics: tuple[Tensor, Tensor], flags: Tensor | None,
+    gpu: Gpu,
+) -> list[Launch]:  # fmt: skip
+    q, spec, size = request.q, request.spec, problem(request)
+    dq, dk, dv = grads
+    overlap = can_overlap(gpu)
+    prepare, saved = prepare_launch(request, upstream, statistics, overlap)
+    scoring, scale, rate = folded(request, gpu, slope=True)
+    scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
+    program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
+    term = costly_term(request, gpu)
+    tile = tile_of("query", q.element_size(), size, gpu, term)
+    query = Launch(
+        query_kernel,
+        size.programs(size.n_q, size.heads, tile.block_m),
+        (
+            saved, view(dq), flags, *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            device_terms(request, gpu, tile.block),
+        ),
+        options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
+    )  # fmt: skip
+    tile = tile_of("key", q.element_size(), size, gpu, term)
+    programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
+    sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
+    starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))
+    keys = [
+        Launch(
+            key_kernel,
+            programs,
+            (
+                saved, view(dk), view(dv), None if flags is None else flags[start:], *scalars,
+                size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch,
+                device_terms(request, gpu, tile.block, by_key=True),
+            ),
+            options_of(
+                request, tile, gpu, **program, EVEN=is_even(size, size.n_q, tile.block_m), SUM_K=sum_k, SUM_V=sum_v
+            ),
+        )
+        for (sum_k, sum_v), start in zip(sums, starts, strict=True)
+    ]  # fmt: skip
+    return [prepare, *keys, query]
+
+
+def _lined(flags: int) -> int:
+    return int(-(-flags // LINE.value) * LINE.value)
+
+
+def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
+    """What follows the launches of a backward, `backward_launches`, that raise flags."""
+    _, key, *values, query = passes
+    saved, dq, flags, *scalars, q_tiles, heads, batch, q_terms = query.args
+    _, dk, dv, *_, k_tiles, kv_heads, _, k_terms = key.args
+    if flags is None:
+        return []
+    totals = query.programs, key.programs
+    counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
+    args = saved, dq, dk, dv, flags, *scalars, *counts, q_terms, k_terms
+    made = repair(repair_backward_kernel, max(totals), args, target, query, key)
+    plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
+    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"VALUE": None}
+    options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
+    return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
+
+
+def _few_rows(name: str, plan: Plan) -> Plan:
+    """For so few rows of its own side that the product is no warpgroup's."""
+    side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
+    return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})

@@ -1,0 +1,136 @@
+"""From a request to the launches of the portable forward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...request import Request, Spec, Upstream
+from ..common import tiles
+from ..common.clear import clear_launches
+from ..common.gpu import Gpu
+from ..common.kernel_config import (
+    costly_term,
+    flag_count,
+    forward_tile,
+    is_even,
+    options_of,
+    shares_tiles,
+)
+from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, overlapped
+from ..common.repair import repair_forward_kernel
+from ..common.repair_launches import repair
+from ..common.score_terms import device_terms, folded, is_bounded, is_far, mask_mod
+from ..common.shapes import new_gradients, new_results, padded, problem, view
+from ..common.sinks import named_sink_launches
+from .backward_launches import named_launches
+from .forward import forward_kernel, merge_kernel
+
+OFFLINE_PROCESSORS = 132  # of an H100, where no GPU is here to ask
+
+
+def build_forward(spec: Spec) -> Build:
+    """Tensors: `Request.tensors()`. Results: out, lse."""
+
+    def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
+        request = Request.of(spec, tensors)
+        out, lse = new_results(request, memory)
+        return Built((out, lse), forward_launches(request, out, lse, target, memory))
+
+    return build
+
+
+def forward_launches(request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory) -> list[Launch]:
+    """The forward over all keys, or over parts of them which are then merged; with the NaN repair pass where a mask may
+    hide keys."""
+    gpu, splits = target.gpu, splits_of_keys(request, target)
+    flags = flag_count(request, splits)
+    flag = None if flags == 0 else memory.empty((flags,), torch.int32)
+    if splits == 1:
+        first = forward_launch(request, out, lse, gpu, flags=flag)
+        return [
+            first,
+            *repairs(first, target),
+            *clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf),
+        ]
+    far = is_far(request)
+    out_parts = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
+    lse_parts = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)  # or m and l
+    first = forward_launch(request, out_parts, lse_parts, gpu, splits, flag)
+    return [first, *repairs(first, target), merge_launch(out_parts, lse_parts, out, lse, splits, gpu, far)]
+
+
+def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
+    """All launches of a forward or backward by name. Nothing runs, and the tensors may be meta tensors."""
+    target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
+    out, lse = new_results(request, memory)
+    if backward:
+        upstream = Upstream(out, lse, out, None)
+        found = named_launches(request, upstream, new_gradients(request, memory), target, memory)
+        return found | named_sink_launches(request, upstream, target, memory)
+    flags = flag_count(request)
+    first = forward_launch(request, out, lse, gpu, flags=memory.empty((flags,), torch.int32) if flags else None)
+    found = {"forward": first} | named("(forward repair)", repairs(first, target))
+    cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
+    return found | named("(forward clear)", cleared)
+
+
+def forward_launch(
+    request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1, flags: Tensor | None = None
+) -> Launch:
+    """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
+    q, k, v, spec = request[:4]
+    size = problem(request)
+    tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares_tiles(request))
+    rows = size.in_rows(heads)
+    scoring, scale, _ = folded(request, gpu, slope=False)
+    return Launch(
+        forward_kernel,
+        parts * rows.programs(rows.n_q, rows.heads, tile.block_m),
+        (
+            *(view(x) for x in (q, k, v, out)), lse, flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
+            spec.before, spec.after, scale, rows.tiles(rows.n_q, tile.block_m), rows.heads, size.batch,
+            parts if parts > 1 else None, device_terms(request, gpu, tile.block),
+        ),
+        options_of(
+            request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), HEADS=heads,
+            BOUNDED=scoring["FOLD"] and is_bounded(request, scale),
+            OVERLAP=(size.packed or parts > 1 or flags is not None) and can_overlap(gpu),
+            EVEN=is_even(size, size.n_k, tile.block_n),
+        ),
+    )  # fmt: skip
+
+
+def repairs(of: Launch, target: Target) -> list[Launch]:
+    """The NaN repair pass of a forward that sets flags."""
+    if of.args[5] is None:
+        return []
+    return [repair(repair_forward_kernel, of.programs, (*of.args, of.programs), target, of)]
+
+
+def merge_launch(
+    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, gpu: Gpu, far: bool = False
+) -> Launch:
+    batch, n_q, heads, dv = out.shape
+    rows, columns = triton.next_power_of_2(parts), padded(dv)
+    options = {
+        "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "num_warps": 4 if rows * columns <= 8192 else 8,
+        "FAR": far, **overlapped(can_overlap(gpu)),
+    }  # fmt: skip
+    return Launch(
+        merge_kernel, batch * n_q * heads, (out_parts, lse_parts, out, lse, parts, batch, n_q, heads), options
+    )
+
+
+def splits_of_keys(request: Request, target: Target) -> int:
+    """Into how many parts the keys are split: several where the queries alone would leave most of the GPU idle."""
+    q = request.q
+    if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
+        return 1
+    size = problem(request)
+    tile, heads = forward_tile(q.element_size(), size, target.gpu, None, shares_tiles(request))
+    size = size.in_rows(heads)
+    programs = size.programs(size.n_q, size.heads, tile.block_m)
+    return tiles.parts_of_keys(programs, size.n_k, tile.block_n, target.processors)

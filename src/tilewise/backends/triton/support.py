@@ -1,0 +1,34 @@
+"""What keeps a call from the portable kernels. Imports torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...request import Request
+from ..common.gpu import Gpu, has_triton
+
+AMD = ("gfx942", "gfx950")
+
+
+def unsupported(request: Request, gpu: Gpu | None) -> str | None:
+    if request.q.dtype == torch.float64:
+        return "float64, which only the reference computes"
+    if request.k.shape[-2] == 0:
+        return "no heads"
+    if gpu is None:
+        if not has_triton():
+            return "no triton installed (it comes with a CUDA build of torch)"
+        return f"the tensors are on {'the ' if request.q.device.type == 'cpu' else ''}{request.q.device.type}"
+    if gpu.kind == "cuda" and gpu.capability < 80:
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    if gpu.kind == "hip" and gpu.arch not in AMD:
+        return f"the GPU is a {gpu.arch}, of {' and '.join(AMD)}"
+    return None
+
+
+def declines(request: Any, gpu: Gpu | None) -> str | None:
+    if gpu is not None and gpu.kind == "interpreter":
+        return "the interpreter runs only when it is asked for by name"
+    return None

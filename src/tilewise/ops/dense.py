@@ -1,0 +1,164 @@
+"""The registered ops of attention: schemas, implementations, fake tensors, vmap.
+
+Compiled programs, dispatch modes and torch.func call these. Eager calls use the plan directly (`autograd.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.protocol import Backend
+from ..backends.registry import choose
+from ..plan_cache import CallPlan, plan_of
+from ..request import ARGUMENTS, SCHEMA, Request, Upstream, request_of
+from .flops import count_them
+
+_library = torch.library.Library("tilewise", "DEF")
+_upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
+_library.define(f"forward({SCHEMA}) -> (Tensor, Tensor)")
+_library.define(f"backward({_upstream}, {SCHEMA}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"term_gradients({_upstream}, bool[] wanted, {SCHEMA}) -> Tensor[]")
+_library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
+
+
+def registered(name: str) -> Callable[..., Any]:
+    """A registered op. Tells active FLOP counters what it costs."""
+    count_them()
+    op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
+    return op
+
+
+def chosen(request: Request) -> Backend:
+    """The backend that runs a call."""
+    return choose(request).backend
+
+
+def aligned(upstream: Upstream) -> Upstream:
+    """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
+    out, lse, dout, dlse = upstream
+    address = dout.data_ptr()
+    is_aligned = address & 15 == 0 != address and dout.is_contiguous() and not dout.is_neg()
+    if is_aligned and dlse is None and lse.is_contiguous():
+        return upstream
+    if address == 0 and dout.numel():  # a zero tensor has no memory
+        dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
+    elif dout.is_neg():
+        dout = dout.resolve_neg()
+    if not dout.is_contiguous() or address & 15:
+        *outer, inner = dout.stride()
+        step = 16 // dout.element_size()
+        if inner != 1 or address & 15 or any(stride % step for stride in outer):
+            dout = dout.clone(memory_format=torch.contiguous_format)
+    if dlse is not None:
+        dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
+    return Upstream(out, lse.contiguous(), dout, dlse)
+
+
+def _plan(*call: Any) -> CallPlan:
+    settings = [repr(x) if isinstance(x, (float, list)) else x for x in call[4:]]  # 0.0 == -0.0
+    return plan_of("op", lambda: request_of(*call), _tensors(*call), *settings)
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, others: Sequence[Tensor | None] | None, *_: Any) -> tuple[Any, ...]:
+    """`Request.tensors()` of an op. AOTInductor passes None for an empty list."""
+    return q, k, v, *(others or ())
+
+
+@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+def _forward(*call: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _plan(*call).forward(_tensors(*call))
+    return out, lse
+
+
+@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
+def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = _plan(*call).backward(_tensors(*call), aligned(Upstream(out, lse, dout, dlse)))
+    return dq, dk, dv
+
+
+@torch.library.impl(_library, "term_gradients", "CompositeExplicitAutograd")
+def _term_gradients(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool], *call: Any
+) -> list[Tensor]:
+    """The gradients of the wanted ones among bias, sinks and the score mod's tensors, in this order."""
+    upstream = aligned(Upstream(out, lse, dout, dlse))
+    return list(_plan(*call).term_gradients(tuple(wanted), _tensors(*call), upstream))
+
+
+@torch.library.impl(_library, "jvp", "CompositeExplicitAutograd")
+def _jvp(out: Tensor, lse: Tensor, tangents: list[Tensor], *call: Any) -> tuple[Tensor, Tensor]:
+    request = request_of(*call)
+    return chosen(request).jvp(request, out, lse, tangents)
+
+
+@torch.library.register_fake("tilewise::forward", lib=_library)
+def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
+    request = request_of(*call)
+    q, dtype = request.q, request.result_dtype
+    *batch, n_q, heads, _d = q.shape
+    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*batch, n_q, heads, request.v.shape[-1]), dtype=dtype)
+    return out, q.new_empty((*batch, heads, n_q), dtype=statistic)
+
+
+@torch.library.register_fake("tilewise::backward", lib=_library)
+def _backward_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
+    request = request_of(*call)
+    return tuple(x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
+
+
+@torch.library.register_fake("tilewise::term_gradients", lib=_library)
+def _term_gradients_fake(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool], *call: Any
+) -> list[Tensor]:
+    request = request_of(*call)
+    terms = request.bias, request.sinks, *request.score
+    return [x.new_empty(x.shape) for x, wants in zip(terms, wanted, strict=True) if wants and x is not None]
+
+
+@torch.library.register_fake("tilewise::jvp", lib=_library)
+def _jvp_fake(out: Tensor, lse: Tensor, *_: Any) -> Any:
+    return out.new_empty(out.shape), lse.new_empty(lse.shape)
+
+
+def _mapped(name: str) -> None:
+    """torch.vmap of an op. Of a dense call without score terms the new axis becomes part of the batch, which all its
+    tensors begin with; otherwise, where the batch row has a number that terms may know, one call follows another."""
+    op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
+
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        n = info.batch_size
+        call = request_of(*args[-ARGUMENTS:])
+        if call.is_plain and call.cu_q is None and n > 0:
+            found = op(*(_with_axis(x, dim, n, lambda y: y.flatten(0, 1)) for x, dim in zip(args, dims, strict=True)))
+            found = [x.unflatten(0, (n, -1)) for x in found]
+        else:
+            each = [op(*(_at(x, dim, i) for x, dim in zip(args, dims, strict=True))) for i in range(n)]
+            found = [torch.stack(x) for x in zip(*each, strict=True)]
+        return (found, [0] * len(found)) if name == "term_gradients" else (tuple(found), (0,) * len(found))
+
+    torch.library.register_vmap(f"tilewise::{name}", rule, lib=_library)
+
+
+def _with_axis(x: Any, dim: Any, n: int, then: Callable[[Tensor], Tensor]) -> Any:
+    """Each tensor with the new axis first, repeated where it had none."""
+    if isinstance(x, (list, tuple)):
+        dims = dim if isinstance(dim, (list, tuple)) else (dim,) * len(x)
+        return [_with_axis(y, d, n, then) for y, d in zip(x, dims, strict=True)]
+    if not isinstance(x, Tensor):
+        return x
+    return then(x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0))
+
+
+def _at(x: Any, dim: Any, i: int) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_at(y, d, i) for y, d in zip(x, dim, strict=True)] if isinstance(dim, (list, tuple)) else x
+    return x if dim is None or not isinstance(x, Tensor) else x.select(dim, i)
+
+
+for _name in ("forward", "backward", "term_gradients", "jvp"):
+    _mapped(_name)

@@ -1,0 +1,165 @@
+"""The registered ops of the KV cache: schemas that declare what is written, implementations, fake tensors, FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.protocol import KvBackend, Runner
+from ..backends.registry import choose
+from ..kv_request import (
+    APPEND,
+    ATTEND,
+    AppendRequest,
+    KvCall,
+    KvRequest,
+    append_arguments,
+    append_request,
+    attend_arguments,
+    attend_request,
+    structure_of,
+)
+from ..plan_cache import plans, structure_signature
+from ..request import Spec
+from .flops import count_them, counted, readable, unwatched
+
+_library = torch.library.Library("tilewise", "FRAGMENT")
+_library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")
+_library.define(f"plan_kv(Tensor(a!) schedule, {ATTEND}) -> ()")
+_library.define(f"attend_kv(Tensor(a!) out, Tensor(b!) lse, Tensor(c!) workspace, Tensor schedule, {ATTEND}) -> ()")
+_library.define(f"append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? rotated, {APPEND}) -> ()")
+
+
+class WrittenTokens(NamedTuple):
+    """An append as `choose` sees calls."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
+
+
+def kv_backend(request: KvRequest) -> KvBackend:
+    backend = choose(request).backend.kv
+    assert backend is not None
+    return backend
+
+
+def append_backend(request: AppendRequest, backend: str) -> KvBackend:
+    chosen = choose(WrittenTokens(request.k_new, request.k, request.v, Spec(1.0, backend=backend))).backend.kv
+    assert chosen is not None
+    return chosen
+
+
+def new_schedule(request: KvRequest) -> tuple[Tensor, Tensor]:
+    """Uninitialised memory for a schedule and its workspace."""
+    numbers, floats = kv_backend(request).schedule_sizes(request)
+    q = request.q
+    return q.new_empty(numbers, dtype=torch.int64), q.new_empty(floats, dtype=torch.float32)
+
+
+def run(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Any:
+    """Run an op whose arguments are `call`."""
+    return runner_of(name, call, make)(structure_of(call)[0])
+
+
+def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
+    """The runner of an earlier call of the same signature, or a new one."""
+    tensors, _ = structure_of(call)
+    key = structure_signature(name, call) if tensors[0].is_cuda else None
+    runner: Runner | None = None if key is None else plans.get(key)
+    if runner is None:
+        runner = make()
+        plans.keep(key, runner)
+    return runner
+
+
+def schedule(request: KvRequest, memory: Tensor) -> None:
+    """Write the schedule of a request."""
+    if memory.numel():
+        run("schedule", (request, memory), lambda: kv_backend(request).schedule(request, memory))
+
+
+@torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
+def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
+    request = attend_request(*given)
+    memory, workspace = new_schedule(request)
+    schedule(request, memory)
+    return memory, workspace
+
+
+@torch.library.register_fake("tilewise::new_plan_kv", lib=_library)
+def _new_plan_fake(*given: Any) -> tuple[Tensor, Tensor]:
+    return new_schedule(attend_request(*given))
+
+
+@torch.library.impl(_library, "plan_kv", "CompositeExplicitAutograd")
+def _plan(memory: Tensor, *given: Any) -> None:
+    schedule(attend_request(*given), memory)
+
+
+@torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
+def _attend(out: Tensor, lse: Tensor, workspace: Tensor, memory: Tensor, *given: Any) -> None:
+    call = KvCall(attend_request(*given), None, memory, workspace, out, lse)
+    run("attend", call, lambda: kv_backend(call.request).attend(call))
+
+
+@torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
+def _append(*given: Any) -> None:
+    request, backend = append_request(*given)
+    run(f"append {backend}", request, lambda: append_backend(request, backend).append(request))
+
+
+for _name in ("plan_kv", "attend_kv", "append_kv"):
+    torch.library.register_fake(f"tilewise::{_name}", lambda *given: None, lib=_library)
+
+
+@counted("attend_kv")
+def _flops(out: Tensor, lse: Tensor, workspace: Tensor, schedule: Tensor, *given: Any, **_: Any) -> int:
+    """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
+    fake tensors), of a cache that is full."""
+    request = attend_request(*given)
+    places, q, cu_q = request.places, request.q, request.call.cu_q
+    if not readable(places.lengths, cu_q, places.cu_new):
+        pages = 1 if places.table is None else places.table.shape[-1]
+        pairs = q.shape[:-2].numel() * pages * request.k.shape[1]
+    else:
+        with unwatched():
+            queries = q.shape[1] if cu_q is None else cu_q.diff()
+            keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())
+            pairs = int((keys.long() * queries).sum())
+    return 2 * pairs * int(q.shape[-2] * (q.shape[-1] + request.v.shape[-1]))
+
+
+def traced_append(request: AppendRequest, backend: str) -> Tensor | None:
+    """The op `append_kv`. Returns the rotated queries, if there are any."""
+    q = request.q
+    rotated = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    torch.ops.tilewise.append_kv(request.k, request.v, rotated, *append_arguments(request, backend))
+    return rotated
+
+
+def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
+    """The ops of a traced call. Everything that they write is allocated here."""
+    request, memory, workspace = call.request, call.schedule, call.workspace
+    if call.append is not None:
+        rotated = traced_append(call.append, request.call.spec.backend)
+        if rotated is not None:
+            request = request._replace(call=request.call._replace(q=rotated))
+    given = attend_arguments(request)
+    if memory is None or workspace is None:
+        memory, workspace = torch.ops.tilewise.new_plan_kv(*given)
+    q, v = request.call.q, request.call.v
+    out = q.new_empty((*q.shape[:-1], v.shape[-1])) if call.out is None else call.out
+    lse = new_lse(q)
+    count_them()
+    torch.ops.tilewise.attend_kv(out, lse, workspace, memory, *given)
+    return out, lse
+
+
+def new_lse(q: Tensor) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=dtype)

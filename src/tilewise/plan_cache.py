@@ -1,0 +1,198 @@
+"""The one cache of calls: a signature finds a plan.
+
+A signature is a plain tuple of everything that the result of a call depends on, except the contents of its tensors: the
+options and the layout of every tensor. A plan holds what follows from it: the checked options, the backend, and the
+prepared launches. A call with a known signature allocates its results, fills in addresses and launches; any other call
+is checked, given to a backend and compiled first.
+
+Calls are kept for CUDA tensors. On a CPU every call is checked, because there the contents of tensors such as
+cu_seqlens can be checked too without waiting for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .backends.protocol import Runner
+from .backends.registry import backward_backend, choose
+from .request import Request, Upstream, differentiable
+
+MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
+MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
+CONSTANTS = frozenset((bool, int, str, type(None), torch.dtype, torch.device))
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
+T = TypeVar("T")
+
+
+class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
+    """Threads share it. Each read and write is one operation, and of two plans with one signature either may stay."""
+
+    def keep(self, signature: tuple[Any, ...] | None, plan: T) -> None:
+        if signature is not None:
+            if len(self) >= MOST_PLANS:
+                self.clear()
+            self[signature] = plan
+
+
+plans: PlanCache[Any] = PlanCache()
+
+
+def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
+    """The signature of a call of the function `name`, or None if it is not kept.
+
+    Args:
+        name: tells the calls of different functions apart.
+        tensors: the tensor arguments. The tensors among the options are appended to it.
+        options: the other arguments. Names that are absent have their defaults.
+        settings: whatever else the result depends on.
+    """
+    if not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+        return None
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
+    for key, value in options.items():
+        parts.append(key)
+        if not _add(value, parts, tensors):
+            return None
+    try:
+        parts += layouts(tensors)
+    except RuntimeError:  # a sparse or nested tensor has no strides or address: validation says so
+        return None
+    return tuple(parts)
+
+
+def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
+    """Append what a value says. False for a value of unknown type. Equal values of different types, such as True and 1,
+    and 0.0 and -0.0, are told apart."""
+    kind = type(value)
+    if kind in CONSTANTS:
+        parts += kind, value
+    elif kind is float:
+        parts.append(value.hex())
+    elif kind in TENSORS:
+        parts.append(Tensor)
+        tensors.append(value)
+    elif isinstance(value, tuple):
+        parts += kind, len(value)
+        return all(_add(item, parts, tensors) for item in value)
+    else:
+        return False
+    return True
+
+
+def structure_signature(name: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The signature of a call whose arguments are nested tuples."""
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled()]
+    tensors: list[Tensor] = []
+    return (*parts, *layouts(tensors)) if _add(call, parts, tensors) else None
+
+
+def layouts(tensors: Sequence[Tensor]) -> list[Any]:
+    """Everything that kernels depend on in tensors except their contents, and which of them are the same tensor.
+
+    Of an address the lowest four bits count. A tensor without memory, such as a zero tensor, has address 0.
+    """
+    found: list[Any] = []
+    for x in tensors:
+        address = x.data_ptr()
+        found += (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.get_device(),
+            x.requires_grad,
+            x.is_neg(),
+            address and address & 15 | 16,
+        )
+    if len({*map(id, tensors)}) < len(tensors):
+        names = [*map(id, tensors)]
+        found += map(names.index, names)
+    if tensors[0].dtype == torch.float32:
+        found.append(torch.backends.cuda.matmul.allow_tf32)
+    return found
+
+
+def positions(wanted: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[int | None, ...] | None:
+    """Where each wanted tensor stands among the call's; None if one was made from another and is not among them."""
+    places = {id(x): n for n, x in reversed([*enumerate(tensors)])}
+    found = [None if x is None else places.get(id(x), -1) for x in wanted]
+    return None if -1 in found else tuple(found)
+
+
+class CallPlan:
+    """How calls with one signature run. It holds no tensor of the caller's.
+
+    Attributes:
+        spec: the checked options.
+        backend: what computes the forward; `reason` says why it was chosen.
+        forward: a runner from `Request.tensors()` to (out, lse).
+        order: where these tensors stand among the arguments of the call; None if some are made anew for every call.
+        requires_grad: whether a tensor of the call does.
+    """
+
+    __slots__ = ("_backward", "backend", "forward", "order", "reason", "requires_grad", "spec", "uses_tf32")
+
+    def __init__(self, request: Request, arguments: Sequence[Tensor] = ()) -> None:
+        tensors = request.tensors()
+        self.spec = request.spec
+        self.backend, self.reason = choose(request)
+        self.order = positions(tensors, arguments)
+        self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: differentiable(request.spec)])
+        self.forward: Runner = self.backend.forward(request)
+        self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
+        self._backward: dict[tuple[Any, ...], Runner] = {}
+
+    def tensors(self, arguments: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """`Request.tensors()` of a call with these arguments."""
+        if self.order == (0, 1, 2):
+            return arguments[:3]
+        assert self.order is not None
+        return [None if n is None else arguments[n] for n in self.order]
+
+    def backward(self, tensors: Sequence[Tensor | None], upstream: Upstream) -> Sequence[Tensor]:
+        """(dq, dk, dv)"""
+        return self._runner(None, tensors, upstream)((*tensors, *upstream))
+
+    def term_gradients(
+        self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], upstream: Upstream
+    ) -> Sequence[Tensor]:
+        """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
+        wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
+        return self._runner(wanted, tensors, upstream)((*tensors, *upstream))
+
+    def _runner(self, wanted: tuple[bool, ...] | None, tensors: Sequence[Tensor | None], upstream: Upstream) -> Runner:
+        """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
+        the strides of all of them. (A KernelCall checks the alignment.)"""
+        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *upstream)])
+        if self.uses_tf32:
+            key = (*key, torch.backends.cuda.matmul.allow_tf32)
+        runner = self._backward.get(key)
+        if runner is None:
+            request = Request.of(self.spec, tensors)
+            backend = backward_backend(request, self.backend)
+            if wanted is None:
+                runner = backend.backward(request, upstream)
+            else:
+                runner = backend.term_gradients(request, upstream, wanted)
+            if len(self._backward) >= MOST_LAYOUTS:
+                self._backward.clear()
+            self._backward[key] = runner
+        return runner
+
+
+def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | None], *settings: Any) -> CallPlan:
+    """The plan of a registered op: its scalar arguments are the settings. `make` returns the checked request."""
+    first = tensors[0]
+    key = None
+    if first is not None and first.is_cuda:
+        given = [x for x in tensors if x is not None]
+        absent = tuple([x is None for x in tensors])
+        key = name, torch.are_deterministic_algorithms_enabled(), *settings, absent, *layouts(given)
+    plan: CallPlan | None = plans.get(key) if key is not None else None
+    if plan is None:
+        plan = CallPlan(make())
+        plans.keep(key, plan)
+    return plan

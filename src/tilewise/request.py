@@ -1,0 +1,249 @@
+"""What a call asks for; and the one way the library says no."""
+
+from __future__ import annotations
+
+import math
+from ast import literal_eval
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .errors import AttentionError
+from .torch_internals import constant
+
+MAX_HEAD_DIM = 512
+LIMIT = 4096  # of what is remembered, so that the next one like it costs less: a new length may bring new strides
+FAR = 2**30  # a band that reaches further than this is unbounded: no sequence is longer, and 32 bits hold the sums
+
+
+class Spec(NamedTuple):
+    """The scalars of a call, as the registered ops take them too (`SCHEMA`).
+
+    `before` and `after` are the band: query i, which sits at key position p = i + Sk - Sq, sees the keys
+    p - before .. p + after; None means unbounded. Causal is `after=0`: nothing past this point knows the word.
+
+    `score_mod` and `mask_mod` are keys of programs (see mods), each with its floats and how many tensors it reads.
+
+    >>> spec = Spec.of(head_dim=64, causal=True)
+    >>> spec.scale, spec.before, spec.after
+    (0.125, None, 0)
+    """
+
+    scale: float
+    before: int | None = None
+    after: int | None = None
+    backend: str = "auto"
+    score_mod: str | None = None
+    score_numbers: tuple[float, ...] = ()
+    score_tensors: int = 0
+    mask_mod: str | None = None
+    mask_numbers: tuple[float, ...] = ()
+    mask_tensors: int = 0
+    mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
+    dropout_p: float = 0.0
+    deterministic: bool = False  # the gradients are the same bits in every run
+    longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
+    partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
+
+    @staticmethod
+    def of(
+        *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
+        backend: str = "auto", **others: Any,
+    ) -> Spec:  # fmt: skip
+        """From the caller's words."""
+        before, after = band(causal, window)
+        if scale is None:
+            scale = 1 / math.sqrt(head_dim)
+        elif not -math.inf < scale < math.inf:
+            raise AttentionError("scale", scale, "a finite number (zero and negative are fine)")
+        return Spec(float(scale), before, after, backend, **others)
+
+
+def differentiable(spec: Spec) -> int:
+    """How many of a call's tensors a gradient may be asked of, the first ones: q, k, v, bias, sinks and what the score
+    mod reads.
+
+    A function: torch.compile of torch 2.10 does not see properties of a named tuple.
+    """
+    return 5 + spec.score_tensors
+
+
+class Request(NamedTuple):
+    """A call, whole: checked once, where it is made (`checks`), and passed on as it is until a kernel runs.
+
+    q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), or packed (T, H, D) with cu_q and cu_k, int32 (B + 1,).
+    The rest is optional: bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the
+    two mods read; a block mask's tile lists; origin, int32 (B, 7): where this call lies in a larger one (`ORIGIN`).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    score: tuple[Tensor, ...] = ()
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    seed: Tensor | None = None
+    mask: tuple[Tensor, ...] = ()
+    blocks: tuple[Tensor, ...] = ()
+    origin: Tensor | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of out, and of the gradients of q, k and v."""
+        dtype = self.q.dtype
+        return torch.promote_types(dtype, torch.float32) if self.spec.partial else dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but q, k, v and the band."""
+        spec = self.spec
+        return self.bias is self.sinks is self.seed is None and spec.score_mod is spec.mask_mod is None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some query may not see some key of its sequence."""
+        spec = self.spec
+        return not (spec.before is spec.after is None and spec.mask_mod is None)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors in one tuple, those with a gradient first; None for an absent one, but not at the end."""
+        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks, origin = self
+        if bias is sinks is cu_q is seed is origin is None and not score and not mask and not blocks:
+            return self.q, self.k, self.v
+        found = [self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, origin, *mask, *blocks]
+        while found[-1] is None:
+            found.pop()
+        return tuple(found)
+
+    def on_meta(self) -> Request:
+        """The same of tensors without memory, for a compiler."""
+
+        def like(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+        return Request.of(self.spec, [like(x) for x in self.tensors()])
+
+    @staticmethod
+    def of(spec: Spec, tensors: Any) -> Request:
+        """The reverse of `tensors`.
+
+        >>> q, cu, slopes = Tensor(4, 1, 8), Tensor(2), Tensor(1)
+        >>> call = Request(q, q, q, Spec(1.0, score_mod="alibi", score_tensors=1), score=(slopes,), cu_q=cu, cu_k=cu)
+        >>> all(a is b for a, b in zip(Request.of(call.spec, call.tensors()).tensors(), call.tensors(), strict=True))
+        True
+        """
+        if len(tensors) == 3:
+            q, k, v = tensors
+            return Request(q, k, v, spec)
+        n, m = spec.score_tensors, spec.mask_tensors
+        every: list[Any] = [*tensors, *[None] * (9 + n - len(tensors))]
+        q, k, v, bias, sinks, *rest = every
+        cu_q, cu_k, seed, origin, *others = rest[n:]
+        mask, blocks = tuple(others[:m]), tuple(others[m:])
+        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks, origin)
+
+
+class Upstream(NamedTuple):
+    """What a backward starts from: the results of the forward and their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+# Where the rows of `Request.origin` say that a call lies, for mods and dropout; the band and the bias count within the
+# call. One row for each batch row or packed sequence: its number; what is added to a head; query i is i_0 + step * i,
+# key j is j_0 + step * j; and the lengths of the whole.
+ORIGIN = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
+Window = tuple[int | None, int | None]
+_KINDS: dict[Any, str] = {float: "float", int | None: "SymInt?", tuple[float, ...]: "float[]"}
+# Numbers that torch.compile may know by a symbol only are arguments of the ops. The rest of a Spec is one word to them:
+# every argument costs a call a microsecond.
+_hints = get_type_hints(Spec)
+_NUMBERS = tuple(name for name in Spec._fields if _hints[name] in _KINDS)
+_WORDS = tuple(name for name in Spec._fields if name not in _NUMBERS)
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor?[] others, "
+    + "".join(f"{_KINDS[_hints[name]]} {name}, " for name in _NUMBERS)
+    + "str words"
+)
+_in_order = itemgetter(*[(*_NUMBERS, *_WORDS).index(name) for name in Spec._fields])
+ARGUMENTS = 4 + len(_NUMBERS) + 1
+
+
+def arguments(request: Request) -> tuple[Any, ...]:
+    """A request as the ops take it, by `SCHEMA`."""
+    tensors = request.tensors()
+    others = list(tensors[3:])  # not `*others`: torch 2.10 and 2.11 trace that as a tuple
+    spec = request.spec
+    numbers = (getattr(spec, name) for name in _NUMBERS)
+    words = _said(*(getattr(spec, name) for name in _WORDS))
+    return *tensors[:3], others, *(list(x) if isinstance(x, tuple) else x for x in numbers), words
+
+
+@constant
+def _said(*words: Any) -> str:
+    return repr(words)
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
+    """The reverse of `arguments`."""
+    spec = spec_of(scalars)
+    return Request.of(spec, (q, k, v, *(others or ())))
+
+
+def spec_of(scalars: Any) -> Spec:
+    """From what an op is asked beside its tensors."""
+    *numbers, words = [tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars]
+    return Spec._make(_in_order((*numbers, *_words(words))))
+
+
+@lru_cache(LIMIT)
+def _words(words: str) -> tuple[Any, ...]:
+    """Cached by the text alone: the numbers 0.0 and -0.0 would be one key."""
+    found: tuple[Any, ...] = literal_eval(words)
+    return found
+
+
+def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:
+    """(before, after) from the caller's words.
+
+    >>> band(True, None), band(False, (128, 0)), band(True, (128, None)), band(False, (0, 2**31))
+    ((None, 0), (128, 0), (128, 0), (0, None))
+    """
+    if window is None:
+        return None, 0 if causal else None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise AttentionError("window", repr(window), "(left, right), each an int >= 0 or None for unbounded")
+    before, after = (_side(name, side) for name, side in zip(("left", "right"), window, strict=True))
+    return before, 0 if causal else after
+
+
+def _side(name: str, side: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, (bool, float, Tensor)) or not (isinstance(side, int) or hasattr(side, "__index__")):
+        raise AttentionError(f"window {name}", repr(side), "an int >= 0, or None for unbounded")
+    if side < 0:
+        hint = f"{side}" + (" (flash-attn writes -1 for unbounded; here that is None)" if side == -1 else "")
+        raise AttentionError(f"window {name}", hint, "an int >= 0, or None for unbounded")
+    if type(side) is not int and not hasattr(side, "node"):  # numpy's; a symbol of torch.compile stays one
+        side = side.__index__()
+    return side if side < FAR else None
+
+
+def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
+    """Whether the heads of a group, of one query each, are taken for the queries of one head, so that the keys which
+    they share are read once: each must see all keys.
+
+    >>> heads_are_queries(1, 8, None), heads_are_queries(1, 8, 128), heads_are_queries(2, 8, None)
+    (True, False, False)
+    """
+    return n_q == 1 and group > 1 and before is None

@@ -1,0 +1,422 @@
+"""From a caller's words to a request: every argument is checked here, before anything is launched.
+
+`attention`, `attention_varlen`, `explain` and `check` take the same options (`Options`) and come through here, so they
+accept and refuse the same things.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+from ..mods.blocks import BlockMask
+from ..mods.builtin import alibi, alibi_per_batch
+from ..mods.builtin import softcap as softcap_mod
+from ..mods.dropout import as_seed, is_whole
+from ..mods.program import Mod, bound, check_filled, indexed, rows
+from ..options import Options, options_of, takes_options
+from ..request import MAX_HEAD_DIM, Request, Spec, band
+from ..torch_internals import any_autocast, has_address
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 3.4e38  # of a float32
+SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options that may have something of the longest lengths
+
+__all__ = ["Options", "options_of", "takes_options"]  # handed on
+
+
+ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
+
+
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, given: Options, read: bool = False
+) -> Request:
+    """A call of `attention_varlen` where there are offsets, else of `attention`; with `read`, its numbers too."""
+    options = options_of(given)
+    q, k, v = resolved(q), resolved(k), resolved(v)
+    request = packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+    if read or ALWAYS:
+        contents(request, longest, options)
+    return request
+
+
+def resolved(x: Any) -> Any:
+    """A tensor whose memory holds its values: a view with the negative bit set, or a zero tensor, is copied. The
+    dispatcher does this for registered ops; kernels that are launched directly read memory."""
+    if type(x) is not Tensor or torch.compiler.is_compiling() or x.layout is not torch.strided or not has_address(x):
+        return x
+    if x.is_neg():
+        return x.resolve_neg()
+    return x + 0 if x.data_ptr() == 0 and x.numel() and not x.is_meta else x
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
+    """A call of `attention`."""
+    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    if q.shape[0] != k.shape[0]:
+        raise AttentionError("batch of k", k.shape[0], f"q's {q.shape[0]}")
+    return sized(q, k, v, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), options)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int | None, int | None],
+    options: Options,
+) -> Request:  # fmt: skip
+    """A call of `attention_varlen`."""
+    _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
+    check_longest(*longest)
+    _check_offsets(q, k, cu_q, cu_k)
+    cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
+    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    if _is_free(cu_q) and _is_free(cu_k):
+        _check_lengths(request, longest, options)
+    return request
+
+
+def sharded(
+    q: Tensor, k: Tensor, v: Tensor, here: tuple[int, int], whole: tuple[int, int], documents: int | None,
+    options: Options,
+) -> Request:  # fmt: skip
+    """A call of `distributed.attention`: a rank has `here` of q and k, and the bias as many columns as `whole` has
+    keys; `documents`, of a packed plan, are the batch rows that slopes may have."""
+    _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
+    for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
+        if x.shape[1] != n:
+            raise AttentionError(f"tokens of {name}", x.shape[1], f"the {n} that the plan gives this rank: plan.shard")
+    if q.shape[0] != k.shape[0] or (documents is not None and q.shape[0] != 1):
+        found = (q.shape[0], k.shape[0])
+        raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
+    batch = q.shape[0] if documents is None else documents
+    return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
+
+
+def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What only the numbers in a checked call say; reads them, which on a GPU waits for it."""
+    cu_q, cu_k = request.cu_q, request.cu_k
+    if cu_q is None or cu_k is None:
+        return
+    check_offsets("cu_seqlens_q", cu_q, request.q.shape[0])
+    check_offsets("cu_seqlens_k", cu_k, request.k.shape[0])
+    _check_lengths(request, longest, options)
+
+
+def _is_free(cu: Tensor) -> bool:
+    """Whether its numbers can be read without waiting."""
+    return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
+
+
+def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+    """What the lengths of packed sequences say of the longest, of the tensors of mods and of a block mask."""
+    cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
+    assert cu_q is not None
+    assert cu_k is not None
+    if longest == (None, None) and mask is score is None:
+        return
+    found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
+    for side, said, most in zip("qk", longest, found, strict=True):
+        if said is not None and said < most:
+            raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
+    if isinstance(mask, BlockMask):
+        for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), mask.cu_seqlens or (), (cu_q, cu_k), strict=False):
+            if own.tolist() != cu.tolist():
+                raise AttentionError(f"{name} of the block mask", own.tolist(), f"{cu.tolist()}, as in this call")
+        mask = mask.mod
+    for mod in (mask, score):
+        if mod is not None:
+            _check_tables(mod, (None, None, *found))
+
+
+def check_longest(n_q: Any, n_k: Any) -> None:
+    """max_seqlen_q and max_seqlen_k: of every call, since few of those that are remembered have them in their key."""
+    for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
+        if n is not None and (not is_whole(n) or n < 0):
+            raise AttentionError(name, repr(n), "an int >= 0, or None")
+
+
+def sized(
+    q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
+    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+) -> Request:  # fmt: skip
+    """sizes: B, H, Sq, Sk; for packed sequences the last two are what the caller says of them, or None."""
+    if not isinstance(options["backend"], str):
+        raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
+    for name in ("causal", "return_lse", "deterministic"):
+        if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
+            raise AttentionError(name, repr(options[name]), "True or False")
+    scale, softcap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
+    if scale is not None:
+        scale = number("scale", scale, "a finite number (zero and negative are fine), or None for 1/sqrt(D)")
+        if abs(scale) > LARGEST and q.dtype != torch.float64:
+            raise AttentionError("scale", scale, f"at most {LARGEST:.1e}, which float32 holds")
+    dropout_p = number("dropout_p", 0.0 if dropout_p is None else dropout_p, "0 <= p < 1")
+    if not 0 <= dropout_p < 1:
+        raise AttentionError("dropout_p", dropout_p, "0 <= p < 1")
+    seed = options["seed"]
+    if dropout_p == 0 and seed is not None:
+        raise AttentionError("seed", "one, with dropout_p=0", "dropout_p above 0, or no seed")
+    bias, sinks = resolved(options["bias"]), resolved(options["sinks"])
+    if bias is not None:
+        bias = _checked_bias(q, sizes, bias)
+    if sinks is not None:
+        _check_term("sinks", sinks, q, [(sizes[1],)])
+    known = sizes if cu_q is None else (*sizes[:2], None, None)  # the longest may be longer than any
+    score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
+    deterministic = options["deterministic"]
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    named: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": deterministic}
+    mask = options["mask_mod"]
+    blocks: tuple[Tensor, ...] = ()
+    if isinstance(mask, BlockMask):
+        _check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
+        blocks, named["mask_block"] = mask.lists, (*mask.block, *mask.shape[:2])
+        mask = mask.mod
+    if mask is not None:
+        mask = _checked_mod("mask", mask, q, known)
+        named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
+    if score is not None:
+        named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
+        if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
+            named["longest"] = max(sizes[2], sizes[3])
+    spec = Spec.of(
+        head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
+        backend=options["backend"], **named,
+    )  # fmt: skip
+    return Request(
+        q, k, v, spec, bias, sinks, () if score is None else score.tensors, cu_q, cu_k,
+        as_seed(seed, q.device) if dropout_p else None, () if mask is None else mask.tensors, blocks,
+    )  # fmt: skip
+
+
+def _score(
+    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
+) -> Mod | None:
+    """One mod of all that happens to a score before the bias."""
+    mods = []
+    if softcap is not None:
+        softcap = number("softcap", softcap, "a finite number above 0, or None")
+        if not 0 < softcap <= LARGEST:
+            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
+        mods.append(softcap_mod(softcap))
+    if score_mod is not None:
+        mods.append(_checked_mod("score", score_mod, q, sizes))
+    if slopes is not None:
+        batch, heads, _, _ = sizes
+        _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
+        slopes = resolved(slopes)
+        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+            slopes = slopes.sum().expand((1,) * slopes.dim())
+        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
+    return bound(mods)
+
+
+def number(name: str, x: Any, expected: str) -> float:
+    """x as a float; a tensor's gradient would be lost, so it is none."""
+    if isinstance(x, Tensor):
+        raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
+    real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
+    if not real or isinstance(x, bool):
+        raise AttentionError(name, repr(x), expected)
+    try:
+        found = float(x)
+    except OverflowError:
+        found = math.inf
+    except (TypeError, ValueError):
+        raise AttentionError(name, repr(x), expected) from None
+    if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
+        raise AttentionError(name, x, expected)
+    return found
+
+
+def tensor(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
+        raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
+    if x.is_nested or x.layout is not torch.strided:
+        words = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
+        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {words}")
+    return x
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if tensor(name, x).dim() != rank:
+            hint = {3: "; packed sequences are for attention_varlen"}.get(x.dim(), "") if rank == 4 else ""
+            raise AttentionError(f"shape of {name}", tuple(x.shape), f"{rank} axes {axes}{hint}")
+    dims, k_dims, v_dims = q.shape, k.shape, v.shape
+    for name, d in (("q", dims[-1]), ("k", k_dims[-1]), ("v", v_dims[-1])):
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
+    dtype, device = q.dtype, q.device
+    if dtype not in DTYPES:
+        raise AttentionError("dtype of q", dtype, " or ".join(map(str, DTYPES)))
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise AttentionError(f"dtype of {name}", x.dtype, f"q's {dtype}")
+        if x.device != device:
+            raise AttentionError(f"device of {name}", x.device, f"q's {device}")
+    if k_dims[-1] != dims[-1]:
+        raise AttentionError("head dim of k", k_dims[-1], f"q's {dims[-1]}")
+    if k_dims[:-1] != v_dims[:-1]:
+        raise AttentionError("shape of v", tuple(v_dims), f"k's {axes}, {tuple(k_dims)}, up to the head dim")
+    heads, kv_heads = dims[-2], k_dims[-2]
+    if heads % kv_heads if kv_heads else heads:
+        swapped = rank == 4 and dims[1] and k_dims[1] and dims[1] % k_dims[1] == 0 and heads == k_dims[2]
+        hint = "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if rank == 4 and not swapped else ""
+        raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
+
+
+def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
+        tensor(name, cu)
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
+        if cu.dtype != torch.int32:
+            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
+        if cu.device != q.device and not q.is_meta:
+            raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
+        if cu.shape[0] == 1 and x.shape[0] > 0:
+            raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
+        if _is_free(cu):
+            check_offsets(name, cu, x.shape[0])
+    if cu_q.shape != cu_k.shape:
+        raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
+
+
+def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
+    ends = cu.tolist()
+    if ends[0] != 0:
+        raise AttentionError(f"start of {name}", ends[0], "0")
+    for n, (a, b) in enumerate(pairwise(ends)):
+        if b < a:
+            raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
+    if ends[-1] > tokens:
+        raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
+
+
+def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
+    """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
+    names = ("B", "H", "Sq", "Sk")
+    if tensor("bias", bias).dtype == torch.bool:
+        raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
+    if bias.dim() > 4:
+        raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
+    if bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    for name, size, found in zip(names, sizes, bias.shape, strict=True):
+        if size is None and found != 1:
+            raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
+        if found not in (1, size):
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1{_perhaps_swapped(q)}")
+    _check_term("bias", bias, q, [tuple(bias.shape)])
+    return bias
+
+
+def _perhaps_swapped(q: Tensor) -> str:
+    """A hint, where something does not fit and there are more heads than tokens."""
+    swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
+    return "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if swapped else ""
+
+
+def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    if tuple(tensor(name, x).shape) not in shapes:
+        expected = " or ".join(map(str, shapes)) + _perhaps_swapped(q)
+        raise AttentionError(f"shape of {name}", tuple(x.shape), expected)
+    if x.dtype not in DTYPES:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
+    if x.device != q.device and not q.is_meta:
+        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
+
+
+def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
+    if not isinstance(mod, Mod):
+        hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
+        raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
+    if mod.kind != kind:
+        raise AttentionError(f"{kind}_mod", f"a {mod.kind} mod", f"a function decorated with tilewise.{kind}_mod")
+    for x in mod.tensors:
+        if x.device != q.device and not q.is_meta:
+            raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
+    if q.numel() and 0 not in sizes:
+        check_filled(mod)
+    _check_tables(mod, sizes)
+    tensors = tuple(map(resolved, mod.tensors))
+    return mod if all(a is b for a, b in zip(tensors, mod.tensors, strict=True)) else mod._replace(tensors=tensors)
+
+
+def _check_block_mask(
+    mask: BlockMask, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
+    band: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
+    caller says of them, or None. Of pairs outside the band that it was made for, a mask knows nothing."""
+    made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
+    if packed == (mask.tokens is None):
+        raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
+    for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
+        if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
+            raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
+    if mask.tokens is not None and mask.tokens[0] > q.shape[0]:
+        raise AttentionError("tokens of the block mask", mask.tokens[0], f"q's {q.shape[0]}")
+    if mask.lists[0].device != q.device and not q.is_meta:
+        raise AttentionError("device of the block mask", mask.lists[0].device, f"q's {q.device}")
+    if any(own is not None and (side is None or side > own) for own, side in zip(mask.band, band, strict=True)):
+        raise AttentionError(
+            "window of the block mask, (left, right)",
+            mask.band,
+            f"the call's {band}, or a wider one: give both the same",
+        )
+
+
+def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
+    """Whether the tensors that a mod indexes by a place itself have as many elements as there are places."""
+    for n, axis, index in indexed(mod.key):
+        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
+        if size is not None and 1 < found < size:
+            name = ("batch row", "head", "query", "key")["bhij".index(index)]
+            raise AttentionError(
+                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
+                found,
+                f"one for each {name}, {size}, or 1",
+            )
+    for places in rows(mod.key):
+        lengths = [mod.tensors[n].shape[axis] for n, axis in places]
+        if any(length != lengths[0] for length in lengths):
+            raise AttentionError(
+                f"rows that the {mod.kind} mod {mod.name!r} reads together",
+                f"lengths of {', '.join(map(str, lengths))}",
+                "equal ones: each number meets the one at its place",
+            )
+
+
+def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
+    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    if not isinstance(layout, str) or layout != "bshd":
+        q, k, v = swapped(layout, q, k, v)
+    if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return q, k, v
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    if q.dtype == k.dtype == v.dtype == dtype:
+        return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of (batch, heads, tokens, dim) tensors as the rest of the library has them."""
+    if not isinstance(layout, str) or layout != "bhsd":
+        raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
+    for name, x in zip("qkv", tensors, strict=True):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(f"shape of {name}", found, "4 axes (batch, heads, tokens, dim)")
+    return tuple(x.transpose(1, 2) for x in tensors)

@@ -1,0 +1,375 @@
+"""From a caller's words to a request with a KV cache: what shapes can tell is checked here, before any launch."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from ..errors import AttentionError
+from ..kv_request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Rotary
+from ..mods.blocks import BlockMask
+from ..mods.dropout import is_whole
+from ..mods.program import Mod
+from ..options import FOREIGN, Options, completed, options_of
+from ..request import MAX_HEAD_DIM, Window
+from ..torch_internals import is_forward_mode, is_vmapped
+from .dense import DTYPES, resolved, sized, tensor
+
+PageTable = Tensor | tuple[Tensor, Tensor] | None
+SPLIT = 128  # a split is a multiple of this, which every kernel's tile divides
+
+
+class KvOptions(TypedDict, total=False):
+    """What may be said beside q, the caches and their lengths."""
+
+    k_new: Tensor | None
+    v_new: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_new: Tensor | None
+    page_table: PageTable
+    slots: Tensor | None
+    cache_rows: Tensor | None
+    starts: Tensor | None
+    rotary: Rotary | None
+    tree: Tensor | None
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    out: Tensor | None
+    return_lse: bool
+    plan: Any
+    split: int | None
+    max_seqlen_q: int | None
+    backend: str
+
+
+def defaults() -> KvOptions:
+    return {
+        "k_new": None, "v_new": None, "cu_seqlens_q": None, "cu_seqlens_new": None, "page_table": None, "slots": None,
+        "cache_rows": None, "starts": None, "rotary": None, "tree": None, "causal": True, "window": None,
+        "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None, "score_mod": None, "mask_mod": None,
+        "out": None, "return_lse": False, "plan": None, "split": None, "max_seqlen_q": None, "backend": "auto",
+    }  # fmt: skip
+
+
+ELSEWHERE = FOREIGN | {
+    "cache_seqlens": "lengths, the tokens in the cache before this call",
+    "block_table": "page_table=",
+    "cache_batch_idx": "cache_rows=",
+    "cache_leftpad": "starts=",
+    "rotary_cos": "rotary=tilewise.Rotary(cos, sin, interleaved=)",
+    "num_splits": "split=, a number of keys (or nothing: the load is balanced on the device)",
+    "k": "k_new=",
+    "v": "v_new=",
+    "slot_mapping": "slots=",
+    "bias": "score_mod=",
+}
+
+
+# The options that tell where new tokens go; the others are about attending to them.
+OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "rotary", "starts")
+
+
+def kv_options(given: KvOptions) -> KvOptions:
+    options: KvOptions = completed(given, defaults(), ELSEWHERE)
+    return options
+
+
+def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
+    """A call of `attention_kv`, all but the new tokens themselves."""
+    q, k, v = resolved(q), resolved(k), resolved(v)
+    _check_caches(q, k, v)
+    _check_untransformed("a call with a KV cache", q, k, v)
+    if (options["k_new"] is None) != (options["v_new"] is None):
+        raise AttentionError("k_new and v_new", "one of them", "both, or neither")
+    if options["plan"] is not None and not isinstance(options["plan"], KvPlan):
+        raise AttentionError("plan", type(options["plan"]).__name__, "one made by plan_kv, or None")
+    if options["out"] is not None and 0 in tensor("out", options["out"]).stride() and options["out"].numel() > 1:
+        raise AttentionError("strides of out", options["out"].stride(), "a place for each element")
+    cu_q = _offsets("cu_seqlens_q", options["cu_seqlens_q"], q, packed=q.dim() == 3)
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    places = _places(batch, q, k, lengths, options)
+    n_q = q.shape[1] if cu_q is None else None
+    most = options["max_seqlen_q"]
+    if most is not None and (not is_whole(most) or most < 0):
+        raise AttentionError("max_seqlen_q", repr(most), "an int >= 0, or None")
+    mask = options["mask_mod"]
+    if isinstance(mask, BlockMask):
+        raise AttentionError("mask_mod", "a block mask", "the mask mod itself: the keys of a cache are not its tiles")
+    asked: Options = {
+        "causal": options["causal"], "window": options["window"], "scale": options["scale"], "mask_mod": mask,
+        "softcap": options["softcap"], "sinks": options["sinks"], "alibi_slopes": options["alibi_slopes"],
+        "score_mod": options["score_mod"], "return_lse": options["return_lse"], "deterministic": True,
+        "backend": options["backend"],
+    }  # fmt: skip
+    call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(asked), cu_q)
+    _check_untransformed(
+        "a term of a call with a KV cache", *call.score, *(() if call.sinks is None else (call.sinks,))
+    )
+    tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
+    return KvRequest(call, places, tree, _split(options["split"]), q.shape[1] if cu_q is None else int(most or 0))
+
+
+def append_request(
+    k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: Places, q: Tensor | None, options: KvOptions
+) -> AppendRequest:
+    """The new tokens of a call, whose `places` count them."""
+    _check_cache("v_cache", v)
+    k_new, v_new, q = resolved(k_new), resolved(v_new), resolved(q)
+    if resolved(k) is not k or resolved(v) is not v:
+        raise AttentionError("cache to write to", "a view with the negative bit, or a zero tensor", "plain memory")
+    if k.shape[:3] != v.shape[:3]:
+        raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
+    for name, x, cache in (("k_new", k_new, k), ("v_new", v_new, v)):
+        packed = places.cu_new is not None
+        axes = "(tokens, heads, dim) with cu_seqlens_new" if packed else "(batch, tokens, heads, dim)"
+        if tensor(name, x).dim() != (3 if packed else 4):
+            raise AttentionError(f"shape of {name}", tuple(x.shape), axes)
+        if x.shape[-2:] != cache.shape[-2:]:
+            raise AttentionError(
+                f"heads and dim of {name}", tuple(x.shape[-2:]), f"the cache's {tuple(cache.shape[-2:])}"
+            )
+        _like(name, x, cache)
+        _check_untransformed(f"{name}, written into a cache", x)
+        if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
+            raise AttentionError("strides of a cache to write to", cache.stride(), "a place for each element")
+    if k_new.shape[:-1] != v_new.shape[:-1]:
+        raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
+    batch = places.lengths.shape[0]
+    if places.cu_new is None and k_new.shape[0] != batch:
+        raise AttentionError("batch of k_new", k_new.shape[0], f"{batch}, one for each of lengths")
+    tokens = k_new.shape[:-2].numel()
+    slots = options["slots"]
+    if slots is not None and tensor("slots", slots).numel() != tokens:
+        raise AttentionError("slots", slots.numel(), f"{tokens}, one for each new token")
+    if slots is not None:
+        _integers("slots", slots, k)
+        slots = slots.flatten().contiguous()
+    rotary = options["rotary"]
+    cu_q = None
+    if q is not None:
+        cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
+    if rotary is not None:
+        rotary = _rotary(rotary, k_new, q)
+    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q if rotary is not None else None, cu_q)
+
+
+def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
+    """Offsets of the queries that turn with the new keys, if they are packed."""
+    if tensor("q", q).dim() not in (3, 4) or q.shape[-1] != k_new.shape[-1]:
+        wanted = f"(.., tokens, heads, {k_new.shape[-1]}), the head dim that of k_new"
+        raise AttentionError("shape of q", tuple(q.shape), wanted)
+    _like("q", q, k_new)
+    offsets = _offsets("cu_seqlens_q", cu_q, q, packed=True) if q.dim() == 3 else None
+    if batch != (q.shape[0] if offsets is None else offsets.shape[0] - 1):
+        raise AttentionError("sequences of q", q.shape[0] if offsets is None else offsets.shape[0] - 1, f"{batch}")
+    return offsets
+
+
+def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> Places:
+    """Of `append_kv`, which has no queries to tell the batch."""
+    defaults_of: dict[str, Any] = {**defaults()}
+    for name, x in options.items():
+        if name not in OF_APPEND and x is not defaults_of[name]:
+            raise AttentionError("argument", f"{name}= of append_kv", f"one of {', '.join(OF_APPEND)}")
+    _check_cache("k_cache", k)
+    cu_new = options["cu_seqlens_new"]
+    batch = tensor("k_new", k_new).shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).shape[0] - 1
+    return _places(batch, k_new, k, lengths, options | {"k_new": k_new})  # type: ignore[operator]
+
+
+def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> Places:
+    if isinstance(lengths, int) and not isinstance(lengths, bool):
+        if not 0 <= lengths < 2**31:
+            raise AttentionError("lengths", lengths, "0 or more, of 32 bits")
+        lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
+    _counts("lengths", lengths, batch, q)
+    k_new, cu_new = options["k_new"], options["cu_seqlens_new"]
+    new = 0
+    if k_new is not None:
+        if cu_new is None and tensor("k_new", k_new).dim() == 3:
+            cu_new = options["cu_seqlens_q"]
+            if cu_new is None:
+                raise AttentionError("cu_seqlens_new", "none, for packed k_new", "where each sequence's tokens begin")
+        cu_new = _offsets("cu_seqlens_new", cu_new, k_new, packed=k_new.dim() == 3)
+        if cu_new is not None and cu_new.shape[0] != batch + 1:
+            raise AttentionError("length of cu_seqlens_new", cu_new.shape[0], f"{batch + 1}: one more than sequences")
+        new = k_new.shape[1] if cu_new is None else 0
+    elif cu_new is not None:
+        raise AttentionError("cu_seqlens_new", "given without k_new", "both, or neither")
+    table, indptr = _table(options["page_table"], batch, q)
+    rows, starts = options["cache_rows"], options["starts"]
+    if rows is not None:
+        _counts("cache_rows", rows, batch, q)
+        if table is not None:
+            raise AttentionError("cache_rows", "given with a page table", "a page table alone: its rows say as much")
+        rows = rows.contiguous()
+    elif table is None and k.shape[0] < batch:
+        raise AttentionError("rows of k_cache", k.shape[0], f"at least {batch}, or cache_rows=, or page_table=")
+    if starts is not None:
+        _counts("starts", starts, batch, q)
+        starts = starts.contiguous()
+    return Places(lengths.contiguous(), table, indptr, rows, starts, cu_new, new)
+
+
+def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if tensor("q", q).dim() not in (3, 4):
+        raise AttentionError(
+            "shape of q", tuple(q.shape), "(batch, tokens, heads, dim), or (tokens, heads, dim) packed"
+        )
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        _check_cache(name, x)
+        _like(name, x, q)
+    if q.dtype not in DTYPES:
+        raise AttentionError("dtype of q", q.dtype, " or ".join(map(str, DTYPES)))
+    for name, d in (("q", q.shape[-1]), ("v_cache", v.shape[-1])):
+        if not 1 <= d <= MAX_HEAD_DIM:
+            raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
+    if k.shape[-1] != q.shape[-1]:
+        raise AttentionError("head dim of k_cache", k.shape[-1], f"q's {q.shape[-1]}")
+    if k.shape[:3] != v.shape[:3]:
+        raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads % kv_heads if kv_heads else heads:
+        raise AttentionError("heads of q", heads, f"a multiple of the cache's {kv_heads} (each serves a group)")
+    if k.shape[1] == 0 and k.shape[0]:
+        raise AttentionError("tokens of a page", 0, "at least 1")
+
+
+def _check_untransformed(whose: str, *tensors: Tensor) -> None:
+    """No derivative comes out of a cache, and none is lost without a word."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise AttentionError("gradient", f"asked of {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
+    if torch.compiler.is_compiling():
+        return
+    if is_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors):
+        raise AttentionError("forward mode", f"asked of {whose}", "tilewise.attention, which has derivatives")
+    if any(map(is_vmapped, tensors)):
+        raise AttentionError("vmap", f"over {whose}", "a larger batch, each row with its own length")
+
+
+def _check_cache(name: str, x: Any) -> None:
+    if tensor(name, x).dim() != 4:
+        raise AttentionError(f"shape of {name}", tuple(x.shape), "(rows, tokens, heads, dim) or (pages, page, ..)")
+
+
+def _like(name: str, x: Tensor, other: Tensor) -> None:
+    if x.dtype != other.dtype:
+        raise AttentionError(f"dtype of {name}", x.dtype, f"{other.dtype}, as the others")
+    if x.device != other.device:
+        raise AttentionError(f"device of {name}", x.device, f"{other.device}, as the others")
+
+
+def _integers(name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)) -> None:
+    if tensor(name, x).dtype not in dtypes:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, dtypes)))
+    if x.device != q.device and not q.is_meta:
+        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
+
+
+def _counts(name: str, x: Any, batch: int, q: Tensor) -> None:
+    _integers(name, x, q, (torch.int32,))
+    if tuple(x.shape) != (batch,):
+        raise AttentionError(f"shape of {name}", tuple(x.shape), f"({batch},), one for each sequence")
+
+
+def _offsets(name: str, cu: Tensor | None, x: Tensor, packed: bool) -> Tensor | None:
+    if not packed:
+        if cu is not None:
+            raise AttentionError(
+                name, f"given with {tuple(x.shape)}", "packed tokens (tokens, heads, dim), or no offsets"
+            )
+        return None
+    if cu is None:
+        raise AttentionError(name, "none, for packed tokens", "int32 (B + 1,): where each sequence begins")
+    _integers(name, cu, x, (torch.int32,))
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
+    return cu.contiguous()
+
+
+def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(table, indptr)"""
+    if given is None:
+        return None, None
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        indptr, table = given
+        _integers("page_table[0]", indptr, q, (torch.int32,))
+        if tuple(indptr.shape) != (batch + 1,):
+            raise AttentionError("shape of page_table[0]", tuple(indptr.shape), f"({batch + 1},): where each begins")
+        if tensor("page_table[1]", table).dim() != 1:
+            raise AttentionError("shape of page_table[1]", tuple(table.shape), "(entries,), the pages of all in a row")
+        _integers("page_table[1]", table, q, (torch.int32,))
+        return table.contiguous(), indptr.contiguous()
+    if tensor("page_table", given).dim() != 2 or given.shape[0] != batch:
+        raise AttentionError("shape of page_table", tuple(given.shape), f"({batch}, pages), or a pair (indptr, pages)")
+    _integers("page_table", given, q, (torch.int32,))
+    return given if given.stride(1) == 1 else given.contiguous(), None
+
+
+def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
+    """(tokens of q, words) of 64 bits each, made of whatever was given."""
+    tokens = q.shape[:-2].numel()
+    if tensor("tree", tree).device != q.device and not q.is_meta:
+        raise AttentionError("device of tree", tree.device, f"q's {q.device}")
+    if tree.dtype == torch.int64:
+        if tree.numel() != tokens:
+            raise AttentionError("tree of bits", tuple(tree.shape), f"{tokens} int64, one for each query")
+        if cu_q is None and q.shape[1] > 64:
+            raise AttentionError("tree of bits", f"{q.shape[1]} drafts", "at most 64, or bools (B, Sq, Sq)")
+        return tree.reshape(tokens, 1).contiguous()
+    if tree.dtype != torch.bool:
+        raise AttentionError("dtype of tree", tree.dtype, "torch.bool, or torch.int64 for bits")
+    wanted = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
+    if tree.dim() != len(wanted) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, wanted, strict=True)):
+        raise AttentionError("shape of tree", tuple(tree.shape), str(wanted))
+    if tokens and not tree.shape[-1]:
+        raise AttentionError("shape of tree", tuple(tree.shape), "a column for each of a sequence's queries")
+    drafts, words = tree.shape[-1], -(-tree.shape[-1] // 64)
+    bits = torch.nn.functional.pad(tree.reshape(tokens, drafts).long(), (0, 64 * words - drafts))
+    return (bits.view(tokens, words, 64) << torch.arange(64, device=tree.device)).sum(-1)
+
+
+def _split(split: Any) -> int | None:
+    if split is None:
+        return None
+    if not is_whole(split) or split < 0 or split % SPLIT:
+        raise AttentionError("split", repr(split), f"a multiple of {SPLIT} keys; 0 for never; None to balance the load")
+    return min(int(split), UNDIVIDED) or UNDIVIDED
+
+
+def _rotary(rotary: Any, k_new: Tensor, q: Tensor | None) -> Rotary:
+    if not isinstance(rotary, Rotary):
+        raise AttentionError("rotary", type(rotary).__name__, "tilewise.Rotary(cos, sin)")
+    cos, sin, interleaved, positions, q_positions = rotary
+    cos, sin = resolved(cos), resolved(sin)
+    for name, x in (("cos", cos), ("sin", sin)):
+        if tensor(f"rotary {name}", x).dim() != 2 or not x.is_floating_point() or not x.shape[0]:
+            raise AttentionError(f"rotary {name}", f"{x.dtype} {tuple(x.shape)}", "floats (positions, width / 2)")
+        if x.device != k_new.device:
+            raise AttentionError(f"device of rotary {name}", x.device, f"{k_new.device}, as the others")
+    if cos.shape != sin.shape or not 1 <= 2 * cos.shape[1] <= k_new.shape[-1]:
+        raise AttentionError(
+            "rotary cos and sin", (tuple(cos.shape), tuple(sin.shape)), "alike, width at most the head dim"
+        )
+    tokens = k_new.shape[:-2].numel()
+    queries = None if q is None else q.shape[:-2].numel()
+    for name, at, n in (("positions", positions, tokens), ("q_positions", q_positions, queries)):
+        if at is not None:
+            _integers(f"rotary {name}", at, k_new)
+            if at.numel() != n:
+                raise AttentionError(f"rotary {name}", tuple(at.shape), f"{n}, one for each token")
+    if positions is not None and q_positions is None and queries not in (None, tokens):
+        raise AttentionError(
+            "rotary q_positions", "none, with positions of other tokens", f"{queries}, one for each query"
+        )
+    flat = [None if x is None else x.flatten().contiguous() for x in (positions, q_positions)]
+    return Rotary(cos.contiguous(), sin.contiguous(), bool(interleaved), *flat)

@@ -1,0 +1,98 @@
+"""What only the numbers themselves can tell of a call with a KV cache. Reads them: on a GPU, that waits for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+from ..kv_request import KvRequest, PlannedTile
+from .dense import check_offsets
+
+
+def check(request: KvRequest, slots: Tensor | None = None) -> None:
+    """Raise for the first sequence that has something wrong with it, and name it."""
+    call, places, k = request.call, request.places, request.k
+    if call.cu_q is not None:
+        check_offsets("cu_seqlens_q", call.cu_q, call.q.shape[0])
+    gained = [places.new] * places.batch
+    if places.cu_new is not None:
+        gained = [b - a for a, b in pairwise(places.cu_new.tolist())]
+        check_offsets("cu_seqlens_new", places.cu_new, sum(max(n, 0) for n in gained))
+    page, capacity = k.shape[1], places.capacity(k)
+    ends = [] if places.indptr is None else places.indptr.tolist()
+    if ends and places.table is not None:
+        check_offsets("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
+    starts = [0] * places.batch if places.starts is None else places.starts.tolist()
+    table = None if places.table is None else places.table.tolist()
+    for b, (length, new) in enumerate(zip(places.lengths.tolist(), gained, strict=True)):
+        if length < 0:
+            raise AttentionError(f"lengths[{b}]", length, "0 or more")
+        most = (ends[b + 1] - ends[b]) * page if ends else capacity
+        if length + new > most:
+            raise AttentionError(f"tokens of sequence {b}", length + new, f"at most {most}, which the cache holds")
+        if not 0 <= starts[b] <= length + new:
+            raise AttentionError(f"starts[{b}]", starts[b], f"0 to the sequence's {length + new} tokens")
+        if table is not None:
+            pages = table[ends[b] : ends[b + 1]] if ends else table[b]
+            _check_pages(b, pages[starts[b] // page : -(-(length + new) // page)], k.shape[0])
+            if new and slots is None:
+                _check_ring(b, pages, starts[b], length, new, page, request)
+    if places.rows is not None:
+        for b, row in enumerate(places.rows.tolist()):
+            if not 0 <= row < k.shape[0]:
+                raise AttentionError(f"cache_rows[{b}]", row, f"0 to {k.shape[0] - 1}")
+    if slots is not None:
+        _check_slots(slots, k.shape[0] * page)
+
+
+def check_plan(given: list[PlannedTile], wanted: list[PlannedTile]) -> None:
+    """Raise if a plan is not the one that the call wants, and name the first sequence for which they differ."""
+    if given == wanted:
+        return
+    made, own = ({x.b: (x.q0, x.n_q, x.n_k, x.start) for x in plan} for plan in (given, wanted))
+    for b in sorted({*made, *own}):
+        if made.get(b) != own.get(b):
+            said = (
+                f"{_spelled(own.get(b))}, as this call has; make a plan again when lengths, starts or cu_seqlens change"
+            )
+            raise AttentionError(f"plan, made for sequence {b}", _spelled(made.get(b)), said)
+    raise AttentionError("plan", "one with other tiles of rows", "what plan_kv returns for the arguments of this call")
+
+
+def _spelled(sequence: tuple[int, ...] | None) -> str:
+    if sequence is None:
+        return "no rows"
+    first, queries, keys, start = sequence
+    return f"{queries} queries from {first} on, {keys} keys" + (f" from {start} on" if start else "")
+
+
+def _check_pages(b: int, pages: list[int], count: int) -> None:
+    for n, page in enumerate(pages):
+        if not 0 <= page < count:
+            raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages there are")
+
+
+def _check_ring(b: int, pages: list[int], start: int, length: int, new: int, page: int, request: KvRequest) -> None:
+    """New tokens are written before keys are read: no older key that some query still sees may lie in their places."""
+    queries = request.q.shape[1] if request.call.cu_q is None else new
+    before = request.spec.before
+    first = start if before is None else max(start, length + new - queries - before)
+    written = {(pages[j // page], j % page) for j in range(length, length + new)}
+    if len(written) < new:
+        raise AttentionError(f"new tokens of sequence {b}", "two in one place", "a place in the cache for each")
+    for j in range(first, length):
+        if (pages[j // page], j % page) in written:
+            raise AttentionError(
+                f"key {j} of sequence {b}", "seen, and overwritten by a new one", "more pages in its ring"
+            )
+
+
+def _check_slots(slots: Tensor, count: int) -> None:
+    used = slots[slots >= 0]
+    if used.numel() and int(used.max()) >= count:
+        raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or below 0 to skip a token")
+    if torch.unique(used).numel() < used.numel():
+        raise AttentionError("slots", "one for two new tokens", "a slot for each")

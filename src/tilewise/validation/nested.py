@@ -1,0 +1,34 @@
+"""torch's nested tensors of jagged layout are packed sequences already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+
+
+def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Values (T, H, D) and offsets of nested (B, j, H, D) q, k and v; nothing is copied."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
+            found = "dense" if isinstance(x, Tensor) and not x.is_nested else getattr(x, "layout", type(x).__name__)
+            raise AttentionError(f"layout of {name}", found, "torch.jagged of q, k and v, or of none of them")
+        jagged: Any = x
+        if x.dim() != 4 or jagged._ragged_idx != 1:
+            raise AttentionError(f"shape of {name}", tuple(x.shape), "(batch, tokens, heads, dim), tokens jagged")
+        if jagged.lengths() is not None:
+            raise AttentionError(f"layout of {name}", "jagged with holes", "none: call .contiguous()")
+    if k.shape[1] != v.shape[1]:
+        raise AttentionError("sequences of v", "other lengths", "k's")
+    return (q.values(), k.values(), v.values()), (q.offsets().int(), k.offsets().int())
+
+
+def packed(out: Tensor, lse: Tensor | None, q: Any) -> tuple[Tensor, Tensor | None]:
+    """out (T, H, D) and lse (H, T) as nested (B, j, H, D) and (B, H, j), of the same sequences as q."""
+    like: Any = torch.nested.nested_tensor_from_jagged
+    bounds = {"min_seqlen": getattr(q, "_maybe_min_seqlen", None), "max_seqlen": getattr(q, "_maybe_max_seqlen", None)}
+    stacked = None if lse is None else like(lse.mT, q.offsets(), **bounds).transpose(1, 2)
+    return like(out, q.offsets(), **bounds), stacked

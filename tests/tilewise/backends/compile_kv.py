@@ -1,0 +1,96 @@
+"""Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
+
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("careful", "plan", "combine", "append")}, and what a call has: dim,
+dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+import tilewise
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.kv import kv_tiles
+from tilewise.backends.common.kv import launches as kv_launch
+from tilewise.backends.common.kv.runners import with_rotated
+from tilewise.backends.common.launch import DeviceMemory, Target
+from tilewise.costs.compiled import Compiled, compile_for
+from tilewise.kv_request import KvCall
+from tilewise.validation import kv as checks
+
+BATCH, ROWS = 4, 64
+
+
+def launch_of(
+    arch: int | str, kernel: str, dim: int = 128, dim_v: int = 0, dtype: str = "bfloat16", page: int = 16,
+    heads: int = 32, kv_heads: int = 8, queries: int = 1, packed: bool = False, split: int | None = None,
+    term: str | None = None, tile: list[int] | None = None,
+) -> Any:  # fmt: skip
+    gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
+    kind, dv = getattr(torch, dtype), dim_v or dim
+    q = torch.empty(BATCH, queries, heads, dim, dtype=kind)
+    options: Any = {"split": split}
+    if packed:
+        q = q.flatten(0, 1)
+        options["cu_seqlens_q"] = torch.zeros(BATCH + 1, dtype=torch.int32)
+    k, v = (torch.empty(ROWS, page or 4096, kv_heads, d, dtype=kind) for d in (dim, dv))
+    if page:
+        options["page_table"] = torch.zeros(BATCH, ROWS, dtype=torch.int32)
+    options |= {
+        None: {}, "window": {"window": (128, 0), "sinks": torch.zeros(heads)}, "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": torch.zeros(heads)}, "tree": {"tree": torch.zeros(BATCH, queries, queries) > 0},
+        "documents": {"mask_mod": tilewise.mods.document(ids=torch.zeros(BATCH, 4096, dtype=torch.int32))},
+        "starts": {"starts": torch.zeros(BATCH, dtype=torch.int32)},
+    }[term]  # fmt: skip
+    lengths = torch.zeros(BATCH, dtype=torch.int32)
+    chosen = nullcontext() if tile is None else mock.patch.object(kv_tiles, "tile", return_value=kv_tiles.KvTile(*tile))
+    with chosen, mock.patch.object(kv_tiles, "INTERPRETED_PROCESSORS", 132):
+        if kernel == "append":
+            new = (
+                torch.empty(BATCH, queries, kv_heads, dim, dtype=kind),
+                torch.empty(BATCH, queries, kv_heads, dv, dtype=kind),
+            )
+            rotary = tilewise.Rotary(torch.zeros(64, dim // 2), torch.zeros(64, dim // 2))
+            asked = checks.kv_options({"page_table": options.get("page_table"), "rotary": rotary})
+            places = checks.places_of(new[0], k, lengths, asked)
+            request = checks.append_request(*new, k, v, places, q, asked)
+            return kv_launch.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
+        request = checks.attend_request(q, k, v, lengths, checks.kv_options(options))
+        target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
+        numbers, floats = kv_launch.schedule_sizes(request, target)
+        schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)
+        out = torch.empty(*q.shape[:-1], dv, dtype=kind)
+        lse = torch.empty(*q.shape[:-3], heads, q.shape[-3])
+        call = KvCall(request, None, schedule, workspace, out, lse)
+        attend, *careful, combine = kv_launch.attend_launches(call, target, memory)
+        made = {"plan": kv_launch.schedule_launch(request, schedule, target), "attend": attend, "combine": combine}
+        return (made | dict(zip(("careful",), careful, strict=False)))[kernel]
+
+
+def compiled(**row: Any) -> Compiled:
+    made = launch_of(**row)
+    return compile_for(row["arch"], made.kernel, made.args, made.options)
+
+
+def report(row: dict[str, Any]) -> dict[str, Any]:
+    try:
+        made = compiled(**row)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
+    matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name == "LDGSTS"}
+    facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
+    return row | facts | {"instructions": matrix}
+
+
+if __name__ == "__main__":
+    for fields in json.load(sys.stdin):
+        print(json.dumps(report(fields)), flush=True)

@@ -1,0 +1,57 @@
+"""Compiles one call of the Hopper backward for sm_90 and prints what the compiler made of its sums, as JSON.
+
+python -m tests.tilewise.backends.hopper.compile_backward '{"d": 256, "after": 0}'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+
+from tilewise.backends.common.launch import DeviceMemory
+from tilewise.backends.common.shapes import new_gradients, problem
+from tilewise.backends.hopper.backward_launches import backward_launches, new_space
+from tilewise.costs.compiled import compile_for
+from tilewise.request import Request, Spec, Upstream
+
+from .compile_one import with_terms
+
+
+def main(
+    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
+    packed: bool = False, group: int = 1, deterministic: bool = False, dtype: str = "bfloat16",
+    terms: str = "", partial: bool = False,
+) -> None:  # fmt: skip
+    kv_heads, batch, dv = 4, 2, dv or d
+    heads = kv_heads * group
+    outer = (n,) if packed else (batch, n)
+    shapes = (heads, d), (kv_heads, d), (kv_heads, dv), (heads, dv)
+    q, k, v, out = (torch.empty(*outer, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
+    lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
+    cu = torch.zeros(3, dtype=torch.int32) if packed else None
+    spec = Spec(d**-0.5, before, after, deterministic=deterministic, partial=partial)
+    request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
+    memory = DeviceMemory(q.device)
+    space = new_space(memory, problem(request))
+    if partial:  # and somewhere in a larger call, if something asks where
+        request = request._replace(origin=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
+    grads = new_gradients(request, memory)
+    _, sums, *_ = backward_launches(request, Upstream(out, lse, out, None), grads, space, 132)
+    made = compile_for(90, sums.kernel, sums.args, sums.options)
+    report = {
+        "spills": made.spills,
+        "warnings": made.warnings,
+        "shared": made.shared,
+        "products": made.instructions["HGMMA"],
+        "copies": made.instructions["UTMALDG"],
+        "waits": made.sass.count("WARPGROUP.DEPBAR"),
+        "barriers": re.findall(r"SYNCS\.EXCH\.64 URZ, \[(\S+)\]", made.sass),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

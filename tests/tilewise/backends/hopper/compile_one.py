@@ -1,0 +1,92 @@
+"""Compiles one call of the Hopper forward for sm_90 and prints what the compiler made of it, as JSON.
+
+python -m tests.tilewise.backends.hopper.compile_one '{"d": 128, "after": 0}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+import tilewise.mods
+from tilewise.backends.common.launch import DeviceMemory
+from tilewise.backends.hopper.kv_launches import many_launch
+from tilewise.backends.hopper.launches import forward_launches, new_state
+from tilewise.costs.compiled import compile_for
+from tilewise.kv_request import KvRequest, Places
+from tilewise.mods.builtin import alibi, softcap
+from tilewise.mods.program import bound
+from tilewise.request import Request, Spec
+
+SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
+
+
+def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
+    """A call with these terms; `names`, of softcap alibi document sinks bias lists."""
+    heads = request.q.shape[-2]
+    score = bound([make(heads) for name, make in SCORE.items() if name in names])
+    mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
+    spec = request.spec._replace(
+        score_mod=score and score.key, score_numbers=score.numbers if score else (),
+        score_tensors=len(score.tensors) if score else 0, mask_mod=mask and mask.key,
+        mask_numbers=mask.numbers if mask else (), mask_tensors=len(mask.tensors) if mask else 0,
+        mask_block=(128, 128, batch, 1) if "lists" in names else (),
+    )  # fmt: skip
+    return request._replace(
+        spec=spec,
+        bias=torch.empty(1, heads, n, n, dtype=request.q.dtype) if "bias" in names else None,
+        sinks=torch.empty(heads) if "sinks" in names else None,
+        score=score.tensors if score else (),
+        mask=mask.tensors if mask else (),
+        blocks=tuple(torch.zeros(batch * n // 128 + 1, dtype=torch.int32) for _ in range(4))
+        if "lists" in names
+        else (),
+    )
+
+
+def main(
+    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
+    packed: bool = False, dtype: str = "bfloat16", terms: str = "", partial: bool = False, page: int | None = None,
+) -> None:  # fmt: skip
+    """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
+    heads, batch, dv = 4, 2, dv or d
+    outer = (n,) if packed else (batch, n)
+    q, k, v, out = (torch.empty(*outer, heads, x, dtype=getattr(torch, dtype)) for x in (d, d, dv, dv))
+    lse = torch.empty(heads, n) if packed else torch.empty(batch, heads, n)
+    cu = torch.zeros(3, dtype=torch.int32) if packed else None
+    state = new_state(DeviceMemory(torch.device("cpu")))
+    request = with_terms(
+        Request(q, k, v, Spec(d**-0.5, before, after, partial=partial), cu_q=cu, cu_k=cu), terms, batch, n
+    )
+    if partial:  # and somewhere in a larger call, if something asks where
+        out, origin = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
+        request = request._replace(origin=origin if terms else None)
+    if page is None:
+        launches = forward_launches(request, out, lse, state, 132)
+    else:
+        k, v = (torch.empty(batch if page == 0 else 1024, page or n, heads, x, dtype=q.dtype) for x in (d, dv))
+        table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
+        places = Places(torch.empty(batch, dtype=torch.int32), table)
+        cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
+        launches = [many_launch(cached, out, lse, state, 132)]
+    made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
+    print(
+        json.dumps(
+            {
+                "triton": triton.__version__,
+                "spills": made.spills,
+                "warnings": made.warnings,
+                "shared": made.shared,
+                "products": made.instructions["HGMMA"],
+                "copies": made.instructions["UTMALDG"],
+                "waits": made.sass.count("WARPGROUP.DEPBAR"),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

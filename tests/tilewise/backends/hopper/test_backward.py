@@ -1,0 +1,188 @@
+"""The Hopper backward without a GPU: its Gluon kernel in the emulator, the kernels around it in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace as altered
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.budget import check
+from tests.cases import Case, Inputs, make
+from tests.oracle import naive_grads
+from tilewise.request import Request, Upstream
+
+pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
+emulator = pytest.importorskip("tilewise_lab.emulator")
+hopper = pytest.importorskip("tilewise.backends.hopper.backward_launches")
+
+from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
+
+PLAIN = Case(n_q=150, n_k=150, heads=1, kv_heads=1, d=64, dv=64, dtype="bfloat16", lse_gradient=False)
+WIDE = altered(PLAIN, d=256, dv=256)
+PACKED = ((5, 0), (0, 60), (145, 210), (64, 80))
+CASES = {
+    "full": PLAIN,
+    "causal": altered(PLAIN, after=0, n_q=200, n_k=200),
+    "128": altered(PLAIN, d=128, dv=128, after=0, dtype="float16"),
+    "wide k": altered(PLAIN, d=128, dv=64),
+    "padded": altered(PLAIN, d=72, dv=40, after=0),
+    "few queries": altered(PLAIN, n_q=40, n_k=300, after=0),
+    "few keys": altered(PLAIN, n_q=300, n_k=40, after=0),
+    "window": altered(PLAIN, n_q=300, n_k=300, before=70, after=30),
+    "shared keys": altered(PLAIN, heads=4, kv_heads=2, after=0),
+    "two rounds": altered(PLAIN, batch=3, n_q=200, n_k=200, heads=2, kv_heads=2, after=0),
+    "lse": altered(PLAIN, after=0, lse_gradient=True),
+    "negative scale": altered(PLAIN, scale=-0.2),
+    "packed": altered(PLAIN, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "256 full": WIDE,
+    "256 causal": altered(WIDE, after=0, n_q=200, n_k=200, dtype="float16"),
+    "192 by 128": altered(WIDE, d=192, dv=128, after=0),
+    "160 by 40": altered(WIDE, d=160, dv=40),
+    "256 wide v": altered(WIDE, d=64, dv=200, after=0),
+    "256 few queries": altered(WIDE, n_q=40, n_k=150, after=0),
+    "256 few keys": altered(WIDE, n_q=150, n_k=40, after=0),
+    "256 window": altered(WIDE, n_q=230, n_k=230, before=70, after=30),
+    "256 shared keys": altered(WIDE, n_q=100, n_k=100, heads=4, kv_heads=2, after=0),
+    "256 lse": altered(WIDE, n_q=70, n_k=70, after=0, lse_gradient=True),
+    "256 packed": altered(WIDE, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+}
+
+
+def gradients(
+    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, processors: int = 2, **replaced: Any
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk and dv."""
+    case, q, k, v, dout, dlse, cu_q, cu_k = inputs
+    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
+    spec = case.spec._replace(deterministic=deterministic)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
+    space = hopper.new_space(DeviceMemory(q.device), hopper.problem(request))
+    upstream = Upstream(out.to(q.dtype), lse.float(), dout, dlse)
+    for launch in hopper.backward_launches(request, upstream, tuple(grads), space, processors):
+        if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
+            emulator.launch(*launch, seed=seed, replace=replaced)
+        else:
+            launch()
+    return grads
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_within_budget(case: Case, deterministic: bool) -> None:
+    inputs = make(case, "cpu")
+    unused = torch.zeros(())
+    check([unused, unused, *gradients(inputs, deterministic=deterministic)], inputs, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=300, n_k=300)], ids=str)
+def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
+    inputs = make(altered(case, after=0), "cpu")
+    first, *others = (gradients(inputs, deterministic=True, seed=seed) for seed in range(3))
+    for grads in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
+
+
+@pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
+def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
+    monkeypatch.setattr(hopper, "L2_BYTES", 0)
+    case = CASES[name]
+    if case.lengths is None:
+        case = altered(case, batch=2, n_q=300, n_k=300)
+    inputs = make(altered(case, heads=3 * case.heads // case.kv_heads, kv_heads=3), "cpu")
+    unused = torch.zeros(())
+    check([unused, unused, *gradients(inputs, deterministic=True)], inputs, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
+def test_without_semaphores_they_would(case: Case) -> None:
+    inputs = make(altered(case, dtype="float16"), "cpu")
+    options: Any = {"deterministic": True, "processors": 8, "semaphore_wait": lambda *_: None}
+    runs = [gradients(inputs, seed=n, **options)[0] for n in range(4)]
+    assert not all(torch.equal(runs[0], x) for x in runs[1:])
+
+
+@pytest.mark.parametrize("name", ["full", "shared keys", "packed", "lse"])
+def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more processors than programs."""
+
+    target = Target(hopper.GPU, 64)
+
+    def emulated(build: Any, tensors: Any, device: torch.device) -> Any:
+        def run(tensors: Any) -> Any:
+            built = build(tensors, target, DeviceMemory(device))
+            for launch in built.launches:
+                if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
+                    programs.append(launch.programs)
+                    emulator.launch(*launch)
+                else:
+                    launch()
+            return built.results
+
+        return run
+
+    monkeypatch.setattr(hopper, "KernelCall", emulated)
+    monkeypatch.setattr(hopper, "target_of", lambda _: target)
+    monkeypatch.setattr(hopper, "COPY", 0)
+    hopper._copies.cache_clear()
+    programs: list[int] = []
+    inputs = make(altered(CASES[name], heads=4, kv_heads=1), "cpu")
+    case, q, k, v, dout, dlse, cu_q, cu_k = inputs
+    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
+    request = Request(q, k, v, case.spec._replace(partial=True), cu_q=cu_q, cu_k=cu_k)
+    upstream = Upstream(out.to(q.dtype), lse.float(), dout, dlse)
+    found = hopper.backward(request, upstream)((*request.tensors(), *upstream))
+    hopper._copies.cache_clear()
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert programs == [4 * hopper.problem(request).programs(k.shape[-3], 1, 128)]
+    unused = torch.zeros(())
+    check([unused, unused, *(x.to(q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
+
+
+def limping(name: str) -> Any:
+    """`narrow`, by a warpgroup that now and then falls behind by a few blocks."""
+
+    def narrow(x: Any, dtype: torch.dtype) -> Any:
+        me = emulator.machine.current()
+        if me.name == name and me.machine.random.random() < 0.3:
+            me.clock += 20_000
+        return x.to(dtype)
+
+    return narrow
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
+    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
+    even, uneven = (gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"narrow": limping("consume 1")}))
+    for a, b in zip(even, uneven, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sums_that_come_late_change_nothing() -> None:
+    """A warpgroup whose dQ is not taken from it meets the other one, which goes on to the next tile, all the same."""
+    wait = emulator.language.NAMES["semaphore_wait"]
+
+    def late(*args: Any) -> None:
+        me = emulator.machine.current()
+        me.clock += 50_000 * (me.name == "add_tiles 4")
+        wait(*args)
+
+    inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")
+    even, uneven = (
+        gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late})
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize("word", ["meet", "signal", "arrive", "fence_async_shared"])
+def test_missing_synchronisation_is_caught(word: str, deterministic: bool) -> None:
+    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
+    broken = {"narrow": limping("consume 1"), word: lambda *_: None}
+    with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
+        all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))

@@ -1,0 +1,100 @@
+"""What the compiler makes of the Hopper forward, without a GPU: on the Triton that is installed, and on those in the
+folders that TILEWISE_TRITONS names (pip install --no-deps --target FOLDER triton==3.9.0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tilewise.backends.hopper import tiles
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[4]
+TRITONS = ("", *filter(None, os.environ.get("TILEWISE_TRITONS", "").split(os.pathsep)))
+CALLS = {
+    "64 short causal": {"d": 64, "n": 1024, "after": 0},
+    "64 causal": {"d": 64, "after": 0},
+    "64 full": {"d": 64},
+    "128 causal": {"d": 128, "after": 0},
+    "128 full": {"d": 128},
+    "128 packed window": {"d": 128, "packed": True, "before": 100, "after": 7},
+    "256 causal": {"d": 256, "after": 0},
+    "256 full": {"d": 256},
+    "96 causal": {"d": 96, "after": 0},
+    "192 full": {"d": 192},
+    "192 by 128 bias": {"d": 192, "dv": 128, "after": 0, "terms": "bias"},
+    "192 by 128": {"d": 192, "dv": 128, "after": 0, "dtype": "float16"},
+    "64 softcap": {"d": 64, "after": 0, "terms": "softcap"},
+    "64 sinks": {"d": 64, "after": 0, "terms": "sinks"},
+    "128 softcap": {"d": 128, "terms": "softcap"},
+    "128 alibi": {"d": 128, "after": 0, "terms": "alibi"},
+    "128 document": {"d": 128, "terms": "document"},
+    "64 document lists": {"d": 64, "terms": "document lists"},
+    "128 document lists": {"d": 128, "terms": "document lists"},
+    "128 bias": {"d": 128, "terms": "bias"},
+    "128 bias, packed": {"d": 128, "after": 0, "packed": True, "terms": "bias"},
+    "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
+    "256 document sinks": {"d": 256, "terms": "document sinks"},
+    "128 partial": {"d": 128, "after": 0, "partial": True},
+    "192 partial, packed": {"d": 192, "after": 0, "partial": True, "packed": True},
+    "256 partial": {"d": 256, "after": 0, "partial": True},
+    "64 pages of 16": {"d": 64, "after": 0, "page": 16},
+    "128 pages of 16": {"d": 128, "after": 0, "page": 16},
+    "128 pages of 256, packed": {"d": 128, "after": 0, "page": 256, "packed": True},
+    "128 dense cache": {"d": 128, "after": 0, "page": 0},
+    "192 by 128 pages of 64": {"d": 192, "dv": 128, "after": 0, "page": 64},
+    "256 pages of 16": {"d": 256, "after": 0, "page": 16},
+    "128 partial alibi": {"d": 128, "after": 0, "partial": True, "terms": "alibi"},
+}
+ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")
+SPILLS = {
+    "128 alibi": 36,
+    "128 bias": 120,
+    "128 bias, packed": 88,
+    "256 softcap": 52,
+    "256 document sinks": 148,
+}  # bytes
+SPILLS |= {"128 partial alibi": 48, "128 document lists": 20}
+
+
+def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [triton, str(ROOT / "src"), str(ROOT)]))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.tilewise.backends.hopper.{script}", json.dumps(call)],
+        capture_output=True, text=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize(("name", "triton"), [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])])
+def test_no_spills_and_nothing_serialised(name, triton):
+    """Serialised products (C7510, C7512, C7514, C7515) show as warnings, and as one wait for each product."""
+    pytest.importorskip("triton")
+    made = compiled(CALLS[name], triton)
+    assert made["spills"] <= SPILLS.get(name, 0)
+    assert made["warnings"] == []
+    assert made["copies"] > 0
+    assert made["products"] > made["waits"] > 0
+    assert made["shared"] <= 227 * 1024
+
+
+def test_every_row_of_the_table_is_compiled():
+    rows = {
+        tiles.forward_tile(
+            c["d"], c.get("dv", c["d"]), banded="after" in c, keys=c.get("n", 4096),
+            plain=c.get("terms") in (None, "sinks"),
+        )
+        for c in CALLS.values()
+    }  # fmt: skip
+    assert rows == {row for *_, row in tiles.FORWARD}

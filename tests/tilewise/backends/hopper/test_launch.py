@@ -1,0 +1,195 @@
+"""What the launcher makes of a call, on tensors that lie on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tilewise.mods.test_rows import product
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.hopper import support, tiles
+from tilewise.backends.registry import choose
+from tilewise.mods import block_diagonal, softcap
+from tilewise.request import Request, Spec
+
+pytest.importorskip("triton")
+
+
+def launches(q: Any, after: int | None = None) -> list[Any]:
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.launches import forward_launches, new_state
+
+    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1])
+    request = Request(q, torch.empty_like(q), torch.empty_like(q), Spec(0.1, None, after))
+    return forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
+
+
+def test_a_second_launch_repairs_only_where_rows_see_different_keys():
+    q = torch.empty(2, 256, 4, 128, dtype=torch.bfloat16)
+    assert len(launches(q)) == 1
+    assert len(launches(q, after=0)) == 2
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_heads_that_share_keys_are_queries_of_one_head(window):
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.launches import forward_launches, new_state
+    from tilewise.backends.triton.launches import forward_launch
+
+    q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
+    lse, request = torch.empty(3, 8, 1), Request(q, k, v, Spec(0.1, window, 0))
+    portable = forward_launch(request, out, lse, Gpu("cuda", 90))
+    hopper = forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
+    heads = 2 if window is None else 8
+    assert (portable.programs, hopper[0].programs) == (3 * 2, 3 * heads)
+    assert len(hopper) == (1 if window is None else 2)  # all keys are seen, so there is nothing to repair
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_launches_of_placeholders_are_those_of_the_tensors(after):
+    """The same shapes, strides, offsets and constants: descriptors, views, scalars and results."""
+    from tilewise.backends.common.kernel_call import Descriptor, Placeholders
+    from tilewise.backends.common.launch import DeviceMemory, Target
+    from tilewise.backends.common.launcher import Slot
+    from tilewise.backends.hopper.backward_launches import build_backward
+    from tilewise.backends.hopper.launches import build_forward
+
+    q, k, v, out, dout = (torch.empty(2, 256, 4, 128, dtype=torch.bfloat16) for _ in range(5))
+    request, lse = Request(q, k, v, Spec(0.1, None, after)), torch.empty(2, 4, 256)
+    target, device = Target(Gpu("cuda", 90), 132), DeviceMemory(q.device)
+
+    def same(slot: Any, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            assert isinstance(slot, Slot)
+        elif hasattr(x, "block_shape"):
+            assert slot == Descriptor(slot.base, tuple(x.shape), tuple(x.strides))
+            assert isinstance(slot.base, Slot)
+        elif isinstance(x, tuple):
+            assert type(slot) is type(x)
+            for a, b in zip(slot, x, strict=True):
+                same(a, b)
+        else:
+            assert slot == x
+
+    for build, tensors in (
+        (build_forward(request.spec), request.tensors()),
+        (build_backward(request.spec), (*request.tensors(), out, lse, dout, None)),
+    ):
+        memory = Placeholders(tensors)
+        ours, theirs = build(memory.inputs, target, memory), build(tensors, target, device)
+        assert len(ours.results) == len(theirs.results)
+        for made, wanted in zip(ours.launches, theirs.launches, strict=True):
+            assert (made.kernel, made.programs, made.options) == (wanted.kernel, wanted.programs, wanted.options)
+            for a, b in zip(made.args, wanted.args, strict=True):
+                same(memory.slots(a), b)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q: q, None),
+        (lambda q: q.float(), "float32"),
+        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), "256"),
+        (lambda q: torch.empty(2, 64, 4, 36, dtype=q.dtype), "multiples of 8"),
+        (lambda q: q.transpose(1, 3), "contiguous"),
+        (lambda q: torch.empty(2 * 64 * 4 * 128 + 1, dtype=q.dtype)[1:].view(2, 64, 4, 128), "16 bytes"),
+        (lambda q: q[:, :, :1].expand(2, 64, 4, 128), "16 bytes"),
+    ],
+)
+def test_what_it_does_not_take(change, reason):
+    q = change(torch.empty(2, 64, 4, 128, dtype=torch.bfloat16))
+    found = support.unsupported(Request(q, q, q, Spec(0.1)), Gpu("cuda", 90))
+    assert found is None if reason is None else reason in found
+
+
+def test_sums_over_rows_it_does_not_take():
+    q, rows = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16), torch.empty(2, 4, 64, 8)
+    for mod, takes in ((product(rows, rows, 1.0), False), (softcap(1.0), True)):
+        spec = Spec(0.1, score_mod=mod.key, score_numbers=mod.numbers, score_tensors=len(mod.tensors))
+        found = support.unsupported(Request(q, q, q, spec, score=mod.tensors), Gpu("cuda", 90))
+        assert found is None if takes else "sums over a row" in found
+
+
+def test_what_goes_to_the_portable_kernels():
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    call = Request(q, q, q, Spec(0.1))
+    assert choose(call, Gpu("cuda", 80)).backend.name == "triton"
+    for request, backend in (
+        (call, "hopper"),
+        (call._replace(sinks=torch.zeros(4)), "hopper"),
+        (call._replace(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
+        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (listed((128, 256, 1, 1)), "hopper"),
+        (listed((128, 64, 1, 1)), "triton"),
+        (listed((384, 128, 1, 1)), "triton"),
+        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "triton"),
+    ):
+        assert choose(request, Gpu("cuda", 90)).backend.name == backend
+
+
+def listed(block: tuple[int, ...], **others: Any) -> Request:
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    spec = Spec(0.1, mask_mod=block_diagonal(128).key, mask_block=block)
+    return Request(q, q, q, spec, blocks=(torch.zeros(1),) * 4)._replace(**others)
+
+
+def test_block_masks_whose_backward_is_portable():
+    few, wide = (torch.empty(2, 64, *x, dtype=torch.bfloat16) for x in ((2, 128), (4, 192)))
+    call, by_head = listed((128, 128, 1, 1)), listed((128, 128, 1, 4))
+    ordered = call._replace(spec=call.spec._replace(deterministic=True))
+    for request, found in (
+        (call, True),
+        (call._replace(k=few, v=few), True),
+        (by_head, True),
+        (by_head._replace(k=few, v=few), False),
+        (ordered, False),
+        (call._replace(q=wide, k=wide, v=wide), False),
+    ):
+        assert support.has_backward(request) is found
+
+
+def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    call = Request(q, q, q, Spec(0.1))
+    assert choose(call, Gpu("hip", "gfx90a")).backend.name == "reference"
+    assert choose(call, Gpu("hip", "gfx942")).backend.name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("d", "expected"),
+    [
+        (64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16)),
+        (192, (128, 64)), (193, (256,)), (256, (256,)),
+    ],
+)  # fmt: skip
+def test_columns_are_cut_into_powers_of_two(d, expected):
+    assert tiles.widths(d) == expected
+
+
+def test_short_causal_calls_have_their_own_row():
+    assert tiles.forward_tile(64, 64, banded=True, keys=512).warpgroups == 2
+    assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 3
+    assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "after", "n"),
+    [
+        (8192, 4096, (8, 2), None, 2),  # 64 programs for 132 processors
+        (4096, 8192, (8, 2), None, 1),  # 128: nothing to be won
+        (8192, 8192, (8, 2), 0, 4),  # 128, the longest of twice the mean
+        (8192, 8192, (32, 8), 0, 4),
+        (8192, 4096, (32, 8), None, 1),
+        (8192, 4096, (8, 8), None, 1),  # no group to divide
+        (8192, 4096, (6, 2), None, 1),  # nor into two halves
+        (128, 128, (8, 1), None, 1),  # nothing worth a copy
+    ],
+)
+def test_kv_heads_are_copied_where_programs_are_few(queries, keys, heads, after, n):
+    from tilewise.backends.hopper.backward_launches import copies
+
+    q, k = (torch.empty(1, m, h, 128, dtype=torch.bfloat16) for m, h in zip((queries, keys), heads, strict=True))
+    assert copies(Request(q, k, k, Spec(0.1, None, after, partial=True)), 132) == n
+    assert copies(Request(q, k, k, Spec(0.1, None, after)), 132) == 1  # whose parts would be rounded

@@ -1,0 +1,595 @@
+"""How a call of a kernel backend runs: placeholders, allocated buffers, counters, alignment, devices and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+pytest.importorskip("triton")
+
+import tilewise
+from tests.conftest import INTERPRETED
+from tests.kv_cases import KvCase, inputs
+from tests.tilewise.backends import fake_driver
+from tests.tilewise.backends.fake_driver import FakeDriver, binary
+from tilewise.backends.common import kernel_call, launcher
+from tilewise.backends.common.device.structs import View
+from tilewise.backends.common.gpu import INTERPRETER, Gpu
+from tilewise.backends.common.kernel_call import SPAN, Descriptor, KernelCall, Placeholders, all_arguments
+from tilewise.backends.common.launch import COUNTERS, Built, Launch, Target
+from tilewise.backends.common.launcher import Slot
+from tilewise.kv_cache import _call as kv_call_of
+from tilewise.kv_request import KvCall, structure_of
+from tilewise.request import Request, Upstream
+from tilewise.validation import dense as checks
+from tilewise.validation import kv as kv_checks
+
+# Placeholders
+
+
+def unaligned(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """A contiguous tensor whose address is 2 bytes of float16 past a multiple of 16."""
+    x = torch.zeros(torch.Size(shape).numel() + 8, dtype=dtype)
+    assert x.data_ptr() % 16 == 0
+    return x[1 : 1 + torch.Size(shape).numel()].view(shape)
+
+
+def test_placeholders_have_the_layout_of_the_tensors() -> None:
+    given = [
+        torch.zeros(2, 6).T,
+        None,
+        unaligned(3, 4),
+        torch.zeros(4, 0),
+        torch.zeros(()),
+        torch.zeros(7).long()[1::2],
+    ]
+    memory = Placeholders(given)
+    for n, (made, x) in enumerate(zip(memory.inputs, given, strict=True)):
+        if x is None:
+            assert made is None
+            continue
+        assert made.is_meta
+        assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+        assert made.data_ptr() % 16 == x.data_ptr() % 16  # Triton specialises kernels on it
+        assert memory.slot(made) == Slot(n)
+
+
+def test_slots_of_views() -> None:
+    memory = Placeholders([torch.zeros(4, 6), unaligned(4, 6)])
+    for n, x in enumerate(memory.inputs):
+        assert memory.slot(x[1:]) == Slot(n, 6 * x.element_size())
+        assert memory.slot(x[:, 2:].T) == Slot(n, 2 * x.element_size())
+        assert memory.slot(x[3, 5]) == Slot(n, 23 * x.element_size())
+        assert memory.slot(x[4:]) == Slot(n, 24 * x.element_size())  # without elements
+    assert memory.slot(memory.inputs[0][1:].view(torch.int32)) == Slot(0, 24)
+    assert memory.slot(memory.inputs[0].view(torch.float64)[:, 1]) == Slot(0, 8)
+
+
+def test_one_tensor_as_two_arguments_has_two_slots() -> None:
+    x = torch.zeros(4)
+    memory = Placeholders([x, x, x[1:]])
+    assert [memory.slot(y).number for y in memory.inputs] == [0, 1, 2]
+
+
+def test_the_last_byte_of_a_tensor_is_its_own() -> None:
+    huge = torch.empty(1, device="meta").expand(1 << 40)
+    memory = Placeholders([torch.zeros(1), torch.zeros(1)])
+    first = memory.inputs[0].as_strided((SPAN // 4,), (1,))
+    assert memory.slot(first[-1]) == Slot(0, SPAN - 4)
+    assert huge.numel() * 4 < SPAN  # no tensor is as large
+
+
+@pytest.mark.parametrize(
+    "foreign", [torch.zeros(4), torch.zeros(4)[1:], torch.zeros(4, device="meta")[2:], torch.zeros(0)]
+)
+def test_a_tensor_that_does_not_belong_to_the_call_raises(foreign: Tensor) -> None:
+    memory = Placeholders([torch.zeros(4)])
+    with pytest.raises(RuntimeError, match="does not belong to the call"):
+        memory.slots((1, View(foreign, (1,))))
+
+
+def test_allocated_buffers_follow_the_inputs() -> None:
+    memory = Placeholders([torch.zeros(4), None])
+    out, counters, empty = memory.empty((2, 3), torch.float16), memory.counters(), memory.empty((0, 5), torch.int32)
+    assert (out.shape, out.stride(), out.dtype) == ((2, 3), (3, 1), torch.float16)
+    assert (counters.shape, counters.dtype) == ((COUNTERS,), torch.int32)
+    assert [memory.slot(x) for x in (out, empty, counters)] == [Slot(2), Slot(3), Slot(4)]  # counters are the last
+    assert memory.slot(counters[4:]) == Slot(4, 16)
+    assert [(x.shape, x.strides, x.dtype) for x in memory.buffers] == [
+        ((2, 3), (3, 1), torch.float16), ((0, 5), torch.empty(0, 5).stride(), torch.int32),
+    ]  # fmt: skip
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_slots_in_nested_arguments() -> None:
+    memory = Placeholders([torch.zeros(4, 8), torch.zeros(3)])
+    x, y = memory.inputs
+    described = SimpleNamespace(base=x[1:], shape=[3, 8], strides=[8, 1], block_shape=[1, 8])
+    found = memory.slots((Pair(y, (x, 5)), None, 2.5, "word", described, ()))
+    assert found == (Pair(Slot(1), (Slot(0), 5)), None, 2.5, "word", Descriptor(Slot(0, 32), (3, 8), (8, 1)), ())
+    assert type(found[0]) is Pair
+
+
+# A call, with a fake driver
+
+
+class Parameter(NamedTuple):
+    name: str
+    is_constexpr: bool
+
+
+class Kernel:
+    """f(x, (y, out), counters, n, BLOCK). Called through Triton, it notes its arguments."""
+
+    params = (*(Parameter(name, False) for name in ("x", "y", "c", "n")), Parameter("BLOCK", True))
+    signature = {"x": "*fp16", "y": ("*i64", "*fp32"), "c": "*i32", "n": "i32", "BLOCK": "constexpr"}  # noqa: RUF012
+    sizes = (8, 8, 8, 8, 4)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.calls.append((grid, args, options))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A GPU with a fake driver: tensors are in the memory of the CPU."""
+    with fake_driver.installed(monkeypatch) as found:
+        found.stream, found.device, found.capturing, found.devices = 5, 0, False, 1
+        gpu(monkeypatch, found)
+        monkeypatch.setattr(kernel_call, "compile_launches", lambda launches: [
+            binary(found, f"f{n}", Kernel.signature, [*Kernel.sizes]) for n, _ in enumerate(launches)
+        ])  # fmt: skip
+        yield found
+
+
+class OnDevice:
+    """`torch.cuda.device`"""
+
+    def __init__(self, driver: Any, device: Any) -> None:
+        self.driver, self.to = driver, device if isinstance(device, int) else device.index
+
+    def __enter__(self) -> None:
+        self.before, self.driver.device = self.driver.device, self.to
+
+    def __exit__(self, *_: Any) -> None:
+        self.driver.device = self.before
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    monkeypatch.setattr(kernel_call, "INTERPRETED", False)
+    monkeypatch.setattr(kernel_call, "target_of", lambda device: Target(Gpu("cuda", 90), 132))
+    monkeypatch.setattr(kernel_call, "current_stream", lambda device: found.stream)
+    monkeypatch.setattr(kernel_call, "empty_strided_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: OnDevice(found, device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found.devices)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(
+        kernel_call, "DeviceMemory", lambda device: SimpleNamespace(
+            empty=lambda shape, dtype: torch.empty(*shape, dtype=dtype),
+            counters=lambda: torch.zeros(COUNTERS, dtype=torch.int32),
+        ),
+    )  # fmt: skip
+
+
+class Made:
+    """A call of two launches, and one of no programs: out (2, 3) = f(x, y), a workspace, and counters."""
+
+    def __init__(self) -> None:
+        self.kernel, self.built = Kernel(), 0
+
+    def __call__(self, tensors: Sequence[Any], target: Any, memory: Any) -> Built:
+        self.built += 1
+        x, _, y = tensors
+        out, room = memory.empty((2, 3), torch.float32), memory.empty((4,), torch.float32)
+        counters = memory.counters()
+        options = {"BLOCK": 64, "num_warps": 4}
+        launches = [
+            Launch(self.kernel, 7, (x[1:], (y, out), counters, 3), options),
+            Launch(self.kernel, 0, (x, (y, out), counters, 3), options),
+            Launch(self.kernel, 2, (x, (y[1:], room[2:]), counters[4:], 5), options),
+        ]
+        return Built((out, y), launches)
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def addresses(launch: Any) -> list[int]:
+    return [int.from_bytes(x, "little") for x in launch.read]
+
+
+def test_a_call_fills_in_the_addresses_of_its_tensors(driver: FakeDriver) -> None:
+    made = Made()
+    x, y = torch.zeros(4, 8).half(), torch.zeros(3).long()
+    call = KernelCall(made, (x, None, y), CUDA)
+    for _ in range(2):
+        x, y = torch.zeros(4, 8).half(), torch.zeros(3).long()
+        out, same = call((x, None, y))
+        assert same is y
+        assert (out.shape, out.dtype) == ((2, 3), torch.float32)
+        first, second = driver.launches[-2:]
+        assert [first.grid, second.grid] == [(7, 1, 1), (2, 1, 1)]
+        assert first.stream == second.stream == 5
+        counters = addresses(first)[3]
+        assert addresses(first) == [x.data_ptr() + 16, y.data_ptr(), out.data_ptr(), counters, 3]
+        workspace = addresses(second)[2] - 8
+        assert addresses(second) == [x.data_ptr(), y.data_ptr() + 8, workspace + 8, counters + 16, 5]
+        assert workspace not in (out.data_ptr(), x.data_ptr())
+    assert made.built == 1
+    assert made.kernel.calls == []
+    assert len(driver.launches) == 4
+
+
+def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
+    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    call = KernelCall(Made(), tensors, CUDA)
+    used = []
+    for stream in (5, 5, 6, 5, 6):
+        driver.stream = stream
+        call(tensors)
+        used.append(addresses(driver.launches[-2])[3])
+    assert used[0] == used[1] == used[3] != used[2] == used[4]
+    assert len(driver.memory) == 2
+    other = KernelCall(Made(), tensors, CUDA)
+    other(tensors)
+    assert addresses(driver.launches[-2])[3] not in used  # another call on the stream has its own
+
+
+def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:
+    """They come from the graph's memory: the graph may be replayed beside others."""
+    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    call = KernelCall(Made(), tensors, CUDA)
+    call(tensors)
+    stream = addresses(driver.launches[-2])[3]
+    driver.capturing = True
+    kept = []
+    allocated = kernel_call.DeviceMemory(CUDA).counters
+    with pytest.MonkeyPatch.context() as patch:
+        memory = SimpleNamespace(counters=lambda: kept.append(allocated()) or kept[-1])
+        patch.setattr(kernel_call, "DeviceMemory", lambda device: memory)
+        for n in range(2):
+            call(tensors)
+            assert addresses(driver.launches[-2])[3] == kept[n].data_ptr() != stream
+    assert kept[0].data_ptr() != kept[1].data_ptr()
+    assert len(driver.memory) == 1
+    driver.capturing = False
+    call(tensors)
+    assert addresses(driver.launches[-2])[3] == stream
+
+
+def test_a_call_without_counters_allocates_none(driver: FakeDriver) -> None:
+    def build(tensors: Sequence[Any], target: Any, memory: Any) -> Built:
+        (x,) = tensors
+        return Built((), [Launch(Kernel(), 1, (x, (x, x), x, 3), {"BLOCK": 1})])
+
+    x = torch.zeros(4)
+    assert KernelCall(build, (x,), CUDA)((x,)) == []
+    assert addresses(driver.launches[0]) == [x.data_ptr()] * 4 + [3]
+    assert driver.memory == []
+
+
+def test_a_call_on_another_device(driver: Any) -> None:
+    """Launches, allocations and the stream are those of the call's device."""
+    driver.devices, driver.device = 2, 1
+    streams = []
+    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    call = KernelCall(Made(), tensors, CUDA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_call, "current_stream", lambda device: streams.append((device, driver.device)) or 5)
+        call(tensors)
+    assert streams == [(0, 0)]
+    assert driver.device == 1
+
+
+@pytest.mark.parametrize("hook", ["enter", "exit"])
+def test_a_hook_on_launches_sees_them(hook: str, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a profiler's. Triton then launches, and calls the hook."""
+    made = Made()
+    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    call = KernelCall(made, tensors, CUDA)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_call.KNOBS, f"launch_{hook}_hook", lambda metadata: None)
+        out, _ = call(tensors)
+        assert driver.launches == []
+        assert [grid for grid, _, _ in made.kernel.calls] == [(7,), (2,)]
+        _grid, args, options = made.kernel.calls[0]
+        assert args[0].data_ptr() == tensors[0][1:].data_ptr()
+        assert args[1][1] is out
+        assert options == {"BLOCK": 64, "num_warps": 4}
+    call(tensors)
+    assert len(driver.launches) == 2
+
+
+def test_without_the_driver_triton_launches(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "driver", None)
+    made = Made()
+    tensors = torch.zeros(4, 8).half(), None, torch.zeros(3).long()
+    call = KernelCall(made, tensors, CUDA)
+    out, y = call(tensors)
+    assert y is tensors[2]
+    assert out.shape == (2, 3)
+    assert len(made.kernel.calls) == 2
+
+
+def test_an_unaligned_tensor_where_all_were_aligned_is_copied(driver: FakeDriver) -> None:
+    """Values and strides stay, also those of a tensor with gaps. Kernels were specialised for aligned addresses."""
+    made = Made()
+    wide = torch.randn(4, 16).half()[:, :8]
+    call = KernelCall(made, (wide, None, torch.zeros(3).long()), CUDA)
+    read: list[Tensor] = []
+    flat = torch.randn(80).half()
+    moved = flat[1:65].view(4, 16)[:, :8]
+    assert moved.data_ptr() % 16 == 2
+    with pytest.MonkeyPatch.context() as patch:
+        run = call.launches
+        patch.setattr(call, "launches", Recorded(run, read, moved))
+        call((moved, None, torch.zeros(3).long()))
+    assert made.kernel.calls == []
+    assert len(driver.launches) == 2
+    [copy] = read
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, moved)
+
+
+class Recorded:
+    """Prepared launches that note the memory at the first address, with the layout of a tensor."""
+
+    def __init__(self, run: Any, read: list[Tensor], like: Tensor) -> None:
+        self.run, self.read, self.like, self.device = run, read, like, run.device
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        import ctypes
+
+        x = self.like
+        span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        memory = (ctypes.c_byte * (span * x.element_size())).from_address(addresses[0])
+        flat = torch.frombuffer(bytearray(memory), dtype=x.dtype)
+        copy = torch.empty(span + 8, dtype=x.dtype)[:span].copy_(flat)
+        self.read.append(copy.as_strided(x.shape, x.stride()))
+        assert addresses[0] % 16 == 0
+        self.run(addresses, stream)
+
+
+def test_alignments_that_differ_are_left_to_triton(driver: FakeDriver) -> None:
+    """Kernels were specialised for the addresses of the first call, tensor by tensor."""
+    made = Made()
+    y = torch.zeros(4).long()
+    odd, even = unaligned(4, 8), torch.zeros(4, 8).half()
+    call = KernelCall(made, (odd, None, y[:3]), CUDA)
+    call((odd, None, y[:3]))
+    call((unaligned(4, 8), None, y[:3]))
+    assert len(driver.launches) == 4
+    for tensors in ((even, None, y[:3]), (odd, None, y[1:]), (even, None, y[1:])):
+        made.kernel.calls.clear()
+        call(tensors)
+        assert len(made.kernel.calls) == 2
+    assert len(driver.launches) == 4
+    eight = torch.zeros(44).half()[4:36].view(4, 8)
+    call = KernelCall(made, (eight, None, y[:3]), CUDA)
+    made.kernel.calls.clear()
+    call((even, None, y[1:]))  # the other tensor is 8 bytes off
+    assert len(made.kernel.calls) == 2
+
+
+def test_arguments_in_the_order_of_the_parameters() -> None:
+    launch = Launch(Kernel(), 1, (1, 2, 3, 4), {"num_warps": 8, "BLOCK": 64})
+    assert all_arguments(launch) == [1, 2, 3, 4, 64]
+
+
+# Real kernels: prepared with placeholders, and run by the interpreter from slots and addresses
+
+
+class Interpreted:
+    """Stands for `PreparedLaunches`: finds each tensor by its slot, and runs the kernels in the interpreter."""
+
+    def __init__(self, launches: Sequence[Any], tensors: int, device: int) -> None:
+        self.launches, self.count, self.device = launches, tensors, device
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        assert len(addresses) == self.count
+        for launch in self.launches:
+            made: Launch = launch.binary
+            args = [self.filled(a, b, addresses) for a, b in zip(made.args, launch.args, strict=True)]
+            made._replace(args=tuple(args))()
+
+    def filled(self, placeholder: Any, slot: Any, addresses: Sequence[int]) -> Any:
+        if isinstance(placeholder, Tensor):
+            assert isinstance(slot, Slot)
+            return tensor_at(addresses[slot.number] + slot.offset, placeholder)
+        if isinstance(placeholder, tuple):
+            items = [self.filled(a, b, addresses) for a, b in zip(placeholder, slot, strict=True)]
+            return type(placeholder)(*items) if hasattr(placeholder, "_fields") else tuple(items)
+        assert placeholder is slot or placeholder == slot
+        return placeholder
+
+
+STORAGES: dict[int, Tensor] = {}  # tensors of a test by the addresses of their memory
+
+
+def known(x: Tensor) -> Tensor:
+    STORAGES[x.untyped_storage().data_ptr()] = x
+    return x
+
+
+def tensor_at(address: int, like: Tensor) -> Tensor:
+    for start, x in STORAGES.items():
+        if start <= address < start + max(x.untyped_storage().nbytes(), 1) and like.numel():
+            offset, rest = divmod(address - start, like.element_size())
+            assert rest == 0
+            return torch.empty(0, dtype=like.dtype).set_(x.untyped_storage(), offset, like.shape, like.stride())
+    assert not like.numel()
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+@pytest.fixture
+def interpreted(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled here")
+    found = SimpleNamespace(stream=5, device=0, devices=1, capturing=False)
+    gpu(monkeypatch, found)
+    monkeypatch.setattr(kernel_call, "target_of", lambda device: Target(INTERPRETER, 16))
+    monkeypatch.setattr(kernel_call, "compile_launches", lambda launches: launches)
+    monkeypatch.setattr(kernel_call, "all_arguments", lambda launch: launch.args)  # it takes constants by name
+    monkeypatch.setattr(kernel_call, "prepared", Interpreted)
+    monkeypatch.setattr(kernel_call, "empty_strided_cuda", lambda *x: known(torch.empty_strided(*x[:2], dtype=x[2])))
+    STORAGES.clear()
+    yield
+    STORAGES.clear()
+
+
+def on_call(request: Request, seed: int) -> Request:
+    """The same call with other tensors at other addresses."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if not x.is_floating_point():
+            return known(x.clone())
+        size = torch.empty_strided(x.shape, x.stride(), device="meta").untyped_storage().nbytes() // 4
+        return known(torch.randn(size, generator=generator).to(x.dtype).as_strided(x.shape, x.stride()))
+
+    return Request.of(request.spec, [like(x) for x in request.tensors()])
+
+
+@tilewise.score_mod
+def tilted(score, b, h, q_idx, kv_idx, table, by):  # type: ignore[no-untyped-def]
+    return score + table[h] * by * kv_idx
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 1)},
+    "bias": {"bias": torch.randn(1, 2, 9, 9)},
+    "expanded bias": {"bias": torch.randn(1, 1, 9, 9).expand(2, 2, 9, 9)},
+    "sinks": {"sinks": torch.randn(2), "causal": True},
+    "mod": {"score_mod": tilted(torch.randn(2), 0.1), "softcap": 3.0},
+    "split keys": {"keys": 3000, "queries": 1},
+    "packed": {"packed": True, "causal": True},
+    "strided": {"strided": True},
+    "one tensor": {"same": True},
+    "no keys": {"keys": 0},
+    "no queries": {"queries": 0},
+}
+
+
+def request_of(name: str) -> Request:
+    options = dict(CALLS[name])
+    queries, keys = options.pop("queries", 9), options.pop("keys", 9)
+    packed, strided, same = (options.pop(x, False) for x in ("packed", "strided", "same"))
+    batch = 1 if keys > 1000 else 2
+    q, k, v = (torch.randn(batch, n, 2, 16) for n in (queries, keys, keys))
+    if strided:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if same:
+        k = v = q
+    cu = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2 if packed else ()
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+    return checks.request_of(q, k, v, cu, (None, None), options)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_run_from_slots_and_addresses(name: str, interpreted: None) -> None:
+    """Forward and backward, of tensors that are not those of the first call."""
+    from tilewise.backends.reference import backward, forward
+    from tilewise.backends.triton.backward_launches import build_backward
+    from tilewise.backends.triton.launches import build_forward
+
+    first = request_of(name)
+    run = KernelCall(build_forward(first.spec), first.tensors(), CUDA)
+    again = None
+    for seed in range(2):
+        request = on_call(first, seed)
+        out, lse = run(request.tensors())
+        expected = forward(request)
+        assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+        assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+        upstream = Upstream(*map(known, (out, lse, torch.randn_like(out), torch.randn_like(lse))))
+        again = again or KernelCall(build_backward(first.spec), (*request.tensors(), *upstream), CUDA)
+        found = again((*request.tensors(), *upstream))
+        for a, b in zip(found, backward(request, upstream), strict=True):
+            assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_the_gradient_of_sinks_runs_from_addresses(interpreted: None) -> None:
+    from tilewise.backends.common.sinks import build_sink_gradient
+    from tilewise.backends.reference import forward, scored
+
+    first = request_of("sinks")
+    run = None
+    for seed in range(2):
+        request = on_call(first, seed)
+        out, lse = map(known, forward(request))
+        upstream = Upstream(out, lse, known(torch.randn_like(out)), None)
+        run = run or KernelCall(build_sink_gradient(first.spec), (*request.tensors(), *upstream), CUDA)
+        (found,) = run((*request.tensors(), *upstream))
+        (expected,) = scored.term_gradients(request, upstream, [False, True])
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+ANGLES = torch.outer(torch.arange(64.0), 100 ** -(torch.arange(8) / 8))
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (KvCase((5, 0, 18), dim=16, heads=2, kv_heads=1, page=8), {}),
+        (KvCase((5, 0, 18), dim=16, page=0, new=1), {"rotary": tilewise.Rotary(ANGLES.cos(), ANGLES.sin())}),
+        (KvCase((5, 0, 18), dim=16, queries=(2, 1, 1), new=(2, 1, 1), csr=True, padding=2), {"sinks": torch.randn(4)}),
+    ],
+    ids=["pages", "rotary", "packed"],
+)
+@pytest.mark.parametrize("given", ["nothing", "out", "plan"])
+def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], given: str, interpreted: None) -> None:
+    from tilewise.backends.common.kv import runners
+    from tilewise.backends.common.kv.launches import attend_launches, schedule_launch, schedule_sizes
+    from tilewise.backends.reference import kv as reference
+
+    run = None
+    for seed in range(2):
+        ours, theirs = (inputs(case, torch.float32, seed=seed) for _ in range(2))
+        made = []
+        for x in (ours, theirs):
+            asked = kv_checks.kv_options(x.options | options | {"backend": "triton"})
+            if given == "out":
+                asked["out"] = torch.empty_like(x.q)
+            made.append(kv_call_of(x.q, x.k, x.v, x.lengths, asked))
+        call: KvCall = made[0]
+        if given == "plan":
+            numbers, floats = schedule_sizes(call.request, Target(INTERPRETER, 16))
+            call = call._replace(
+                schedule=torch.zeros(numbers, dtype=torch.int64), workspace=torch.zeros(floats),
+                lse=torch.empty(*ours.q.shape[:-3], *ours.q.shape[-3:-1][::-1]),
+            )  # fmt: skip
+        tensors, _ = structure_of(call)
+        for x in tensors:
+            known(x)
+        if given == "plan":
+            launch = schedule_launch(call.request, call.schedule, Target(INTERPRETER, 16))
+            launch()
+        if run is None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(runners, "KernelCall", lambda build, tensors, device: KernelCall(build, tensors, CUDA))
+                run = runners.attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        out, lse = run(tensors)[:2]
+        assert call.out is None or out is call.out
+        assert call.lse is None or lse is call.lse
+        expected = reference.attend(made[1]._replace(out=None))
+        assert_close(out, expected[0], atol=1e-4, rtol=1e-4)
+        assert_close(lse, expected[1], atol=1e-4, rtol=1e-4)
+        assert torch.equal(ours.k.nan_to_num(), theirs.k.nan_to_num())

@@ -1,0 +1,80 @@
+"""The kernels of the KV cache fit every GPU that has tiles: compiled without one, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise.backends.common import tiles
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
+TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
+ROWS: tuple[dict[str, Any], ...] = (
+    {"kernel": "attend"},
+    {"kernel": "attend", "queries": 16},
+    {"kernel": "careful", "queries": 16},
+    {"kernel": "attend", "dim": 64, "heads": 64, "term": "window"},
+    {"kernel": "attend", "dim": 256},
+    {"kernel": "attend", "page": 0, "dtype": "float32", "dim": 64},
+    {"kernel": "plan", "packed": True},
+    {"kernel": "combine"},
+    {"kernel": "append"},
+)
+MORE: tuple[dict[str, Any], ...] = (  # where it is measured
+    *({"kernel": "attend", "page": page} for page in (0, 1, 64, 256)),
+    {"kernel": "attend", "queries": 8, "term": "tree"},
+    {"kernel": "attend", "queries": 100, "packed": True, "term": "softcap"},
+    {"kernel": "attend", "split": 4096},
+    {"kernel": "attend", "dim": 512},
+)
+SPILL = 8  # bytes that a thread may put aside once, before the first loop
+# Of these rows more: for an item, none in the loop over keys (read off the instructions). To shrink, never to grow.
+MORE_SPILL = {(90, 128, 4096, 1): 56, (100, 128, None, 1): 24, (100, 256, None, 1): 56}  # arch, dim, split, queries
+
+
+def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tilewise.backends.compile_kv"], input=json.dumps(rows), capture_output=True,
+        text=True, env=env, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(made: dict[str, Any]) -> list[str]:
+    if "error" in made:
+        return [made["error"]]
+    row = made["arch"], made.get("dim", 128), made.get("split"), made.get("queries", 1)
+    spill = MORE_SPILL.get(row, SPILL)
+    allowed = {"attend": spill, "careful": 1024}.get(made["kernel"], 0)  # the careful one nearly always ends at once
+    found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
+    if made["shared"] > tiles.chip(made["arch"]).shared:
+        found.append(f"{made['shared']} bytes of shared memory")
+    if made["kernel"] == "attend" and not any("MMA" in name or "mfma" in name for name in made["instructions"]):
+        found.append("no matrix instruction")
+    return found
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_kernels_fit(arch: tiles.Arch) -> None:
+    pytest.importorskip("triton")
+    made = reports([{"arch": arch, **row} for row in (ROWS + MORE if arch == 90 else ROWS)])
+    wrong = [f"{row}: {'; '.join(faults(row))}" for row in made if faults(row)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_keys_are_loaded_ahead() -> None:
+    """On Hopper: asynchronous copies into three stages of shared memory, and products of a warpgroup."""
+    (made,) = reports([{"arch": 90, "kernel": "attend"}])
+    assert made["instructions"]["LDGSTS"] > 0
+    assert made["instructions"]["HGMMA"] > 0
+    assert made["shared"] >= 2 * 3 * 64 * 128 * 2

@@ -1,0 +1,51 @@
+"""One set of kernels serves all sizes of a model: what Triton would compile is the same, whatever they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """In a process of its own: this one's Triton is the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, "-m", "tests.tilewise.backends.compile_sizes"]  # a path would put its folder first
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("band", ["causal", "full", "window"])
+def test_sizes_ask_for_no_more_kernels(found: Any, band: str, kind: str) -> None:
+    counts = found[f"{band} {kind}"]
+    assert counts[-1] == counts[1]
+
+
+def test_portable_kernels_know_two_kinds_of_length(found: Any) -> None:
+    """Those that tiles divide, and the others: of four kernels, the three that visit tiles come twice."""
+    counts = found["portable"]
+    assert counts[0] < counts[-1] <= counts[0] + 3
+
+
+def test_a_short_causal_call_of_narrow_heads_has_a_tile_of_its_own(found: Any) -> None:
+    counts = found["narrow"]
+    assert counts[-1] == counts[0] + 1
+
+
+def test_numbers_of_pages_and_new_tokens_ask_for_no_more_kernels(found: Any) -> None:
+    assert found["caches"] == [1] * 20
+
+
+def test_parameters_of_compiled_kernels_are_as_the_launcher_expects(found: Any) -> None:
+    """Pointers, scalars, and descriptors with their shapes and strides; pointers to scratch memory follow."""
+    assert len(found["known"]) == 5
+    for name, behind in found["known"].items():
+        assert behind in ([], [8], [8, 8]), name

@@ -1,0 +1,377 @@
+"""Plans of calls with a KV cache: equal calls run the launches of the first one, with their own tensors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise
+from tests.conftest import INTERPRETED
+from tests.kv_cases import KvCase, KvInputs, inputs
+from tests.tilewise.plan_cache.conftest import Spy, signature_of_call
+from tilewise import kv_cache, plan_cache
+from tilewise.backends.common.kv import DecodeKernels
+from tilewise.kv_cache import Prepared
+from tilewise.plan_cache import PlanCache, plans
+from tilewise.validation import kv as checks
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
+CASE = KvCase((5, 0, 18), dim=16, heads=2, kv_heads=1, page=8)
+ANGLES = torch.outer(torch.arange(64.0), 100 ** -(torch.arange(8) / 8))
+
+
+@pytest.fixture(autouse=True)
+def kept(triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache]:
+    """The plan cache, empty, for tensors that say they are on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    plans.clear()
+    yield plans
+    plans.clear()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many runners of each kind the kernels made."""
+    found: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        make = getattr(DecodeKernels, name)
+        monkeypatch.setattr(DecodeKernels, name, lambda *x: found.update([name]) or make(*x))
+
+    for name in ("attend", "append", "schedule"):
+        count(name)
+    return found
+
+
+def call(x: KvInputs, backend: str = "triton", plan: bool = True, **options: Any) -> tuple[Tensor, Tensor]:
+    options = x.options | options | {"backend": backend}
+    if plan:
+        options["plan"] = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
+    found: tuple[Tensor, Tensor] = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, return_lse=True, **options)
+    return found
+
+
+def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("plan", [True, False])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (CASE, {}),
+        (CASE.but(page=0), {"window": (5, 0)}),
+        (CASE.but(queries=(2, 1, 1), new=(2, 1, 1), csr=True, padding=2), {"softcap": 0.7, "sinks": torch.randn(2)}),
+        (CASE.but(new=1), {"rotary": tilewise.Rotary(ANGLES.cos(), ANGLES.sin())}),
+    ],
+    ids=["pages", "dense", "packed", "rotary"],
+)
+def test_a_known_call_uses_its_own_tensors(
+    case: KvCase, options: dict[str, Any], plan: bool, made: Counter[str]
+) -> None:
+    for seed in range(3):
+        ours, theirs = (inputs(case, torch.float16, seed=seed) for _ in range(2))
+        found = call(ours, plan=plan, **options)
+        compare(found, call(theirs, "reference", plan=False, **options))
+        assert torch.equal(ours.k.nan_to_num(), theirs.k.nan_to_num())  # what was written
+        assert torch.equal(ours.v.nan_to_num(), theirs.v.nan_to_num())
+    assert made == ({"attend": 1, "schedule": 1} if plan else {"attend": 1})
+
+
+def test_a_known_append_uses_its_own_tensors(made: Counter[str]) -> None:
+    """With queries to rotate, and one tensor as both keys and values."""
+    rotary = tilewise.Rotary(ANGLES.cos(), ANGLES.sin())
+    lengths, written = torch.tensor([3, 0], dtype=torch.int32), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        new, q = torch.randn(2, 2, 1, 16).half(), torch.randn(2, 2, 3, 16).half()
+        for backend in ("triton", "reference"):
+            k, v = torch.zeros(2, 2, 8, 1, 16).half()
+            rotated = tilewise.append_kv(new, new, k, v, lengths, q=q, rotary=rotary, backend=backend)
+            assert tilewise.append_kv(new, new, k, v, lengths + 2, backend=backend) is None
+            assert tilewise.append_kv(new, new, k, v, lengths + 4, q=q, backend=backend) is q
+            written.append((rotated, k, v))
+        for a, b in zip(*written[-2:], strict=True):
+            assert_close(a, b)
+    assert made == {"append": 2}  # queries that are not rotated are no part of the request
+
+
+def test_a_plan_is_made_again_in_its_memory(made: Counter[str]) -> None:
+    x = inputs(CASE, torch.float16)
+    options = x.options | {"backend": "triton"}
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
+    for _ in range(2):
+        assert tilewise.plan_kv(x.q, x.k, x.v, x.lengths, plan=plan, **options) is plan
+    other = tilewise.plan_kv(x.q, x.k, x.v, x.lengths // 2, **options)
+    assert made == {"schedule": 1}
+    assert other.shape == plan.shape
+    assert other.workspace.data_ptr() != plan.workspace.data_ptr()
+    assert not torch.equal(other.schedule, plan.schedule)
+    x.lengths //= 2
+    tilewise.plan_kv(x.q, x.k, x.v, x.lengths, plan=plan, **options)
+    assert torch.equal(other.schedule, plan.schedule)
+
+
+def test_out_is_the_tensor_of_the_call(made: Counter[str]) -> None:
+    for seed in range(3):
+        x = inputs(CASE, torch.float16, seed=seed)
+        out = torch.full_like(x.q, torch.nan)
+        found = call(x, out=out)[0]
+        assert found is out
+        compare((out,), call(x, "reference", plan=False)[:1])
+    assert made["attend"] == 1
+
+
+def test_a_call_that_does_not_return_lse_uses_the_memory_of_the_plan() -> None:
+    x = inputs(CASE, torch.float16)
+    options = x.options | {"backend": "triton"}
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
+    expected = call(x, "reference", plan=False)
+    for _ in range(2):
+        plan.lse.fill_(7)
+        out = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, plan=plan, **options)
+        compare((out, plan.lse), expected)
+        plan.lse.fill_(7)
+        found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, plan=plan, return_lse=True, **options)
+        compare(found, expected)
+        assert set(plan.lse.flatten().tolist()) == {7.0}
+
+
+def test_a_known_call_is_not_checked_again_and_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = inputs(CASE.but(new=1), torch.float16)
+    options = x.options | {"backend": "triton"}
+    options["plan"] = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
+    first = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options)
+    monkeypatch.setattr(checks, "attend_request", None)
+    monkeypatch.setattr(checks, "append_request", None)
+    assert torch.equal(tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **options), first)
+    alive = [weakref.ref(t) for t in (x.q, x.k, x.lengths, options["plan"].workspace, options["k_new"], first)]
+    del x, options, first
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 6
+
+
+NEW = torch.zeros(2, 1, 1, 8).half()
+SHAPE = (1, "of a plan", torch.float16, torch.device("cpu"), None, True)
+
+
+def arguments(**options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The tensors and options of a call."""
+    q, k, v, lengths = torch.zeros(2, 1, 2, 8), torch.zeros(4, 8, 1, 8), torch.zeros(4, 8, 1, 8), torch.zeros(2)
+    given: dict[str, Any] = {"q": q.half(), "k": k.half(), "v": v.half(), "lengths": lengths.int(), "k_new": NEW}
+    given |= {"plan": tilewise.KvPlan(*torch.zeros(3, 8), SHAPE), "v_new": NEW.clone(), "page_table": torch.zeros(2, 4)}
+    given |= options
+    return [given.pop(name) for name in ("q", "k", "v", "lengths")], given
+
+
+def signature(**options: Any) -> tuple[Any, ...] | None:
+    tensors, given = arguments(**options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache, "plans", Spy())
+        return signature_of_call(lambda: tilewise.attention_kv(*tensors, **given))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"window": (5, 0)}, {"window": (5.0, 0)}, {"scale": 0.5}, {"scale": 1}, {"split": 128}, {"max_seqlen_q": 3},
+        {"causal": False}, {"causal": 0}, {"softcap": 2.0}, {"starts": torch.zeros(3, dtype=torch.int32)},
+        {"q": torch.zeros(3, 1, 2, 8).half()}, {"q": torch.zeros(2, 2, 1, 8).half().transpose(1, 2)},
+        {"q": torch.zeros(2, 1, 2, 8).bfloat16()}, {"q": torch.zeros(33).half()[1:].view(2, 1, 2, 8)},
+        {"q": torch.zeros(2, 1, 2, 8).half().requires_grad_()},
+        {"k": torch.zeros(4, 1, 8, 8).half().transpose(1, 2)}, {"v": torch.zeros(5, 8, 1, 8).half()},
+        {"lengths": torch.zeros(2).long()}, {"lengths": torch.zeros(4).int()[::2]},
+        {"lengths": torch.zeros(3).int()[1:]},
+        {"v_new": NEW}, {"page_table": (torch.zeros(2, 4), torch.zeros(2, 4))}, {"page_table": torch.zeros(4, 2).T},
+        {"plan": tilewise.KvPlan(*torch.zeros(3, 8), (2, *SHAPE[1:]))},
+        {"plan": tilewise.KvPlan(*torch.zeros(3, 8), (*SHAPE[:-1], 1))},
+        {"plan": tilewise.KvPlan(*torch.zeros(3, 9), SHAPE)}, {"plan": None},
+        {"rotary": tilewise.Rotary(torch.zeros(4, 4), torch.zeros(4, 4))}, {"score_mod": tilewise.mods.softcap(3.0)},
+        {"page_table": (torch.zeros(2, 4),)}, {"page_table": ()}, {"out": torch.zeros(2, 1, 2, 8).half()},
+        {"return_lse": True}, {"sinks": torch.zeros(2)}, {"alibi_slopes": torch.zeros(2)}, {"backend": "triton"},
+    ],
+)  # fmt: skip
+def test_calls_that_differ_have_different_signatures(other: dict[str, Any]) -> None:
+    one, two = signature(), signature(**other)
+    assert one is not None
+    assert two is not None
+    assert one != two
+    assert (signature(), signature(**other)) == (one, two)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_parts_of_rotary_are_parts_of_the_signature(interleaved: bool) -> None:
+    def rotary(**changes: Any) -> Any:
+        fields: dict[str, Any] = {"cos": torch.ones(4, 4), "sin": torch.ones(4, 4), "interleaved": interleaved}
+        return signature(rotary=tilewise.Rotary(**fields | changes))
+
+    others = [
+        rotary(), rotary(interleaved=not interleaved), rotary(interleaved=int(interleaved)),
+        rotary(positions=torch.zeros(2, 1)), rotary(q_positions=torch.zeros(2, 1)), rotary(cos=torch.ones(5, 4)),
+    ]  # fmt: skip
+    assert None not in others
+    assert len(set(others)) == 6
+    assert rotary() == others[0]
+
+
+def test_one_tensor_as_two_arguments(made: Counter[str]) -> None:
+    """The places of the tensors among the arguments differ."""
+    assert signature(v_new=NEW) == signature(k_new=(fresh := NEW.clone()), v_new=fresh) != signature()
+    lengths = torch.tensor([3, 0], dtype=torch.int32)
+    a, b = torch.randn(2, 2, 2, 1, 16).half()
+    for k_new, v_new in ((a, a), (a, b), (b, a), (b, b)):
+        k, v = torch.zeros(2, 2, 8, 1, 16).half()
+        tilewise.append_kv(k_new, v_new, k, v, lengths, backend="triton")
+        assert torch.equal(k[0, 3:5], k_new[0])
+        assert torch.equal(v[0, 3:5], v_new[0])
+        tilewise.append_kv(k_new, v_new, k, k, lengths + 2, backend="triton")
+        assert torch.equal(k[0, 5:7], v_new[0]) or torch.equal(k[0, 5:7], k_new[0])
+    assert made == {"append": 4}
+
+
+def test_traced_calls_have_no_signature() -> None:
+    found = []
+    with FlopCounterMode(display=False):
+        found.append(signature())
+    torch.vmap(lambda x: found.append(signature()) or x)(torch.zeros(1))
+    with torch.autograd.forward_ad.dual_level():
+        found.append(signature())
+    assert found == [None] * 3
+    assert signature() is not None
+
+
+def test_a_dispatch_mode_sees_the_ops_of_a_known_call() -> None:
+    x = inputs(CASE, torch.float16)
+    expected = call(x, plan=False)
+    with FlopCounterMode(display=False) as counter:
+        found = call(x, plan=False)
+    assert counter.get_total_flops() > 0
+    compare(found, expected)
+
+
+def test_calls_on_a_cpu_and_with_tilewise_check_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "ALWAYS", True)
+        assert signature() is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
+    assert signature() is None
+
+
+def test_a_tensor_that_requires_a_gradient_is_checked_in_every_call(kept: PlanCache) -> None:
+    """Whether it is an error depends on the grad mode."""
+    x = inputs(CASE, torch.float16)
+    leaf = replace(x, q=x.q.clone().requires_grad_())
+    for _ in range(2):
+        with torch.no_grad():
+            found = call(leaf, plan=False)
+        compare(found, call(x, "reference", plan=False))
+        with pytest.raises(tilewise.AttentionError, match="gradient"):
+            call(leaf, plan=False)
+
+
+@pytest.mark.parametrize(
+    "lengths", [5, torch.tensor([5, 5, 5, 5, 5, 5], dtype=torch.int32)[::2]], ids=["int", "strided"]
+)
+def test_tensors_made_by_the_library_are_made_for_every_call(lengths: Any, kept: PlanCache, made: Counter[str]) -> None:
+    """A number of tokens becomes a tensor, strided lengths a contiguous one: such calls are checked every time,
+    and their runner is kept by the checked call."""
+    x = inputs(CASE.but(lengths=(5, 5, 5)), torch.float16)
+    expected = call(x, "reference", plan=False)
+    kept.clear()
+    for _ in range(2):
+        compare(call(replace(x, lengths=lengths), plan=False), expected)
+    assert not any(isinstance(plan, Prepared) for plan in kept.values())
+    assert made == {"attend": 1}
+
+
+def test_a_tree_is_packed_for_every_call(kept: PlanCache) -> None:
+    tree = torch.tril(torch.ones(3, 2, 2, dtype=torch.bool))
+    for seed in range(2):
+        x = inputs(CASE.but(queries=2, new=2), torch.float16, seed=seed)
+        found = call(x, tree=tree, plan=False)
+        compare(
+            found, call(inputs(CASE.but(queries=2, new=2), torch.float16, seed=seed), "reference", False, tree=tree)
+        )
+    assert not any(isinstance(plan, Prepared) for plan in kept.values())
+
+
+def test_a_full_cache_starts_again(kept: PlanCache, made: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    new, lengths = torch.ones(1, 1, 1, 16).half(), torch.zeros(1, dtype=torch.int32)
+    for n in range(1, 9):
+        k, v = torch.zeros(2, 1, n, 1, 16).half()
+        for _ in range(2):
+            tilewise.append_kv(new, new, k, v, lengths, backend="triton")
+        assert len(kept) <= 3
+        assert k[0, 0].eq(1).all()
+    assert made == {"append": 8}
+
+
+def test_other_lengths_and_pages_are_the_same_call(made: Counter[str]) -> None:
+    """The contents of tensors do not count."""
+    for lengths in ((5, 0, 18), (1, 2, 18), (8, 8, 8)):
+        x = inputs(CASE.but(lengths=lengths), torch.float16)
+        pages = x.options["page_table"]
+        table = torch.zeros(3, 5, dtype=torch.int32)
+        table[:, : pages.shape[1]] = pages.clamp(0, x.k.shape[0] - 1)[:, :5]
+        k, v = (torch.cat([t, t.new_zeros(20 - t.shape[0], *t.shape[1:])]) for t in (x.k, x.v))
+        given = replace(x, k=k, v=v, options=x.options | {"page_table": table})
+        compare(call(given, plan=False), call(given, "reference", plan=False))
+    assert made == {"attend": 1}
+
+
+# The registered ops, which compiled programs call
+
+
+def test_ops_share_plans(made: Counter[str]) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, k_new: Tensor, v_new: Tensor, table: Tensor) -> Tensor:
+        out: Tensor = tilewise.attention_kv(
+            q, k, v, lengths, k_new=k_new, v_new=v_new, page_table=table, backend="triton"
+        )
+        return out
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    case = CASE.but(new=1)
+    for seed in range(3):
+        ours, theirs = (inputs(case, torch.float16, seed=seed) for _ in range(2))
+        given = [ours.q, ours.k, ours.v, ours.lengths, *(ours.options[x] for x in ("k_new", "v_new", "page_table"))]
+        found = compiled(*given)
+        compare((found,), call(theirs, "reference", plan=False)[:1])
+        assert torch.equal(ours.k.nan_to_num(), theirs.k.nan_to_num())
+    assert made == {"append": 1, "schedule": 1, "attend": 1}
+
+
+def test_threads_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one launch at a time, so the reference computes here."""
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for n in (3, 4, 5, 6, 3, 4, 5, 6):
+                q, k, v = (torch.randn(1, s, 2, 8, generator=generator) for s in (1, n, n))
+                lengths = torch.tensor([n], dtype=torch.int32)
+                found = tilewise.attention_kv(q, k, v, lengths, backend="reference")
+                assert_close(found, tilewise.attention(q, k, v, backend="reference"))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
