@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.request import Request, Spec
 from tilewise_lab.emulator import launch
@@ -16,7 +17,7 @@ def timeline(tokens: int, d: int) -> dict[str, Any]:
     make = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, tokens, 1, d, generator=make).to(torch.float16)
     out, lse = torch.empty_like(q), torch.empty(1, 1, tokens)
-    spec, state = Spec.of(head_dim=d), new_state(q.device)
+    spec, state = Spec.of(head_dim=d), new_state(DeviceMemory(q.device))
     (one,) = forward_launches(Request(q, k, v, spec), out, lse, state, processors=1)
     machine = launch(one.kernel, one.programs, one.args, one.options)
     spans = [list(span[1:]) for span in machine.timeline]
