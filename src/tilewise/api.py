@@ -114,7 +114,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
     tensors = [q, k, v, *cu]
     key = None
     if is_eager() and not validation.ALWAYS:
-        key = signature("attention", tensors, options, *_sizes(longest, options))
+        key = signature("attention", tensors, options, *(_sizes(longest, options) if longest else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
     with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
     if plan is not None:
@@ -139,4 +139,4 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
 def _sizes(longest: Any, options: Options) -> Any:
     """max_seqlen_q and max_seqlen_k, where they belong to the signature: beside an option whose tensors may have these
     sizes. Otherwise they have no effect, and may change with every batch."""
-    return longest if longest and any(options.get(name) is not None for name in validation.SIZED) else ()
+    return longest if any(options.get(name) is not None for name in validation.SIZED) else ()

@@ -54,6 +54,10 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     for key, value in options.items():
+        kind = type(value)
+        if kind in CONSTANTS:
+            parts += key, kind, value
+            continue
         parts.append(key)
         if not _add(value, parts, tensors):
             return None
@@ -91,35 +95,36 @@ def structure_signature(name: str, call: tuple[Any, ...]) -> tuple[Any, ...] | N
 
 
 def layouts(tensors: Sequence[Tensor]) -> list[Any]:
-    """Everything that kernels depend on in tensors except their contents, and which of them are the same tensor.
+    """Everything that kernels depend on in tensors except their contents.
 
-    Of an address the lowest four bits count. A tensor without memory, such as a zero tensor, has address 0.
+    Of an address the lowest four bits count. A tensor without memory, such as a zero tensor, has address 0. If one
+    tensor is two arguments, the signature says so, because `positions` finds tensors by identity. Three tensors are q,
+    k and v, each at its own position.
     """
     found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
-        found += (
-            x.shape,
-            x.stride(),
-            x.dtype,
-            x.get_device(),
-            x.requires_grad,
-            x.is_neg(),
-            address and address & 15 | 16,
-        )
-    if len({*map(id, tensors)}) < len(tensors):
+        found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), address and address & 15 | 16
+    if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
         found += map(names.index, names)
-    if tensors[0].dtype == torch.float32:
+    if tensors[0].dtype is torch.float32:
         found.append(torch.backends.cuda.matmul.allow_tf32)
     return found
 
 
 def positions(wanted: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[int | None, ...] | None:
-    """Where each wanted tensor stands among the call's; None if one was made from another and is not among them."""
+    """The position of each wanted tensor among the call's; None if one was made for this call and is not among them."""
     places = {id(x): n for n, x in reversed([*enumerate(tensors)])}
-    found = [None if x is None else places.get(id(x), -1) for x in wanted]
-    return None if -1 in found else tuple(found)
+    found: list[int | None] = []
+    for n, x in enumerate(wanted):
+        if x is None or (n < len(tensors) and tensors[n] is x):
+            found.append(None if x is None else n)
+        elif id(x) in places:
+            found.append(places[id(x)])
+        else:
+            return None
+    return tuple(found)
 
 
 class CallPlan:

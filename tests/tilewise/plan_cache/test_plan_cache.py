@@ -21,7 +21,7 @@ from tests.tilewise.plan_cache.conftest import Spy, signature_of_call
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError, api, plan_cache
 from tilewise.backends import registry
-from tilewise.plan_cache import CallPlan, PlanCache
+from tilewise.plan_cache import CallPlan, PlanCache, positions
 from tilewise.request import Request, Spec, Upstream, arguments
 
 Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
@@ -162,9 +162,8 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({}, {"dtype": torch.float16}),
     "alignment": ({}, {"unaligned": True}),
     "no memory": ({}, {"without memory": True}),
-    "q is k": ({}, {"same": True}),
-    "k is v": ({}, {"same values": True}),
-    "q is k, or k is v": ({"same": True}, {"same values": True}),
+    "q is k, with sinks": ({"sinks": ALWAYS_ONES}, {"same": True, "sinks": ALWAYS_ONES}),
+    "k is v, with sinks": ({"sinks": ALWAYS_ONES}, {"same values": True, "sinks": ALWAYS_ONES}),
     "requires_grad": ({}, {"grad": True}),
     "negative bit": ({"dtype": torch.float32}, {"dtype": torch.float32, "negative": True}),
     "packed": ({}, {"packed": True}),
@@ -205,6 +204,15 @@ def test_calls_that_differ_have_different_signatures(case: str) -> None:
     plans.keep(one, "one")
     plans.keep(other, "other")
     assert (plans[one], plans[other]) == ("one", "other")
+
+
+def test_the_plan_of_a_call_with_one_tensor_as_q_and_k_serves_any_other() -> None:
+    q, k, v, sinks = (torch.zeros(1) for _ in range(4))
+    assert positions([q, q, v], [q, q, v]) == (0, 1, 2)
+    assert positions([q, k, k], [q, k, k]) == (0, 1, 2)
+    assert positions([q, k, v, None, sinks], [q, k, v, sinks]) == (0, 1, 2, None, 3)
+    assert positions([q, k, v, None, sinks, q], [q, k, v, sinks]) == (0, 1, 2, None, 3, 0)
+    assert positions([q, k, v + 0], [q, k, v]) is None
 
 
 @contextmanager
@@ -472,12 +480,12 @@ def test_requests_with_0_and_minus_0_are_two(stub: StubBackend) -> None:
 
 
 def test_one_tensor_as_two_arguments(third: ThirdBackend, kept: PlanCache) -> None:
-    """The places of the tensors among the arguments differ."""
+    """One plan serves all: q, k and v stand at their own positions, whichever of them are one tensor."""
     x, y, z = (torch.randn(1, 6, 2, 8) for _ in range(3))
     for tensors in ((x, x, x), (x, y, z), (x, y, y), (y, y, x), (x, y, x), (z, z, z), (y, z, x)):
         found = tilewise.attention(*tensors)
         assert_close(found, tilewise.attention(*tensors, backend="reference"))
-    assert third.made == ["forward"] * 5
+    assert third.made == ["forward"]
     bias = torch.randn(1, 2, 6, 8)[..., :6]
     for q in (x, bias.transpose(1, 2)):  # as a term, too
         tilewise.attention(q, q, q)
