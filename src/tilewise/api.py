@@ -1,22 +1,48 @@
-"""The public functions. They take the same options (`options.Options`) and make one request of a call."""
+"""The public functions of dense and packed attention. They take the same options (`options.Options`)."""
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
 from .autograd import attend, run_plan
 from .backends.registry import choose
-from .options import Options, takes_options
+from .options import Options, OtherOptions, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
 from .torch_internals import any_autocast, is_eager, is_traced
 from .validation import dense as validation
 from .validation import nested
 
+OutLse = tuple[Tensor, Tensor]
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[True], **options: Unpack[OtherOptions]
+) -> OutLse: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[OtherOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: bool, **options: Unpack[OtherOptions]
+) -> Tensor | OutLse: ...
+
 
 @takes_options
-def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **options: Unpack[Options]) -> Any:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **options: Unpack[Options]) -> Tensor | OutLse:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile in O(S) memory.
 
     >>> import torch
@@ -24,28 +50,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     >>> attention(q, k, v, causal=True).shape
     torch.Size([2, 128, 8, 64])
 
-    q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), with H a multiple of Hk; any strides; D and Dv from 1 to 512.
-    Returns out (B, Sq, H, Dv) in q's dtype, and with `return_lse` also the logsumexp of the scores, (B, H, Sq) in
-    float32; gradients flow through both.
-
-    causal, window: query i sits at key position i + Sk - Sq; `window=(left, right)` lets it see so many keys to either
-        side, None meaning all; `causal` is right = 0. A query that sees no key gets out = 0 and lse = -inf.
-    scale: 1/sqrt(D) unless given.
-    softcap, score_mod, alibi_slopes, bias: what a score becomes, in this order: cap * tanh(s / cap); the mod (see
-        `tilewise.score_mod`); minus slope * distance, slopes (H,) or (B, H); plus a bias that broadcasts to
-        (B, H, Sq, Sk). The tensors get gradients where they require them, summed in a fixed order.
-    mask_mod: which pairs see each other, besides the band: a `tilewise.mask_mod`, or a `tilewise.block_mask` made of
-        one (`block_mask_varlen` for packed sequences), which skips the tiles nobody sees.
-    sinks: (H,) scores that join the denominator and have no value; learnable.
-    dropout_p, seed: each weight is dropped with this probability, by a hash of the seed (an int or one int64; drawn
-        from torch's generator if None), batch row, head and both positions: see `tilewise.dropout_mask`.
-    deterministic: the same bits in every run; by default as torch.use_deterministic_algorithms says. Only the backward
-        of the "hopper" backend is faster without (docs/hopper-backward.md says by how much).
-    backend: "reference" (torch, any device), "triton" (GPU), "hopper", or "auto".
-    layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as torch's own attention has them;
-        nothing is copied.
+    A score is computed in this order: scale * q.k; softcap; score_mod; ALiBi; bias; masks. Sinks join the denominator
+    only. A query that sees no key gets out = 0, lse = -inf and gradients of 0.
 
     Nested tensors of jagged layout, (B, j, H, D), are packed sequences: out is nested as q is, and nothing is copied.
+
+    Args:
+        q: queries (B, Sq, H, D) in float16, bfloat16 or float32 (float64 with the "reference" backend). Any strides;
+            D and Dv from 1 to 512.
+        k: keys (B, Sk, Hk, D). H is a multiple of Hk: query head h reads KV head h // (H / Hk).
+        v: values (B, Sk, Hk, Dv).
+        layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as in torch's
+            scaled_dot_product_attention. Nothing is copied.
+        causal: if True, query i sees no key after its position i + Sk - Sq (bottom-right alignment).
+        window: (left, right): query i sees the keys from position - left to position + right. None is unbounded.
+        scale: factor of q.k. Default 1 / sqrt(D). Zero and negative values are allowed.
+        softcap: if given, a score s becomes softcap * tanh(s / softcap).
+        bias: added to the scores; broadcasts to (B, H, Sq, Sk). Differentiable.
+        alibi_slopes: (H,) or (B, H). Subtracts slope * abs(i + Sk - Sq - j) from the score of query i and key j.
+            Differentiable.
+        sinks: (H,) scores that are added to the softmax denominator and have no value. Differentiable.
+        score_mod: a `tilewise.score_mod` with its tensors bound. Its float tensors are differentiable.
+        mask_mod: a `tilewise.mask_mod` with its tensors bound: the pairs that are visible, in addition to causal and
+            window. Or a `tilewise.block_mask` of one, which also skips tiles without a visible pair.
+        dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
+        seed: of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same seed
+            drops the same weights: `tilewise.dropout_mask` returns which.
+        return_lse: if True, lse is returned too.
+        deterministic: if True, the gradients have the same bits in every run. Default: as
+            torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
+        backend: "reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".
+
+    Returns:
+        out (B, Sq, H, Dv) in q's dtype. With return_lse=True (out, lse): lse (B, H, Sq) is the natural logsumexp of the
+        scores in float32 (float64 for float64). Both are differentiable.
+
+    Raises:
+        AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     if not isinstance(layout, str) or layout != "bshd" or any_autocast():
         q, k, v = validation.arranged(q, k, v, layout)
@@ -55,11 +96,63 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     return (out, lse) if options.get("return_lse") else out
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[OtherOptions],
+) -> OutLse: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[OtherOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: bool,
+    **options: Unpack[OtherOptions],
+) -> Tensor | OutLse: ...
+
+
 @takes_options
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **options: Unpack[Options],
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **options: Unpack[Options],
+) -> Tensor | OutLse:
     """`attention` over sequences packed one after the other, without padding and without a host sync.
 
     >>> import torch
@@ -69,13 +162,27 @@ def attention_varlen(
     >>> out.shape, lse.shape
     (torch.Size([10, 4, 32]), torch.Size([4, 10]))
 
-    q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens are int32 of length B + 1, from 0 to T. The maximal lengths
-    are needed with a bias, whose axes they are, and bound the work on the gradient of a table that a score mod reads at
-    both i and j, which without them is that of one sequence of T and Tk tokens; otherwise they are accepted for the
-    sake of other libraries' callers. No sequence may be longer: on a CPU that is an error, on a GPU such tokens have a
-    bias of 0, and `check` raises.
-    Every position, in mods, biases and dropout, counts within its sequence, and b is the sequence's number. Where a
-    buffer is longer than its sequences, the rest are empty rows: out 0, lse -inf, gradients 0.
+    All positions, in mods, biases and dropout, count from 0 within a sequence; b is the number of the sequence. Rows of
+    a buffer past its last sequence get out = 0, lse = -inf and gradients of 0.
+
+    Args:
+        q: queries of all sequences, (T, H, D).
+        k: keys of all sequences, (Tk, Hk, D).
+        v: values of all sequences, (Tk, Hk, Dv).
+        cu_seqlens_q: int32 (B + 1,): sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        cu_seqlens_k: int32 (B + 1,): the same of keys.
+        max_seqlen_q: the most queries of a sequence. Needed with a bias, whose axis it is. It also bounds the work on
+            the gradient of a table that a score_mod reads at both q_idx and kv_idx. Otherwise it has no effect. A
+            longer sequence is an error on a CPU; on a GPU its tokens past the maximum have a bias of 0, and `check`
+            raises.
+        max_seqlen_k: the same of keys.
+        options: as in `attention`. A bias is (B, H, max_seqlen_q, max_seqlen_k), or broadcasts to it.
+
+    Returns:
+        out (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (H, T).
+
+    Raises:
+        AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
     q, k, v = validation.arranged(q, k, v)
@@ -85,10 +192,18 @@ def attention_varlen(
 
 @takes_options
 def check(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, layout: str = "bshd", **options: Unpack[Options],
-) -> None:  # fmt: skip
-    """Everything that can be wrong with a call of `attention` (with cu_seqlens: `attention_varlen`), contents included.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    layout: str = "bshd",
+    **options: Unpack[Options],
+) -> None:
+    """Checks a call of `attention`, or with cu_seqlens of `attention_varlen`, including the contents of its tensors.
 
     >>> import torch
     >>> q = torch.randn(10, 4, 32)
@@ -97,10 +212,24 @@ def check(
     ...
     tilewise.errors.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
 
-    A call by itself looks at shapes alone, since to read numbers is to wait for the GPU: offsets that run past the end
-    are clamped there, a bias adds nothing past its end, and a block mask is taken for one of these sequences. This
-    reads them, and raises. With TILEWISE_CHECK=1 in the environment, every call begins with it.
-    (Indices of a mod that run past its tensor are clamped everywhere, and are no error.)
+    On a GPU a call checks shapes alone, because reading contents waits for the device. There, offsets past the end are
+    clamped, a bias adds nothing past its end, and a block mask is taken to be one of these sequences. This function
+    reads the contents. With TILEWISE_CHECK=1 in the environment, every call begins with it. (Indices of a mod past the
+    end of its tensor are clamped everywhere and are no error.)
+
+    Args:
+        q: as in `attention`, or with cu_seqlens as in `attention_varlen`.
+        k: as q.
+        v: as q.
+        cu_seqlens_q: as in `attention_varlen`; None for `attention`.
+        cu_seqlens_k: as cu_seqlens_q.
+        max_seqlen_q: as in `attention_varlen`.
+        max_seqlen_k: as in `attention_varlen`.
+        layout: as in `attention`.
+        options: as in `attention`.
+
+    Raises:
+        AttentionError: the call is wrong; the message says what, and what is accepted.
     """
     cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
     q, k, v = validation.arranged(q, k, v, layout)

@@ -43,33 +43,59 @@ def attention_kv(
     >>> attention_kv(q, k_cache, v_cache, lengths, page_table=table, k_new=k, v_new=v).shape
     torch.Size([2, 1, 4, 64])
 
-    q (B, Sq, H, D), or packed (T, H, D) with cu_seqlens_q; rows past the last sequence get out 0 and lse -inf.
-    k_cache, v_cache: (rows, tokens, Hk, D) and (.., Dv), or with a page table (pages, page, Hk, ..): any strides, any
-        page from 1 token on. lengths (B,) int32: tokens in the cache before this call.
-    k_new, v_new: (B, Sn, Hk, D), or packed with cu_seqlens_new (by default cu_seqlens_q): written in place first, at
-        lengths and on, or at `slots` (row * page + place; below 0: not at all). `rotary` turns them, and q.
-    page_table: (B, pages) int32; or a pair (indptr (B + 1,), pages (N,)). Entries past the end are never looked at.
-    cache_rows (B,): which row of a dense cache is whose. starts (B,): the first valid key, of padding on the left.
-    causal (True), window: a query sits so that the last one is at the last key. tree: which of its sequence's last
-        keys, as many as queries, each query sees: bools (B, Sq, Sq), packed (T, drafts), or int64 bits for each query.
-    scale, softcap, sinks, alibi_slopes, score_mod, mask_mod, return_lse, backend: as in `attention`; kv_idx counts from
-        the sequence's first place in the cache.
-    plan: of `plan_kv`, made once a step for all layers that are alike.
-    split: keys summed so many at a time: the same bits whatever else is in the batch. 0: never divided.
-    max_seqlen_q: no sequence has more queries; chooses a tile, where q is packed.
-    out: where to write.
+    Args:
+        q: queries (B, Sq, H, D), or packed (T, H, D) with cu_seqlens_q. Rows past the last packed sequence get out = 0
+            and lse = -inf.
+        k_cache: (rows, tokens, Hk, D), or with a page table (pages, page size, Hk, D). Any strides, any page size.
+        v_cache: as k_cache, with Dv.
+        lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
+        k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
+        v_new: new values, as k_new.
+        cu_seqlens_q: int32 (B + 1,), of a packed q.
+        cu_seqlens_new: int32 (B + 1,), of packed k_new and v_new. Default cu_seqlens_q.
+        page_table: int32 (B, pages): the pages of each sequence. Or (indptr (B + 1,), pages (N,)). Entries past a
+            sequence's last page are not read.
+        slots: where each new token is written, row * tokens + position (paged: page * page size + position). Negative:
+            it is not written. Default: after the sequence's last token.
+        cache_rows: (B,): the row of a dense cache for each sequence. Default 0, 1, ...
+        starts: (B,): the first valid key of each sequence, if it is padded on the left.
+        rotary: a `tilewise.Rotary`, applied to k_new and q.
+        tree: which of the last keys of its sequence, as many as there are queries, each query sees: bool (B, Sq, Sq),
+            packed (T, drafts), or int64 bits for each query.
+        causal: default True. The last query of a sequence is at its last key.
+        window: as in `attention`.
+        scale: as in `attention`.
+        softcap: as in `attention`.
+        sinks: as in `attention`.
+        alibi_slopes: as in `attention`.
+        score_mod: as in `attention`. kv_idx counts from the sequence's first position in the cache.
+        mask_mod: as in `attention`, with kv_idx as in score_mod.
+        out: a tensor for the result.
+        return_lse: if True, lse is returned too.
+        plan: of `plan_kv`, made once a step for all layers with these shapes.
+        split: the number of keys that one program sums. A fixed number gives the same bits whatever else is in the
+            batch; 0 never splits. Default: chosen on the device.
+        max_seqlen_q: the most queries of a packed sequence. Chooses a tile.
+        backend: as in `attention`.
+
+    Returns:
+        out (B, Sq, H, Dv) or (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (B, H, Sq) or (H, T) in
+        float32.
+
+    Raises:
+        AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     tensors: list[Any] = [q, k_cache, v_cache, lengths]
     key = _signature("attention_kv", tensors, options)
     known: Prepared | None = None if key is None else plans.get(key)
     if known is None:
-        asked = checks.kv_options(options)
-        call = _call(q, k_cache, v_cache, lengths, asked)
+        given = checks.kv_options(options)
+        call = _call(q, k_cache, v_cache, lengths, given)
         if is_traced(*call.request.call[:3]):
             traced = ops.traced_attend(call)
-            return traced if asked["return_lse"] else traced[0]
+            return traced if given["return_lse"] else traced[0]
         runner = ops.runner_of("attend", call, lambda: ops.kv_backend(call.request).attend(call))
-        known = _prepared(key, tensors, call, runner, asked["return_lse"])
+        known = _prepared(key, tensors, call, runner, given["return_lse"])
         results = known.runner(structure_of(call)[0])
     else:
         results = known.runner([tensors[n] for n in known.order])
@@ -78,7 +104,7 @@ def attention_kv(
 
 @_takes_options
 def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]) -> KvPlan:
-    """How `attention_kv`, called with the same arguments, deals keys to processors: made once, used by every layer.
+    """Divides the keys of an `attention_kv` call among programs. Made once a step, used by all layers.
 
     >>> import torch
     >>> q, cache, lengths = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64), torch.tensor([5, 20]).int()
@@ -86,15 +112,26 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     >>> attention_kv(q, cache, cache, lengths, plan=plan).shape
     torch.Size([2, 1, 4, 64])
 
-    Of q, the caches, k_new and v_new only shapes matter: those of any layer will do. One small kernel, which a CUDA
-    graph may record; a graph that only uses a plan does not hold it: keep both. A plan is good for as long as lengths
-    (and cu_seqlens, starts) stay; a layer with another window wants its own. With `plan`, an earlier one is made again
-    in its place.
+    It launches one small kernel, which a CUDA graph may capture. A graph that uses a plan does not own it: keep both. A
+    plan stays valid while lengths, cu_seqlens and starts do not change. A layer with another window needs its own.
+
+    Args:
+        q: as in `attention_kv`. Of q, the caches, k_new and v_new only the shapes matter: those of any layer.
+        k_cache: as in `attention_kv`.
+        v_cache: as in `attention_kv`.
+        lengths: as in `attention_kv`.
+        options: as in `attention_kv`. With `plan`, an earlier plan is filled in again in place.
+
+    Returns:
+        The plan, for the argument `plan` of `attention_kv`.
+
+    Raises:
+        AttentionError: as in `attention_kv`.
     """
-    asked = checks.kv_options(options)
-    request = checks.attend_request(q, k_cache, v_cache, lengths, asked)
+    given = checks.kv_options(options)
+    request = checks.attend_request(q, k_cache, v_cache, lengths, given)
     shape = _shape_of(request)
-    old: KvPlan | None = asked["plan"]
+    old: KvPlan | None = given["plan"]
     if old is not None:
         _check_plan(old, request)
     traced = is_traced(*request.call[:3])
@@ -112,7 +149,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
 
 @_takes_options
 def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]) -> None:
-    """Everything that can be wrong with a call of `attention_kv`, contents included: reads them, and waits for the GPU.
+    """Checks a call of `attention_kv`, including the contents of its tensors. Waits for the GPU.
 
     >>> import torch
     >>> q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64)
@@ -121,20 +158,36 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     ...
     tilewise.errors.AttentionError: tokens of sequence 1: found 40; expected at most 32, which the cache holds
 
-    A `plan` is compared with the one that plan_kv makes for these arguments: one made for other lengths raises.
     With TILEWISE_CHECK=1 in the environment, every call begins with it.
+
+    Args:
+        q: as in `attention_kv`.
+        k_cache: as in `attention_kv`.
+        v_cache: as in `attention_kv`.
+        lengths: as in `attention_kv`.
+        options: as in `attention_kv`. A `plan` is compared with the one that plan_kv makes for these arguments.
+
+    Raises:
+        AttentionError: the call is wrong, or the plan was made for other lengths.
     """
-    asked = checks.kv_options(options)
-    request = checks.attend_request(q, k_cache, v_cache, lengths, asked)
-    _check_contents(request, asked)
+    given = checks.kv_options(options)
+    request = checks.attend_request(q, k_cache, v_cache, lengths, given)
+    _check_contents(request, given)
     choose(request)
 
 
 def append_kv(
-    k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, *,
-    q: Tensor | None = None, backend: str = "auto", **options: Any,
-) -> Tensor | None:  # fmt: skip
-    """Write new keys and values into a cache in place; with `rotary` turned, and q (returned) with them.
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor | int,
+    *,
+    q: Tensor | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor | None:
+    """Writes new keys and values into a cache in place, with rotary embedding if given.
 
     >>> import torch
     >>> cache, new = torch.zeros(1, 8, 2, 4), torch.ones(1, 3, 2, 4)
@@ -142,8 +195,24 @@ def append_kv(
     >>> cache[0, :, 0, 0]
     tensor([0., 0., 1., 1., 1., 0., 0., 0.])
 
-    Arguments as in `attention_kv`: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows, rotary.
-    What has no place in the cache is not written; two tokens for one slot: either of them.
+    Tokens without a place in the cache are not written. If two tokens have one slot, either is written.
+
+    Args:
+        k_new: as in `attention_kv`.
+        v_new: as in `attention_kv`.
+        k_cache: as in `attention_kv`.
+        v_cache: as in `attention_kv`.
+        lengths: as in `attention_kv`.
+        q: queries to which `rotary` is applied too.
+        backend: as in `attention`.
+        options: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows and rotary, as in
+            `attention_kv`.
+
+    Returns:
+        q, with rotary embedding if `rotary` is given; None without q.
+
+    Raises:
+        AttentionError: an argument is not as above. Nothing was launched.
     """
     tensors: list[Any] = [k_new, v_new, k_cache, v_cache, lengths]
     key = _signature("append_kv", tensors, {"q": q, "backend": backend, **options})
@@ -151,9 +220,9 @@ def append_kv(
     if known is not None:
         results = known.runner([tensors[n] for n in known.order])
         return results[0] if results else q
-    asked = checks.kv_options(options)  # type: ignore[arg-type]
-    places = checks.places_of(k_new, k_cache, lengths, asked)
-    request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, asked)
+    given = checks.kv_options(options)  # type: ignore[arg-type]
+    places = checks.places_of(k_new, k_cache, lengths, given)
+    request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, given)
     if is_traced(k_new, v_new, k_cache, v_cache):
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
@@ -183,39 +252,39 @@ def _prepared(
 ) -> Prepared:
     """The plan of a call, kept for the next one unless a tensor was made for this call, or requires a gradient: whether
     that is an error depends on the grad mode."""
-    given = structure_of(call)[0]
-    order = positions(given, [x for x in tensors if isinstance(x, Tensor)])
+    wanted = structure_of(call)[0]
+    order = positions(wanted, [x for x in tensors if isinstance(x, Tensor)])
     found = Prepared(runner, order or (), returns_lse)  # type: ignore[arg-type]
-    if order is not None and not any(x.requires_grad for x in given):
+    if order is not None and not any(x.requires_grad for x in wanted):
         plans.keep(key, found)
     return found
 
 
-def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, asked: KvOptions) -> KvCall:
+def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, given: KvOptions) -> KvCall:
     """The checked call of `attention_kv`."""
-    request = checks.attend_request(q, k_cache, v_cache, lengths, asked)
+    request = checks.attend_request(q, k_cache, v_cache, lengths, given)
     if ALWAYS:
-        _check_contents(request, asked)
+        _check_contents(request, given)
     new = None
-    if asked["k_new"] is not None:
-        new = checks.append_request(asked["k_new"], asked["v_new"], k_cache, v_cache, request.places, q, asked)
-    elif asked["rotary"] is not None or asked["slots"] is not None:
+    if given["k_new"] is not None:
+        new = checks.append_request(given["k_new"], given["v_new"], k_cache, v_cache, request.places, q, given)
+    elif given["rotary"] is not None or given["slots"] is not None:
         raise AttentionError("rotary and slots", "given without new tokens", "k_new and v_new too")
-    plan = asked["plan"]
+    plan = given["plan"]
     if plan is not None:
         _check_plan(plan, request)
-    out = asked["out"]
+    out = given["out"]
     if out is not None:
         _check_out(request, out)
     if plan is None:
         return KvCall(request, new, out=out)
-    return KvCall(request, new, plan.schedule, plan.workspace, out, None if asked["return_lse"] else plan.lse)
+    return KvCall(request, new, plan.schedule, plan.workspace, out, None if given["return_lse"] else plan.lse)
 
 
-def _check_contents(request: KvRequest, asked: KvOptions) -> None:
+def _check_contents(request: KvRequest, given: KvOptions) -> None:
     """What only the numbers in a call's tensors say. Reads them, which on a GPU waits for it."""
-    contents.check(request, asked["slots"])
-    plan: KvPlan | None = asked["plan"]
+    contents.check(request, given["slots"])
+    plan: KvPlan | None = given["plan"]
     if plan is not None:
         _check_plan(plan, request)
         schedule, _ = ops.new_schedule(request)

@@ -25,14 +25,20 @@ def merge(*parts: State, layout: str | None = None) -> State:
     >>> all(torch.equal(x, y) for x, y in zip(merge((out, lse), nothing), (out, lse)))
     True
 
-    Takes and gives what `attention` returns, or `attention_varlen`: out (T, H, D) with lse (H, T). For results of calls
-    with layout="bhsd", whose out is (B, H, S, D), pass layout="bhsd" here too. Without `layout` parts are "bshd"; other
-    shapes raise. With as many tokens as heads both shapes are the same: then a part whose strides are those of a "bhsd"
-    result (heads closer together in memory than tokens, as `attention` returns them) raises, unless `layout` is given.
-    A contiguous copy of such a part cannot be told from a "bshd" one.
+    Args:
+        parts: (out, lse) of each set of keys, as `attention` or `attention_varlen` return them: out (B, S, H, D) with
+            lse (B, H, S), or out (T, H, D) with lse (H, T). Where lse is -inf a part saw no key, and its out is not
+            read.
+        layout: "bshd" for these shapes, or "bhsd" for out (B, H, S, D) of calls with layout="bhsd". Without it, parts
+            are "bshd". If there are as many tokens as heads, both layouts have the same shape: then a part with the
+            strides of a "bhsd" result raises, unless `layout` is given. (A contiguous copy of such a part cannot be
+            told from a "bshd" one.)
 
-    Where lse is -inf a part saw no key, and what its out holds there is not looked at. Differentiable, even where
-    nothing was seen. A single part is given back as it is.
+    Returns:
+        (out, lse) over all keys, differentiable. A single part is returned as it is.
+
+    Raises:
+        AttentionError: there are no parts, or their shapes, dtypes, devices or layouts do not fit.
     """
     if not parts:
         raise AttentionError("parts to merge", "none", "(out, lse) of at least one")
@@ -53,7 +59,7 @@ def merge(*parts: State, layout: str | None = None) -> State:
 
 
 def union(a: State, b: State) -> State:
-    """The same of two, with lse in the shape of o up to its last axis; both broadcast.
+    """`merge` of two parts whose lse has the shape of o without its last axis; both broadcast.
 
     >>> o, lse = torch.randn(3, 8), torch.randn(3)
     >>> nothing = torch.zeros(3, 8), torch.full((3,), -torch.inf)
@@ -62,7 +68,7 @@ def union(a: State, b: State) -> State:
 
     lse = log(exp(lse_a) + exp(lse_b));  o = exp(lse_a - lse)·o_a + exp(lse_b - lse)·o_b
 
-    An lse of +inf outweighs all others; of two of them nobody can say how they compare: o is nan, and lse +inf.
+    If one lse is +inf, that part has all the weight. If both are, o is nan and lse +inf.
     """
     (o_a, lse_a), (o_b, lse_b) = a, b
     most = torch.maximum(lse_a, lse_b).detach()
@@ -88,16 +94,11 @@ def _check(name: str, part: object, first: State, heads_first: bool) -> None:
         raise AttentionError(f"dtypes of {name}", (out.dtype, lse.dtype), "floats, as attention returns them")
     if not out.device == lse.device == first[0].device:
         raise AttentionError(f"devices of {name}", (out.device, lse.device), f"those of part 0, {first[0].device}")
+    shapes = tuple(out.shape), tuple(lse.shape)
     if heads_first and (out.dim() not in (3, 4) or lse.shape != out.shape[:-1]):
-        raise AttentionError(
-            f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
-            "out (batch, heads, tokens, dim), lse (batch, heads, tokens), or both without a batch",
-        )  # fmt: skip
+        raise AttentionError(f"shapes of {name}", shapes, "out (B, H, S, D), lse (B, H, S), or both without B")
     if out.dim() not in (3, 4) or lse.dim() != out.dim() - 1:
-        raise AttentionError(
-            f"shapes of {name}", (tuple(out.shape), tuple(lse.shape)),
-            "out (batch, tokens, heads, dim), lse (batch, heads, tokens), or both without a batch",
-        )  # fmt: skip
+        raise AttentionError(f"shapes of {name}", shapes, "out (B, S, H, D), lse (B, H, S), or both without B")
     *batch, tokens, heads, _ = out.shape
     if not heads_first and tuple(lse.shape) != (*batch, heads, tokens):
         hint = "; or layout='bhsd', if that is out's" if lse.shape == out.shape[:-1] else ""
@@ -112,6 +113,7 @@ def _check_order(name: str, out: Tensor) -> None:
     """Raise where `layout` was not given and the shape fits both layouts, but the strides are those of "bhsd"."""
     if out.shape[-3] == out.shape[-2] > 1 and out.stride(-3) < out.stride(-2):
         raise AttentionError(
-            f"layout of {name}", f"none, for out {tuple(out.shape)}, as many tokens as heads, strides {out.stride()}",
+            f"layout of {name}",
+            f"none, for out {tuple(out.shape)}, as many tokens as heads, strides {out.stride()}",
             "layout='bhsd', if the heads come first; or layout='bshd'",
-        )  # fmt: skip
+        )

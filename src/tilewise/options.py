@@ -1,4 +1,4 @@
-"""What may be said of a call beside q, k and v: names, defaults, how help() shows them, and what others call them."""
+"""The options of a call: names, types, defaults, how help() shows them, and their names in other libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .mods.program import Mod
 from .request import Window
 
 
-class Options(TypedDict, total=False):
-    """What may be asked of attention beside q, k and v."""
+class OtherOptions(TypedDict, total=False):
+    """The options of `attention` except return_lse, on which the type of the result depends."""
 
     causal: bool
     window: Window | None
@@ -29,30 +29,46 @@ class Options(TypedDict, total=False):
     mask_mod: Mod | BlockMask | None
     dropout_p: float
     seed: int | Tensor | None
-    return_lse: bool
     deterministic: bool | None
     backend: str
 
 
+class Options(OtherOptions, total=False):
+    """The options of `attention`."""
+
+    return_lse: bool
+
+
 def _defaults() -> Options:
-    """Written out here, not kept in a global: the numbers of a global are variables to torch.compile."""
+    """A new dict each time: torch.compile treats the numbers of a global dict as variables."""
     return {
-        "causal": False, "window": None, "scale": None, "softcap": None, "bias": None, "alibi_slopes": None,
-        "sinks": None, "score_mod": None, "mask_mod": None, "dropout_p": 0.0, "seed": None, "return_lse": False,
-        "deterministic": None, "backend": "auto",
-    }  # fmt: skip
+        "causal": False,
+        "window": None,
+        "scale": None,
+        "softcap": None,
+        "bias": None,
+        "alibi_slopes": None,
+        "sinks": None,
+        "score_mod": None,
+        "mask_mod": None,
+        "dropout_p": 0.0,
+        "seed": None,
+        "return_lse": False,
+        "deterministic": None,
+        "backend": "auto",
+    }
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_options(function: F) -> F:
-    """Show `**options` by name, type and default, in help() and wherever signatures are read."""
+    """Decorator: help() and inspect.signature show each of `**options` with its type and default."""
     return shown(function, Options, _defaults())
 
 
 def shown(function: F, options: Any, defaults: Any) -> F:
-    """The same of any options."""
+    """`takes_options` for the TypedDict `options` with these defaults."""
     own = inspect.signature(function)
     *first, _ = own.parameters.values()
     kinds = get_type_hints(options)
@@ -64,7 +80,7 @@ def shown(function: F, options: Any, defaults: Any) -> F:
     return function
 
 
-# What other libraries call it, and how it is said here.
+# Names of other libraries, and what to write instead.
 FOREIGN = {
     "is_causal": "causal=True (here a query sits at key position i + Sk - Sq: torch's top-left only where Sq == Sk)",
     "attn_mask": "mask_mod= for a bool mask, bias= for a float one",
@@ -84,13 +100,18 @@ FOREIGN = {
 
 
 def options_of(given: Options) -> Options:
-    """The options, with defaults where nothing is said."""
+    """The given options, completed with the defaults."""
     options: Options = completed(given, _defaults(), FOREIGN)
     return options
 
 
 def completed(given: Any, defaults: Any, foreign: dict[str, str]) -> Any:
-    """The same of any options; `foreign` says what other libraries' names are called here."""
+    """Returns the given options completed with `defaults`.
+
+    Raises:
+        AttentionError: an option has no default, so its name is unknown. `foreign` maps the names of other libraries to
+            a hint; otherwise the message suggests the closest name.
+    """
     options = defaults | given
     if len(options) != len(defaults):
         name = next(name for name in given if name not in defaults)

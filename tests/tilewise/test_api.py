@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import typing
 from dataclasses import replace
 
 import pytest
@@ -175,3 +178,27 @@ def test_merge_of_two_halves_is_the_whole(backend: str) -> None:
         for part in (slice(5), slice(5, None))
     ]
     assert_close(tilewise.merge(*halves), tilewise.attention(q, k, v, return_lse=True, backend=backend))
+
+
+@pytest.mark.parametrize("function", [tilewise.attention, tilewise.attention_varlen])
+def test_overloads_say_what_return_lse_returns(function):
+    with_lse, without, unknown = typing.get_overloads(function)
+    assert inspect.signature(with_lse).parameters["return_lse"].annotation == "Literal[True]"
+    assert inspect.signature(without).parameters["return_lse"].annotation == "Literal[False]"
+    results = [inspect.signature(x).return_annotation for x in (with_lse, without, unknown)]
+    assert results == ["OutLse", "Tensor", "Tensor | OutLse"]
+
+
+PUBLIC = ["attention", "attention_varlen", "check", "attention_kv", "plan_kv", "check_kv", "append_kv", "merge"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_describe_every_parameter(name):
+    """Google style. `options` stands for those of the function that the text refers to."""
+    function = getattr(tilewise, name)
+    text = inspect.getdoc(function)
+    described = set(re.findall(r"^    (\w+): ", text.partition("Args:\n")[2].partition("\n\n")[0], re.M))
+    shown = set(inspect.signature(function).parameters)
+    assert described <= shown | {"options"}
+    assert shown <= described or "options" in described
+    assert "Raises:\n    AttentionError: " in text

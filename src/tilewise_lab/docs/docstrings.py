@@ -1,4 +1,4 @@
-"""Docstrings as Sphinx reads them. Ours are almost Markdown, with parameters as `name, name: text`.
+"""Docstrings as Sphinx reads them. Ours are almost Markdown, with sections in Google's style (Args, Returns, Raises).
 
 >>> lines = ["Adds `a` to *it*.", "", "a, b: numbers,", "    of any kind"]
 >>> print("\\n".join(filter(None, restructured(lines, ["x", "a", "b"]))))
@@ -6,6 +6,9 @@ Adds :py:obj:`a` to \\*it\\*.
 :param x:
 :param a: numbers, of any kind
 :param b: see ``a``
+>>> print("\\n".join(restructured(["Args:", "    x: a *number*", "Returns:", "    `x`"], ["x"])))
+:param x: a \\*number\\*
+:returns: :py:obj:`x`
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 
 NAME = r"\w+(?: \([^)]*\))?"
 PARAMETER = re.compile(rf"^({NAME}(?:, {NAME})*): (.*)")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 
 
 def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: list[str]) -> None:
@@ -38,10 +42,18 @@ def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]
     """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters."""
     made: list[str] = []
     fields: dict[str, str] = {}
-    for blank, group in groupby(lines, key=lambda line: not line.strip()):
-        if blank:
+    last: list[str] = []
+    for block in blocks(lines):
+        section = SECTION.match(block[0])
+        if section:
+            content = list(entries([line.removeprefix("    ") for line in block[1:]]))
+            if section[1] in ("Args", "Attributes"):
+                fields |= {name: inline(text) for name, _, text in (entry.partition(": ") for entry in content)}
+            elif section[1] == "Returns":
+                last.append(f":returns: {inline(' '.join(content))}")
+            else:
+                last += [f":raises {name}: {inline(text)}" for name, _, text in (x.partition(": ") for x in content)]
             continue
-        block = list(group)
         if block[0].startswith(">>>"):
             made += block
         elif block[0].startswith(" "):
@@ -53,7 +65,22 @@ def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]
                 if not found:
                     made += [""] * entry.startswith("- ") + [inline(entry)]
         made.append("")
-    return made + [f":param {name}: {fields.get(name, '')}".rstrip() for name in parameters if fields]
+    names = [*parameters, *(name for name in fields if name not in parameters)]
+    return made + [f":param {name}: {fields.get(name, '')}".rstrip() for name in names if fields] + last
+
+
+def blocks(lines: Sequence[str]) -> Iterator[list[str]]:
+    """Paragraphs. A section of Google's style ends where the indentation does."""
+    for blank, group in groupby(lines, key=lambda line: not line.strip()):
+        if blank:
+            continue
+        block: list[str] = []
+        for line in group:
+            if block and (SECTION.match(line) or (SECTION.match(block[0]) and not line.startswith(" "))):
+                yield block
+                block = []
+            block.append(line)
+        yield block
 
 
 def entries(block: Sequence[str]) -> Iterator[str]:
