@@ -24,8 +24,10 @@ def test_the_mod_is_asked_only_where_it_hides_what_the_band_shows() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_the_reference_computes_only_visited_tiles(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = []
-    worth = scored.worth
-    monkeypatch.setattr(scored, "worth", lambda raw, *rest: (pairs.append(raw.numel()), worth(raw, *rest))[1])
+    score_terms = scored.score_terms
+    monkeypatch.setattr(
+        scored, "score_terms", lambda raw, *rest: (pairs.append(raw.numel()), score_terms(raw, *rest))[1]
+    )
     x = [torch.randn(96, 2, 4, requires_grad=True) for _ in range(3)]
     cu = torch.tensor([0, 64, 96], dtype=torch.int32)
     mod = mods.block_diagonal(32)

@@ -1,8 +1,8 @@
 """Attention with every term, a block of query rows against the keys they may see, in torch alone.
 
-    s = worth(scale * q.k)        softcap, score mods, ALiBi (one program), then the bias
+    s = score_terms(scale * q.k)  softcap, score_mod, ALiBi (one program), then the bias
     p = exp(s - lse)              hidden pairs 0; lse counts the sink, which has no value
-    o = (p * kept) v              dropout keeps a weight and scales it by 1 / (1 - dropout_p)
+    o = (p * dropout_factor) v    0 or 1 / (1 - dropout_p)
 
 `forward`, `backward` and `term_gradients` select hidden pairs away, as `tiled` does. `whole` has the same attention as
 one expression.
@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
 
 
 def forward(request: Request) -> tuple[Tensor, Tensor]:
-    request = covering(request)
+    request = with_padded_bias(request)
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
@@ -59,11 +59,11 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
             for block in blocks:
                 q_tile = q_all[:, block.tokens].to(dtype)
                 k_tile, v_tile = k_all[:, block.keys], v_all[:, block.keys]
-                s = worth(spec.scale * (q_tile @ k_tile.mT), block, request, dtype)
+                s = score_terms(spec.scale * (q_tile @ k_tile.mT), block, request, dtype)
                 hide = hidden(block, request).expand(s.shape)
                 s = s.masked_fill(hide, -torch.inf)
                 p, log_sum = softmax(s, request.sinks)
-                factor = kept(block.place, request, dtype)
+                factor = dropout_factor(block.place, request, dtype)
                 acc = torch.zeros_like(p @ v_tile.new_zeros(v_tile.shape))
                 accumulate_(acc, p if factor is None else p * factor, v_tile, hide)
                 out_all[:, block.tokens] = acc.to(out.dtype)
@@ -72,7 +72,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
 
 
 class Pass(NamedTuple):
-    """What the backward knows of one block: everything is (H, R, C), (H, R, D) or (H, C, D)."""
+    """The backward of one block. Shapes are (H, R, C), (H, R, D) or (H, C, D)."""
 
     block: Block
     q_tile: Tensor
@@ -101,7 +101,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
             raw = spec.scale * (q_tile @ k_tile.mT)
             hide = hidden(block, request).expand(raw.shape)
             safe_lse = lse_tile.masked_fill(lse_tile == -torch.inf, torch.inf)
-            p = torch.exp(worth(raw, block, request, dtype) - safe_lse).masked_fill(hide, 0.0)
+            p = torch.exp(score_terms(raw, block, request, dtype) - safe_lse).masked_fill(hide, 0.0)
             sink_p = torch.zeros_like(lse_tile)
             if request.sinks is not None:
                 sink_p = torch.exp(request.sinks.to(dtype)[:, None, None] - safe_lse)
@@ -109,7 +109,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
             if far is not None:
                 share = torch.where(far, 1.0 / (p.sum(-1, keepdim=True) + sink_p), 1.0)
                 p, sink_p = p * share, sink_p * share
-            factor = kept(block.place, request, dtype)
+            factor = dropout_factor(block.place, request, dtype)
             dp = dout_tile @ v_tile.mT
             delta = (dout_tile * out_tile).sum(-1, keepdim=True) - (dlse_tile[0] if dlse_tile else 0.0)
             ds = (p * ((dp if factor is None else dp * factor) - delta)).masked_fill(hide, 0.0)
@@ -119,7 +119,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
 
 def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
-    request = covering(request)
+    request = with_padded_bias(request)
     q, k, v, spec = request[:4]
     cu_k = request.cu_k
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -132,7 +132,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
         for x, (dq_all,) in _passes(request, upstream, [dq]):
             ds = x.ds
             if spec.score_mod is not None:
-                ds = ds * slope(x.raw, x.block.place, request, dtype)
+                ds = ds * score_derivative(x.raw, x.block.place, request, dtype)
                 ds = ds.masked_fill(x.hide, 0.0)
             dq_tile, dk_tile, dv_tile = (torch.zeros_like(t) for t in (x.q_tile, x.k_tile, x.k_tile))
             dv_tile = dv_tile.new_zeros(*x.k_tile.shape[:-1], v.shape[-1])
@@ -146,14 +146,12 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     return dq, dk.to(dq.dtype), dv.to(dq.dtype)
 
 
-def term_gradients(
-    request: Request, upstream: Upstream, wanted: Sequence_[bool], _recordings: Any = None
-) -> list[Tensor]:
+def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
     q, spec = request.q, request.spec
     dtype = torch.promote_types(q.dtype, torch.float32)
     inputs = (request.bias, request.sinks, *request.score)
-    request = covering(request)
+    request = with_padded_bias(request)
     grads = [
         None if x is None or not w else x.new_zeros(x.shape, dtype=dtype)
         for x, w in zip((request.bias, *inputs[1:]), wanted, strict=True)
@@ -174,11 +172,13 @@ def term_gradients(
                 for at in sites(load, place, request.score) if total is not None else ():
                     (d,) = values([derivative], x.raw, at, request, dtype, known)
                     scatter_(total, load, (x.ds * d).masked_fill(x.hide, 0.0), at, request.score, spec.score_numbers)
-    return [covered(g, x).to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None]
+    return [
+        without_padding(g, x).to(x.dtype) for g, x in zip(grads, inputs, strict=True) if g is not None and x is not None
+    ]
 
 
-def worth(raw: Tensor, block: Block, request: Request, dtype: torch.dtype) -> Tensor:
-    """What each pair is worth before masks: the score program, then the bias."""
+def score_terms(raw: Tensor, block: Block, request: Request, dtype: torch.dtype) -> Tensor:
+    """The scores before masks: the score program applied to scale * q.k, then the bias."""
     s, key = raw, request.spec.score_mod
     if key is not None:
         (s,) = values([PROGRAMS[key].root], raw, block.place, request, dtype)
@@ -189,7 +189,7 @@ def worth(raw: Tensor, block: Block, request: Request, dtype: torch.dtype) -> Te
     return s
 
 
-def slope(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Tensor:
+def score_derivative(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Tensor:
     assert request.spec.score_mod is not None
     (value,) = values([PROGRAMS[request.spec.score_mod].slope], raw, place, request, dtype)
     result: Tensor = torch.as_tensor(value, dtype=dtype, device=raw.device)
@@ -203,8 +203,8 @@ def values(
     return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype, known)
 
 
-def covering(request: Request) -> Request:
-    """A request whose bias has as many rows and columns as the longest of packed sequences, zeros past its own."""
+def with_padded_bias(request: Request) -> Request:
+    """The request with its bias padded by zeros to the longest of the packed sequences."""
     bias, ends = request.bias, (request.cu_k, request.cu_q)
     if bias is None or ends[0] is None or 0 in bias.shape:
         return request
@@ -215,8 +215,8 @@ def covering(request: Request) -> Request:
     return request._replace(bias=torch.nn.functional.pad(bias, missing)) if any(missing) else request
 
 
-def covered(grad: Tensor, of: Tensor) -> Tensor:
-    """What belongs to a tensor in the gradient of one that covers more."""
+def without_padding(grad: Tensor, of: Tensor) -> Tensor:
+    """The gradient of a tensor from that of the padded one."""
     return grad[tuple(slice(n) for n in of.shape)]
 
 
@@ -236,16 +236,16 @@ def hidden(block: Block, request: Request) -> Tensor:
     if spec.after is not None:
         hide = hide | (local.j > at + spec.after)
     if spec.mask_mod is not None:
-        (seen,) = evaluate([PROGRAMS[spec.mask_mod].root], block.place, None, request.mask, spec.mask_numbers)
-        seen = torch.as_tensor(seen, device=hide.device)
+        (visible,) = evaluate([PROGRAMS[spec.mask_mod].root], block.place, None, request.mask, spec.mask_numbers)
+        visible = torch.as_tensor(visible, device=hide.device)
         if block.kinds is not None:
-            seen = (block.kinds > 1) | ((block.kinds == 1) & seen)
-        hide = hide | ~seen
+            visible = (block.kinds > 1) | ((block.kinds == 1) & visible)
+        hide = hide | ~visible
     return hide
 
 
-def kept(place: Place, request: Request, dtype: torch.dtype) -> Tensor | None:
-    """What dropout multiplies a weight by: 0 or 1 / (1 - dropout_p)."""
+def dropout_factor(place: Place, request: Request, dtype: torch.dtype) -> Tensor | None:
+    """The factor of each weight, 0 or 1 / (1 - dropout_p); None without dropout."""
     spec = request.spec
     if request.seed is None:
         return None

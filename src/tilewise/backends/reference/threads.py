@@ -1,10 +1,10 @@
-"""Independent work on all of torch's threads, each operation of it on one.
+"""Runs independent work items on threads, each item on one thread.
 
     each(heads, attend)
 
-torch divides every single operation among its threads, and each time all of them wait for the last. An attention has
-dozens of operations per tile; where other programs use the cores too, the waiting takes ten times as long as the work.
-Here a thread takes a piece of the work as a whole, and only the end is waited for.
+torch divides every operation among its threads, and all threads wait for the last one each time. Attention has dozens
+of operations per tile; if other programs use the cores too, the waits take ten times as long as the work. Here a thread
+runs a whole item, and there is one wait at the end.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
     >>> sorted(found)
     [1, 2, 3]
 
-    Where there are too few items to go round, or a profiler or a mode of torch's looks at every operation, the caller
-    does it all, and torch divides the operations.
+    If there are too few items, or a profiler or dispatch mode is active, the calling thread runs all items, and torch
+    divides the operations.
     """
     threads = torch.get_num_threads()
-    if threads < 2 or len(items) < 2 or 2 * len(items) < threads or _is_seen() or not _has_cores(threads):
+    if threads < 2 or len(items) < 2 or 2 * len(items) < threads or _is_observed() or not _has_cores(threads):
         with torch.no_grad():
             for item in items:
                 work(item)
@@ -45,7 +45,7 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
     left = deque(items)
 
     def some() -> None:
-        with torch.inference_mode():  # which also lets it write into tensors that were made under it
+        with torch.inference_mode():  # inference tensors may be written only under it
             while left:
                 try:
                     item = left.popleft()
@@ -62,17 +62,17 @@ def each(items: Sequence[T], work: Callable[[T], None]) -> None:
         done.result()
 
 
-def _is_seen() -> bool:
+def _is_observed() -> bool:
     return is_intercepted() or is_profiled()
 
 
 def _has_cores(threads: int) -> bool:
-    """Whether this thread, and those that it starts, may use as many cores. OMP_PROC_BIND ties it to one of them."""
+    """Whether this process may use that many cores. OMP_PROC_BIND ties a thread to one of them."""
     return not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) >= threads
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """As many threads, in each of which torch has one."""
+    """A pool of this many threads, in each of which torch uses one thread."""
     pool = _pools.get(threads)
     if pool is not None:
         return pool
@@ -81,7 +81,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
             started = threading.Barrier(threads + 1)
 
             def alone() -> None:
-                torch.get_num_threads()  # or the thread would hear what others say once more, at its first operation
+                torch.get_num_threads()  # initialises the thread; its first operation would reset the number otherwise
                 torch.set_num_threads(1)
                 started.wait()
 
@@ -89,7 +89,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
             for _ in range(threads):
                 pool.submit(int)
             started.wait()
-            torch.set_num_threads(threads)  # what a thread says of itself, threads that are still to come hear too
+            torch.set_num_threads(threads)  # set_num_threads(1) above is also the default of threads started later
             _pools[threads] = pool
     return _pools[threads]
 

@@ -1,6 +1,6 @@
-"""The last rung: attention tile by tile, forward and backward, dense or packed, in any band, on any device.
+"""FlashAttention-2 in torch: forward and backward tile by tile, dense or packed, in any band, on any device.
 
-This is the CPU backend, and in float64 the oracle of the kernels. A tile of scores lives only as long as its turn in
+This is the CPU backend, and in float64 the oracle of the kernels. A tile of scores exists only during its iteration of
 the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a kv head
 become rows of the same matrix:
 
@@ -8,9 +8,9 @@ become rows of the same matrix:
     k (B, Sk, Hk, D) -> k_tile (h, C, D)
     v (B, Sk, Hk, E) -> v_tile (h, C, E)
 
-Two functions decide what a tile means, forward and backward: `scores` (what is a pair worth) and `key_tiles` (who sees
-whom). A key that a row does not see is selected away, never multiplied by zero, so its NaN stays where it is.
-Heads, and in the forward also rows, are independent of one another: each thread takes some (`threads`).
+The forward and the backward share two functions: `scores` computes a tile of scale * q.k, and `key_tiles` lists the
+tiles that some row sees, with their masks. Masked weights are replaced by 0, never multiplied by it, so a NaN in a
+masked key has no effect. Heads, and in the forward also rows, are independent: threads divide them (`threads`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from tilewise.request import Request, Spec, Upstream
 
 LEAST_Q, TILE_Q = 128, 512  # rather more heads than more queries
 TILE_K = 512
-TILE_SCORES = (
-    1 << 18
-)  # held at once, over all heads of a tile: more leave a core's cache, fewer are not worth the calls
+TILE_SCORES = 1 << 18  # scores of a tile over all heads: more exceed a core's cache, fewer cost too many calls
 SUM_Q = 128  # queries summed at a time into dk and dv: in float32, sums of 512 had 2.5 times the error of torch's
 PART_SCORES = 1 << 15  # fewer are not worth a thread
 PART_KEYS = 1 << 23  # elements of k copied at once, over all heads of a part
@@ -97,7 +95,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
         k_all, v_all = (load(x, ALL, dtype) for x in part.keys)
         (_, q_size), (_, k_size), (sane, v_size) = size(q_view), size(k_all), size(v_all)
         mild = are_mild(part, spec, q_size, k_size, v_size)
-        room, keys_of = Room(k_all), tiles_of(k_all, v_all)
+        buffer, keys_of = ScoreBuffer(k_all), tiles_of(k_all, v_all)
         for rows in part.tiles:
             q_tile = load(q_view, rows, dtype) * spec.scale
             acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
@@ -105,7 +103,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
             m = l if mild else l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile = keys_of(tile)
-                s = scores(q_tile, k_tile, room)
+                s = scores(q_tile, k_tile, buffer)
                 if mild:
                     p = tile.clear_(s.exp_())
                 else:
@@ -148,7 +146,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
         )
         mild = are_mild(part, spec, q_size, k_size, *sizes)
         dk_acc, dv_acc = k_all.new_zeros(k_all.shape), v_all.new_zeros(v_all.shape)
-        p_room, ds_room = Room(k_all), Room(k_all)
+        p_buffer, ds_buffer = ScoreBuffer(k_all), ScoreBuffer(k_all)
         keys_of = tiles_of(k_all, v_all, dk_acc, dv_acc)
         for rows in part.tiles:
             q_tile, dout_tile = load(q_view, rows, dtype) * spec.scale, load(dout_view, rows, dtype)
@@ -161,14 +159,14 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
             if mild:
                 dout_tile, delta = dout_tile * torch.exp(-lse_tile), delta * torch.exp(-lse_tile)
             elif (far := are_far(lse_tile, spec)) is not None:
-                m, l = maximum_and_sum(q_tile, keys_of, key_tiles(part, rows, spec), p_room)
+                m, l = maximum_and_sum(q_tile, keys_of, key_tiles(part, rows, spec), p_buffer)
                 lse_tile, share = torch.where(far, m, lse_tile), torch.where(far, 1.0 / l, 1.0)
                 dout_tile, delta = dout_tile * share, delta * share
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile, dk_tile, dv_tile = keys_of(tile)
-                s = scores(q_tile, k_tile, p_room)
+                s = scores(q_tile, k_tile, p_buffer)
                 p = tile.clear_(s.exp_() if mild else exp_(s.sub_(lse_tile)))
-                ds = tile.clear_(ds_room.multiply(dout_tile, v_tile.mT).sub_(delta).mul_(p))
+                ds = tile.clear_(ds_buffer.multiply(dout_tile, v_tile.mT).sub_(delta).mul_(p))
                 hide = None if all(sane) else tile.hidden(p)
                 hide_t = None if hide is None else hide.mT
                 accumulate_(dv_tile, p.mT, dout_tile, hide_t, SUM_Q)
@@ -192,13 +190,13 @@ def are_far(lse: Tensor, spec: Spec) -> Tensor | None:
 
 
 def maximum_and_sum(
-    q_tile: Tensor, keys_of: Callable[[Tile], list[Tensor]], tiles: Iterator[Tile], room: Room
+    q_tile: Tensor, keys_of: Callable[[Tile], list[Tensor]], tiles: Iterator[Tile], buffer: ScoreBuffer
 ) -> tuple[Tensor, Tensor]:
     """m and l of the rows of a tile, as in `forward`, (h, R, 1); l is 1 where nothing is seen."""
     l = torch.zeros_like(q_tile[..., :1])
     m = l - torch.finfo(l.dtype).max
     for tile in tiles:
-        s = scores(q_tile, keys_of(tile)[0], room)
+        s = scores(q_tile, keys_of(tile)[0], buffer)
         hide = tile.hidden(s)
         s = s if hide is None else s.masked_fill_(hide, -torch.inf)
         m_old, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
@@ -207,7 +205,8 @@ def maximum_and_sum(
 
 
 def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
-    """No part reads what another writes: on a CPU, all threads take some. Last ones first: they may see the most."""
+    """work(part) for all parts, which are independent: on a CPU, by all threads. The last first: causal ones are the
+    longest."""
     listed = list(all_parts)[::-1]
     if listed and listed[0].rows[0].device.type == "cpu":
         each(listed, work)
@@ -216,9 +215,9 @@ def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
             work(part)
 
 
-def scores(q_tile: Tensor, k_tile: Tensor, room: Room) -> Tensor:
-    """What each pair of a tile is worth, before masks: (h, R, D), (h, C, D) -> (h, R, C). q_tile holds scale·q."""
-    return room.multiply(q_tile, k_tile.mT)
+def scores(q_tile: Tensor, k_tile: Tensor, buffer: ScoreBuffer) -> Tensor:
+    """The scores of a tile before masks: (h, R, D), (h, C, D) -> (h, R, C). q_tile holds scale·q."""
+    return buffer.multiply(q_tile, k_tile.mT)
 
 
 def exp_(x: Tensor) -> Tensor:
@@ -227,15 +226,15 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2E).exp2_()
 
 
-class Room:
-    """Memory for one tile of scores, used again for every tile of a part: fresh pages cost more than the product."""
+class ScoreBuffer:
+    """Memory for one tile of scores, reused for all tiles of a part: new pages cost more than the product."""
 
     def __init__(self, like: Tensor) -> None:
         self.memory = like.new_empty(0)
         self.views: dict[tuple[int, int, int], Tensor] = {}
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, until the next one."""
+        """a @ b, in this buffer: valid until the next call."""
         shape = a.shape[0], a.shape[1], b.shape[2]
         found = self.views.get(shape)
         if found is None:
@@ -282,9 +281,9 @@ def size(x: Tensor) -> tuple[bool, float]:
 
 
 def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: float) -> bool:
-    """Whether exp(S) does for exp(S - m). Not where a row sees one key: its weight is 1, exactly."""
-    seen = part.n_k if spec.before is None or spec.after is None else min(part.n_k, spec.before + spec.after + 1)
-    return seen > 1 and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
+    """Whether exp(S) can replace exp(S - m). Not where a row sees one key: its weight is exactly 1."""
+    visible = part.n_k if spec.before is None or spec.after is None else min(part.n_k, spec.before + spec.after + 1)
+    return visible > 1 and abs(spec.scale) * q_size * k_size < MILD and max(others) < LARGE
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:

@@ -13,15 +13,15 @@ from torch import Tensor
 from tilewise.backends.reference.scored import (
     Block,
     bias_rows,
-    covered,
-    covering,
+    dropout_factor,
     hidden,
-    kept,
+    score_derivative,
+    score_terms,
     sequences,
-    slope,
     softmax,
     values,
-    worth,
+    with_padded_bias,
+    without_padding,
 )
 from tilewise.errors import AttentionError
 from tilewise.mods import PROGRAMS
@@ -32,7 +32,7 @@ from tilewise.request import Request, Upstream
 def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
     _check_offsets(request)
-    request = covering(request)
+    request = with_padded_bias(request)
     q, cu_q = request.q, request.cu_q
     dtype = torch.promote_types(q.dtype, torch.float32)
     request = _widened(request, dtype)
@@ -40,7 +40,7 @@ def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     logs = [q.new_zeros(q.shape[-2], 0, dtype=dtype)]
     with torch.autocast(q.device.type, enabled=False):
         for whole in _wholes(request, []):
-            outs.append(clean_product(whole.weights, whole.v, whole.hide).transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
+            outs.append(masked_product(whole.weights, whole.v, whole.hide).transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
             logs.append(whole.lse.squeeze(-1))  # (H, n_q)
     if cu_q is None:
         batch = q.shape[0]
@@ -62,7 +62,7 @@ def _widened(request: Request, dtype: torch.dtype) -> Request:
 
 
 def _nothing(request: Request) -> tuple[Tensor, Tensor]:
-    """Of an empty batch."""
+    """(out, lse) of an empty batch."""
     q, v = request.q, request.v
     out = q[..., :1].expand(*q.shape[:-1], v.shape[-1])
     return out, q[..., 0].transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
@@ -71,7 +71,7 @@ def _nothing(request: Request) -> tuple[Tensor, Tensor]:
 def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and the score mod's tensors where wanted, as torch sees them: the formulas
     of `backward` and `term_gradients` over whole matrices, out of place, so that they can be differentiated again."""
-    given, request = request.bias, covering(request)
+    given, request = request.bias, with_padded_bias(request)
     q, k, v, spec = request[:4]
     inputs = q, k, v, request.bias, request.sinks, *request.score
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -92,11 +92,11 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
             ds = (p * (dp - delta)).masked_fill(hide, 0.0)
             raw_ds = ds
             if spec.score_mod is not None:
-                raw_ds = (ds * slope(whole.raw, place, request, dtype)).masked_fill(hide, 0.0)
+                raw_ds = (ds * score_derivative(whole.raw, place, request, dtype)).masked_fill(hide, 0.0)
             found = (
-                spec.scale * clean_product(raw_ds, whole.k, hide),
-                spec.scale * clean_product(raw_ds.mT, whole.q, hide.mT),
-                clean_product(whole.weights.mT, dout, hide.mT),
+                spec.scale * masked_product(raw_ds, whole.k, hide),
+                spec.scale * masked_product(raw_ds.mT, whole.q, hide.mT),
+                masked_product(whole.weights.mT, dout, hide.mT),
             )
             for n, x in enumerate(found):
                 rows[n].append((x if n == 0 else x.unflatten(0, (heads_kv, group)).sum(1)).transpose(0, 1))
@@ -121,17 +121,17 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
                         at_site = (ds * d).masked_fill(hide, 0.0)
                         grads[n] = scattered(grads[n], load, at_site, spot, request.score, spec.score_numbers)
     if grads[3] is not None and given is not None:
-        grads[3] = covered(grads[3], given)
+        grads[3] = without_padding(grads[3], given)
     for n, x in enumerate((q, k, v)):
         if wanted[n] and rows[n]:
-            grads[n] = _joined(rows[n], x, request.cu_q is not None)
-    if not rows[0]:  # no sequence, so all sums are of nothing; but they can be differentiated, as any other
+            grads[n] = _concatenated(rows[n], x, request.cu_q is not None)
+    if not rows[0]:  # without a sequence the gradients are 0, but autograd still needs a graph
         nothing = sum(x.sum().to(dtype) for x in (q, k, v, upstream.dout))
         grads = [None if g is None else g + nothing for g in grads]
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 
 
-def _joined(rows: list[Tensor], x: Tensor, packed: bool) -> Tensor:
+def _concatenated(rows: list[Tensor], x: Tensor, packed: bool) -> Tensor:
     """The rows of the sequences as one tensor like x, zero past the last."""
     if not packed:
         return torch.stack(rows)
@@ -183,12 +183,12 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
         raw = spec.scale * (q_all.masked_fill(bad_q, 0.0) @ k_all.masked_fill(bad_k, 0.0).mT)
         hide = hidden(block, request).expand(raw.shape)
         raw = raw.masked_fill((bad_q | bad_k.mT) & ~hide, torch.nan)
-        s = worth(raw, block, request, dtype).masked_fill(hide, -torch.inf)
+        s = score_terms(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
-        yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, kept(block.place, request, dtype))
+        yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, dropout_factor(block.place, request, dtype))
 
 
-def clean_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
+def masked_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
     """a @ b, where a is 0 at hidden pairs and the b of a hidden pair, be it NaN or inf, must not count."""
     bad = ~b.isfinite()
     met = (~hide).to(a.dtype) @ bad.to(a.dtype) > 0
