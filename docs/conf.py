@@ -12,6 +12,7 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 
@@ -118,7 +119,15 @@ def titles(toc: nodes.bullet_list) -> nodes.bullet_list:
     return found
 
 
+def without_overloads(_app: Sphinx) -> None:
+    """Pages show the signature with all options, not the overloads, which only tell types by return_lse."""
+    analyzer = ModuleAnalyzer.for_module("tilewise.api")
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", without_overloads)
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("autodoc-skip-member", docstrings.skip)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

@@ -104,7 +104,8 @@ def test_every_public_name_is_explained_with_its_parameters(site):
         assert f'id="tilewise.{name}"' in reference
     page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     fields = page.partition('id="tilewise.attention"')[2].partition('id="tilewise.attention_varlen"')[0]
-    assert re.search(r"<li><p><strong>softcap</strong> \(.*?float.*?\) (–|--) what a score becomes", fields)
+    assert re.search(r"<li><p><strong>softcap</strong> \(.*?float.*?\) (–|--) if given, a score", fields)
+    assert "dropout_p" in fields.partition("Exact attention")[0]  # the signature shows every option, not the overloads
     assert re.search(r"<li><p><strong>score_mod</strong> \(.*?href=\"mods.html#tilewise.mods.Mod\"", fields)  # linked
 
 
