@@ -30,7 +30,7 @@ from tilewise.distributed.execute import Backward, Forward, Saved
 from tilewise.distributed.heads import Heads
 from tilewise.distributed.program import Compute, program
 from tilewise.distributed.simulate import LINKS
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 from tilewise_lab.progress import progress
 
@@ -119,15 +119,17 @@ def computed(made: Plan, rank: int) -> list[tuple[int, ...]]:
     return [x.sources for x in program(made, rank) if isinstance(x, Compute) if made.pairs[rank, list(x.sources)].any()]
 
 
-def tiles_of(ranks: list[Forward], saved: Saved, dout: Tensor) -> list[tuple[Any, Request, Upstream]]:
+def tiles_of(ranks: list[Forward], saved: Saved, dout: Tensor) -> list[tuple[Any, Request, BackwardInputs]]:
     """Every tile: how it runs, what it is asked, and the results and gradients of its rows."""
     found = []
     for r, rank in enumerate(ranks):
         results = [rank.plan.shard(x, dim=dim, rank=r) for x, dim in ((saved.out, 1), (saved.lse, 2), (dout, 1))]
         for sources in computed(rank.plan, r):
             for request, rows, _, _ in rank.parts(sources, rank.kv(sources)):
-                upstream = Upstream(*(rows.take(x, dim) for x, dim in zip(results, (1, 2, 1), strict=True)), None)
-                found.append((dispatch.call_of(request), request, upstream))
+                bwd_inputs = BackwardInputs(
+                    *(rows.take(x, dim) for x, dim in zip(results, (1, 2, 1), strict=True)), None
+                )
+                found.append((dispatch.call_of(request), request, bwd_inputs))
     return found
 
 
@@ -138,11 +140,11 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
     whole = checks.dense(q, k, v, checks.options_of({"causal": True}))
     call = dispatch.call_of(whole)
     out, lse = call.backend.forward(whole, call.recordings)
-    saved, upstream = Saved(q, k, v, out, lse), Upstream(out, lse, dout, None)
-    exact = out, *call.backend.backward(whole, upstream, call.recordings)
+    saved, bwd_inputs = Saved(q, k, v, out, lse), BackwardInputs(out, lse, dout, None)
+    exact = out, *call.backend.backward(whole, bwd_inputs, call.recordings)
     calls: Calls = {
         "whole forward": lambda: call.backend.forward(whole, call.recordings),
-        "whole backward": lambda: call.backend.backward(whole, upstream, call.recordings),
+        "whole backward": lambda: call.backend.backward(whole, bwd_inputs, call.recordings),
     }
     told: dict[str, Any] = {}
     for strategy in strategies:

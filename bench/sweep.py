@@ -31,7 +31,7 @@ from tilewise import mods
 from tilewise.backends.common import tiles
 from tilewise.backends.common.launch import gpu_for
 from tilewise.backends.triton import launches as launch
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 
 PRODUCTS = {"forward": 2, "query": 3, "key": 4, "key apart": 3, "value": 2, "fa2 forward": 2, "fa2 backward": 5}
@@ -78,8 +78,8 @@ def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Ru
             return launch.forward_launch(request, out, lse, gpu, flags=launch.new_flags(request)), [out]
         dq, dk, dv = (torch.empty_like(x) for x in request[:3])
         rows, flags = launch.row_statistics(request), launch.new_flags(request, both=True)
-        upstream = Upstream(out, lse, dout, None)
-        prepare, *keys, query = launch.backward_launches(request, upstream, (dq, dk, dv), rows, flags, gpu)
+        bwd_inputs = BackwardInputs(out, lse, dout, None)
+        prepare, *keys, query = launch.backward_launches(request, bwd_inputs, (dq, dk, dv), rows, flags, gpu)
     prepare()
     if which == "query":
         return query, [dq]

@@ -28,7 +28,7 @@ import torch
 from tilewise import mods
 from tilewise.backends.common.gpu import Gpu
 from tilewise.costs.compiled import Compiled, compile_for
-from tilewise.request import Upstream
+from tilewise.request import BackwardInputs
 from tilewise.validation import dense as checks
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
@@ -126,8 +126,8 @@ def launch_of(row: Row) -> Any:
         if row.kernel == "jvp":
             return jvp_launch(request, q, lse, [q, k, k], q, lse, target, memory)
         statistics, flags = row_statistics(request, memory), flags_of(flag_count(request, both=True))
-        upstream = Upstream(q, lse, q, None)
-        launches = backward_launches(request, upstream, (q, k, k), statistics, flags, gpu)
+        bwd_inputs = BackwardInputs(q, lse, q, None)
+        launches = backward_launches(request, bwd_inputs, (q, k, k), statistics, flags, gpu)
         launches += backward_repairs(launches, target) if row.kernel == "repair backward" else []
     return launches[{"prepare": 0, "key": 1, "value": 2, "query": -1, "repair backward": -1}[row.kernel]]
 

@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
 from .plan_cache import CallPlan
-from .request import Request, Spec, Upstream, arguments, differentiable
+from .request import BackwardInputs, Request, Spec, arguments, differentiable
 from .torch_internals import (
     is_batched,
     is_dtensor,
@@ -109,7 +109,7 @@ class Attention(AttentionWithLse):
         if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout):
             return _backward(ctx, dout, None)
         *tensors, out, lse = ctx.saved_tensors
-        return None, None, *_planned_gradients(ctx, Upstream(out, lse, dout, None), tensors)
+        return None, None, *_planned_gradients(ctx, BackwardInputs(out, lse, dout, None), tensors)
 
 
 class TransformedAttention(AttentionWithLse):
@@ -153,14 +153,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     wanted = ctx.needs_input_grad[2 : 2 + n]
 
     def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
-        upstream = Upstream(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
+        bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         if not _is_higher_order(dout, dlse, *tensors[:n]):
-            return gradients_of(wanted, ctx.spec, ctx.plan, upstream, tensors)
+            return gradients_of(wanted, ctx.spec, ctx.plan, bwd_inputs, tensors)
         request = Request.of(ctx.spec, tensors)
         if ops.chosen(request).name == REFERENCE:
             every = (*wanted, *(False,) * (differentiable(ctx.spec) - n))
-            return ReferenceBackend.differentiable_backward(request, upstream, every)[:n]
-        arguments_of: Any = (wanted, ctx.spec, *upstream, *tensors)
+            return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
+        arguments_of: Any = (wanted, ctx.spec, *bwd_inputs, *tensors)
         return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
 
     is_stack = not torch.compiler.is_compiling() and is_batched(dout, dlse)
@@ -175,7 +175,7 @@ class FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(wanted: Any, spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
-        return gradients_of(wanted, spec, None, Upstream(out, lse, dout, dlse), tensors)
+        return gradients_of(wanted, spec, None, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
@@ -196,50 +196,52 @@ def _need_reference(what: str) -> NoReturn:
 
 
 def gradients_of(
-    wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, upstream: Upstream, tensors: Sequence[Any]
+    wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
-    if plan is None or is_traced(upstream.dout, *tensors[:3]):
+    if plan is None or is_traced(bwd_inputs.dout, *tensors[:3]):
         request = Request.of(spec, tensors)
-        grads = ops.registered("backward")(*upstream, *arguments(request))
-        return *grads, *_traced_term_gradients(wanted[3:], upstream, request)
-    upstream = ops.aligned(upstream)
-    grads = plan.backward(tensors, upstream)
+        grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
+        return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
+    bwd_inputs = ops.aligned(bwd_inputs)
+    grads = plan.backward(tensors, bwd_inputs)
     if not any(wanted[3:]):
         return *grads, *(None,) * (len(wanted) - 3)
-    return *grads, *_spread(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, upstream))
+    return *grads, *_spread(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, bwd_inputs))
 
 
-def _planned_gradients(ctx: Any, upstream: Upstream, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+def _planned_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
     """The gradients of all tensors of an eager call."""
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
-            return _all_gradients(ctx, upstream, tensors)
-    return _all_gradients(ctx, upstream, tensors)
+            return _all_gradients(ctx, bwd_inputs, tensors)
+    return _all_gradients(ctx, bwd_inputs, tensors)
 
 
-def _all_gradients(ctx: Any, upstream: Upstream, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+def _all_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
     plan: CallPlan = ctx.plan
-    upstream = ops.aligned(upstream)
-    grads = plan.backward(tensors, upstream)
+    bwd_inputs = ops.aligned(bwd_inputs)
+    grads = plan.backward(tensors, bwd_inputs)
     if len(tensors) == 3:
         return tuple(grads)
     wanted = ctx.needs_input_grad[5 : 2 + differentiable(plan.spec)]
     terms: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if any(wanted):
-        terms = _spread(wanted, plan.term_gradients(wanted, tensors, upstream))
+        terms = _spread(wanted, plan.term_gradients(wanted, tensors, bwd_inputs))
     return *grads, *terms, *(None,) * (len(tensors) - 3 - len(wanted))
 
 
-def _traced_term_gradients(wanted: Sequence[bool], upstream: Upstream, request: Request) -> tuple[Tensor | None, ...]:
+def _traced_term_gradients(
+    wanted: Sequence[bool], bwd_inputs: BackwardInputs, request: Request
+) -> tuple[Tensor | None, ...]:
     if not any(wanted):
         return (None,) * len(wanted)
     every = [*wanted, *[False] * (2 + len(request.score) - len(wanted))]
     if is_dtensor(*request[:3]):
         from .ops.dtensor import term_gradients
 
-        return _spread(wanted, term_gradients(upstream, every, request))
-    return _spread(wanted, torch.ops.tilewise.term_gradients(*upstream, every, *arguments(request)))
+        return _spread(wanted, term_gradients(bwd_inputs, every, request))
+    return _spread(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
 
 
 def _spread(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
-from .request import Request, Upstream, differentiable
+from .request import BackwardInputs, Request, differentiable
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -157,21 +157,23 @@ class CallPlan:
         assert self.order is not None
         return [None if n is None else arguments[n] for n in self.order]
 
-    def backward(self, tensors: Sequence[Tensor | None], upstream: Upstream) -> Sequence[Tensor]:
+    def backward(self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs) -> Sequence[Tensor]:
         """(dq, dk, dv)"""
-        return self._runner(None, tensors, upstream)((*tensors, *upstream))
+        return self._runner(None, tensors, bwd_inputs)((*tensors, *bwd_inputs))
 
     def term_gradients(
-        self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], upstream: Upstream
+        self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor]:
         """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
-        return self._runner(wanted, tensors, upstream)((*tensors, *upstream))
+        return self._runner(wanted, tensors, bwd_inputs)((*tensors, *bwd_inputs))
 
-    def _runner(self, wanted: tuple[bool, ...] | None, tensors: Sequence[Tensor | None], upstream: Upstream) -> Runner:
+    def _runner(
+        self, wanted: tuple[bool, ...] | None, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
+    ) -> Runner:
         """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
         the strides of all of them. (A KernelCall checks the alignment.)"""
-        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *upstream)])
+        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs)])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.allow_tf32)
         runner = self._backward.get(key)
@@ -179,9 +181,9 @@ class CallPlan:
             request = Request.of(self.spec, tensors)
             backend = backward_backend(request, self.backend)
             if wanted is None:
-                runner = backend.backward(request, upstream)
+                runner = backend.backward(request, bwd_inputs)
             else:
-                runner = backend.term_gradients(request, upstream, wanted)
+                runner = backend.term_gradients(request, bwd_inputs, wanted)
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
             self._backward[key] = runner

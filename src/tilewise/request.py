@@ -149,8 +149,8 @@ class Request(NamedTuple):
         return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks, origin)
 
 
-class Upstream(NamedTuple):
-    """What a backward starts from: the results of the forward and their gradients."""
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward: out and lse of the forward, and their gradients (dlse None: zero)."""
 
     out: Tensor
     lse: Tensor

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
-from ..request import Request, Upstream
+from ..request import BackwardInputs, Request
 from .common.cost_profile import Profile, Shapes
 from .common.gpu import Gpu
 
@@ -65,11 +65,11 @@ class Backend(Protocol):
         """Whether it computes the gradients of q, k and v of a supported call. If not, the next backend does."""
         ...
 
-    def backward(self, request: Request, upstream: Upstream) -> Runner:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         """Tensors: `request.tensors()`, then out, lse, dout and dlse. Results: dq, dk, dv."""
         ...
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         """Tensors as of `backward`. Results: the gradients of the wanted ones among bias, sinks and the score mod's
         tensors, in this order."""
         ...

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..ops.dense import aligned
 from ..plan_cache import CallPlan, plan_of
-from ..request import Request, Upstream
+from ..request import BackwardInputs, Request
 from .cluster import Exchange
 from .division import GATHERING, Division
 from .heads import Heads
@@ -195,8 +195,8 @@ class Backward(Work):
         wanted: tuple[bool, ...],
     ) -> None:  # fmt: skip
         super().__init__(plan, heads, request, saved.q, (saved.k, saved.v), backward=True)
-        self.upstream = Upstream(saved.out, saved.lse, dout, dlse)
-        self.taken: tuple[tuple[Rows, bool], Upstream] | None = None
+        self.bwd_inputs = BackwardInputs(saved.out, saved.lse, dout, dlse)
+        self.taken: tuple[tuple[Rows, bool], BackwardInputs] | None = None
         self.dq = zeros(saved.q, self.dtype)
         self.is_new = True
         self.dkv: dict[int, Keys] = {}
@@ -210,37 +210,37 @@ class Backward(Work):
         grads: list[Tensor | None] = [None if self.is_new else self.dq, None, None]
         for part in self.parts(sources, (k, v)):
             request, rows, keys, _ = part
-            upstream = self.upstream_of(rows, request.cu_q is not None)
+            bwd_inputs = self.upstream_of(rows, request.cu_q is not None)
             plan = plan_for(request)
-            found: Any = plan.backward(request.tensors(), upstream)
+            found: Any = plan.backward(request.tensors(), bwd_inputs)
             if request.cu_q is not None:
                 found = tuple(x[None] for x in found)
             for n, (x, g, place) in enumerate(zip((self.q, k, v), found, (rows, keys, keys), strict=True)):
                 grads[n] = added(grads[n], x, place, g)
-            self.add_terms(plan, part, upstream)
+            self.add_terms(plan, part, bwd_inputs)
             self.is_new = False
         dq, dk, dv = (zeros(x, self.dtype) if g is None else g for x, g in zip((self.q, k, v), grads, strict=True))
         self.dq = dq
         self.keep(sources, dk, dv)
 
-    def upstream_of(self, rows: Rows, packed: bool) -> Upstream:
+    def upstream_of(self, rows: Rows, packed: bool) -> BackwardInputs:
         """Of these rows; kept, since the next tile mostly has the same."""
         if self.taken is None or self.taken[0] != (rows, packed):
-            out, lse, dout, dlse = self.upstream
+            out, lse, dout, dlse = self.bwd_inputs
             if not rows.is_all:
                 out, lse, dout = rows.take(out), rows.take(lse, 2).contiguous(), rows.take(dout)
                 dlse = None if dlse is None else rows.take(dlse, 2).contiguous()
             if packed:
                 out, lse, dout, dlse = out[0], lse[0], dout[0], None if dlse is None else dlse[0]
-            self.taken = (rows, packed), aligned(Upstream(out, lse, dout, dlse))
+            self.taken = (rows, packed), aligned(BackwardInputs(out, lse, dout, dlse))
         return self.taken[1]
 
-    def add_terms(self, plan: CallPlan, part: Part, upstream: Upstream) -> None:
+    def add_terms(self, plan: CallPlan, part: Part, bwd_inputs: BackwardInputs) -> None:
         wanted = [x is not None for x in self.terms]
         wanted[1] = False
         if not any(wanted):
             return
-        found = iter(plan.term_gradients(tuple(wanted), part.request.tensors(), upstream))
+        found = iter(plan.term_gradients(tuple(wanted), part.request.tensors(), bwd_inputs))
         bias, _, *score = self.terms
         if bias is not None:
             self.heads.of(bias, 1)[part.bias].add_(next(found))
@@ -250,7 +250,7 @@ class Backward(Work):
 
     def add_sinks(self, total: Tensor) -> None:
         """-Σ exp(sink - lse)·delta over the rows."""
-        out, lse, dout, dlse = self.upstream
+        out, lse, dout, dlse = self.bwd_inputs
         assert self.request.sinks is not None
         delta = (dout.to(self.dtype) * out.to(self.dtype)).sum(-1).mT
         sink = self.heads.of(self.request.sinks).to(self.dtype)[None, :, None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..backends.registry import choose
 from ..plan_cache import CallPlan, plan_of
-from ..request import ARGUMENTS, SCHEMA, Request, Upstream, request_of
+from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_of
 from .flops import count_them
 
 _library = torch.library.Library("tilewise", "DEF")
@@ -37,13 +37,13 @@ def chosen(request: Request) -> Backend:
     return choose(request).backend
 
 
-def aligned(upstream: Upstream) -> Upstream:
+def aligned(bwd_inputs: BackwardInputs) -> BackwardInputs:
     """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     address = dout.data_ptr()
     is_aligned = address & 15 == 0 != address and dout.is_contiguous() and not dout.is_neg()
     if is_aligned and dlse is None and lse.is_contiguous():
-        return upstream
+        return bwd_inputs
     if address == 0 and dout.numel():  # a zero tensor has no memory
         dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
     elif dout.is_neg():
@@ -55,7 +55,7 @@ def aligned(upstream: Upstream) -> Upstream:
             dout = dout.clone(memory_format=torch.contiguous_format)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
-    return Upstream(out, lse.contiguous(), dout, dlse)
+    return BackwardInputs(out, lse.contiguous(), dout, dlse)
 
 
 def _plan(*call: Any) -> CallPlan:
@@ -76,7 +76,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _plan(*call).backward(_tensors(*call), aligned(Upstream(out, lse, dout, dlse)))
+    dq, dk, dv = _plan(*call).backward(_tensors(*call), aligned(BackwardInputs(out, lse, dout, dlse)))
     return dq, dk, dv
 
 
@@ -85,8 +85,8 @@ def _term_gradients(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool], *call: Any
 ) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors, in this order."""
-    upstream = aligned(Upstream(out, lse, dout, dlse))
-    return list(_plan(*call).term_gradients(tuple(wanted), _tensors(*call), upstream))
+    bwd_inputs = aligned(BackwardInputs(out, lse, dout, dlse))
+    return list(_plan(*call).term_gradients(tuple(wanted), _tensors(*call), bwd_inputs))
 
 
 @torch.library.impl(_library, "jvp", "CompositeExplicitAutograd")

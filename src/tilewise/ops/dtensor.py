@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..mods import PROGRAMS
-from ..request import ARGUMENTS, Request, Upstream, arguments, request_of
+from ..request import ARGUMENTS, BackwardInputs, Request, arguments, request_of
 from ..torch_internals import register_sharding
 
 ALL = Replicate()
@@ -65,7 +65,7 @@ def _ranks(request: Request) -> int:
     return int(mesh.size())
 
 
-def term_gradients(upstream: Upstream, wanted: list[bool], request: Request) -> list[Any]:
+def term_gradients(bwd_inputs: BackwardInputs, wanted: list[bool], request: Request) -> list[Any]:
     """The op of this name, which gives a list that torch has no rules for: each rank computes its part. What all ranks
     have of a term, they have parts of its gradient; their sum is taken."""
     q: Any = request.q
@@ -78,7 +78,7 @@ def term_gradients(upstream: Upstream, wanted: list[bool], request: Request) -> 
 
     rows, lines = [way[0] for way in chosen], [way[2] for way in chosen]
     places = [[way[1][n] for way in chosen] for n in range(len(request.tensors()) - 3)]
-    own = Upstream(*(local(x, p) for x, p in zip(upstream, (rows, lines) * 2, strict=True)))
+    own = BackwardInputs(*(local(x, p) for x, p in zip(bwd_inputs, (rows, lines) * 2, strict=True)))
     tensors = [local(x, p) for x, p in zip(request.tensors(), [rows] * 3 + places, strict=True)]
     call = arguments(Request.of(request.spec, tensors))
     found = torch.ops.tilewise.term_gradients(*own, wanted, *call)

@@ -111,7 +111,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.common.shapes import problem
     from tilewise.backends.hopper.backward_launches import backward_launches, new_space
-    from tilewise.request import Request, Spec, Upstream
+    from tilewise.request import BackwardInputs, Request, Spec
 
     from .launch import launch
 
@@ -123,7 +123,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     space.lse2.fill_(13.0)
     for x in (space.delta, space.sums, space.counts):
         x.zero_()
-    _prepare, job, _finish = backward_launches(request, Upstream(out, lse, dout, None), (dq, dk, dv), space, 1)
+    _prepare, job, _finish = backward_launches(request, BackwardInputs(out, lse, dout, None), (dq, dk, dv), space, 1)
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return named(spans), {"produce 2": "producer"}
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tilewise.backends import reference
 from tilewise.errors import AttentionError
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 from tilewise.request import band as band_of
 from tilewise_lab.derivation import attention as rung
 from tilewise_lab.derivation import gradient
@@ -266,6 +266,6 @@ def _error(found: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor
     out, lse = reference.forward(request)
     exact = {"out": out[0, :, 0], "lse": lse[0, 0]}
     if "dq" in found:
-        grads = reference.backward(request, Upstream(out, lse, do, None))
+        grads = reference.backward(request, BackwardInputs(out, lse, do, None))
         exact |= {name: x[0, :, 0] for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
     return max(float((found[name] - x).nan_to_num(0.0).abs().max()) for name, x in exact.items())

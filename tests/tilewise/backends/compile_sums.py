@@ -17,7 +17,7 @@ from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.shapes import new_results
 from tilewise.backends.common.sinks import named_sink_launches
 from tilewise.costs.compiled import compile_for
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 
 def main(arch: int | str, d: int, dtype: str) -> None:
@@ -33,8 +33,8 @@ def main(arch: int | str, d: int, dtype: str) -> None:
     prepare, renormalised = terms.prepare_launch, terms.renormalised
 
     def compile_first(*args: Any) -> Any:
-        first, upstream = renormalised(*args)
-        return [Compile(*launch) for launch in first], upstream
+        first, bwd_inputs = renormalised(*args)
+        return [Compile(*launch) for launch in first], bwd_inputs
 
     stand_ins: dict[str, Any] = {
         "Launch": Compile,
@@ -50,12 +50,12 @@ def main(arch: int | str, d: int, dtype: str) -> None:
     for shape in ((1, 4, n, n), (2, 4, n, n), (1, 4, 1, n), (1, 4, n, 1)):
         bias = torch.empty(shape, dtype=q.dtype)
         request = Request(q, k, v, Spec(d**-0.5, None, 0), bias=bias)
-        terms.Sums(request, Upstream(out, torch.empty(2, 4, n), dout, None)).of_bias(bias)
+        terms.Sums(request, BackwardInputs(out, torch.empty(2, 4, n), dout, None)).of_bias(bias)
         packed = Request(*(x[0] for x in (q, k, v)), request.spec, bias=bias, cu_q=cu, cu_k=cu)
-        terms.Sums(packed, Upstream(out[0], torch.empty(4, n), dout[0], None)).of_bias(bias)
+        terms.Sums(packed, BackwardInputs(out[0], torch.empty(4, n), dout[0], None)).of_bias(bias)
     request = Request(q, k, v, Spec(d**-0.5, None, 0), sinks=torch.empty(4, dtype=q.dtype))
     out, lse = new_results(request, memory)
-    for launch in named_sink_launches(request, Upstream(out, lse, out, None), target, memory).values():
+    for launch in named_sink_launches(request, BackwardInputs(out, lse, out, None), target, memory).values():
         Compile(*launch)()
     print(json.dumps(made))
 

@@ -26,7 +26,7 @@ from tilewise.backends.common.launch import COUNTERS, Built, Launch, Target
 from tilewise.backends.common.launcher import Slot
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 from tilewise.validation import kv as kv_checks
 
@@ -519,10 +519,10 @@ def test_kernels_run_from_slots_and_addresses(name: str, interpreted: None) -> N
         expected = forward(request)
         assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
         assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
-        upstream = Upstream(*map(known, (out, lse, torch.randn_like(out), torch.randn_like(lse))))
-        again = again or KernelCall(build_backward(first.spec), (*request.tensors(), *upstream), CUDA)
-        found = again((*request.tensors(), *upstream))
-        for a, b in zip(found, backward(request, upstream), strict=True):
+        bwd_inputs = BackwardInputs(*map(known, (out, lse, torch.randn_like(out), torch.randn_like(lse))))
+        again = again or KernelCall(build_backward(first.spec), (*request.tensors(), *bwd_inputs), CUDA)
+        found = again((*request.tensors(), *bwd_inputs))
+        for a, b in zip(found, backward(request, bwd_inputs), strict=True):
             assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
@@ -535,10 +535,10 @@ def test_the_gradient_of_sinks_runs_from_addresses(interpreted: None) -> None:
     for seed in range(2):
         request = on_call(first, seed)
         out, lse = map(known, forward(request))
-        upstream = Upstream(out, lse, known(torch.randn_like(out)), None)
-        run = run or KernelCall(build_sink_gradient(first.spec), (*request.tensors(), *upstream), CUDA)
-        (found,) = run((*request.tensors(), *upstream))
-        (expected,) = scored.term_gradients(request, upstream, [False, True])
+        bwd_inputs = BackwardInputs(out, lse, known(torch.randn_like(out)), None)
+        run = run or KernelCall(build_sink_gradient(first.spec), (*request.tensors(), *bwd_inputs), CUDA)
+        (found,) = run((*request.tensors(), *bwd_inputs))
+        (expected,) = scored.term_gradients(request, bwd_inputs, [False, True])
         assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -72,7 +72,7 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     from tilewise.backends.common.preprocess import row_statistics
     from tilewise.backends.triton import launches as launch
     from tilewise.backends.triton.backward_launches import backward_launches, backward_repairs
-    from tilewise.request import Request, Spec, Upstream
+    from tilewise.request import BackwardInputs, Request, Spec
 
     q, k, v, dout, out, dq, dk, dv = rooms = [inside() for _ in range(8)]
     before = [x.clone() for x in rooms]
@@ -86,8 +86,11 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     made = [launch.forward_launch(request, out, rows, gpu, flags=flags)]
     made += launch.repairs(made[0], target)
     made += clear_launches(out, rows.contiguous(), None, cu, cu, gpu)
-    upstream, flags = Upstream(out, rows, dout, None), memory.empty((flag_count(request, both=True),), torch.int32)
-    passes = backward_launches(request, upstream, (dq, dk, dv), row_statistics(request, memory), flags, gpu)
+    bwd_inputs, flags = (
+        BackwardInputs(out, rows, dout, None),
+        memory.empty((flag_count(request, both=True),), torch.int32),
+    )
+    passes = backward_launches(request, bwd_inputs, (dq, dk, dv), row_statistics(request, memory), flags, gpu)
     made += [*passes, *backward_repairs(passes, target), *clear_launches(dq, dk, dv, cu, cu, gpu)]
     for each in made:
         each()

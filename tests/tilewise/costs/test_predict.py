@@ -14,7 +14,7 @@ from tilewise.backends.common.tiles import Tile
 from tilewise.costs.cost import Call
 from tilewise.costs.devices import device
 from tilewise.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 H200 = device("H200")
 USUAL = Call(4, 4096, 4096, 16, 16, 128, 128)
@@ -63,7 +63,7 @@ def test_programs_are_those_the_launcher_starts(monkeypatch):
     preprocess = pytest.importorskip("tilewise.backends.common.preprocess")
     memory = pytest.importorskip("tilewise.backends.common.launch").DeviceMemory(q.device)
     rows = preprocess.row_statistics(request, memory)
-    _, key, query = passes.backward_launches(request, Upstream(q, lse, q, None), (q, k, k), rows, None, gpu)
+    _, key, query = passes.backward_launches(request, BackwardInputs(q, lse, q, None), (q, k, k), rows, None, gpu)
     assert [one.programs for one in (forward, key, query)] == [
         kernel.programs for kernel in plan(call, "triton", H200, backward=True)
     ]

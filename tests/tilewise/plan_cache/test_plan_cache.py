@@ -22,7 +22,7 @@ from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError, api, plan_cache
 from tilewise.backends import registry
 from tilewise.plan_cache import CallPlan, PlanCache, positions
-from tilewise.request import Request, Spec, Upstream, arguments
+from tilewise.request import BackwardInputs, Request, Spec, arguments
 
 Q = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16)
 
@@ -61,14 +61,14 @@ class StubBackend:
 
         return run
 
-    def backward(self, request: Request, upstream: Upstream) -> Any:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Any:
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
             self.gradients.append((None, tensors))
             return [torch.full_like(x, 7) for x in tensors[:3]]
 
         return run
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: tuple[bool, ...]) -> Any:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: tuple[bool, ...]) -> Any:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:

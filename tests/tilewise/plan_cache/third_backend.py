@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.protocol import Runner
 from tilewise.kv_request import AppendRequest, KvCall, KvRequest, PlannedTile, structure_of
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 
 
 class ThirdBackend:
@@ -61,24 +61,24 @@ class ThirdBackend:
         spec = request.spec
         return self.runner("forward", lambda tensors: results(Request.of(spec, tensors)))
 
-    def backward(self, request: Request, upstream: Upstream) -> Runner:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-            request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+            request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
             q, k, _ = heads_first(request)
-            p, ds = gradients(request, upstream)
-            dv = p.mT @ upstream.dout.transpose(1, 2)
+            p, ds = gradients(request, bwd_inputs)
+            dv = p.mT @ bwd_inputs.dout.transpose(1, 2)
             return tuple(x.transpose(1, 2) for x in (spec.scale * ds @ k, spec.scale * ds.mT @ q, dv))
 
         return self.runner("backward", run)
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Tensor | None]) -> list[Tensor]:
             request = Request.of(spec, tensors[:-4])
-            _, ds = gradients(request, Upstream(*tensors[-4:]))
+            _, ds = gradients(request, BackwardInputs(*tensors[-4:]))
             return [ds.sum_to_size(request.bias.shape)]
 
         return self.runner("term_gradients", run)
@@ -163,9 +163,9 @@ def results(request: Request) -> tuple[Tensor, Tensor]:
     return (s.softmax(-1) @ request.v.transpose(1, 2)).transpose(1, 2), s.logsumexp(-1)
 
 
-def gradients(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor]:
+def gradients(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """P and dS = P * (dP - delta), delta = rowsum(dO * O) - dlse."""
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     p = torch.exp(scores(request) - lse[..., None])
     delta = (out * dout).sum(-1).transpose(1, 2)
     if dlse is not None:

@@ -9,7 +9,7 @@ import torch
 import tilewise
 from tests.tilewise_lab.emulator.test_terms import backward, forward
 from tilewise.mods.builtin import alibi
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_runs")
@@ -28,11 +28,11 @@ def test_results_are_not_rounded(d, dv):
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = tilewise.attention(*leaves, causal=True, scale=d**-0.5, return_lse=True)
     exact = (out.detach(), *torch.autograd.grad((out * dout.double()).sum(), leaves))
-    upstream = Upstream(out.detach().bfloat16(), lse.detach().float(), dout, None)
+    bwd_inputs = BackwardInputs(out.detach().bfloat16(), lse.detach().float(), dout, None)
     errors = []
     for partial in (False, True):
         call = Request(q, k, v, Spec(d**-0.5, None, 0, partial=partial))
-        found = (forward(call)[0], *backward(call, upstream))
+        found = (forward(call)[0], *backward(call, bwd_inputs))
         assert {x.dtype for x in found} == {torch.float32 if partial else torch.bfloat16}
         errors.append([float((x.double() - y).square().mean()) for x, y in zip(found, exact, strict=True)])
     assert all(part < rounded for rounded, part in zip(*errors, strict=True))

@@ -12,7 +12,7 @@ from tests import features, features_budget
 from tilewise.backends import reference
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.emulator import launch
 
 pytest.importorskip("triton")
@@ -54,21 +54,21 @@ def forward(request: Request) -> Any:
     return out, lse
 
 
-def backward(request: Request, upstream: Upstream) -> Any:
+def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     from tilewise.backends.common.renormalise import renormalised
     from tilewise.backends.common.shapes import problem
     from tilewise.backends.hopper.backward_launches import GPU, backward_launches, new_space
 
     request = Request.of(request.spec, [None if x is None else x.detach() for x in request.tensors()])
     q, k, v, *_ = request
-    out, lse, dout, dlse = upstream
-    upstream = Upstream(out.detach(), lse.detach(), dout.contiguous(), dlse)
+    out, lse, dout, dlse = bwd_inputs
+    bwd_inputs = BackwardInputs(out.detach(), lse.detach(), dout.contiguous(), dlse)
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
     space = new_space(MEMORY, problem(request))
-    first, upstream = renormalised(request, upstream, GPU, MEMORY)
-    for job in (*first, *backward_launches(request, upstream, tuple(grads), space, 2)):
+    first, bwd_inputs = renormalised(request, bwd_inputs, GPU, MEMORY)
+    for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2)):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)
         else:
@@ -82,7 +82,7 @@ def test_within_budget(name, monkeypatch):
     monkeypatch.setattr(
         ReferenceBackend,
         "backward",
-        lambda self, r, upstream: lambda x: backward(Request.of(r.spec, x[:-4]), Upstream(*x[-4:])),
+        lambda self, r, bwd_inputs: lambda x: backward(Request.of(r.spec, x[:-4]), BackwardInputs(*x[-4:])),
     )
     chosen = features.replace(PLAIN, **ONE[name])
     call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
@@ -102,8 +102,8 @@ def test_slopes_of_rows_that_do_not_exist(d):
     q, k, v, dout = (torch.randn(1, 70, 1, d).bfloat16() for _ in range(4))
     mod = root()
     request = Request(q, k, v, Spec(d**-0.5, score_mod=mod.key))
-    upstream = Upstream(*forward(request), dout, None)
-    for ours, theirs in zip(backward(request, upstream), reference.backward(request, upstream), strict=True):
+    bwd_inputs = BackwardInputs(*forward(request), dout, None)
+    for ours, theirs in zip(backward(request, bwd_inputs), reference.backward(request, bwd_inputs), strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=0)
 
 
@@ -116,10 +116,10 @@ def test_gradients_of_rows_that_are_far_out(d, dtype):
     bias[..., 3:9, :] = torch.finfo(torch.float32).min
     bias[..., 70, :] = -1e9
     request = Request(q, k, v, Spec(d**-0.5, after=0), bias=bias, sinks=torch.full((1,), -1e9))
-    upstream = Upstream(*forward(request), dout, torch.randn(1, 1, 90))
+    bwd_inputs = BackwardInputs(*forward(request), dout, torch.randn(1, 1, 90))
     in_full = request._replace(q=q.float(), k=k.float(), v=v.float())  # in float64, -1e9 + q.k would not be -1e9
-    exact = reference.backward(in_full, upstream._replace(out=upstream.out.float(), dout=dout.float()))
-    for ours, theirs in zip(backward(request, upstream), exact, strict=True):
+    exact = reference.backward(in_full, bwd_inputs._replace(out=bwd_inputs.out.float(), dout=dout.float()))
+    for ours, theirs in zip(backward(request, bwd_inputs), exact, strict=True):
         torch.testing.assert_close(ours.float(), theirs, atol=2e-2, rtol=2e-2)
 
 
@@ -140,10 +140,10 @@ def test_who_does_not_see_a_nan_gets_none(d, scale):
         mask_tensors=1,
     )
     request = Request(q, k, v, spec, mask=mask.tensors)
-    upstream = Upstream(*reference.forward(request), dout, None)
-    clean = backward(request, upstream)
+    bwd_inputs = BackwardInputs(*reference.forward(request), dout, None)
+    clean = backward(request, bwd_inputs)
     k[:, 99] = v[:, 99] = torch.nan
-    found = backward(request, upstream)
+    found = backward(request, bwd_inputs)
     for x, y in zip(found, clean, strict=True):
         torch.testing.assert_close(x[:, :80], y[:, :80], atol=4e-3, rtol=0)
     assert found[0][:, 80:].isnan().all()
@@ -162,8 +162,8 @@ def test_tile_lists_are_believed(d):
     spec = Spec(d**-0.5, mask_mod=mask.mod.key, mask_block=(128, 128, 1, 1))
     request = Request(q, k, v, spec, blocks=mask.lists)
     dout = torch.randn_like(q)
-    upstream = Upstream(*forward(request), dout, None)
-    grads = backward(request, upstream)
+    bwd_inputs = BackwardInputs(*forward(request), dout, None)
+    grads = backward(request, bwd_inputs)
 
     kind = kinds[0, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)[:n_q, :n_k]
     seen = (kind == 3) | ((kind == 1) & ((torch.arange(n_q)[:, None] + torch.arange(n_k)) % 2 == 1))
@@ -171,12 +171,12 @@ def test_tile_lists_are_believed(d):
     s = torch.einsum("bihd,bjgd->bhij", leaves[0], leaves[1]) * d**-0.5
     p = s.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
     out = torch.einsum("bhij,bjgd->bihd", p, leaves[2])
-    torch.testing.assert_close(upstream.out.double(), out.detach(), atol=2e-2, rtol=0)
+    torch.testing.assert_close(bwd_inputs.out.double(), out.detach(), atol=2e-2, rtol=0)
     for ours, theirs in zip(grads, torch.autograd.grad(out, leaves, dout.double()), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=4e-2, rtol=0)
 
     k[:, 128:256] = v[:, 128:256] = torch.nan
-    for ours, theirs in zip(backward(request, upstream), grads, strict=True):
+    for ours, theirs in zip(backward(request, bwd_inputs), grads, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=0)
 
 

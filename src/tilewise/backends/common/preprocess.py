@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from .device.gradients import Saved
 from .device.structs import ANY_SIZE, LOG2E, PAD, Rows, View
 from .device.tile_io import load_rows, row_pointers, statistic_pointers
@@ -50,11 +50,11 @@ def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
 
 
 def prepare_launch(
-    request: Request, upstream: Upstream, statistics: tuple[Tensor, Tensor], overlap: bool = False
+    request: Request, bwd_inputs: BackwardInputs, statistics: tuple[Tensor, Tensor], overlap: bool = False
 ) -> tuple[Launch, Saved]:
     """The launch that computes the row statistics, and what every kernel that uses them reads."""
     q, k, v, *_ = request
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     size, pad = problem(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     prepare = Launch(

@@ -17,7 +17,7 @@ this launch, and only tiles with such a row read keys.
 import triton
 import triton.language as tl
 
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from .device.attend import stream_keys
 from .device.structs import ANY_SIZE, Law, Rows, View
 from .device.tile_io import load_rows, row_pointers, store_rows
@@ -78,13 +78,15 @@ def _tile(row_bytes: int) -> Tile:
     return Tile(64, 32, 4, 2) if row_bytes <= 256 else Tile(32, 32, 8, 1, chunk=64)
 
 
-def renormalised(request: Request, upstream: Upstream, gpu: Gpu, memory: Memory) -> tuple[list[Launch], Upstream]:
+def renormalised(
+    request: Request, bwd_inputs: BackwardInputs, gpu: Gpu, memory: Memory
+) -> tuple[list[Launch], BackwardInputs]:
     """The launch, if there is one, and what the backward starts from after it. lse and dlse must be contiguous."""
     if not is_renormalised(request):
-        return [], upstream
+        return [], bwd_inputs
     q, k, spec, size = request.q, request.k, request.spec, problem(request)
     tile = _tile(padded(max(size.d, size.dv)) * q.element_size())
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     new_do, new_lse = (memory.empty(x.shape, x.dtype) for x in (dout, lse))
     new_dlse = None if dlse is None else memory.empty(dlse.shape, dlse.dtype)
     launch = Launch(
@@ -97,4 +99,4 @@ def renormalised(request: Request, upstream: Upstream, gpu: Gpu, memory: Memory)
         ),
         options_of(request, tile, gpu, SCORE_MOD=score_mod(request, gpu), MASK_MOD=mask_mod(request)),
     )  # fmt: skip
-    return [launch], Upstream(out, new_lse, new_do, new_dlse)
+    return [launch], BackwardInputs(out, new_lse, new_do, new_dlse)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...request import Request, Spec, Upstream
+from ...request import BackwardInputs, Request, Spec
 from .device.structs import ANY_SIZE, LOG2E
 from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from .pdl import gdc_wait
@@ -49,33 +49,37 @@ def build_sink_gradient(spec: Spec) -> Build:
     """Tensors: `Request.tensors()`, out, lse, dout, dlse. Result: the gradient of the sinks."""
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
-        request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
         assert request.sinks is not None
         total = memory.empty(request.sinks.shape, request.sinks.dtype)
-        return Built((total,), sink_launches(request, upstream, total, target, memory))
+        return Built((total,), sink_launches(request, bwd_inputs, total, target, memory))
 
     return build
 
 
-def sink_launches(request: Request, upstream: Upstream, total: Tensor, target: Target, memory: Memory) -> list[Launch]:
+def sink_launches(
+    request: Request, bwd_inputs: BackwardInputs, total: Tensor, target: Target, memory: Memory
+) -> list[Launch]:
     sinks, overlap = request.sinks, can_overlap(target.gpu)
     assert sinks is not None
-    first, upstream = renormalised(request, upstream, target.gpu, memory)
+    first, bwd_inputs = renormalised(request, bwd_inputs, target.gpu, memory)
     together = _together(request)
     statistics = row_statistics(together, memory)
-    prepare, saved = prepare_launch(together, upstream, statistics, overlap)
+    prepare, saved = prepare_launch(together, bwd_inputs, statistics, overlap)
     batch, heads, rows = statistics[0].shape
     options = {"NATURAL": is_far(request), "BLOCK": BLOCK, "num_warps": 8} | overlapped(overlap)
     args = saved.lse2, saved.delta, sinks, sinks.stride(0), total, batch, rows
     return [*first, prepare, Launch(sink_kernel, heads, args, options)]
 
 
-def named_sink_launches(request: Request, upstream: Upstream, target: Target, memory: Memory) -> dict[str, Launch]:
+def named_sink_launches(
+    request: Request, bwd_inputs: BackwardInputs, target: Target, memory: Memory
+) -> dict[str, Launch]:
     """The launches of the gradient of sinks, if there are any, for an offline compiler."""
     if request.sinks is None:
         return {}
     total = memory.empty(request.sinks.shape, request.sinks.dtype)
-    *first, prepare, sums = sink_launches(request, upstream, total, target, memory)
+    *first, prepare, sums = sink_launches(request, bwd_inputs, total, target, memory)
     return named("(sink renormalise)", first) | {"(sink rows)": prepare, "(sink sums)": sums}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...mods import PROGRAMS
 from ...mods.blocks import without_lists
 from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_, sites
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from . import mod_source as mods
 from .device.structs import FAR, Bias
 from .kernel_call import KernelCall
@@ -35,18 +35,18 @@ NOWHERE = Place(*[None] * 6)
 
 
 def term_gradients(
-    request: Request, upstream: Upstream, wanted: Sequence[bool]
+    request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]
 ) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
     """A runner (see `backends.protocol`) for the wanted ones among bias, sinks and the score mod's tensors."""
     spec, (bias, sinks, *others) = request.spec, wanted
     of_sinks = None
     if sinks:
-        of_sinks = KernelCall(build_sink_gradient(spec), (*request.tensors(), *upstream), request.q.device)
+        of_sinks = KernelCall(build_sink_gradient(spec), (*request.tensors(), *bwd_inputs), request.q.device)
         if not bias and not any(others):
             return of_sinks
 
     def run(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        found = sums_of_terms(Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:]), bias, others)  # type: ignore[arg-type]
+        found = sums_of_terms(Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:]), bias, others)  # type: ignore[arg-type]
         if of_sinks is not None:
             found.insert(1 if bias else 0, *of_sinks(tensors))
         return found
@@ -54,12 +54,12 @@ def term_gradients(
     return run
 
 
-def sums_of_terms(request: Request, upstream: Upstream, bias: bool, others: Sequence[bool]) -> list[Tensor]:
+def sums_of_terms(request: Request, bwd_inputs: BackwardInputs, bias: bool, others: Sequence[bool]) -> list[Tensor]:
     """The gradients of the bias, if wanted, and of the wanted ones among the score mod's tensors."""
     q, spec = request.q, request.spec
     found: list[Tensor] = []
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        sums = Sums(request, upstream)
+        sums = Sums(request, bwd_inputs)
         if bias and request.bias is not None:
             found.append(sums.of_bias(request.bias).to(request.bias.dtype))
         for n, (x, wants) in enumerate(zip(request.score, others, strict=True)):
@@ -76,15 +76,15 @@ def sums_of_terms(request: Request, upstream: Upstream, bias: bool, others: Sequ
 class Sums:
     """The row statistics of one backward pass, and the sums that are taken with them."""
 
-    def __init__(self, request: Request, upstream: Upstream) -> None:
+    def __init__(self, request: Request, bwd_inputs: BackwardInputs) -> None:
         request = without_lists(request)
         self.request, self.spec = request, request.spec
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
         self.size = problem(request)
         self.gpu = target_of(request.q.device).gpu
         memory = DeviceMemory(request.q.device)
-        first, upstream = renormalised(request, upstream, self.gpu, memory)
-        prepare, self.saved = prepare_launch(request, upstream, row_statistics(request, memory))
+        first, bwd_inputs = renormalised(request, bwd_inputs, self.gpu, memory)
+        prepare, self.saved = prepare_launch(request, bwd_inputs, row_statistics(request, memory))
         lse2, self.delta = (x.ptr for x in self.saved[4:6])
         self.lse2 = lse2
         if self.size.packed:  # the gaps between sequences

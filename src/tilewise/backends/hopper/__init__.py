@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from ..common.cost_profile import Profile, Shapes
 from ..common.gpu import Gpu
 from ..protocol import KvBackend, Runner
@@ -38,15 +38,15 @@ class HopperBackend:
     def has_backward(self, request: Request) -> bool:
         return support.has_backward(request)
 
-    def backward(self, request: Request, upstream: Upstream) -> Runner:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         from .backward_launches import backward
 
-        return backward(request, upstream)
+        return backward(request, bwd_inputs)
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         from ..common.term_gradients import term_gradients
 
-        return term_gradients(request, upstream, wanted)
+        return term_gradients(request, bwd_inputs, wanted)
 
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         from ..common.jvp_launches import jvp

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import Request, Spec, Upstream
+from ...request import BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import Saved
 from ..common.device.structs import LOG2E, PAD, View
@@ -77,11 +77,11 @@ def block_dims(size: Problem) -> tuple[int, int]:
 
 
 def backward_launches(
-    request: Request, upstream: Upstream, grads: tuple[Tensor, Tensor, Tensor], space: Space, processors: int
+    request: Request, bwd_inputs: BackwardInputs, grads: tuple[Tensor, Tensor, Tensor], space: Space, processors: int
 ) -> list[Launch]:
     request = request._replace(sinks=None)  # which are in lse
     q, k, v, spec = request[:4]
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     dq, dk, dv = grads
     size = problem(request)
     block_d, block_dv = block_dims(size)
@@ -213,13 +213,13 @@ def spread(request: Request, n: int) -> Request:
     return request._replace(k=k, v=v)
 
 
-def backward(request: Request, upstream: Upstream) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
+def backward(request: Request, bwd_inputs: BackwardInputs) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
     """A runner (see `backends.protocol`). Tensors: `request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
     spec, device = request.spec, request.q.device
     n = copies(request, target_of(device).processors)
     if n == 1:
-        return KernelCall(build_backward(spec), (*request.tensors(), *upstream), device)
-    split = KernelCall(build_backward(spec), (*spread(request, n).tensors(), *upstream), device)
+        return KernelCall(build_backward(spec), (*request.tensors(), *bwd_inputs), device)
+    split = KernelCall(build_backward(spec), (*spread(request, n).tensors(), *bwd_inputs), device)
 
     def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         copied = spread(Request.of(spec, tensors[:-4]), n).tensors()
@@ -233,20 +233,20 @@ def build_backward(spec: Spec) -> Build:
     """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
-        request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
         grads = new_gradients(request, memory)
-        return Built(grads, list(named_launches(request, upstream, grads, target, memory).values()))
+        return Built(grads, list(named_launches(request, bwd_inputs, grads, target, memory).values()))
 
     return build
 
 
 def named_launches(
-    request: Request, upstream: Upstream, grads: tuple[Tensor, Tensor, Tensor], target: Target, memory: Memory
+    request: Request, bwd_inputs: BackwardInputs, grads: tuple[Tensor, Tensor, Tensor], target: Target, memory: Memory
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
-    first, upstream = renormalised(request, upstream, GPU, memory)
+    first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_space(memory, problem(request))
-    passes = [*first, *backward_launches(request, upstream, grads, space, target.processors)]
+    passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.processors)]
     names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)
     return dict(zip(names, passes, strict=False)) | named("(backward clear)", cleared)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import LIMIT, Request, Spec, Upstream
+from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target
@@ -63,9 +63,9 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
     if backward:
-        upstream = Upstream(out, lse, out, None)
-        found = named_launches(request, upstream, new_gradients(request, memory), target, memory)
-        return found | named_sink_launches(request, upstream, target, memory)
+        bwd_inputs = BackwardInputs(out, lse, out, None)
+        found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
+        return found | named_sink_launches(request, bwd_inputs, target, memory)
     repaired, packed = request.is_masked, request.cu_q is not None
     names = ["hopper forward", *["(forward repair)"] * repaired, *["(forward clear)"] * packed]
     return dict(zip(names, all_forward_launches(request, out, lse, target, memory), strict=False))

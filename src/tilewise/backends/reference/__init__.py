@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from ..common.cost_profile import Profile, Shapes
 from ..common.gpu import Gpu
 from ..protocol import KvBackend, Runner
@@ -37,19 +37,19 @@ class ReferenceBackend:
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def backward(self, request: Request, upstream: Upstream) -> Runner:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
-            return backward(Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:]))
+            return backward(Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:]))
 
         return run
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         spec = request.spec
 
         def run(tensors: Sequence[Any]) -> Sequence[Tensor]:
-            return scored.term_gradients(Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:]), list(wanted))
+            return scored.term_gradients(Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:]), list(wanted))
 
         return run
 
@@ -72,6 +72,6 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     return tiled.forward(request) if request.is_plain else scored.forward(request)
 
 
-def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv)"""
-    return tiled.backward(request, upstream) if request.is_plain else scored.backward(request, upstream)
+    return tiled.backward(request, bwd_inputs) if request.is_plain else scored.backward(request, bwd_inputs)

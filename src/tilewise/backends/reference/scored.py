@@ -21,7 +21,7 @@ from tilewise.backends.reference.tiled import accumulate_, are_far
 from tilewise.mods import PROGRAMS, dropout
 from tilewise.mods.blocks import kinds_of
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 ROWS = 1 << 22  # scores held at once
 Keys = slice | Tensor  # all keys, or those of the tiles that a block mask lists
@@ -85,10 +85,12 @@ class Pass(NamedTuple):
     sink: Tensor  # the gradient of the sink's score, (H, R, 1)
 
 
-def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> Iterator[tuple[Pass, list[Tensor]]]:
+def _passes(
+    request: Request, bwd_inputs: BackwardInputs, more_rows: list[Tensor]
+) -> Iterator[tuple[Pass, list[Tensor]]]:
     """dS = P∘(dP - rowsum(dO∘O) + dlse), block by block; with the views of `more_rows` at the block's sequence."""
     q, k, v, spec = request[:4]
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     stats = [x.mT.unsqueeze(-1) for x in (lse, dlse) if x is not None]
     rows = [q, out, dout, *stats]
@@ -117,7 +119,7 @@ def _passes(request: Request, upstream: Upstream, more_rows: list[Tensor]) -> It
             yield Pass(block, q_tile, k_tile, dout_tile, raw, hide, weights, ds, -sink_p * delta), views[len(rows) :]
 
 
-def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
     request = with_padded_bias(request)
     q, k, v, spec = request[:4]
@@ -129,7 +131,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     if q.numel() == 0:
         return dq, dk.to(dq.dtype), dv.to(dq.dtype)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for x, (dq_all,) in _passes(request, upstream, [dq]):
+        for x, (dq_all,) in _passes(request, bwd_inputs, [dq]):
             ds = x.ds
             if spec.score_mod is not None:
                 ds = ds * score_derivative(x.raw, x.block.place, request, dtype)
@@ -146,7 +148,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     return dq, dk.to(dq.dtype), dv.to(dq.dtype)
 
 
-def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]) -> list[Tensor]:
+def term_gradients(request: Request, bwd_inputs: BackwardInputs, wanted: Sequence_[bool]) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
     q, spec = request.q, request.spec
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -158,7 +160,7 @@ def term_gradients(request: Request, upstream: Upstream, wanted: Sequence_[bool]
     ]
     bias, sinks, *score = grads
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for x, _ in _passes(request, upstream, []):
+        for x, _ in _passes(request, bwd_inputs, []):
             place = x.block.place
             if bias is not None:
                 view, keys = bias_rows(bias, x.block)

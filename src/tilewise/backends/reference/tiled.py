@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.reference.threads import each
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 LEAST_Q, TILE_Q = 128, 512  # rather more heads than more queries
 TILE_K = 512
@@ -123,7 +123,7 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tensor]:
+def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, with every tile of P computed again from lse.
 
     P = exp(S - lse);  dV = Pᵀ dO;  dP = dO Vᵀ;  dS = P∘(dP - rowsum(dO∘O) + dlse);  dQ = scale·dS K;  dK = scale·dSᵀ Q
@@ -132,7 +132,7 @@ def backward(request: Request, upstream: Upstream) -> tuple[Tensor, Tensor, Tens
     is so large that rounding it loses log l, P = exp(S - m), and they are divided by l.
     """
     q, k, v, spec = request[:4]
-    out, lse, dout, dlse = upstream
+    out, lse, dout, dlse = bwd_inputs
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=request.result_dtype) for x in (q, k, v))
     stats = [as_rows(x) for x in (lse, dlse) if x is not None]

@@ -26,7 +26,7 @@ from tilewise.backends.reference.scored import (
 from tilewise.errors import AttentionError
 from tilewise.mods import PROGRAMS
 from tilewise.mods.expr import Expr, scattered, sites
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 
 
 def differentiable(request: Request) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,9 @@ def _nothing(request: Request) -> tuple[Tensor, Tensor]:
     return out, q[..., 0].transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
 
 
-def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def differentiable_backward(
+    request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, bias, sinks and the score mod's tensors where wanted, as torch sees them: the formulas
     of `backward` and `term_gradients` over whole matrices, out of place, so that they can be differentiated again."""
     given, request = request.bias, with_padded_bias(request)
@@ -81,7 +83,7 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
     heads_kv = k.shape[-2]
     group = q.shape[-2] // max(1, heads_kv)
     rows: list[list[Tensor]] = [[], [], []]
-    rows_of = [upstream.dout, *([] if upstream.dlse is None else [upstream.dlse.mT.unsqueeze(-1)])]
+    rows_of = [bwd_inputs.dout, *([] if bwd_inputs.dlse is None else [bwd_inputs.dlse.mT.unsqueeze(-1)])]
     with torch.autocast(q.device.type, enabled=False):
         for whole in _wholes(request, rows_of):
             place, hide, p = whole.block.place, whole.hide, whole.p
@@ -126,7 +128,7 @@ def differentiable_backward(request: Request, upstream: Upstream, wanted: Sequen
         if wanted[n] and rows[n]:
             grads[n] = _concatenated(rows[n], x, request.cu_q is not None)
     if not rows[0]:  # without a sequence the gradients are 0, but autograd still needs a graph
-        nothing = sum(x.sum().to(dtype) for x in (q, k, v, upstream.dout))
+        nothing = sum(x.sum().to(dtype) for x in (q, k, v, bwd_inputs.dout))
         grads = [None if g is None else g + nothing for g in grads]
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...request import Request, Upstream
+from ...request import BackwardInputs, Request
 from ..common.cost_profile import Profile, Shapes
 from ..common.gpu import Gpu
 from ..common.kv import DecodeKernels
@@ -37,16 +37,16 @@ class TritonBackend:
     def has_backward(self, request: Request) -> bool:
         return True
 
-    def backward(self, request: Request, upstream: Upstream) -> Runner:
+    def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
         from ..common.kernel_call import KernelCall
         from .backward_launches import build_backward
 
-        return KernelCall(build_backward(request.spec), (*request.tensors(), *upstream), request.q.device)
+        return KernelCall(build_backward(request.spec), (*request.tensors(), *bwd_inputs), request.q.device)
 
-    def term_gradients(self, request: Request, upstream: Upstream, wanted: Sequence[bool]) -> Runner:
+    def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         from ..common.term_gradients import term_gradients
 
-        return term_gradients(request, upstream, wanted)
+        return term_gradients(request, bwd_inputs, wanted)
 
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         from ..common.jvp_launches import jvp

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...request import Request, Spec, Upstream
+from ...request import BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.structs import Plan
 from ..common.gpu import Gpu
@@ -28,21 +28,21 @@ def build_backward(spec: Spec) -> Build:
     """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
-        request, upstream = Request.of(spec, tensors[:-4]), Upstream(*tensors[-4:])
+        request, bwd_inputs = Request.of(spec, tensors[:-4]), BackwardInputs(*tensors[-4:])
         grads = new_gradients(request, memory)
-        return Built(grads, list(named_launches(request, upstream, grads, target, memory).values()))
+        return Built(grads, list(named_launches(request, bwd_inputs, grads, target, memory).values()))
 
     return build
 
 
 def named_launches(
-    request: Request, upstream: Upstream, grads: Grads, target: Target, memory: Memory
+    request: Request, bwd_inputs: BackwardInputs, grads: Grads, target: Target, memory: Memory
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels that nearly always do nothing."""
-    first, upstream = renormalised(request, upstream, target.gpu, memory)
+    first, bwd_inputs = renormalised(request, bwd_inputs, target.gpu, memory)
     flags = flag_count(request, both=True)
     flag = memory.empty((flags,), torch.int32) if flags else None
-    passes = backward_launches(request, upstream, grads, row_statistics(request, memory), flag, target.gpu)
+    passes = backward_launches(request, bwd_inputs, grads, row_statistics(request, memory), flag, target.gpu)
     names = ("prepare", "key", *["value"] * (len(passes) > 3), "query")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, target.gpu)
     return (
@@ -54,13 +54,13 @@ def named_launches(
 
 
 def backward_launches(
-    request: Request, upstream: Upstream, grads: Grads, statistics: tuple[Tensor, Tensor], flags: Tensor | None,
+    request: Request, bwd_inputs: BackwardInputs, grads: Grads, statistics: tuple[Tensor, Tensor], flags: Tensor | None,
     gpu: Gpu,
 ) -> list[Launch]:  # fmt: skip
     q, spec, size = request.q, request.spec, problem(request)
     dq, dk, dv = grads
     overlap = can_overlap(gpu)
-    prepare, saved = prepare_launch(request, upstream, statistics, overlap)
+    prepare, saved = prepare_launch(request, bwd_inputs, statistics, overlap)
     scoring, scale, rate = folded(request, gpu, slope=True)
     scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import Request, Spec, Upstream
+from ...request import BackwardInputs, Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches
 from ..common.gpu import Gpu
@@ -67,9 +67,9 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
     if backward:
-        upstream = Upstream(out, lse, out, None)
-        found = named_launches(request, upstream, new_gradients(request, memory), target, memory)
-        return found | named_sink_launches(request, upstream, target, memory)
+        bwd_inputs = BackwardInputs(out, lse, out, None)
+        found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
+        return found | named_sink_launches(request, bwd_inputs, target, memory)
     flags = flag_count(request)
     first = forward_launch(request, out, lse, gpu, flags=memory.empty((flags,), torch.int32) if flags else None)
     found = {"forward": first} | named("(forward repair)", repairs(first, target))

@@ -15,7 +15,7 @@ from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.common.shapes import new_gradients, problem
 from tilewise.backends.hopper.backward_launches import backward_launches, new_space
 from tilewise.costs.compiled import compile_for
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 from .compile_one import with_terms
 
@@ -39,7 +39,7 @@ def main(
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(origin=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)
-    _, sums, *_ = backward_launches(request, Upstream(out, lse, out, None), grads, space, 132)
+    _, sums, *_ = backward_launches(request, BackwardInputs(out, lse, out, None), grads, space, 132)
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {
         "spills": made.spills,

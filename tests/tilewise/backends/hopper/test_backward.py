@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.budget import check
 from tests.cases import Case, Inputs, make
 from tests.oracle import naive_grads
-from tilewise.request import Request, Upstream
+from tilewise.request import BackwardInputs, Request
 
 pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 emulator = pytest.importorskip("tilewise_lab.emulator")
@@ -61,8 +61,8 @@ def gradients(
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
     space = hopper.new_space(DeviceMemory(q.device), hopper.problem(request))
-    upstream = Upstream(out.to(q.dtype), lse.float(), dout, dlse)
-    for launch in hopper.backward_launches(request, upstream, tuple(grads), space, processors):
+    bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
+    for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, processors):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
             emulator.launch(*launch, seed=seed, replace=replaced)
         else:
@@ -134,8 +134,8 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
     request = Request(q, k, v, case.spec._replace(partial=True), cu_q=cu_q, cu_k=cu_k)
-    upstream = Upstream(out.to(q.dtype), lse.float(), dout, dlse)
-    found = hopper.backward(request, upstream)((*request.tensors(), *upstream))
+    bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
+    found = hopper.backward(request, bwd_inputs)((*request.tensors(), *bwd_inputs))
     hopper._copies.cache_clear()
     assert [x.dtype for x in found] == [torch.float32] * 3
     assert programs == [4 * hopper.problem(request).programs(k.shape[-3], 1, 128)]

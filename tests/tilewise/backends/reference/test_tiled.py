@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle import naive_grads, seen
 from tilewise.backends.reference import backward, forward, tiled
-from tilewise.request import Request, Spec, Upstream
+from tilewise.request import BackwardInputs, Request, Spec
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 FULL, CAUSAL = Spec(scale=0.5), Spec(scale=0.5, after=0)
@@ -48,7 +48,7 @@ class Case(NamedTuple):
         q, k, v, dout, dlse, cu_q, cu_k = self
         request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
         out, lse = forward(request)
-        return out, lse, *backward(request, Upstream(out, lse, dout, dlse))
+        return out, lse, *backward(request, BackwardInputs(out, lse, dout, dlse))
 
     def exact(self, spec: Spec) -> tuple[Tensor, ...]:
         q, k, v, dout, dlse, cu_q, cu_k = self
@@ -176,7 +176,7 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         cu_q, cu_k, spec = ctx.rest
         request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
-        return *backward(request, Upstream(out, lse, dout, dlse)), None, None, None
+        return *backward(request, BackwardInputs(out, lse, dout, dlse)), None, None, None
 
 
 @pytest.mark.parametrize("spec", BANDS)
