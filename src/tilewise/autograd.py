@@ -28,7 +28,7 @@ REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to
 
 
 def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool = True) -> Any:
-    """(out, lse), through autograd if a derivative may be asked for.
+    """(out, lse), through an autograd Function if a derivative may be needed.
 
     Args:
         spec: the checked options.
@@ -207,7 +207,7 @@ def gradients_of(
     grads = plan.backward(tensors, bwd_inputs)
     if not any(wanted[3:]):
         return *grads, *(None,) * (len(wanted) - 3)
-    return *grads, *_spread(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, bwd_inputs))
+    return *grads, *_at_wanted(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, bwd_inputs))
 
 
 def _planned_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -227,7 +227,7 @@ def _all_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any])
     wanted = ctx.needs_input_grad[5 : 2 + differentiable(plan.spec)]
     terms: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if any(wanted):
-        terms = _spread(wanted, plan.term_gradients(wanted, tensors, bwd_inputs))
+        terms = _at_wanted(wanted, plan.term_gradients(wanted, tensors, bwd_inputs))
     return *grads, *terms, *(None,) * (len(tensors) - 3 - len(wanted))
 
 
@@ -240,12 +240,12 @@ def _traced_term_gradients(
     if is_dtensor(*request[:3]):
         from .ops.dtensor import term_gradients
 
-        return _spread(wanted, term_gradients(bwd_inputs, every, request))
-    return _spread(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
+        return _at_wanted(wanted, term_gradients(bwd_inputs, every, request))
+    return _at_wanted(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
 
 
-def _spread(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The found gradients at the places of the wanted ones."""
+def _at_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """A tuple with the found gradients where one is wanted, and None elsewhere."""
     rest = iter(found)
     return tuple(next(rest) if wants else None for wants in wanted)
 

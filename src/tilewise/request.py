@@ -1,4 +1,4 @@
-"""What a call asks for; and the one way the library says no."""
+"""The checked request of a call: its tensors and its scalars (`Spec`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .errors import AttentionError
 from .torch_internals import constant
 
 MAX_HEAD_DIM = 512
-LIMIT = 4096  # of what is remembered, so that the next one like it costs less: a new length may bring new strides
-FAR = 2**30  # a band that reaches further than this is unbounded: no sequence is longer, and 32 bits hold the sums
+LIMIT = 4096  # entries of an lru_cache by shapes or options
+FAR = 2**30  # a window of this size is unbounded: no sequence is longer, and 32 bits hold sums of positions
 
 
 class Spec(NamedTuple):
     """The scalars of a call, as the registered ops take them too (`SCHEMA`).
 
     `before` and `after` are the band: query i, which sits at key position p = i + Sk - Sq, sees the keys
-    p - before .. p + after; None means unbounded. Causal is `after=0`: nothing past this point knows the word.
+    p - before .. p + after; None means unbounded. Causal is `after=0`.
 
     `score_mod` and `mask_mod` are keys of programs (see mods), each with its floats and how many tensors it reads.
 
@@ -42,18 +42,18 @@ class Spec(NamedTuple):
     mask_mod: str | None = None
     mask_numbers: tuple[float, ...] = ()
     mask_tensors: int = 0
-    mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch rows and heads (or 1)
+    mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch size and heads (or 1)
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
-    longest: int | None = None  # no packed sequence has more queries or keys; for the gradients of tables
-    partial: bool = False  # out and the gradients of q, k, v are parts of a sum: in float32, rounded by who adds them
+    longest: int | None = None  # bounds the lengths of packed sequences; for the gradients of tables
+    partial: bool = False  # out and the gradients of q, k, v are parts of a sum: returned in float32
 
     @staticmethod
     def of(
         *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
         backend: str = "auto", **others: Any,
     ) -> Spec:  # fmt: skip
-        """From the caller's words."""
+        """The spec of options as `attention` takes them."""
         before, after = band(causal, window)
         if scale is None:
             scale = 1 / math.sqrt(head_dim)
@@ -63,20 +63,28 @@ class Spec(NamedTuple):
 
 
 def differentiable(spec: Spec) -> int:
-    """How many of a call's tensors a gradient may be asked of, the first ones: q, k, v, bias, sinks and what the score
-    mod reads.
+    """The number of tensors that may have gradients. They are the first ones of `Request.tensors()`: q, k, v, bias,
+    sinks and the tensors of the score mod.
 
-    A function: torch.compile of torch 2.10 does not see properties of a named tuple.
+    This is a function because torch.compile of torch 2.10 does not support properties of a NamedTuple.
     """
     return 5 + spec.score_tensors
 
 
 class Request(NamedTuple):
-    """A call, whole: checked once, where it is made (`checks`), and passed on as it is until a kernel runs.
+    """A checked call (`validation`), as backends receive it.
 
-    q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), or packed (T, H, D) with cu_q and cu_k, int32 (B + 1,).
-    The rest is optional: bias (B, H, Sq, Sk), each axis possibly 1; sinks (H,); seed, one int64; the tensors that the
-    two mods read; a block mask's tile lists; origin, int32 (B, 7): where this call lies in a larger one (`ORIGIN`).
+    Attributes:
+        q, k, v: (B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv); packed (T, H, D) with cu_q and cu_k.
+        spec: the scalars.
+        bias: (B, H, Sq, Sk), each axis possibly 1.
+        sinks: (H,).
+        score: the tensors of the score mod.
+        cu_q, cu_k: int32 (B + 1,), of packed sequences.
+        seed: of dropout, one int64.
+        mask: the tensors of the mask mod.
+        blocks: the tile lists of a block mask.
+        origin: int32 (B, 7), of a call that is a part of a larger one: see `ORIGIN`.
     """
 
     q: Tensor
@@ -101,13 +109,13 @@ class Request(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but q, k, v and the band."""
+        """Whether the call has no bias, sinks, mods or dropout."""
         spec = self.spec
         return self.bias is self.sinks is self.seed is None and spec.score_mod is spec.mask_mod is None
 
     @property
     def is_masked(self) -> bool:
-        """Whether some query may not see some key of its sequence."""
+        """Whether a band or a mask mod may hide keys."""
         spec = self.spec
         return not (spec.before is spec.after is None and spec.mask_mod is None)
 
@@ -122,7 +130,7 @@ class Request(NamedTuple):
         return tuple(found)
 
     def on_meta(self) -> Request:
-        """The same of tensors without memory, for a compiler."""
+        """The same request with meta tensors, for offline compilation."""
 
         def like(x: Tensor | None) -> Tensor | None:
             return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -158,23 +166,23 @@ class BackwardInputs(NamedTuple):
     dlse: Tensor | None
 
 
-# Where the rows of `Request.origin` say that a call lies, for mods and dropout; the band and the bias count within the
-# call. One row for each batch row or packed sequence: its number; what is added to a head; query i is i_0 + step * i,
-# key j is j_0 + step * j; and the lengths of the whole.
+# The columns of `Request.origin`, which mods and dropout use; the band and the bias count within the call. A
+# row is a batch row or packed sequence: b is its number in the larger call, h_0 is added to the head, query i is
+# i_0 + step * i, key j is j_0 + step * j, and n_q and n_k are the lengths in the larger call.
 ORIGIN = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
 Window = tuple[int | None, int | None]
 _KINDS: dict[Any, str] = {float: "float", int | None: "SymInt?", tuple[float, ...]: "float[]"}
-# Numbers that torch.compile may know by a symbol only are arguments of the ops. The rest of a Spec is one word to them:
-# every argument costs a call a microsecond.
+# Numbers that may be symbols under torch.compile are arguments of the ops. The other fields of a Spec are one string:
+# each argument costs a call a microsecond.
 _hints = get_type_hints(Spec)
 _NUMBERS = tuple(name for name in Spec._fields if _hints[name] in _KINDS)
-_WORDS = tuple(name for name in Spec._fields if name not in _NUMBERS)
+_OTHERS = tuple(name for name in Spec._fields if name not in _NUMBERS)
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor?[] others, "
     + "".join(f"{_KINDS[_hints[name]]} {name}, " for name in _NUMBERS)
-    + "str words"
+    + "str options"
 )
-_in_order = itemgetter(*[(*_NUMBERS, *_WORDS).index(name) for name in Spec._fields])
+_in_order = itemgetter(*[(*_NUMBERS, *_OTHERS).index(name) for name in Spec._fields])
 ARGUMENTS = 4 + len(_NUMBERS) + 1
 
 
@@ -184,13 +192,13 @@ def arguments(request: Request) -> tuple[Any, ...]:
     others = list(tensors[3:])  # not `*others`: torch 2.10 and 2.11 trace that as a tuple
     spec = request.spec
     numbers = (getattr(spec, name) for name in _NUMBERS)
-    words = _said(*(getattr(spec, name) for name in _WORDS))
-    return *tensors[:3], others, *(list(x) if isinstance(x, tuple) else x for x in numbers), words
+    options = _to_text(*(getattr(spec, name) for name in _OTHERS))
+    return *tensors[:3], others, *(list(x) if isinstance(x, tuple) else x for x in numbers), options
 
 
 @constant
-def _said(*words: Any) -> str:
-    return repr(words)
+def _to_text(*options: Any) -> str:
+    return repr(options)
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
@@ -200,20 +208,20 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> R
 
 
 def spec_of(scalars: Any) -> Spec:
-    """From what an op is asked beside its tensors."""
-    *numbers, words = [tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars]
-    return Spec._make(_in_order((*numbers, *_words(words))))
+    """The spec of an op's arguments after its tensors."""
+    *numbers, options = [tuple(x) if isinstance(x, (list, tuple)) else x for x in scalars]
+    return Spec._make(_in_order((*numbers, *_from_text(options))))
 
 
 @lru_cache(LIMIT)
-def _words(words: str) -> tuple[Any, ...]:
-    """Cached by the text alone: the numbers 0.0 and -0.0 would be one key."""
-    found: tuple[Any, ...] = literal_eval(words)
+def _from_text(options: str) -> tuple[Any, ...]:
+    """The reverse of `_to_text`. Cached by the text: as values, 0.0 and -0.0 would be one key."""
+    found: tuple[Any, ...] = literal_eval(options)
     return found
 
 
 def band(causal: bool, window: Window | None) -> tuple[int | None, int | None]:
-    """(before, after) from the caller's words.
+    """(before, after) of the options causal and window.
 
     >>> band(True, None), band(False, (128, 0)), band(True, (128, None)), band(False, (0, 2**31))
     ((None, 0), (128, 0), (128, 0), (0, None))
@@ -240,8 +248,8 @@ def _side(name: str, side: Any) -> int | None:
 
 
 def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
-    """Whether the heads of a group, of one query each, are taken for the queries of one head, so that the keys which
-    they share are read once: each must see all keys.
+    """Whether the query heads of a group, with one query each, become the queries of one head, so that their keys are
+    read once. Each of them must see all keys.
 
     >>> heads_are_queries(1, 8, None), heads_are_queries(1, 8, 128), heads_are_queries(2, 8, None)
     (True, False, False)

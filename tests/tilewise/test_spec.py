@@ -1,4 +1,4 @@
-"""What a call asks for: its words, its flattening, its one error."""
+"""The request of a call: its spec, its flattening, the schema of the ops."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_request_survives_both_flattenings() -> None:
 
 def test_the_schema_has_a_place_for_every_argument() -> None:
     assert len(SCHEMA.split(", ")) == ARGUMENTS == len(arguments(full()))
-    *numbers, words = (part.split()[1] for part in SCHEMA.split(", ")[4:])
-    assert words == "words"
+    *numbers, others = (part.split()[1] for part in SCHEMA.split(", ")[4:])
+    assert others == "options"
     assert set(numbers) < set(Spec._fields)
 
 

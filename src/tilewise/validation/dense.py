@@ -1,7 +1,7 @@
-"""From a caller's words to a request: every argument is checked here, before anything is launched.
+"""Checks every argument of a call and makes the request of it, before anything is launched.
 
-`attention`, `attention_varlen`, `explain` and `check` take the same options (`Options`) and come through here, so they
-accept and refuse the same things.
+`attention`, `attention_varlen`, `explain` and `check` call `request_of`, so they accept the same arguments and raise
+the same errors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed, is_whole
 from ..mods.program import Mod, bound, check_filled, indexed, rows
-from ..options import Options, options_of, takes_options
+from ..options import Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
 from ..torch_internals import any_autocast, has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
-SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options that may have something of the longest lengths
+SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options with tensors that may have max_seqlen elements
 
-__all__ = ["Options", "options_of", "takes_options"]  # handed on
-
+__all__ = ["Options", "options_of"]
 
 ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
@@ -38,7 +37,15 @@ ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 def request_of(
     q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, given: Options, read: bool = False
 ) -> Request:
-    """A call of `attention_varlen` where there are offsets, else of `attention`; with `read`, its numbers too."""
+    """The checked request of a call.
+
+    Args:
+        q, k, v: the tensors.
+        cu: (cu_seqlens_q, cu_seqlens_k) of `attention_varlen`; empty for `attention`.
+        longest: (max_seqlen_q, max_seqlen_k) of `attention_varlen`.
+        given: the options of the call.
+        read: whether to check the contents of tensors too, which waits for a GPU.
+    """
     options = options_of(given)
     q, k, v = resolved(q), resolved(k), resolved(v)
     request = packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
@@ -98,7 +105,7 @@ def sharded(
 
 
 def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
-    """What only the numbers in a checked call say; reads them, which on a GPU waits for it."""
+    """Checks the contents of a call's tensors. On a GPU this waits for the device."""
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
         return
@@ -108,21 +115,21 @@ def contents(request: Request, longest: tuple[int | None, int | None], options: 
 
 
 def _is_free(cu: Tensor) -> bool:
-    """Whether its numbers can be read without waiting."""
+    """Whether its contents can be read without waiting for a device."""
     return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
 
 
 def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
-    """What the lengths of packed sequences say of the longest, of the tensors of mods and of a block mask."""
+    """Checks max_seqlen, the tensors of mods and a block mask against the lengths of packed sequences."""
     cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
     assert cu_q is not None
     assert cu_k is not None
     if longest == (None, None) and mask is score is None:
         return
     found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
-    for side, said, most in zip("qk", longest, found, strict=True):
-        if said is not None and said < most:
-            raise AttentionError(f"max_seqlen_{side}", said, f"at least {most}, the length of a sequence")
+    for side, given, most in zip("qk", longest, found, strict=True):
+        if given is not None and given < most:
+            raise AttentionError(f"max_seqlen_{side}", given, f"at least {most}, the length of a sequence")
     if isinstance(mask, BlockMask):
         for name, own, cu in zip(("cu_seqlens_q", "cu_seqlens_k"), mask.cu_seqlens or (), (cu_q, cu_k), strict=False):
             if own.tolist() != cu.tolist():
@@ -134,7 +141,7 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
 
 
 def check_longest(n_q: Any, n_k: Any) -> None:
-    """max_seqlen_q and max_seqlen_k: of every call, since few of those that are remembered have them in their key."""
+    """Checks max_seqlen_q and max_seqlen_k. Every call does, because most signatures do not contain them."""
     for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
         if n is not None and (not is_whole(n) or n < 0):
             raise AttentionError(name, repr(n), "an int >= 0, or None")
@@ -144,7 +151,14 @@ def sized(
     q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Request:  # fmt: skip
-    """sizes: B, H, Sq, Sk; for packed sequences the last two are what the caller says of them, or None."""
+    """The request of tensors that are checked, with options that are not.
+
+    Args:
+        q, k, v: the tensors.
+        sizes: (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q and max_seqlen_k, or None.
+        options: the completed options.
+        cu_q, cu_k: the offsets of packed sequences.
+    """
     if not isinstance(options["backend"], str):
         raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
     for name in ("causal", "return_lse", "deterministic"):
@@ -166,7 +180,7 @@ def sized(
         bias = _checked_bias(q, sizes, bias)
     if sinks is not None:
         _check_term("sinks", sinks, q, [(sizes[1],)])
-    known = sizes if cu_q is None else (*sizes[:2], None, None)  # the longest may be longer than any
+    known = sizes if cu_q is None else (*sizes[:2], None, None)  # max_seqlen may exceed every length
     score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
     deterministic = options["deterministic"]
     if deterministic is None:
@@ -198,7 +212,7 @@ def sized(
 def _score(
     q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
 ) -> Mod | None:
-    """One mod of all that happens to a score before the bias."""
+    """Softcap, score_mod and ALiBi as one mod; None if there is none of them."""
     mods = []
     if softcap is not None:
         softcap = number("softcap", softcap, "a finite number above 0, or None")
@@ -211,14 +225,14 @@ def _score(
         batch, heads, _, _ = sizes
         _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
         slopes = resolved(slopes)
-        if not slopes.numel():  # no pair to be moved: one slope that nothing reads, and whose gradient is still theirs
+        if not slopes.numel():  # no head or batch row: kernels need one element; autograd still reaches the tensor
             slopes = slopes.sum().expand((1,) * slopes.dim())
         mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
     return bound(mods)
 
 
 def number(name: str, x: Any, expected: str) -> float:
-    """x as a float; a tensor's gradient would be lost, so it is none."""
+    """x as a float. A tensor raises, because its gradient would be lost."""
     if isinstance(x, Tensor):
         raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
     real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
@@ -236,12 +250,13 @@ def number(name: str, x: Any, expected: str) -> float:
 
 
 def tensor(name: str, x: Any) -> Tensor:
+    """x, if it is a strided tensor. Raises otherwise."""
     if not isinstance(x, Tensor):
         hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
     if x.is_nested or x.layout is not torch.strided:
-        words = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
-        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {words}")
+        hint = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
+        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {hint}")
     return x
 
 
@@ -320,7 +335,7 @@ def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tenso
 
 
 def _perhaps_swapped(q: Tensor) -> str:
-    """A hint, where something does not fit and there are more heads than tokens."""
+    """A hint for the error message if there are more heads than tokens."""
     swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
     return "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if swapped else ""
 
@@ -355,8 +370,8 @@ def _check_block_mask(
     mask: BlockMask, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
     band: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
-    """Raise unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are what the
-    caller says of them, or None. Of pairs outside the band that it was made for, a mask knows nothing."""
+    """Raises unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q
+    and max_seqlen_k, or None. The call's band must not exceed the band that the mask was made for."""
     made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
     if packed == (mask.tokens is None):
         raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
@@ -376,7 +391,7 @@ def _check_block_mask(
 
 
 def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
-    """Whether the tensors that a mod indexes by a place itself have as many elements as there are places."""
+    """Raises unless a tensor that a mod indexes by b, h, q_idx or kv_idx has an element for each of its values."""
     for n, axis, index in indexed(mod.key):
         size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
         if size is not None and 1 < found < size:
@@ -397,7 +412,7 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
 
 
 def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
-    """As the rest of the library has them; and as torch's own attention does, in the dtype that autocast says."""
+    """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if not isinstance(layout, str) or layout != "bshd":
         q, k, v = swapped(layout, q, k, v)
     if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
@@ -412,7 +427,7 @@ def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Ten
 
 
 def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views of (batch, heads, tokens, dim) tensors as the rest of the library has them."""
+    """ "bshd" views of tensors with layout "bhsd". Any other layout raises."""
     if not isinstance(layout, str) or layout != "bhsd":
         raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")
     for name, x in zip("qkv", tensors, strict=True):
