@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import registry as dispatch
 from tilewise.distributed import Plan, plan
 from tilewise.distributed.execute import Backward, Forward, Saved
-from tilewise.distributed.heads import Heads
-from tilewise.distributed.program import Compute, program
+from tilewise.distributed.schedule import Compute, schedule
 from tilewise.distributed.simulate import LINKS
+from tilewise.distributed.ulysses import Ulysses
+from tilewise.plan_cache import CallPlan
 from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 from tilewise_lab.progress import progress
@@ -89,11 +89,11 @@ def ranks_alone(made: Plan, whole: Request, saved: Saved, dout: Tensor) -> tuple
     logs = [made.shard(saved.lse, dim=2, rank=r) for r in range(RANKS)]
     requests = [whole._replace(q=x[0], k=x[1], v=x[2]) for x in parts]
     shards = {r: (x[1], x[2]) for r, x in enumerate(parts)}
-    heads = [Heads(made, r, saved.q.shape[2], saved.k.shape[2]) for r in range(RANKS)]
+    ulysses = [Ulysses(made, r, saved.q.shape[2], saved.k.shape[2]) for r in range(RANKS)]
 
     def one(r: int) -> Forward:
-        work = Forward(made, heads[r], requests[r], requests[r].q, shards[r])
-        work.keys = shards
+        work = Forward(made, ulysses[r], requests[r], requests[r].q, shards[r])
+        work.kv = shards
         return work
 
     def back() -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
@@ -101,8 +101,9 @@ def ranks_alone(made: Plan, whole: Request, saved: Saved, dout: Tensor) -> tuple
         dkv: dict[int, tuple[Tensor, Tensor]] = {}
         for r in range(RANKS):
             state = Saved(*parts[r][:4], logs[r])
-            work = Backward(made, heads[r], requests[r], state, parts[r][4], None, (False, False))
-            work.keys = shards
+            bwd_inputs = BackwardInputs(state.out, state.lse, parts[r][4], None)
+            work = Backward(made, ulysses[r], requests[r], state, bwd_inputs, (False, False))
+            work.kv = shards
             for sources in computed(made, r):
                 work.compute(sources)
                 for source, (dk, dv) in work.dkv.items():
@@ -116,7 +117,9 @@ def ranks_alone(made: Plan, whole: Request, saved: Saved, dout: Tensor) -> tuple
 
 
 def computed(made: Plan, rank: int) -> list[tuple[int, ...]]:
-    return [x.sources for x in program(made, rank) if isinstance(x, Compute) if made.pairs[rank, list(x.sources)].any()]
+    return [
+        x.sources for x in schedule(made, rank) if isinstance(x, Compute) if made.pairs[rank, list(x.sources)].any()
+    ]
 
 
 def tiles_of(ranks: list[Forward], saved: Saved, dout: Tensor) -> list[tuple[Any, Request, BackwardInputs]]:
@@ -125,11 +128,11 @@ def tiles_of(ranks: list[Forward], saved: Saved, dout: Tensor) -> list[tuple[Any
     for r, rank in enumerate(ranks):
         results = [rank.plan.shard(x, dim=dim, rank=r) for x, dim in ((saved.out, 1), (saved.lse, 2), (dout, 1))]
         for sources in computed(rank.plan, r):
-            for request, rows, _, _ in rank.parts(sources, rank.kv(sources)):
+            for tile, request in rank.calls(sources, *rank.keys_of(sources)):
                 bwd_inputs = BackwardInputs(
-                    *(rows.take(x, dim) for x, dim in zip(results, (1, 2, 1), strict=True)), None
+                    *(tile.queries.take(x, dim) for x, dim in zip(results, (1, 2, 1), strict=True)), None
                 )
-                found.append((dispatch.call_of(request), request, bwd_inputs))
+                found.append((CallPlan(request), request, bwd_inputs))
     return found
 
 
@@ -138,13 +141,13 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
     options = {"device": args.device, "dtype": torch.bfloat16}
     q, k, v, dout = (torch.randn(1, seqlen, h, dim, **options) for h in (heads, kv_heads, kv_heads, heads))
     whole = checks.dense(q, k, v, checks.options_of({"causal": True}))
-    call = dispatch.call_of(whole)
-    out, lse = call.backend.forward(whole, call.recordings)
+    call = CallPlan(whole)
+    out, lse = call.forward(whole.tensors())
     saved, bwd_inputs = Saved(q, k, v, out, lse), BackwardInputs(out, lse, dout, None)
-    exact = out, *call.backend.backward(whole, bwd_inputs, call.recordings)
+    exact = out, *call.backward(whole.tensors(), bwd_inputs)
     calls: Calls = {
-        "whole forward": lambda: call.backend.forward(whole, call.recordings),
-        "whole backward": lambda: call.backend.backward(whole, bwd_inputs, call.recordings),
+        "whole forward": lambda: call.forward(whole.tensors()),
+        "whole backward": lambda: call.backward(whole.tensors(), bwd_inputs),
     }
     told: dict[str, Any] = {}
     for strategy in strategies:
@@ -154,23 +157,23 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
 
         def forward(tiles: Any = tiles) -> None:
             for found, request, _ in tiles:
-                found.backend.forward(request, found.recordings)
+                found.forward(request.tensors())
 
         def backward(tiles: Any = tiles) -> None:
             for found, request, results in tiles:
-                found.backend.backward(request, results, found.recordings)
+                found.backward(request.tensors(), results)
 
         def merged(ranks: list[Forward] = ranks) -> list[Tensor]:
             for r, rank in enumerate(ranks):
-                rank.is_new = True
+                rank.is_first = True
                 for sources in computed(rank.plan, r):
                     rank.compute(sources)
-            return [rank.finished()[0] for rank in ranks]
+            return [rank.results()[0] for rank in ranks]
 
         dq, dkv = back()
         ours = [made.unshard(x) for x in (merged(), dq, *([x[n] for x in dkv] for n in (0, 1)))]
         errors = [float((x.float() - y.float()).abs().max()) for x, y in zip(ours, exact, strict=True)]
-        names = sorted({dispatch.choose(request).backend.name for _, request, _ in tiles})
+        names = sorted({found.backend.name for found, _, _ in tiles})
         told[strategy] = {"tiles": len(tiles), "backends": names, "errors of out, dq, dk, dv": errors}
         passes = dict(zip(BARS, (forward, merged, backward, back), strict=True))
         calls |= {f"{strategy} {name}": run for name, run in passes.items()}
@@ -179,7 +182,7 @@ def measure(seqlen: int, shape: tuple[int, int, int], strategies: list[str], arg
         for name in BARS:
             one, tiles_time = times[f"whole {name.split()[0]}"], times[f"{strategy} {name}"]
             told[strategy][name] = {kind: tiles_time[kind] / one[kind] for kind in one}
-    name = dispatch.choose(whole).backend.name
+    name = call.backend.name
     sizes = {"tokens": seqlen, "heads": heads, "kv_heads": kv_heads, "dim": dim, "backend": name}
     return sizes | {"milliseconds": times, "strategies": told}
 

@@ -53,7 +53,7 @@ ONLY_FOR = {
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol costs"
-    " distributed.rows",
+    " distributed.calls",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 
@@ -220,7 +220,7 @@ def test_layers_and_exceptions_exist():
         ("costs.cost", "import triton", False),
         ("costs.cost", "def f():\n    import triton", True),
         ("costs.cost", "from tilewise_lab.bench import cases", False),
-        ("distributed.rows", "from ..backends.common.merge_kernel import merge", True),
+        ("distributed.calls", "from ..backends.common.merge_kernel import merge", True),
         ("distributed.plan", "from ..backends.common.merge_kernel import merge", False),
         ("compat.flex", "from ..api import attention", True),
         ("api", "from .compat.flex import flex_attention", False),

@@ -1,4 +1,4 @@
-"""Attention over sequences that no GPU can hold: exact context parallelism on torch.distributed.
+"""Exact context parallelism on torch.distributed: attention over sequences that do not fit on one GPU.
 
 plan = tilewise.distributed.plan(mesh, seqlen=1_000_000, causal=True)
 q, k, v = plan.shard(q, k, v)

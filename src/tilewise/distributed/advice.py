@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..costs.devices import device
-from .division import Division
+from .partition import Partition
 from .simulate import Simulation, simulate
 
 CLOSE = 1.03  # as fast as the fastest: the simulator knows no better
@@ -20,7 +20,7 @@ ROOM = 0.5  # of a GPU's memory may be keys and sums
 class Estimate(NamedTuple):
     """A plan, its passes on the machine, and why it would not do, if so."""
 
-    plan: Division
+    plan: Partition
     passes: list[Simulation]
     refusal: str | None
 
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    plan: Division, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None,
+    plan: Partition, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None,
     forward: bool = False, **shape: Any,
 ) -> Estimate:  # fmt: skip
     """A step of training, or its `forward` alone; `shape` as `simulate` takes it."""
@@ -57,8 +57,8 @@ def estimate(
     ]
     found = Estimate(plan, passes, None)
     refusal = None
-    if plan.width > heads:
-        refusal = f"{plan.width} ranks for {heads} heads"
+    if plan.ulysses_size > heads:
+        refusal = f"{plan.ulysses_size} ranks for {heads} heads"
     elif found.memory > ROOM * device(machine.partition("x")[2].partition("+")[0] or machine).memory:
         refusal = f"{found.memory / 1e9:.0f} GB of keys and sums"
     return found._replace(refusal=refusal)

@@ -1,12 +1,12 @@
-"""Who holds which tokens: runs of positions, dealt out to ranks.
+"""Layouts: which tokens each rank holds, as runs of positions.
 
-    contiguous    one stretch for each rank; the halo of a window is then its neighbour's end
-    zigzag        two stretches for each rank, the r-th and the r-th from the end: causal work is the same for all
-    striped       every n-th token: the same to within a row, for any length
-    document      packed documents: whole where that is even, in work and in tokens; long ones zigzag over some ranks
+    contiguous    one stretch of tokens per rank, so that a window reaches into the neighbouring ranks only
+    zigzag        stretches r and 2n - 1 - r of 2n for rank r of n: causal work is the same on all ranks
+    striped       every n-th token: causal work is equal to within a row, for any length
+    document      packed documents stay whole where tokens and work are then even; long ones are cut zig-zag
 
-Documents lie one after the other in a stream; a dense sequence is one document. Nothing needs to divide anything: a
-rank may hold a token more than another, or none.
+Documents are concatenated to a stream; a dense sequence is one document. No length has to be divisible: a rank may hold
+one token more than another, or none.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-PARTS = (1.0, 0.5, 0.25)  # of a rank's share: a document above it is cut, tried in turn
-EVEN = 0.03  # more than its share may the busiest rank have
-SLIVER = 0.005  # of a rank's share: less is not worth a cut
+CUT_ABOVE = (1.0, 0.5, 0.25)  # of a rank's share: documents above it are cut; tried in this order
+TOLERANCE = 0.03  # the busiest rank may have this much more than its share
+SMALLEST_CUT = 0.005  # of a rank's share: a smaller piece is not cut off
 
 
-def lasting(make: Callable[P, T]) -> Callable[P, T]:
-    """For what is remembered: tensors on the CPU, whatever the default device, and fit for training, whoever asks for
-    them first."""
+def cacheable(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function whose tensors are cached: it runs on the CPU, whatever the default device, and outside of
+    inference mode, so that autograd can use the tensors later."""
 
     @wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -40,7 +40,7 @@ def lasting(make: Callable[P, T]) -> Callable[P, T]:
 
 
 class Run(NamedTuple):
-    """Tokens start, start + step, ... of a document, `size` of them."""
+    """`size` tokens of a document, at positions start, start + step, ..."""
 
     document: int
     start: int
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     size: int
 
     def part(self, a: int, b: int) -> Run:
-        """Its tokens a .. b.
+        """The run of its tokens a to b - 1.
 
         >>> Run(0, 10, 2, 5).part(1, 3)
         Run(document=0, start=12, step=2, size=2)
@@ -60,14 +60,14 @@ Shard = tuple[Run, ...]
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each document begins in the stream, and where the last one ends."""
+    """The offset of each document in the stream, and the end of the last one (cu_seqlens)."""
     return [0, *accumulate(lengths)]
 
 
-def cut(n: int, parts: int) -> list[int]:
-    """The ends of `parts` stretches of n tokens, as even as can be.
+def even_splits(n: int, parts: int) -> list[int]:
+    """The boundaries of `parts` stretches of n tokens, whose sizes differ by at most 1.
 
-    >>> cut(10, 4)
+    >>> even_splits(10, 4)
     [0, 2, 5, 7, 10]
     """
     return [n * p // parts for p in range(parts + 1)]
@@ -78,8 +78,8 @@ def contiguous(lengths: Sequence[int], ranks: int) -> list[Shard]:
     >>> contiguous([10], 4)[1]
     (Run(document=0, start=2, step=1, size=3),)
     """
-    ends = cut(sum(lengths), ranks)
-    return _dealt(lengths, [[(ends[r], ends[r + 1])] for r in range(ranks)])
+    stretches = pairwise(even_splits(sum(lengths), ranks))
+    return [_runs_of(lengths, [stretch]) for stretch in stretches]
 
 
 def zigzag(lengths: Sequence[int], ranks: int) -> list[Shard]:
@@ -87,9 +87,8 @@ def zigzag(lengths: Sequence[int], ranks: int) -> list[Shard]:
     >>> zigzag([8], 2)[0]
     (Run(document=0, start=0, step=1, size=2), Run(document=0, start=6, step=1, size=2))
     """
-    ends = cut(sum(lengths), 2 * ranks)
-    stretches = list(pairwise(ends))
-    return _dealt(lengths, [[stretches[r], stretches[2 * ranks - 1 - r]] for r in range(ranks)])
+    stretches = list(pairwise(even_splits(sum(lengths), 2 * ranks)))
+    return [_runs_of(lengths, [stretches[r], stretches[2 * ranks - 1 - r]]) for r in range(ranks)]
 
 
 def striped(lengths: Sequence[int], ranks: int) -> list[Shard]:
@@ -107,87 +106,91 @@ def striped(lengths: Sequence[int], ranks: int) -> list[Shard]:
 
 
 def document(lengths: Sequence[int], ranks: int) -> list[Shard]:
-    """
+    """A document that is cut costs traffic, one that is not costs balance: takes the coarsest cut that is even.
+
     >>> [sum(run.size for run in shard) for shard in document([64, 1, 1, 1, 1], 2)]
     [34, 34]
-    >>> [len(shard) for shard in document([512] * 16, 8)]  # two whole documents each: nobody needs another's keys
+    >>> [len(shard) for shard in document([512] * 16, 8)]  # two whole documents each: no keys are sent
     [2, 2, 2, 2, 2, 2, 2, 2]
-
-    Documents that are cut cost traffic, those that are not cost balance: the coarsest cut that is even is taken.
     """
-    work, tokens = (_shares(x, ranks) for x in ([n * (n + 1) // 2 for n in lengths], lengths))
-    found = min_over = None
-    for part in (*PARTS, None):
-        dealt = _mixed(lengths, work, tokens, ranks) if part is None else _even(lengths, work, tokens, ranks, part)
-        shards = [joined(x) for x in dealt]
-        held = [[sum(run.size * 1.0 for run in shard) for shard in shards], [_work(shard) for shard in shards]]
-        over = max(max(_shares(x, ranks)) for x in held) - 1
-        if min_over is None or over < min_over:
-            found, min_over = shards, over
-        if over <= EVEN:
+    work, tokens = _shares([n * (n + 1) // 2 for n in lengths], ranks), _shares(lengths, ranks)
+    best: list[Shard] = []
+    least = float("inf")
+    for limit in (*CUT_ABOVE, None):
+        cut = _fill_ranks(lengths, work, tokens, ranks) if limit is None else _cut(lengths, work, tokens, ranks, limit)
+        shards = [merge_runs(runs) for runs in cut]
+        loads = [[sum(run.size * 1.0 for run in shard) for shard in shards], [_work(shard) for shard in shards]]
+        excess = max(max(_shares(load, ranks)) for load in loads) - 1
+        if excess < least:
+            best, least = shards, excess
+        if excess <= TOLERANCE:
             break
-    return found or []
+    return best
 
 
-def _shares(each: Sequence[float], ranks: int) -> list[float]:
-    """In parts of what a rank should have."""
-    whole = max(1, sum(each))
-    return [x * ranks / whole for x in each]
+def _shares(loads: Sequence[float], ranks: int) -> list[float]:
+    """The loads in units of a rank's even share."""
+    total = max(1, sum(loads))
+    return [x * ranks / total for x in loads]
 
 
 def _work(shard: Iterable[Run]) -> float:
+    """The visible pairs of a shard's queries under a causal mask."""
     return sum(run.size * (run.start + (run.size + 1) / 2) for run in shard)
 
 
-def _even(
-    lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int, part: float
+def _cut(
+    lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int, limit: float
 ) -> list[list[Run]]:
-    """Documents cut into equal pieces, zigzag, where they are more than this part of a rank's share, of work or of
-    tokens; the largest pieces dealt first, each to whom it burdens least."""
-    pieces: list[tuple[float, int, int, int]] = []  # (load, document, which of, so many)
+    """Cuts documents whose work or tokens exceed `limit` into equal zig-zag parts, and gives the parts to ranks: the
+    largest first, each to the rank whose load is then the smallest."""
+    parts: list[tuple[float, int, int, int]] = []  # (load, document, m, k): part m of k
     for d, load in enumerate(map(max, work, tokens)):
-        k = min(ranks, max(1, -int(-load // part)))
-        pieces += [(load / k, d, m, k) for m in range(k)]
+        k = min(ranks, max(1, -int(-load // limit)))
+        parts += [(load / k, d, m, k) for m in range(k)]
     shards: list[list[Run]] = [[] for _ in range(ranks)]
-    held = torch.zeros(2, ranks, dtype=torch.float64)
-    for _, d, m, k in sorted(pieces, key=lambda x: -x[0]):
-        after = torch.maximum(held[0] + work[d] / k, held[1] + tokens[d] / k)
-        r = int(after.add_(held[0] + held[1], alpha=1e-6).argmin())
-        held[0, r] += work[d] / k
-        held[1, r] += tokens[d] / k
-        shards[r] += _mirrored(d, lengths[d], m / k, (m + 1) / k)
+    loads = torch.zeros(2, ranks, dtype=torch.float64)
+    for _, d, m, k in sorted(parts, key=lambda x: -x[0]):
+        after = torch.maximum(loads[0] + work[d] / k, loads[1] + tokens[d] / k)
+        r = int(after.add_(loads[0] + loads[1], alpha=1e-6).argmin())
+        loads[0, r] += work[d] / k
+        loads[1, r] += tokens[d] / k
+        shards[r] += _zigzag_part(d, lengths[d], m / k, (m + 1) / k)
     return shards
 
 
-def _mixed(lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int) -> list[list[Run]]:
-    """Each rank in turn is filled from both ends of the documents by length, long ones with more work than tokens and
-    short ones with less, so that it comes out even in both. At most a cut or two for each rank."""
+def _fill_ranks(lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float], ranks: int) -> list[list[Run]]:
+    """Fills one rank after the other with parts of the longest and the shortest document left. Long ones have more work
+    per token, so that a mix of both gives a rank its share of work and of tokens with at most two cuts."""
     order = sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d])
     density = {d: work[d] / tokens[d] for d in order}
     left = {d: tokens[d] for d in order}
     shards: list[list[Run]] = [[] for _ in range(ranks)]
-    done = [0.0, 0.0]
+    done_work = done_tokens = 0.0
 
     def take(r: int, d: int, size: float) -> None:
-        if (left[d] - size) * max(1.0, density[d]) < SLIVER:
+        nonlocal done_work, done_tokens
+        if (left[d] - size) * max(1.0, density[d]) < SMALLEST_CUT:
             size = left[d]
             order.remove(d)
-        elif size * max(1.0, density[d]) < SLIVER:
+        elif size * max(1.0, density[d]) < SMALLEST_CUT:
             return
         begin = 1 - left[d] / tokens[d]
         left[d] -= size
-        shards[r].extend(_mirrored(d, lengths[d], begin, 1 - left[d] / tokens[d]))
-        done[:] = done[0] + size * density[d], done[1] + size
+        shards[r].extend(_zigzag_part(d, lengths[d], begin, 1 - left[d] / tokens[d]))
+        done_work += size * density[d]
+        done_tokens += size
 
     for r in range(ranks):
-        part = 0.0
-        while order and part < 1:
-            w, t = r + 1 - done[0], r + 1 - done[1]  # what is missing to its share, of work and of tokens
+        filled = 0.0
+        while order and filled < 1:
+            w, t = r + 1 - done_work, r + 1 - done_tokens  # missing to the rank's share
             long, short = order[0], order[-1]
             high, low = density[long], density[short]
+            # a tokens of the long and t - a of the short document have work w
             a = min(max(0.0, (w - low * t) / (high - low)), t) if high > low else t
-            part = min([1.0, *(left[d] / x for d, x in ((long, a), (short, t - a)) if x > 0)])
-            for d, size in ((long, part * a), (short, part * (t - a))):
+            filled = min([1.0, *(left[d] / x for d, x in ((long, a), (short, t - a)) if x > 0)])
+            for d, size in ((long, filled * a), (short, filled * (t - a))):
                 if size > 0:
                     take(r, d, size)
     for d in list(order):
@@ -195,10 +198,11 @@ def _mixed(lengths: Sequence[int], work: Sequence[float], tokens: Sequence[float
     return shards
 
 
-def _mirrored(document: int, n: int, begin: float, end: float) -> list[Run]:
-    """This part of a document, taken from its beginning and from its end: as much causal work as any part of the size.
+def _zigzag_part(document: int, n: int, begin: float, end: float) -> list[Run]:
+    """The part from `begin` to `end` (0 to 1) of a document, half of it from the document's start and half from its
+    end: parts of one size have the same causal work.
 
-    >>> [tuple(run)[1:] for run in _mirrored(0, 10, 0, 0.4)], [tuple(run)[1:] for run in _mirrored(0, 10, 0.4, 1)]
+    >>> [tuple(run)[1:] for run in _zigzag_part(0, 10, 0, 0.4)], [tuple(run)[1:] for run in _zigzag_part(0, 10, 0.4, 1)]
     ([(0, 1, 2), (8, 1, 2)], [(2, 1, 6)])
     """
     a = round(begin * (n // 2))
@@ -209,31 +213,31 @@ def _mirrored(document: int, n: int, begin: float, end: float) -> list[Run]:
 
 
 LAYOUTS: dict[str, Callable[[Sequence[int], int], list[Shard]]] = {
-    "contiguous": contiguous, "zigzag": zigzag, "striped": striped, "document": document,
-}  # fmt: skip
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+    "document": document,
+}
 
 
-def _dealt(lengths: Sequence[int], stretches: Sequence[Iterable[tuple[int, int]]]) -> list[Shard]:
-    """Stretches of the stream, of each rank, as runs of documents."""
+def _runs_of(lengths: Sequence[int], stretches: Iterable[tuple[int, int]]) -> Shard:
+    """The runs of documents in some stretches of the stream."""
     begins = starts(lengths)
-    shards = []
-    for own in stretches:
-        runs = []
-        for a, b in own:
-            d = max(0, bisect_right(begins, a) - 1) if a < b else len(lengths)
-            while d < len(lengths) and begins[d] < b:
-                low, high = max(a, begins[d]), min(b, begins[d + 1])
-                if low < high:
-                    runs.append(Run(d, low - begins[d], 1, high - low))
-                d += 1
-        shards.append(joined(runs))
-    return shards
+    runs = []
+    for a, b in stretches:
+        d = max(0, bisect_right(begins, a) - 1) if a < b else len(lengths)
+        while d < len(lengths) and begins[d] < b:
+            low, high = max(a, begins[d]), min(b, begins[d + 1])
+            if low < high:
+                runs.append(Run(d, low - begins[d], 1, high - low))
+            d += 1
+    return merge_runs(runs)
 
 
-def joined(runs: Iterable[Run]) -> Shard:
-    """In the order of the stream, neighbours as one.
+def merge_runs(runs: Iterable[Run]) -> Shard:
+    """The runs in the order of the stream; adjacent ones become one.
 
-    >>> joined([Run(0, 4, 1, 2), Run(0, 0, 1, 4)])
+    >>> merge_runs([Run(0, 4, 1, 2), Run(0, 0, 1, 4)])
     (Run(document=0, start=0, step=1, size=6),)
     """
     result: list[Run] = []
@@ -246,13 +250,31 @@ def joined(runs: Iterable[Run]) -> Shard:
     return tuple(result)
 
 
-def tokens(shard: Shard, lengths: Sequence[int]) -> Tensor:
-    """The places in the stream of a shard's tokens, in its order."""
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The ranges, in their order; one that begins within the one before it, or at its end, becomes part of it.
+
+    >>> merge_ranges([(0, 2), (2, 5), (4, 6), (8, 9)])
+    ((0, 6), (8, 9))
+    """
+    found: list[tuple[int, int]] = []
+    for a, b in ranges:
+        if found and found[-1][0] <= a <= found[-1][1]:
+            found[-1] = found[-1][0], max(b, found[-1][1])
+        else:
+            found.append((a, b))
+    return tuple(found)
+
+
+def token_index(shard: Shard, lengths: Sequence[int]) -> Tensor:
+    """The indices in the stream of a shard's tokens, in the shard's order."""
     begins = starts(lengths)
-    parts = [begins[run.document] + run.start + run.step * torch.arange(run.size) for run in shard]
-    return torch.cat([torch.arange(0), *parts])
+    return torch.cat([torch.arange(0), *(begins[run.document] + _positions(run) for run in shard)])
 
 
 def positions(shard: Shard) -> Tensor:
-    """The places within their documents."""
-    return torch.cat([torch.arange(0), *(run.start + run.step * torch.arange(run.size) for run in shard)])
+    """The positions of a shard's tokens within their documents."""
+    return torch.cat([torch.arange(0), *map(_positions, shard)])
+
+
+def _positions(run: Run) -> Tensor:
+    return run.start + run.step * torch.arange(run.size)

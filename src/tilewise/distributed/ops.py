@@ -1,23 +1,24 @@
-"""The boundary to torch: attention over a plan as registered ops, and its autograd rule.
+"""Attention over a plan as registered ops of torch, and its autograd Functions.
 
-The ops know a plan by its number, so that a compiled graph serves the plans of many batches.
+The ops take a plan by its number, so that one compiled graph serves the plans of many batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..request import ARGUMENTS, SCHEMA, Request, arguments, differentiable, request_of
+from ..request import ARGUMENTS, SCHEMA, Request, Spec, arguments, differentiable, request_of
 from . import cluster, execute
 from .execute import Saved
-from .heads import Heads
 from .plan import PLANS, Plan
+from .ulysses import Ulysses
 
 _library = torch.library.Library("tilewise_distributed", "DEF")
-_library.define(f"forward({SCHEMA}, SymInt plan, int width) -> Tensor[]")
+_library.define(f"forward({SCHEMA}, SymInt plan, int ulysses_size) -> Tensor[]")
 _library.define(
     f"backward(Tensor[] saved, Tensor dout, Tensor? dlse, bool[] wanted, {SCHEMA}, SymInt plan) -> Tensor[]"
 )
@@ -25,18 +26,18 @@ _library.define(
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*args: Any) -> list[Tensor]:
-    """out, lse; and, where heads were exchanged, the station's q, k, v, out, lse."""
+    """[out, lse], and with Ulysses the tensors of `Saved`: without it they are the inputs and results."""
     plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
     with torch.no_grad():
         out, lse, saved = cluster.run(plan.group, execute.forward(plan, plan.rank, request), request.q.device)
-    return [out, lse.contiguous(), *(saved if plan.width > 1 else ())]
+    return [out, lse.contiguous(), *(saved if plan.ulysses_size > 1 else ())]
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: list[bool], *args: Any) -> list[Tensor]:
     """The gradients of q, k and v, and of the wanted terms."""
     plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
-    kept = Saved(*saved) if plan.width > 1 else Saved(*request[:3], *saved)
+    kept = Saved(*saved) if plan.ulysses_size > 1 else Saved(*request[:3], *saved)
     with torch.no_grad():
         steps = execute.backward(plan, plan.rank, request, kept, dout, dlse, tuple(wanted))
         grads = cluster.run(plan.group, steps, request.q.device)
@@ -45,7 +46,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: li
 
 @torch.library.register_fake("tilewise_distributed::forward", lib=_library)
 def _forward_fake(*args: Any) -> list[Tensor]:
-    request, width = request_of(*args[:ARGUMENTS]), args[-1]
+    request, ulysses_size = request_of(*args[:ARGUMENTS]), args[-1]
     q, k, v = request[:3]
 
     def results(rows: Any, heads: int) -> tuple[Tensor, Tensor]:
@@ -54,11 +55,11 @@ def _forward_fake(*args: Any) -> list[Tensor]:
         return out, q.new_empty((q.shape[0], heads, rows), dtype=dtype)
 
     found = [*results(q.shape[1], q.shape[2])]
-    if width > 1:
+    if ulysses_size > 1:
         plan = PLANS[int(args[ARGUMENTS])]
-        own = Heads(plan, plan.rank, q.shape[2], k.shape[2])
-        rows, share = plan.rows(own.station), own.own
-        heads, kv_heads = share.q1 - share.q0, len(share.spread) if share.spread else share.c1 - share.c0
+        ulysses = Ulysses(plan, plan.rank, q.shape[2], k.shape[2])
+        rows, share = plan.rows(ulysses.ring_rank), ulysses.own
+        heads, kv_heads = share.q1 - share.q0, len(share.repeats) if share.repeats else share.c1 - share.c0
         for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)):
             found.append(x.new_empty((x.shape[0], rows, n, x.shape[-1])))
         found += results(rows, heads)
@@ -76,62 +77,68 @@ class Distributed(torch.autograd.Function):
     """(out, lse) of this rank's queries, both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, width: int, spec: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, number: int, ulysses_size: int, spec: Spec, *tensors: Any) -> tuple[Tensor, Tensor]:
         request = Request.of(spec, tensors)
-        out, lse, *station = torch.ops.tilewise_distributed.forward(*arguments(request), number, width)
+        out, lse, *saved = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
         ctx.number, ctx.spec, ctx.n = number, spec, len(tensors)
-        ctx.save_for_backward(*tensors, *(station or (out, lse)))
+        ctx.save_for_backward(*tensors, *(saved or (out, lse)))
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        kept = ctx.saved_tensors  # once: checkpoints compute them when asked
+        kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each access
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
-        q, v = request.q, request.v
-        if dout is None:
-            dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        wanted = _of_terms(request.spec, ctx.needs_input_grad[6:])
+        wanted = _wanted(request.spec, ctx.needs_input_grad[6:])
+        dout = _zeros_of_out(request) if dout is None else dout
         grads = torch.ops.tilewise_distributed.backward(
             list(saved), dout, dlse, list(wanted), *arguments(request), ctx.number
         )
         terms = iter(grads[3:])
         found = (*grads[:3], *(next(terms) if wants else None for wants in wanted))
-        return None, None, None, *_as_many(found, len(tensors))
+        return None, None, None, *_padded(found, len(tensors))
 
 
-def _of_terms(spec: Any, needs_grad: Any) -> tuple[bool, ...]:
-    """Whether each of bias, sinks and the score mod's tensors needs a gradient. `Request.tensors` leaves out absent
-    ones at the end."""
+def _wanted(spec: Spec, needs_grad: Sequence[bool]) -> tuple[bool, ...]:
+    """Whether bias, sinks and each of the score mod's tensors needs a gradient. `Request.tensors` omits absent tensors
+    at the end."""
     n = differentiable(spec) - 3
     return (*needs_grad[:n], *(False,) * (n - len(needs_grad)))
 
 
-def _as_many(grads: Any, n: int) -> tuple[Any, ...]:
-    """A gradient, or None, for each of n tensors."""
+def _padded(grads: Sequence[Any], n: int) -> tuple[Any, ...]:
+    """The gradients of n tensors, None for those past the end of `grads`."""
     return (*grads[:n], *(None,) * (n - len(grads)))
 
 
+def _zeros_of_out(request: Request) -> Tensor:
+    return request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
+
+
 def attend(plan: Plan, request: Request) -> Any:
-    """(out, lse), through autograd only where a gradient may be asked for."""
-    given = request.tensors()[: differentiable(request.spec)]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        if torch.compiler.is_compiling():  # which lets no tensor be two arguments of a Function
+    """(out, lse) of this rank; through autograd only where a gradient may be needed."""
+    if torch.is_grad_enabled() and needs_grad(request):
+        if torch.compiler.is_compiling():  # a traced Function takes no tensor twice
             request = request._replace(k=request.k.view_as(request.k), v=request.v.view_as(request.v))
-        return Distributed.apply(plan.number, plan.width, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
-    out, lse, *_ = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.width)
+        return Distributed.apply(plan.number, plan.ulysses_size, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+    out, lse, *_ = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.ulysses_size)
     return out, lse
 
 
+def needs_grad(request: Request) -> bool:
+    """Whether a tensor of the call requires a gradient."""
+    return any(x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)])
+
+
 class Rehearsed(torch.autograd.Function):
-    """The same of all ranks in this process, on whole tensors: (B, tokens, heads, dim)."""
+    """(out, lse) of all ranks in this process, on whole tensors (B, tokens, heads, dim)."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, spec: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, spec: Spec, *tensors: Any) -> tuple[Tensor, Tensor]:
         request = Request.of(spec, tensors)
-        requests = [_of_rank(plan, request, r) for r in range(plan.ranks)]
-        found = cluster.rehearse([execute.forward(plan, r, requests[r]) for r in range(plan.ranks)])
+        ranks = range(plan.ranks)
+        found = cluster.rehearse([execute.forward(plan, r, _shard_request(plan, request, r)) for r in ranks])
         ctx.plan, ctx.spec, ctx.n, ctx.saved = plan, spec, len(tensors), [x[2] for x in found]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -142,13 +149,12 @@ class Rehearsed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
-        wanted = _of_terms(request.spec, ctx.needs_input_grad[5:])
-        if dout is None:
-            dout = request.q.new_zeros((*request.q.shape[:-1], request.v.shape[-1]))
+        wanted = _wanted(request.spec, ctx.needs_input_grad[5:])
+        dout = _zeros_of_out(request) if dout is None else dout
         steps = []
         for r in range(plan.ranks):
             given = plan.shard(dout, rank=r), None if dlse is None else plan.shard(dlse, dim=2, rank=r)
-            steps.append(execute.backward(plan, r, _of_rank(plan, request, r), ctx.saved[r], *given, wanted))
+            steps.append(execute.backward(plan, r, _shard_request(plan, request, r), ctx.saved[r], *given, wanted))
         found = cluster.rehearse(steps)
         grads: list[Any] = [plan.unshard([x[i] for x in found]) for i in range(3)]
         for i, wants in enumerate(wanted):
@@ -159,10 +165,11 @@ class Rehearsed(torch.autograd.Function):
                 grads.append(plan.unshard(parts, 2))
             else:
                 grads.append(sum(parts))
-        return None, None, *_as_many(grads, ctx.n)
+        return None, None, *_padded(grads, ctx.n)
 
 
-def _of_rank(plan: Plan, request: Request, rank: int) -> Request:
+def _shard_request(plan: Plan, request: Request, rank: int) -> Request:
+    """The request of one rank."""
     q, k, v, bias = request.q, request.k, request.v, request.bias
     if plan.strategy != "tree":
         q = plan.shard(q, rank=rank)

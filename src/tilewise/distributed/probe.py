@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from .api import attention, use
 from .layout import starts
-from .plan import Plan, again
+from .plan import Plan, replan
 
 
 class Report(NamedTuple):
@@ -42,7 +42,7 @@ def check(
     if plan.strategy == "tree":
         raise AttentionError("a plan to check", "strategy='tree'", "one whose queries are sharded")
     with torch.no_grad():
-        sharded, whole = _run(plan, call, inputs), _run(again(plan, ranks=1), call, inputs)
+        sharded, whole = _run(plan, call, inputs), _run(replan(plan, ranks=1), call, inputs)
         if not whole.numel():
             return Report(0.0, ())
         error = _compared(plan, sharded.float(), whole.float(), tolerance)

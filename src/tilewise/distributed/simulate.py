@@ -24,8 +24,8 @@ from ..costs.devices import ITEMSIZE, device
 from ..costs.explain import explain as explain_call
 from ..costs.predict import Model
 from ..errors import AttentionError
-from .division import GATHERING, Division
-from .layout import lasting
+from .layout import cacheable
+from .partition import GATHERING, Partition
 
 LINKS = Path(__file__).with_name("links.json")
 LARGE = 16384  # tokens of a call in which nothing but the matrix units counts
@@ -74,7 +74,7 @@ class Simulation:
     """Seconds and bytes. Tensors have an entry for each station (of a two-level plan: a node; else a rank); `start` and
     `finish` (steps, stations) are when each computes the keys of its t-th source."""
 
-    plan: Division
+    plan: Partition
     machine: Machine
     backward: bool
     time: float
@@ -143,9 +143,9 @@ def machine_of(name: str, dim: int, dtype: str, links: Mapping[str, Any]) -> Mac
     )  # fmt: skip
 
 
-@lasting
+@cacheable
 def simulate(
-    plan: Division, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
+    plan: Partition, machine: str = "8xH200+400G", *, heads: int = 32, kv_heads: int | None = None, dim: int = 128,
     batch: int = 1, dtype: str = "bfloat16", backward: bool = False, links: Mapping[str, Any] | None = None,
 ) -> Simulation:  # fmt: skip
     """One pass of attention, forward (or `backward`), on the ranks of the plan."""
@@ -155,7 +155,7 @@ def simulate(
         found = f"{heads} on {kv_heads} of {dim}, batch {batch}"
         raise AttentionError("heads", found, "at least 1 of each, query heads a multiple of KV heads")
     shape = Shape(heads, kv_heads, dim, batch, ITEMSIZE[dtype])
-    n, width = plan.stations, plan.width
+    n, width = plan.ring_size, plan.ulysses_size
     rows = torch.tensor([float(plan.rows(s)) for s in range(n)])
     own = -(-heads // width) / heads  # of the heads, the member with most of them
     flops = 4 * plan.pairs.double() * batch * heads * own * dim * (2.5 if backward else 1.0)
@@ -178,10 +178,10 @@ def simulate(
     return Simulation(plan, on, backward, time, ideal, compute, sent, exposed.clamp(min=0), memory, start, finish)
 
 
-def _ring(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
+def _ring(plan: Partition, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
     """(start, finish, bytes sent, bytes held), step by step for all stations at once."""
-    n, width = plan.stations, plan.width
-    reach = torch.tensor(plan.reach)
+    n, width = plan.ring_size, plan.ulysses_size
+    reach = torch.tensor(plan.hops)
     station = torch.arange(n)
     crosses = (station * width // on.node) != ((station - 1) % n * width // on.node)  # the link that comes in
     speed = torch.where(crosses, on.between[0], on.inside[0])
@@ -220,8 +220,8 @@ def _ring(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Tensor,
     return torch.stack(starts), torch.stack(finishes), sent, held * (3 if backward else 1)
 
 
-def _gathered(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
-    n = plan.stations
+def _gathered(plan: Partition, on: Machine, shape: Shape, busy: Tensor, rows: Tensor, backward: bool) -> Any:
+    n = plan.ring_size
     wanted = torch.zeros(n, n, dtype=torch.float64)  # rows of column s that row g is sent
     if plan.strategy == "halo":
         wanted += halo_rows(plan)
@@ -257,16 +257,16 @@ def _gathered(plan: Division, on: Machine, shape: Shape, busy: Tensor, rows: Ten
     return starts, finishes, sent, (shape.kv(rows, 1) + size.sum(1)) * (3 if backward else 1)
 
 
-def halo_rows(plan: Division) -> Tensor:
-    """(stations, stations): the rows of column s that row g sees, as `Division.wants` has them."""
-    n, (before, after) = plan.stations, plan.band
+def halo_rows(plan: Partition) -> Tensor:
+    """(stations, stations): the rows of column s that row g sees, as `Partition.rows_sent` has them."""
+    n, (before, after) = plan.ring_size, plan.band
     found = torch.zeros(n, n, dtype=torch.int64)
     if before is not None and after is not None:  # few, which may lie apart
         for g, s in (plan.pairs > 0).nonzero().tolist():
-            found[g, s] = sum(b - a for a, b in plan.wants(g, s))
+            found[g, s] = sum(b - a for a, b in plan.rows_sent(g, s))
         return found
     runs: dict[int, list[tuple[int, int, int, int]]] = {}
-    for station, held in enumerate(plan.held):
+    for station, held in enumerate(plan.ring_shards):
         for run in held:
             runs.setdefault(run.document, []).append((station, run.start, run.size, run.step))
     for of in runs.values():  # a station sees the beginning of each run of keys, or its end: the most of its queries
@@ -285,11 +285,11 @@ def halo_rows(plan: Division) -> Tensor:
     return found
 
 
-def _exchange(plan: Division, on: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:
+def _exchange(plan: Partition, on: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:
     """Of heads for tokens, once: the time on either side of the ring, and the bytes of a rank."""
-    width = plan.width
+    width = plan.ulysses_size
     if width == 1:
-        return 0.0, torch.zeros(plan.stations, dtype=torch.float64)
+        return 0.0, torch.zeros(plan.ring_size, dtype=torch.float64)
     size = (shape.q(rows, 1) * 2 + shape.kv(rows, 1) * (2 if backward else 1)).double() * (width - 1) / width
     away = 0.0 if width <= on.node else (width - on.node) / (width - 1)
     each = size.max().item() / 2

@@ -169,7 +169,7 @@ def plans(*, tokens: str = "128k", ranks: int = 16, mask: str = "causal", machin
             {
                 "name": one.plan.strategy, "layout": one.plan.layout, "refusal": one.refusal, "time": one.time,
                 "efficiency": one.efficiency, "exposed": one.exposed, "sent": one.sent, "memory": one.memory,
-                "width": one.plan.width,
+                "width": one.plan.ulysses_size,
                 "passes": [{"time": x.time, "bars": _bars(x.to_dict(SHOWN)["bars"])} for x in one.passes],
             }
             for one in found

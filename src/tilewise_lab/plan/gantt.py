@@ -34,7 +34,7 @@ def gantt(found: Simulation, ranks: int = 16) -> str:
         at, anchor = x(end * n / 4), ("start", "middle", "middle", "middle", "end")[n]
         parts.append(f'<path class="g" d="M{at:.1f} {TOP}V{TOP + count * LINE}"/>')
         parts.append(text(at, height - 10, f"{end * n / 4 * 1e3:.2f} ms", f' text-anchor="{anchor}"'))
-    name = "node" if found.plan.width > 1 else "rank"
+    name = "node" if found.plan.ulysses_size > 1 else "rank"
     parts += [text(4, TOP + s * LINE + 15, f"{name} {s}") for s in range(count)]
     for bar in told["bars"]:
         a, b, y = x(bar["start"]), x(bar["end"]), TOP + bar["station"] * LINE + 3

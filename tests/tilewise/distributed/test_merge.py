@@ -12,7 +12,7 @@ import torch
 
 import tilewise
 from tests.conftest import HAS_TRITON
-from tilewise.distributed.rows import Rows, _index, merge_
+from tilewise.distributed.calls import Rows, merge_
 
 INF = torch.inf
 
@@ -25,7 +25,7 @@ def joined(backend: str, device: str, tensors: list[torch.Tensor], rows: Rows) -
     from tilewise.backends.common.merge_kernel import join_
 
     tensors = [x.to(device) for x in tensors]
-    join_(*tensors, rows.ranges[0][0], None if len(rows.ranges) == 1 else _index(rows.ranges, tensors[0].device))
+    join_(*tensors, rows.ranges[0][0], None if len(rows.ranges) == 1 else rows.indices(tensors[0].device))
     return [x.cpu() for x in tensors[:2]]
 
 
@@ -45,7 +45,7 @@ def parts(n: int, m: int, dtype: torch.dtype = torch.float32) -> list[torch.Tens
 @pytest.mark.parametrize("ranges", [((0, 11),), ((4, 9),), ((0, 2), (5, 8), (10, 11))], ids=str)
 def test_a_part_joins_in_place(ranges, backend, device):
     rows = Rows.of(ranges, 11)
-    index = _index(rows.ranges, torch.device("cpu"))
+    index = rows.indices(torch.device("cpu"))
     out, lse, out_part, lse_part = parts(11, len(index))
     exact_out, exact_lse = out.double(), lse.double()
     own = exact_out[:, index], exact_lse[:, :, index]

@@ -13,11 +13,11 @@ import torch
 import tilewise
 from tilewise import AttentionError
 from tilewise.distributed import plan
-from tilewise.distributed.division import GATHERING
-from tilewise.distributed.layout import LAYOUTS, tokens
+from tilewise.distributed.layout import LAYOUTS, token_index
+from tilewise.distributed.partition import GATHERING
 from tilewise.distributed.plan import Plan
-from tilewise.distributed.program import Compute, Post, Wait, program
-from tilewise.distributed.tiles import count, fused, pieces
+from tilewise.distributed.schedule import Compute, Post, Wait, schedule
+from tilewise.distributed.tiles import count, fuse, pieces, tiles
 
 WINDOWS = (None, (0, 0), (3, 2), (5, None), (None, 4), (0, 9))
 
@@ -49,19 +49,19 @@ def sees(made: Plan) -> torch.Tensor:
     return seen
 
 
-def computed(made: Plan, placed: bool, backward: bool = False) -> torch.Tensor:
-    """How often each pair is computed, by all stations together."""
+def computed(made: Plan, positions: bool, backward: bool = False) -> torch.Tensor:
+    """How often each pair is computed, by all ring ranks together."""
     total = torch.zeros(made.tokens, made.tokens, dtype=torch.int64)
-    for station in range(made.stations):
-        rows = tokens(made.held[station], made.lengths)
-        for step in program(made, station * made.width, backward):
+    for ring_rank in range(made.ring_size):
+        rows = token_index(made.ring_shards[ring_rank], made.lengths)
+        for step in schedule(made, ring_rank * made.ulysses_size, backward):
             if not isinstance(step, Compute):
                 continue
-            keys = tokens(tuple(run for _, _, run in made.buffer(station, step.sources)), made.lengths)
-            for call in made.calls(station, step.sources, placed, False):
-                before, after = call.window
+            keys = token_index(tuple(run for _, _, run in made.key_runs(ring_rank, step.sources)), made.lengths)
+            for call in made.calls(ring_rank, step.sources, positions, False):
+                before, after = call[0].window
                 assert min(x for x in (before, after, 0) if x is not None) == 0
-                for tile in call.tiles:
+                for tile in call:
                     i = torch.arange(tile.q1 - tile.q0)[:, None] + (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
                     j = torch.arange(tile.k1 - tile.k0)
                     seen = torch.ones(len(i), len(j), dtype=torch.bool)
@@ -78,8 +78,8 @@ def computed(made: Plan, placed: bool, backward: bool = False) -> torch.Tensor:
 def test_every_visible_pair_is_computed_once(seed):
     made = random_plan(seed)
     seen = sees(made).long()
-    assert torch.equal(computed(made, placed=False), seen), made
-    assert torch.equal(computed(made, placed=True, backward=True), seen), made
+    assert torch.equal(computed(made, positions=False), seen), made
+    assert torch.equal(computed(made, positions=True, backward=True), seen), made
     assert int(made.pairs.sum()) == int(seen.sum())
 
 
@@ -100,7 +100,7 @@ def test_both_ends_of_a_message_agree_and_nobody_waits_forever(seed, backward):
     sent, received = [], []
     for rank in range(made.ranks):
         posted, numbers = [], []
-        for step in program(made, rank, backward):
+        for step in schedule(made, rank, backward):
             if isinstance(step, Post):
                 posted.append(step.number)
                 sent += [(step.number, rank, m.peer, m.what, m.rows) for m in step.sends]
@@ -115,7 +115,7 @@ def test_both_ends_of_a_message_agree_and_nobody_waits_forever(seed, backward):
 
 
 def test_the_next_hop_is_under_way_while_a_tile_is_computed():
-    steps = program(plan(4, seqlen=64, causal=True, strategy="ring"), 1)
+    steps = schedule(plan(4, seqlen=64, causal=True, strategy="ring"), 1)
     kinds = [type(step).__name__ for step in steps]
     assert kinds == ["Post", "Compute", "Wait"] * 3 + ["Compute"]
 
@@ -123,7 +123,7 @@ def test_the_next_hop_is_under_way_while_a_tile_is_computed():
 def sent_rows(made: Plan, backward: bool = False) -> dict[str, int]:
     total: dict[str, int] = {}
     for rank in range(made.ranks):
-        for step in program(made, rank, backward):
+        for step in schedule(made, rank, backward):
             for move in step.sends if isinstance(step, Post) else ():
                 total[move.what] = total.get(move.what, 0) + move.rows
     return total
@@ -191,11 +191,11 @@ def test_a_thousand_ranks_take_no_time():
     for strategy in ("ring", "two-level", "ulysses"):
         made = plan(1024, seqlen=1 << 20, causal=True, strategy=strategy)
         assert int(made.pairs.sum()) == (1 << 20) * ((1 << 20) + 1) // 2
-        steps = program(made, 517)
+        steps = schedule(made, 517)
         rows = sum(m.rows for step in steps if isinstance(step, Post) for m in step.sends if m.what == "kv")
         assert rows == {"ring": 1023 * 1024, "two-level": 127 * 8192, "ulysses": 0}[strategy]
     window = plan(1024, seqlen=1 << 20, window=(4096, 0), strategy="halo")
-    steps = program(window, 517)
+    steps = schedule(window, 517)
     assert sum(m.rows for m in steps[0].sends) == 4096
     assert time.perf_counter() - start < 20
 
@@ -219,15 +219,15 @@ def test_a_thousand_ranks_of_packed_documents(mu, sigma):
     place = torch.cat([torch.arange(n) for n in lengths])
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     for rank in (0, 517, int(made.pairs.sum(1).argmax())):
-        own = tokens(made.shards[rank], made.lengths)
+        own = token_index(made.shards[rank], made.lengths)
         count_of, came = torch.zeros(len(own), dtype=torch.int64), 0
-        for step in program(made, rank):
+        for step in schedule(made, rank):
             came += sum(m.rows for m in step.receives) if isinstance(step, Post) else 0
             if not isinstance(step, Compute):
                 continue
-            keys = tokens(tuple(run for _, _, run in made.buffer(rank, step.sources)), made.lengths)
+            keys = token_index(tuple(run for _, _, run in made.key_runs(rank, step.sources)), made.lengths)
             done = torch.zeros(len(own), len(keys), dtype=torch.int8)
-            for tile in (x for call in made.calls(rank, step.sources, True, False) for x in call.tiles):
+            for tile in (x for call in made.calls(rank, step.sources, True, False) for x in call):
                 assert tile.window[0] is None
                 some = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0, dtype=torch.int8)
                 if tile.hi is not None:
@@ -248,12 +248,13 @@ def test_fused_tiles_are_few():
     for source in range(4):
         assert len(made.calls(1, (source,), False, False)) == 1
         assert len(made.calls(1, (source,), True, False)) == (2, 3, 2, 1)[source]
-    assert len(pieces(made.held[2])) == 2
-    assert sum(x.pairs for x in fused(made.work(2, 2))) == sum(x.pairs for x in made.work(2, 2))
+    assert len(pieces(made.ring_shards[2])) == 2
+    own = tiles(made.query_pieces(2), pieces(made.ring_shards[2]), made.band)
+    assert sum(x.pairs for x in fuse(own)) == sum(x.pairs for x in own)
     packed = plan(2, cu_seqlens=list(range(0, 6401, 16)), causal=True)
     assert packed.strategy == "halo"
     assert len(packed.calls(0, (0,), False, False)) == 1
-    assert not any(isinstance(step, Post) for step in program(packed, 0)), "whole documents need nobody else"
+    assert not any(isinstance(step, Post) for step in schedule(packed, 0)), "whole documents need nobody else"
 
 
 def test_counting_pairs_of_tensors_and_of_ints_is_the_same():

@@ -13,7 +13,7 @@ from tilewise.distributed import cluster, execute, plan
 from tilewise.distributed.advice import estimate
 from tilewise.distributed.cluster import Exchange
 from tilewise.distributed.layout import LAYOUTS
-from tilewise.distributed.program import Post, program
+from tilewise.distributed.schedule import Post, schedule
 from tilewise.distributed.simulate import halo_rows
 from tilewise.request import Request, Spec
 
@@ -22,8 +22,8 @@ SHAPE = {"heads": 16, "kv_heads": 4, "dim": 64}
 
 def bytes_of(made, rank: int, backward: bool = False) -> int:
     """What the steps of a rank send, of keys and their gradients."""
-    row = 2 * SHAPE["dim"] * SHAPE["kv_heads"] // made.width
-    moves = [m for step in program(made, rank, backward) if isinstance(step, Post) for m in step.sends]
+    row = 2 * SHAPE["dim"] * SHAPE["kv_heads"] // made.ulysses_size
+    moves = [m for step in schedule(made, rank, backward) if isinstance(step, Post) for m in step.sends]
     return sum(m.rows * row * {"kv": 2, "dkv": 4}[m.what] for m in moves if m.what in ("kv", "dkv"))
 
 
@@ -78,7 +78,7 @@ def test_what_is_sent_is_what_the_plan_says(words, backward):
         drive = [spied(r, execute.backward(made, r, requests[r], saved[r], grads[r], None, wanted)) for r in ranks]
         cluster.rehearse(drive)
     row = 2 * 64 * 4 * 4  # of keys and values, in float32
-    moves = [[m for step in program(made, r, backward) if isinstance(step, Post) for m in step.sends] for r in ranks]
+    moves = [[m for step in schedule(made, r, backward) if isinstance(step, Post) for m in step.sends] for r in ranks]
     assert sent == [sum(m.rows for m in of) * row for of in moves]
 
 
@@ -172,5 +172,5 @@ def test_auto_takes_what_is_simulated_to_be_fast(ranks, words, taken):
 def test_rows_of_a_halo_are_counted_as_they_are_sent(band):
     for layout in LAYOUTS:
         made = plan(5, cu_seqlens=ends(31, 0, 7, 58), window=band, strategy="halo", layout=layout)
-        sent = [[sum(b - a for a, b in made.wants(g, s)) for s in range(5)] for g in range(5)]
+        sent = [[sum(b - a for a, b in made.rows_sent(g, s)) for s in range(5)] for g in range(5)]
         assert halo_rows(made).tolist() == sent

@@ -59,7 +59,7 @@ def join_launch(
 
 
 def join_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor, first: int, index: Tensor | None) -> None:
-    """See `tilewise.distributed.rows.merge_`."""
+    """See `tilewise.distributed.calls.merge_`."""
     for x in (out, lse):
         assert x.is_contiguous()
         assert x.dtype == torch.float32
