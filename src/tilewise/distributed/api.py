@@ -71,7 +71,7 @@ def attention(
         v: likewise, with KV heads.
         plan: default: the plan of `use`.
         layout: "bshd", or "bhsd" for (B, heads, tokens, dim).
-        **options: those of `tilewise.attention`. causal and window, if given, must be the plan's (`plan.banded` returns
+        options: those of `tilewise.attention`. causal and window, if given, must be the plan's (`plan.banded` returns
             a plan with another band). A bias has this rank's rows and the columns of all tokens, in the order of the
             sequence: (B or 1, H or 1, rows or 1, tokens or 1).
 
@@ -112,7 +112,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
         k: likewise, with KV heads.
         v: likewise, with KV heads.
         plan: for a number of ranks.
-        **options: as in `attention`.
+        options: as in `attention`.
 
     Returns:
         As `attention`, of all queries.
