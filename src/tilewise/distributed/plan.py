@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,12 +25,14 @@ from ..request import Window
 from ..request import band as band_of
 from ..torch_internals import constant
 from ..validation.dense import tensor
-from .advice import advised, estimate
 from .cluster import gathered, group_of
 from .division import STRATEGIES, Division
 from .layout import LAYOUTS, lasting, positions, starts, tokens
-from .simulate import Simulation, simulate
+from .pass_time import fastest
 from .tiles import Band
+
+if TYPE_CHECKING:
+    from tilewise_lab.costs.context_parallel import Simulation
 
 REMEMBERED = 256  # plans, so that the same words give the same one, and a backward finds that of its forward
 _made: dict[Any, Plan] = {}
@@ -128,7 +130,11 @@ class Plan(Division):
         return self if band == self.band else again(self, band=band)
 
     def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
-        """What a pass would take on a cluster: see `tilewise.distributed.simulate`. With `ranks`: of so many."""
+        """What a pass would take on a cluster, here or with another number of `ranks`. The arguments are those of
+        `tilewise_lab.costs.context_parallel.simulate`; the laboratory is imported when this is called, as by
+        `tilewise.explain`."""
+        from tilewise_lab.costs.context_parallel import simulate
+
         return simulate(self if ranks is None else again(self, ranks=ranks), machine, **shape)
 
 
@@ -246,7 +252,7 @@ def _found_strategy(
         Division(ranks, lengths, packed, band, x, _layout(x, band, packed), node if x == "two-level" else 1)
         for x in ("halo", dense)
     ]
-    return advised(estimate(x, f"{node}xH200+400G", heads=heads or 32) for x in options).plan.strategy
+    return fastest(options, node, heads or 32).strategy
 
 
 def _layout(strategy: str, band: Band, packed: bool) -> str:

@@ -35,19 +35,19 @@ from torch import Tensor
 from tilewise.backends import registry as dispatch
 from tilewise.backends.common.gpu import has_triton
 from tilewise.backends.protocol import Backend
-from tilewise.costs import cost, predict, roofline
-from tilewise.costs.advice import advise
-from tilewise.costs.compiled import Compiled, compile_for
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import ITEMSIZE, Device
-from tilewise.costs.devices import device as device_named
-from tilewise.costs.explanation import Explanation, Resources
-from tilewise.costs.terms import count
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
 from tilewise.options import Options, takes_options
 from tilewise.request import Request, differentiable
 from tilewise.validation import dense as checks
+from tilewise_lab.costs import cost, predict, roofline
+from tilewise_lab.costs.advice import advise
+from tilewise_lab.costs.compiled import Compiled, compile_for
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import ITEMSIZE, Device
+from tilewise_lab.costs.devices import device as device_named
+from tilewise_lab.costs.explanation import Explanation, Resources
+from tilewise_lab.costs.terms import count
 
 TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p"
 Shape = Sequence[int]
@@ -55,11 +55,21 @@ Shape = Sequence[int]
 
 @takes_options
 def explain(
-    q: Tensor | Shape, k: Tensor | Shape, v: Tensor | Shape, cu_seqlens_q: Tensor | Shape | None = None,
-    cu_seqlens_k: Tensor | Shape | None = None, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    layout: str = "bshd", backward: bool | None = None, device: str | None = None, dtype: str = "bfloat16",
-    compiled: bool = False, **options: Unpack[Options],
-) -> Explanation:  # fmt: skip
+    q: Tensor | Shape,
+    k: Tensor | Shape,
+    v: Tensor | Shape,
+    cu_seqlens_q: Tensor | Shape | None = None,
+    cu_seqlens_k: Tensor | Shape | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    layout: str = "bshd",
+    backward: bool | None = None,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    compiled: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
     """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
 
     Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched. The

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tilewise import AttentionError
-from tilewise.costs.devices import DEVICES, KB, cpu, device, here
-from tilewise.costs.roofline import attainable, curve, roofs
+from tilewise_lab.costs.devices import DEVICES, KB, cpu, device, here
+from tilewise_lab.costs.roofline import attainable, curve, roofs
 
 
 def test_the_facts_that_the_notes_state_wrongly():

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilewise.costs import cost, predict, roofline
-from tilewise.costs.cost import Call, ScoreTerms
-from tilewise.costs.devices import Device
-from tilewise.costs.predict import Kernel
+from tilewise_lab.costs import cost, predict, roofline
+from tilewise_lab.costs.cost import Call, ScoreTerms
+from tilewise_lab.costs.devices import Device
+from tilewise_lab.costs.predict import Kernel
 
 
 class Advice(NamedTuple):

@@ -28,19 +28,22 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry as dispatch
-from tilewise.costs import roofline
-from tilewise.costs.devices import ITEMSIZE, Device
-from tilewise.costs.devices import device as device_named
-from tilewise.costs.explanation import amount, band, time
+from tilewise.backends.common.kv.partition import deal
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
 from tilewise.validation import kv as checks
+from tilewise_lab.costs import roofline
+from tilewise_lab.costs.devices import ITEMSIZE, Device
+from tilewise_lab.costs.devices import device as device_named
+from tilewise_lab.costs.explanation import amount, band, time
+from tilewise_lab.costs.kv_ranges import ranges as ranges_of
 
 Shape = Sequence[int]
 # Decoding over dense caches of 32 MB to 4.3 GB, as it was measured on an H200: 21.6 us for 33.5 MB, 75.4 us for 268 MB,
 # 255 us for 1.07 GB, 962 us for 4.29 GB. The paged kernels themselves are still to be fitted.
 BANDWIDTH, FIXED = 0.93, 13e-6
+DIVIDING = "triton"  # the backend whose programs divide the keys of a cache as `kv_ranges` computes
 MATRIX = 0.48  # of the matrix units, where there are many queries: that of the portable forward
 
 
@@ -90,18 +93,30 @@ class KvExplanation:
         plan = None
         if self.ranges is not None:
             plan = {
-                "tile": self.dealt.tile._asdict(), "programs": self.dealt.programs, "busy": self.ranges.busy,
-                "items": len(self.ranges.items), "each": self.ranges.each, "unit": self.dealt.unit,
-                "divided": self.ranges.divided, "parts": self.ranges.parts,
+                "tile": self.dealt.tile._asdict(),
+                "programs": self.dealt.programs,
+                "busy": self.ranges.busy,
+                "items": len(self.ranges.items),
+                "each": self.ranges.each,
+                "unit": self.dealt.unit,
+                "divided": self.ranges.divided,
+                "parts": self.ranges.parts,
                 "workspace": 4 * self.dealt.floats(v.shape[-1]),
-            }  # fmt: skip
+            }
         return {
             "call": {
-                "batch": len(self.sequences), "queries": sum(n for n, _, _ in self.sequences),
+                "batch": len(self.sequences),
+                "queries": sum(n for n, _, _ in self.sequences),
                 "keys": sum(n for _, n, _ in self.sequences),
                 "longest": max((n for _, n, _ in self.sequences), default=0),
-                "heads": q.shape[-2], "kv_heads": k.shape[-2], "d": q.shape[-1], "dv": v.shape[-1], "dtype": self.dtype,
-                "before": spec.before, "after": spec.after, "page": None if places.table is None else k.shape[1],
+                "heads": q.shape[-2],
+                "kv_heads": k.shape[-2],
+                "d": q.shape[-1],
+                "dv": v.shape[-1],
+                "dtype": self.dtype,
+                "before": spec.before,
+                "after": spec.after,
+                "page": None if places.table is None else k.shape[1],
                 "split": self.request.split,
             },
             "device": self.device.to_dict(),
@@ -112,7 +127,7 @@ class KvExplanation:
             "binding": self.binding,
             "plan": plan,
             "seconds": {"device": self.seconds},
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in self._lines())
@@ -151,9 +166,15 @@ def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]
 
 
 def explain_kv(
-    q: Tensor | Shape, k_cache: Tensor | Shape, v_cache: Tensor | Shape | None, lengths: Tensor | Shape | int, *,
-    device: str | None = None, dtype: str = "bfloat16", **options: Any,
-) -> KvExplanation:  # fmt: skip
+    q: Tensor | Shape,
+    k_cache: Tensor | Shape,
+    v_cache: Tensor | Shape | None,
+    lengths: Tensor | Shape | int,
+    *,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> KvExplanation:
     """What `attention_kv(q, k_cache, v_cache, lengths, ...)` reads, how its keys are dealt, and what binds it.
 
     Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts; a v_cache of None is like
@@ -194,20 +215,30 @@ def _told(
     other = size * queries * heads * dims + 4 * queries * heads
     if request.places.table is not None:
         other += 4 * sum(-(-n // k.shape[1]) for _, n, _ in sequences)
-    assert chosen.backend.kv is not None
-    deals, dealt, ranges, shared = chosen.backend.kv.partition, None, None, 0
-    if deals is None:  # the reference, which reads each sequence's keys
+    dealt, ranges, shared = None, None, 0
+    if chosen.backend.name != DIVIDING:
         loaded, executed = seen, flops
     else:
-        dealt = deals.deal(request, where.gpu, where.sms)
-        ranges = deals.ranges(dealt, sequences, heads // kv_heads, before, after)
+        dealt = deal(request, where.gpu, where.sms)
+        ranges = ranges_of(dealt, sequences, heads // kv_heads, before, after)
         loaded = sum(item.keys for item in ranges.items)
         executed = 2 * kv_heads * dims * sum(item.units for item in ranges.items) * dealt.unit * dealt.tile.block_m
         shared = 2 * 4 * ranges.parts * dealt.rows * (v.shape[-1] + 1)
     return KvExplanation(
-        request, sequences, where, chosen.backend.name, chosen.reason, dealt, ranges, size * kv_heads * dims * seen,
-        size * kv_heads * dims * loaded, other, shared, flops, executed,
-    )  # fmt: skip
+        request,
+        sequences,
+        where,
+        chosen.backend.name,
+        chosen.reason,
+        dealt,
+        ranges,
+        size * kv_heads * dims * seen,
+        size * kv_heads * dims * loaded,
+        other,
+        shared,
+        flops,
+        executed,
+    )
 
 
 def _seen(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:

@@ -20,11 +20,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.backends import registry as dispatch
-from tilewise.backends.common.cost_profile import Profile, Tile
-from tilewise.costs.cost import Call, ScoreTerms, traffic
-from tilewise.costs.devices import Device
-from tilewise.costs.waves import Schedule, Waves, schedule, waves
+from tilewise.backends.common.tiles import Tile
+from tilewise_lab.costs.cost import Call, ScoreTerms, traffic
+from tilewise_lab.costs.devices import Device
+from tilewise_lab.costs.profiles import Profile, profiles
+from tilewise_lab.costs.waves import Schedule, Waves, schedule, waves
 
 Programs = tuple[int, int, int]  # how many, their steps, and how many of these with a mask
 UNKNOWN = 0.5  # share of the matrix units that a kernel reaches of which nothing was measured
@@ -171,8 +171,8 @@ def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
     """The kernels of a call, in order: [] of a backend that launches none of its own."""
-    forward = [] if only_backward else dispatch.cost_of(backend, call, device.gpu, False)
-    after = dispatch.cost_of(backend, call, device.gpu, True) if backward else []
+    forward = [] if only_backward else profiles(backend, call, device.gpu, False)
+    after = profiles(backend, call, device.gpu, True) if backward else []
     return [
         *(_kernel(call, profile, device, model) for profile in forward),
         *(_kernel(call, profile, device, model, is_last=profile is after[-1]) for profile in after),
@@ -189,15 +189,15 @@ def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last:
     if profile.is_ordered:
         efficiency *= model.ordered
     slots = device.sms * fit
-    work, parts = work_of(call, tile, by_key=profile.by_key, shared=profile.heads), 1
-    if profile.parts is not None:
-        parts = profile.parts(sum(n for n, *_ in work), device.sms)
-        work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)
+    work, splits = work_of(call, tile, by_key=profile.by_key, shared=profile.heads), 1
+    if profile.splits is not None:
+        splits = profile.splits(sum(n for n, *_ in work), device.sms)
+        work = tuple((n * splits, -(-steps // splits), -(-edges // splits)) for n, steps, edges in work)
     terms = call.terms or ScoreTerms(())
     operations = terms.forward if profile.is_forward else terms.backward
     beside = profile.beside + (terms.written if is_last else 0)
-    if parts > 1:  # O of every part is stored and read in float32
-        beside += 2 * parts * 4 * call.rows("o") // call.itemsize
+    if splits > 1:  # O of every split is stored and read in float32
+        beside += 2 * splits * 4 * call.rows("o") // call.itemsize
     return Kernel(
         name=profile.name,
         tile=tile,
@@ -258,7 +258,7 @@ def predict(
 ) -> Prediction:
     """One forward call; with `backward` also the backward; with `only_backward` the latter alone.
 
-    >>> from tilewise.costs.devices import device
+    >>> from tilewise_lab.costs.devices import device
     >>> call = Call(1, 8192, 8192, 16, 16, 128, 128)
     >>> full = predict(call, "triton", device("H200"))
     >>> 400e12 < call.flops() / full.call < 700e12

@@ -80,15 +80,33 @@ def _rates(half: float, single: float, capability: int) -> dict[str, float]:
 
 
 def _gpu(
-    name: str, capability: int, sms: int, ghz: float, gbps: float, memory: int, l2: int, shared: int,
-    half: float, single: float, threads: int = 2048,
-) -> Device:  # fmt: skip
+    name: str,
+    capability: int,
+    sms: int,
+    ghz: float,
+    gbps: float,
+    memory: int,
+    l2: int,
+    shared: int,
+    half: float,
+    single: float,
+    threads: int = 2048,
+) -> Device:
     """half, single: TFLOP/s of 16-bit tensor cores with float32 sums, and of float32 units."""
     rates = _rates(half * 1e12, single * 1e12, capability)
     return Device(
-        name, capability, sms, ghz * 1e9, gbps * 1e9, memory * GB, l2 * MB, shared * KB, (shared + 1) * KB, rates,
+        name,
+        capability,
+        sms,
+        ghz * 1e9,
+        gbps * 1e9,
+        memory * GB,
+        l2 * MB,
+        shared * KB,
+        (shared + 1) * KB,
+        rates,
         threads=threads,
-    )  # fmt: skip
+    )
 
 
 # The full GA100 die has 128 SMs and the GH100 144: no product ships with all of them.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewise.costs.cost import ScoreTerms
 from tilewise.mods import expr
 from tilewise.mods.blocks import BlockMask
 from tilewise.mods.expr import Expr
 from tilewise.mods.program import PROGRAMS
 from tilewise.request import Request
+from tilewise_lab.costs.cost import ScoreTerms
 
 # In additions, as timed on an H200 (4 x 4096 tokens, 16 heads of 128, causal):
 SPECIAL = 3  # a special function or a quotient

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends.common.cost_profile import padded
-from tilewise.costs.cost import Call
-from tilewise.costs.explanation import Advice, Explanation
+from tilewise.backends.common.tiles import padded
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.explanation import Advice, Explanation
 
 Estimate = Callable[[Call], Explanation]
 WORTH = 1.02  # a gain below this is not worth a word

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tilewise.costs.devices import ITEMSIZE
 from tilewise.request import heads_are_queries
+from tilewise_lab.costs.devices import ITEMSIZE
 
 STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
