@@ -69,13 +69,27 @@ def warmup(
         tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")   without one, in a Dockerfile
         tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")   what a Hugging Face model needs
 
-    options: those of `attention`; for bias, sinks and alibi_slopes True stands for a tensor.
-    heads, kv_heads: only their ratio matters.
-    config: a transformers config, or a dict or the path of a JSON file with its entries.
-    workers: processes that compile at once; None: as many as there are cores.
-    progress: called with (done, total, name) after each kernel.
-
     `tilewise warm` is the same as a command.
+
+    Args:
+        head_dim: of q and k; one or several.
+        value_dim: the head dim of v; None: as q and k.
+        heads: of q.
+        kv_heads: of k and v; None: as q. Only the ratio of both matters.
+        dtype: one or several.
+        packed: the calls are of `attention_varlen`.
+        backward: compile the backward too.
+        config: a transformers config, or a dict or the path of a JSON file with its entries.
+        gpu: an architecture ("sm_90", "gfx942"); None: this machine's GPU.
+        workers: processes that compile at once; None: as many as there are cores.
+        progress: called with (done, total, name) after each kernel.
+        options: those of `attention`; for bias, sinks and alibi_slopes True stands for a tensor.
+
+    Returns:
+        The number of kernels, and how many of them were not in the cache.
+
+    Raises:
+        AttentionError: an option is wrong, Triton is missing, or there are no kernels for the GPU.
     """
     if not has_triton():
         raise AttentionError("warmup", "no Triton", "pip install triton")

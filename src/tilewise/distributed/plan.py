@@ -130,9 +130,15 @@ class Plan(Division):
         return self if band == self.band else again(self, band=band)
 
     def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
-        """What a pass would take on a cluster, here or with another number of `ranks`. The arguments are those of
-        `tilewise_lab.costs.context_parallel.simulate`; the laboratory is imported when this is called, as by
-        `tilewise.explain`."""
+        """What a pass of attention would take on a cluster.
+
+        Args:
+            machine: GPUs of a node, their name, and the network between nodes.
+            ranks: another number of ranks than the plan's, or None.
+            shape: heads, kv_heads, dim, batch, dtype, backward and links, as of
+                `tilewise_lab.costs.context_parallel.simulate`. Like `tilewise.explain`, this imports the laboratory
+                when it is called.
+        """
         from tilewise_lab.costs.context_parallel import simulate
 
         return simulate(self if ranks is None else again(self, ranks=ranks), machine, **shape)

@@ -70,7 +70,7 @@ def test_bytes_and_work() -> None:
     seen = explain_kv((4, 1, 32, 128), (4, 4096, 8, 128), None, [4096, 0, 17, 1000], window=(99, 0), **words)
     assert seen.read == 2 * (100 + 17 + 100) * 8 * 256
     many = explain_kv((1, 64, 8, 128), (1, 256, 1, 128), None, [256], **words)
-    tiles = 64 * 8 // many.dealt.tile.block_m
+    tiles = 64 * 8 // many.partition.tile.block_m
     assert many.read == 2 * 256 * 256
     assert many.loaded == 2 * 256 * sum(256 - 64 + (n + 1) * 64 // tiles for n in range(tiles))
 
