@@ -7,7 +7,7 @@ The tiles of all ranks, one after the other, against the whole call: `forward` a
 twice: what the GPU takes, the calls queued behind a pause that is longer than it takes to ask for them, as a rank that
 runs ahead of its GPU has them; and with the host, from the first call until the GPU is done. Times are medians of
 interleaved runs. --cut writes the ratios of the ring over the longest sequence (without merges and sums, which the
-simulator counts itself) into src/tilewise/distributed/links.json, where the simulator finds them.
+simulator counts itself) into src/tilewise_lab/costs/links.json, where the simulator finds them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 from tilewise.distributed import Plan, plan
 from tilewise.distributed.execute import Backward, Forward, Saved
 from tilewise.distributed.schedule import Compute, schedule
-from tilewise.distributed.simulate import LINKS
 from tilewise.distributed.ulysses import Ulysses
 from tilewise.plan_cache import CallPlan
 from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
+from tilewise_lab.costs.context_parallel import LINKS
 from tilewise_lab.progress import progress
 
 BARS = {"forward": 1.06, "forward with merges": None, "backward": 1.08, "backward with sums": None}

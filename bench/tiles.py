@@ -27,9 +27,9 @@ import torch
 
 from tilewise import mods
 from tilewise.backends.common.gpu import Gpu
-from tilewise.costs.compiled import Compiled, compile_for
 from tilewise.request import BackwardInputs
 from tilewise.validation import dense as checks
+from tilewise_lab.costs.compiled import Compiled, compile_for
 
 # what a variant asks of the kernel, beyond its row of the table: (n, band, packed, group)
 VARIANTS: dict[str, tuple[int, tuple[int | None, int | None], bool, int]] = {

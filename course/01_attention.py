@@ -43,8 +43,8 @@ import math
 import torch
 
 import tilewise
-from tilewise.costs.cost import Call, naive_steps, traffic
-from tilewise.costs.devices import device
+from tilewise_lab.costs.cost import Call, naive_steps, traffic
+from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import measured, picture, say, show
 from tilewise_lab.machine import budget
 
@@ -217,7 +217,7 @@ roofs = measured("roofs")
 
 
 def draw(axes):
-    from tilewise.costs.roofline import attainable, curve
+    from tilewise_lab.costs.roofline import attainable, curve
 
     h200 = device("H200")
     line = curve(h200, "bfloat16")

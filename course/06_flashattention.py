@@ -20,9 +20,9 @@ import torch
 
 import tilewise
 from tilewise import AttentionError
-from tilewise.costs.cost import Call, traffic
-from tilewise.costs.devices import KB, device
 from tilewise_lab import trace
+from tilewise_lab.costs.cost import Call, traffic
+from tilewise_lab.costs.devices import KB, device
 from tilewise_lab.derivation import attention as rung
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget

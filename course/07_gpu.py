@@ -20,7 +20,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
-from tilewise.costs.devices import DEVICES, KB
+from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import coalesce, warps
 

@@ -14,7 +14,7 @@
 # needs: compiler
 import torch
 
-from tilewise.costs.devices import DEVICES, KB
+from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import pipeline
 from tilewise_lab.machine.pipeline import Slot
@@ -109,8 +109,8 @@ assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 if has_triton("a kernel with more stages than fit"):
     from tilewise.backends.common.gpu import Gpu
     from tilewise.backends.triton import launches as launch
-    from tilewise.costs.compiled import compile_for
     from tilewise.request import Request, Spec
+    from tilewise_lab.costs.compiled import compile_for
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
     request, lse = Request(q, q, q, Spec(0.1)), torch.empty(1, 4, 512, device="meta")

@@ -20,10 +20,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 import tilewise
-from tilewise.costs.cost import Call, traffic
-from tilewise.costs.devices import DEVICES, device
-from tilewise.costs.roofline import attainable
-from tilewise.costs.waves import cliffs, matmul_blocks, waves
+from tilewise_lab.costs.cost import Call, traffic
+from tilewise_lab.costs.devices import DEVICES, device
+from tilewise_lab.costs.roofline import attainable
+from tilewise_lab.costs.waves import cliffs, matmul_blocks, waves
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 

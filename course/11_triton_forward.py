@@ -23,7 +23,7 @@ import torch
 
 import tilewise
 from tilewise.backends.common import tiles
-from tilewise.costs.devices import DEVICES
+from tilewise_lab.costs.devices import DEVICES
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 HERE = has_triton("running the kernels")
@@ -286,8 +286,8 @@ assert torch.allclose(tilewise.attention(q, k, v, scale=-0.5), tilewise.attentio
 # 因果掩码下，一个头有 $T \times T$ 块，其中看得到的只有 $T (T + 1) / 2$ 块：$T$ 越大，工作量越接近一半。
 
 # %%
-from tilewise.costs.cost import Call
-from tilewise.costs.predict import work_of
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.predict import work_of
 
 causal = Call(1, 4096, 4096, 1, 1, 128, 128, after=0)
 steps = [n for _, n, _ in work_of(causal, tiles.Tile(128, 128, 8, 2))]

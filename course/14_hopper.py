@@ -16,8 +16,8 @@
 # needs: compiler
 import torch
 
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import device
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import has_triton, picture, say, show
 
 # %% [markdown]

@@ -32,7 +32,7 @@ import torch
 
 import tilewise
 from tilewise.backends.common import tiles
-from tilewise.costs.devices import device
+from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
 
 

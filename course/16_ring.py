@@ -31,7 +31,7 @@ import math
 import torch
 
 import tilewise
-from tilewise.costs.devices import device
+from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
 
 

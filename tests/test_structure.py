@@ -29,8 +29,7 @@ LAYERS = (
     "compat",
     "integrations",
     "distributed",
-    "costs",
-    "api kv_cache",
+    "api kv_cache warmup",
     "autograd",
     "ops",
     "plan_cache",
@@ -52,14 +51,14 @@ ONLY_FOR = {
     "backends.hopper": "backends.registry",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd",  # torch differentiates the reference itself
-    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol costs"
+    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol warmup"
     " distributed.calls",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 
 # Packages that are not torch's or Python's own, and who imports them: at once, or, after a ~, inside functions alone.
 OUTSIDE = {
-    "triton": "backends.common backends.common.device backends.hopper backends.triton costs~",
+    "triton": "backends.common backends.common.device backends.hopper backends.triton warmup~",
     "cuda": "backends.common.launcher",
     "transformers": "integrations",
     "diffusers": "integrations.diffusers",
@@ -67,11 +66,15 @@ OUTSIDE = {
     "sglang": "integrations.sglang_backend integrations.sglang~",
 }
 
-# The laboratory imports the library, and these; the library does not import the laboratory.
+# The laboratory imports the library, and these; the library does not import the laboratory,
 LAB_OUTSIDE = ("triton", "numpy", "rich", "matplotlib", "sphinx")
+# except for what a call costs: `explain`, `explain_kv` and `Plan.simulate` import it when they are called.
+LAB_INSIDE = {"tilewise": "lab.costs", "distributed.plan": "lab.costs"}
 
 
 class Import(NamedTuple):
+    """`lazy`: inside a function, or for types alone."""
+
     target: str
     lazy: bool
     line: int
@@ -115,11 +118,12 @@ def unit_of(module: str) -> str | None:
 
 def imports(module: str, source: str, is_package: bool) -> Iterator[Import]:
     tree = ast.parse(source)
-    inside_function = {
+    lazy = {
         id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        or (isinstance(outer, ast.If) and ast.unparse(outer.test) == "TYPE_CHECKING")
+        for node in ast.walk(outer)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -129,7 +133,7 @@ def imports(module: str, source: str, is_package: bool) -> Iterator[Import]:
         else:
             continue
         for name in names:
-            yield Import(short(name), id(node) in inside_function, node.lineno)
+            yield Import(short(name), id(node) in lazy, node.lineno)
 
 
 def from_import(node: ast.ImportFrom, module: str, is_package: bool) -> Iterator[str]:
@@ -150,6 +154,8 @@ def is_allowed(module: str, target: str, lazy: bool) -> bool:
     if is_in(module, "lab"):
         return is_in(target, "lab") or wanted is not None or target in LAB_OUTSIDE
     assert unit is not None, f"{module} has no line in LAYERS"
+    if is_in(target, "lab"):
+        return lazy and module in LAB_INSIDE and is_in(target, LAB_INSIDE[module])
     if wanted is None:
         listed = OUTSIDE.get(target, "").split()
         return any(is_in(module, entry.rstrip("~")) and (lazy or not entry.endswith("~")) for entry in listed)
@@ -180,6 +186,7 @@ def test_layers_and_exceptions_exist():
     }
     for unit in RANK:
         assert any(is_in(module, unit) for module in MODULES), unit
+    assert all(any(a == module and is_in(b, wanted) for a, b in arrows) for module, wanted in LAB_INSIDE.items())
     for table in (ONLY_FOR, OUTSIDE):
         for wanted, listed in table.items():
             for entry in listed.split():
@@ -215,11 +222,17 @@ def test_layers_and_exceptions_exist():
         ("backends.common.device.mask", "from ..launch import Launch", False),
         ("backends.reference.tiled", "import triton", False),
         ("backends.registry", "import triton", False),
-        ("costs.cost", "from ..backends.common.gpu import Gpu", True),
-        ("costs.cost", "from ..backends.hopper.tiles import widths", False),
-        ("costs.cost", "import triton", False),
-        ("costs.cost", "def f():\n    import triton", True),
-        ("costs.cost", "from tilewise_lab.bench import cases", False),
+        ("warmup", "from .backends.common.gpu import Gpu", True),
+        ("warmup", "from .backends.hopper.tiles import widths", False),
+        ("warmup", "import triton", False),
+        ("warmup", "def f():\n    import triton", True),
+        ("warmup", "from tilewise_lab.bench import cases", False),
+        ("tilewise", "from tilewise_lab.costs.explain import explain", False),
+        ("tilewise", "def f():\n    from tilewise_lab.costs.explain import explain", True),
+        ("tilewise", "if TYPE_CHECKING:\n    from tilewise_lab.costs.explain import explain", True),
+        ("tilewise", "def f():\n    from tilewise_lab.bench import cases", False),
+        ("distributed.api", "def f():\n    from tilewise_lab.costs.explain import explain", False),
+        ("distributed.plan", "def f():\n    from tilewise_lab.costs.explain import explain", True),
         ("distributed.calls", "from ..backends.common.merge_kernel import merge", True),
         ("distributed.plan", "from ..backends.common.merge_kernel import merge", False),
         ("compat.flex", "from ..api import attention", True),

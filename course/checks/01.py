@@ -1,4 +1,4 @@
-from tilewise.costs.cost import Call, traffic
+from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.learn import expect
 
 

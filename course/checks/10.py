@@ -1,4 +1,4 @@
-from tilewise.costs.waves import waves
+from tilewise_lab.costs.waves import waves
 from tilewise_lab.learn import expect
 
 

@@ -13,12 +13,13 @@ from .kv_request import KvPlan, Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
+from .warmup import warmup
 
 if TYPE_CHECKING:
+    from tilewise_lab.costs.explanation import Explanation
+    from tilewise_lab.costs.kv import KvExplanation
+
     from . import compat, integrations
-    from .costs.explanation import Explanation
-    from .costs.kv import KvExplanation
-    from .costs.warm import Warmed
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
 __all__ = [
@@ -80,6 +81,9 @@ if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # it is active
     torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 
+# The only functions, with `Plan.simulate`, that import the laboratory, and only when they are called.
+
+
 def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
     """What a call would run, what it costs and what would make it faster; printed (unless show=False) and returned.
 
@@ -87,40 +91,27 @@ def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
         tilewise.explain((4, 4096, 16, 128), (4, 4096, 4, 128), (4, 4096, 4, 128), device="H200")   shapes will do
 
     The arguments are those of `attention` or `attention_varlen`, and `device`, `backward`, `dtype`, `compiled`:
-    see `tilewise.costs.explain.explain`. Nothing is launched.
+    see `tilewise_lab.costs.explain.explain`. Nothing is launched.
     """
-    from .costs.explain import explain as told_by
+    from tilewise_lab.costs.explain import explain
 
-    told = told_by(*args, **options)
+    explanation = explain(*args, **options)
     if show:
-        print(told)
-    return told
+        print(explanation)
+    return explanation
 
 
 def explain_kv(*args: Any, show: bool = True, **options: Any) -> "KvExplanation":
-    """What a call with a KV cache reads, how its keys are dealt to processors, what binds it; printed and returned.
+    """What a call with a KV cache reads, how its keys are divided among SMs, what binds it; printed and returned.
 
         tilewise.explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
 
-    The arguments are those of `attention_kv` (shapes will do), and `device`, `dtype`: see `tilewise.costs.kv`.
+    The arguments are those of `attention_kv` (shapes will do), and `device`, `dtype`: see `tilewise_lab.costs.kv`.
     Nothing is launched.
     """
-    from .costs.kv import explain_kv as told_by
+    from tilewise_lab.costs.kv import explain_kv
 
-    told = told_by(*args, **options)
+    explanation = explain_kv(*args, **options)
     if show:
-        print(told)
-    return told
-
-
-def warmup(*args: Any, **options: Any) -> "Warmed":
-    """Compile the kernels of a model ahead of its first call, with or without its GPU.
-
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for the GPU that is here
-        tilewise.warmup(config="config.json", gpu="sm_90")                     in a Dockerfile
-
-    See `tilewise.costs.warm.warmup`; `tilewise warm` is the same as a command.
-    """
-    from .costs.warm import warmup as compile_ahead
-
-    return compile_ahead(*args, **options)
+        print(explanation)
+    return explanation

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tilewise.costs.warm import warmup
 from tilewise.errors import AttentionError
+from tilewise.warmup import warmup
 from tilewise_lab.progress import progress
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

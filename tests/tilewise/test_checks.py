@@ -14,9 +14,9 @@ import torch
 import tilewise
 from tilewise import AttentionError, mods
 from tilewise.backends.reference import ReferenceBackend
-from tilewise.costs.explain import explain
 from tilewise.validation import dense as checks
 from tilewise.validation.versions import check_version
+from tilewise_lab.costs.explain import explain
 
 Q = torch.zeros(1, 4, 2, 8)
 T = torch.zeros(4, 2, 8)

@@ -110,7 +110,7 @@ tilewise.attention_kv(q, cache, cache, lengths, plan=plan, backend=backend)
 tilewise.append_kv(q, q, cache, cache.clone(), lengths, backend=backend)
 compare(before, snapshot(), "calls")
 from tilewise import compat, distributed, integrations
-import tilewise.costs.warm
+import tilewise.warmup
 compare(before, snapshot(), "adapters")
 print("same", len(before[0]))
 """

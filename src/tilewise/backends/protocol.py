@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 from ..request import BackwardInputs, Request
-from .common.cost_profile import Profile, Shapes
 from .common.gpu import Gpu
 
 # From the tensors of a call to its results. The tensors have the layouts of those that the runner was made for.
@@ -18,8 +17,6 @@ Runner = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 class KvBackend(Protocol):
     """Attention over a KV cache. `tensors()` of a request or call is what a runner is given."""
-
-    partition: Any  # the module that says how keys are divided among programs, for the time model; or None
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         """int64 numbers of a schedule, and float32 numbers of the workspace that it needs."""
@@ -80,8 +77,4 @@ class Backend(Protocol):
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         """The launches of a forward or backward by name, for offline compilation. The tensors may be meta tensors."""
-        ...
-
-    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
-        """The kernels of a forward or backward, for the time model."""
         ...

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from ..errors import AttentionError
 from ..request import Request
-from .common.cost_profile import Profile, Shapes
 from .common.gpu import Gpu, gpu_of
 from .hopper import HopperBackend
 from .protocol import Backend
@@ -70,13 +69,3 @@ def launches_of(request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
     chosen = choose(request, gpu).backend
     found = chosen.launches(request, gpu, False)
     return found | backward_backend(request, chosen, gpu).launches(request, gpu, True) if backward else found
-
-
-def cost_of(name: str, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
-    """The kernels of a call, for the time model: those of the named backend, or of the next that computes it."""
-    later = BACKENDS[BACKENDS.index(backend_named(name)) :]
-    return next(filter(None, (backend.cost(call, gpu, backward) for backend in later)), [])
-
-
-def backend_named(name: str) -> Backend:
-    return next(backend for backend in BACKENDS if backend.name == name)

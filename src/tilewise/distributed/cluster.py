@@ -1,4 +1,4 @@
-"""Who delivers the messages: torch.distributed, or one process that is every rank in turn. The steps are the same."""
+"""Runs the steps of ranks and delivers their messages: with torch.distributed, or all ranks in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..torch_internals import flattened
 
 
 class Exchange(NamedTuple):
-    """Messages to post: (peer, tensor) in the order in which they go and come."""
+    """Messages to post: (peer, tensor), in order."""
 
     number: int
     sends: list[tuple[int, Tensor]]
@@ -24,8 +24,8 @@ class Exchange(NamedTuple):
 
 
 def group_of(mesh: Any) -> tuple[int, Any, int | None]:
-    """Of a DeviceMesh, a ProcessGroup or None: the ranks, the group, and the ranks of a node where there are two
-    axes."""
+    """(number of ranks, group, ranks of a node) of a DeviceMesh, a ProcessGroup or None. The last is None unless the
+    mesh has two axes."""
     if not dist.is_available() or not dist.is_initialized():
         raise AttentionError(
             "mesh of a plan", repr(mesh), "a number of ranks; or torch.distributed.init_process_group first"
@@ -45,18 +45,23 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
     raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
 
 
-_met: WeakSet[Any] = WeakSet()  # groups that have done something together
+_initialised: WeakSet[Any] = WeakSet()  # groups in which all ranks have communicated once
 
 
 def run(group: Any, steps: Any, device: torch.device) -> Any:
-    """The steps of this rank; its messages go through the group. On a GPU they have NCCL's own stream: what is computed
-    between a post and its wait overlaps them."""
-    if group is not None and device.type == "cuda" and group not in _met:
+    """The result of this rank's steps. On a GPU, messages run on NCCL's own stream: computation between a post and its
+    wait overlaps them.
+
+    Args:
+        steps: a generator of `Exchange` (messages to post) and numbers (an exchange to wait for).
+    """
+    if group is not None and device.type == "cuda" and group not in _initialised:
         if "cuda:gloo" in dist.get_backend_config(group):
             raise AttentionError("group of the plan", "gloo, which sends nothing from a GPU", "one of nccl")
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL wants all ranks in what a group does first
-        _met.add(group)
-    under_way: dict[int, tuple[list[Any], Exchange]] = {}
+        # NCCL: all ranks take part in the first operation of a group
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _initialised.add(group)
+    pending: dict[int, tuple[list[Any], Exchange]] = {}
     order: dict[tuple[str, int], int] = defaultdict(int)
 
     def operation(kind: Any, peer: int, x: Tensor) -> Any:
@@ -66,16 +71,16 @@ def run(group: Any, steps: Any, device: torch.device) -> Any:
 
     try:
         while True:
-            asked = next(steps)
-            if isinstance(asked, Exchange):
-                ops = [operation(dist.isend, peer, x) for peer, x in asked.sends if x.numel()]
-                ops += [operation(dist.irecv, peer, x) for peer, x in asked.receives if x.numel()]
-                under_way[asked.number] = (dist.batch_isend_irecv(ops) if ops else [], asked)
+            step = next(steps)
+            if isinstance(step, Exchange):
+                ops = [operation(dist.isend, peer, x) for peer, x in step.sends if x.numel()]
+                ops += [operation(dist.irecv, peer, x) for peer, x in step.receives if x.numel()]
+                pending[step.number] = (dist.batch_isend_irecv(ops) if ops else [], step)
             else:
-                _finish(under_way.pop(asked, None))
+                _finish(pending.pop(step, None))
     except StopIteration as stop:
-        for number in list(under_way):
-            _finish(under_way.pop(number))
+        for number in list(pending):
+            _finish(pending.pop(number))
         return stop.value
 
 
@@ -85,8 +90,8 @@ def _finish(exchange: tuple[list[Any], Exchange] | None) -> None:
 
 
 def rehearse(ranks: Sequence[Any]) -> list[Any]:
-    """The steps of all ranks, in one process: each goes on until it must wait for another. What was posted under one
-    number must be received under the same."""
+    """The results of all ranks' steps, run in one process: each runs until it must wait for another. An exchange has
+    the same number at both ends."""
     n = len(ranks)
     sent: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
     wanted: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
@@ -97,12 +102,12 @@ def rehearse(ranks: Sequence[Any]) -> list[Any]:
 
     def deliver(a: int, b: int) -> None:
         while sent[a, b] and wanted[a, b]:
-            (number, x), (expected, room) = sent[a, b].popleft(), wanted[a, b].popleft()
-            if number != expected or x.shape != room.shape or x.dtype != room.dtype:
+            (number, x), (expected, buffer) = sent[a, b].popleft(), wanted[a, b].popleft()
+            if number != expected or x.shape != buffer.shape or x.dtype != buffer.dtype:
                 raise RuntimeError(
-                    f"rank {b} expects {tuple(room.shape)} as {expected}, {a} sent {tuple(x.shape)} as {number}"
+                    f"rank {b} expects {tuple(buffer.shape)} as {expected}, {a} sent {tuple(x.shape)} as {number}"
                 )
-            room.copy_(x)
+            buffer.copy_(x)
             missing[b][number] -= 1
 
     while left:
@@ -111,23 +116,23 @@ def rehearse(ranks: Sequence[Any]) -> list[Any]:
             while waits[r] is None or not missing[r][waits[r] or 0]:
                 moved = True
                 try:
-                    asked = next(ranks[r])
+                    step = next(ranks[r])
                 except StopIteration as stop:
                     results[r] = stop.value
                     left.discard(r)
                     break
-                if not isinstance(asked, Exchange):
-                    waits[r] = asked
+                if not isinstance(step, Exchange):
+                    waits[r] = step
                     continue
                 waits[r] = None
-                for peer, x in asked.sends:
+                for peer, x in step.sends:
                     if x.numel():
-                        sent[r, peer].append((asked.number, x.clone()))
+                        sent[r, peer].append((step.number, x.clone()))
                         deliver(r, peer)
-                for peer, room in asked.receives:
-                    if room.numel():
-                        wanted[peer, r].append((asked.number, room))
-                        missing[r][asked.number] += 1
+                for peer, buffer in step.receives:
+                    if buffer.numel():
+                        wanted[peer, r].append((step.number, buffer))
+                        missing[r][step.number] += 1
                         deliver(peer, r)
         if not moved:
             raise RuntimeError(f"ranks {sorted(left)} wait for one another")
@@ -135,7 +140,7 @@ def rehearse(ranks: Sequence[Any]) -> list[Any]:
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of all ranks, one after the other; the gradient of a rank's part is what comes back to it."""
+    """The shards of all ranks; the gradient of this rank's shard is its own part of the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> tuple[Tensor, ...]:
@@ -158,7 +163,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> tuple[Tensor, ...]:
-    """The parts of all ranks, which have `counts` tokens along an axis, from that of this one."""
+    """The shards of all ranks, with `counts` tokens along `dim`, from this rank's shard."""
     dim = dim % x.dim()
     if x.shape[dim] != counts[rank]:
         raise AttentionError(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,12 +20,14 @@ from ..request import Window
 from ..request import band as band_of
 from ..torch_internals import constant
 from ..validation.dense import tensor
-from .advice import advised, estimate
 from .cluster import gathered, group_of
 from .layout import LAYOUTS, cacheable, positions, starts, token_index
 from .partition import STRATEGIES, Partition
-from .simulate import Simulation, simulate
+from .pass_time import fastest
 from .tiles import Band
+
+if TYPE_CHECKING:
+    from tilewise_lab.costs.context_parallel import Simulation
 
 MAX_PLANS = 256  # that are kept, so that equal arguments give the same plan
 _plans: dict[Any, Plan] = {}
@@ -153,7 +155,17 @@ class Plan(Partition):
         return self if band == self.band else replan(self, band=band)
 
     def simulate(self, machine: str = "8xH200+400G", *, ranks: int | None = None, **shape: Any) -> Simulation:
-        """What a pass would take on a cluster: see `tilewise.distributed.simulate`. With `ranks`: of so many."""
+        """What a pass of attention would take on a cluster.
+
+        Args:
+            machine: GPUs of a node, their name, and the network between nodes.
+            ranks: another number of ranks than the plan's, or None.
+            shape: heads, kv_heads, dim, batch, dtype, backward and links, as of
+                `tilewise_lab.costs.context_parallel.simulate`. Like `tilewise.explain`, this imports the laboratory
+                when it is called.
+        """
+        from tilewise_lab.costs.context_parallel import simulate
+
         return simulate(self if ranks is None else replan(self, ranks=ranks), machine, **shape)
 
 
@@ -289,7 +301,7 @@ def _found_strategy(
         Partition(ranks, lengths, packed, band, x, _layout(x, band, packed), node if x == "two-level" else 1)
         for x in ("halo", dense)
     ]
-    return advised(estimate(x, f"{node}xH200+400G", heads=heads or 32) for x in options).plan.strategy
+    return fastest(options, node, heads or 32).strategy
 
 
 def _layout(strategy: str, band: Band, packed: bool) -> str:

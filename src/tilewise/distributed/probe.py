@@ -1,5 +1,5 @@
-"""Whether a sharded model computes what one rank would, and nothing leaks: asked of the model itself, not of its
-parts."""
+"""Compares a sharded model with the same model on one rank, and perturbs tokens to find outputs that depend on tokens
+they must not see."""
 
 from __future__ import annotations
 
@@ -16,26 +16,43 @@ from .plan import Plan, replan
 
 
 class Report(NamedTuple):
-    """The largest difference from one rank, as a part of the largest value; and the tokens that were perturbed."""
+    """The largest difference from one rank, relative to the largest value; and the tokens that were perturbed."""
 
     error: float
     perturbed: tuple[int, ...]
 
 
 def check(
-    plan: Plan, call: Callable[..., Tensor] | None = None, *inputs: Tensor, layers: int = 1, tolerance: float = 1e-3,
-    probes: int = 3, seed: int = 0, **options: Any,
-) -> Report:  # fmt: skip
-    """Compare a sharded computation with one rank's, and change one token at a time to see who notices.
+    plan: Plan,
+    call: Callable[..., Tensor] | None = None,
+    *inputs: Tensor,
+    layers: int = 1,
+    tolerance: float = 1e-3,
+    probes: int = 3,
+    seed: int = 0,
+    **options: Any,
+) -> Report:
+    """Compare a sharded computation with one rank's, and perturb one token at a time.
 
         tilewise.distributed.check(plan, softcap=30.0)                       attention itself, on random numbers
         tilewise.distributed.check(plan, model, tokens, layers=model.layers)  a model, called as model(plan, tokens)
 
-    call(plan, *parts) gets this rank's parts of `inputs` (whole, the same on every rank, tokens along dim 1) and
-    returns its outputs, tokens along dim 1; attention within it finds the plan in use. It must be deterministic.
-    Raises where the outputs differ by more than `tolerance` of the largest, or where an output changes with a token
-    that it cannot see, through so many `layers`, or where none changes that sees it. All ranks must call it; use a
-    small copy.
+    All ranks must call it. Use a small copy of the model.
+
+    Args:
+        plan: how tokens are sharded.
+        call: `call(plan, *shards)` takes this rank's shards of `inputs` and returns its outputs, tokens along dim 1.
+            Attention within it finds the plan in use. It must be deterministic. None: attention itself.
+        inputs: whole tensors, the same on every rank, tokens along dim 1.
+        layers: how many layers of attention the model has.
+        tolerance: of the difference from one rank, relative to the largest output.
+        probes: how many tokens are perturbed.
+        seed: of the tokens, and of the random inputs of attention itself.
+        options: of attention itself.
+
+    Raises:
+        AttentionError: outputs differ by more than `tolerance`, an output changes with a token that it cannot see
+            through `layers` layers, or no output changes with a perturbed token.
     """
     if call is None:
         call, inputs = _attention(plan, seed, options)
@@ -66,14 +83,15 @@ def _compared(plan: Plan, sharded: Tensor, whole: Tensor, tolerance: float) -> f
     if not error <= tolerance:
         rank = next(r for r in range(plan.ranks) if token in plan.index(r))
         raise AttentionError(
-            "the difference from one rank", f"{error:.1e}, largest at token {token}, on rank {rank}",
+            "the difference from one rank",
+            f"{error:.1e}, largest at token {token}, on rank {rank}",
             f"at most {tolerance:.1e}: positions by plan.positions(), and nothing else that counts a rank's own tokens",
-        )  # fmt: skip
+        )
     return error
 
 
 def _perturbed(x: Tensor, token: int) -> Tensor:
-    """With one token changed; ids, into another that occurs, so that every vocabulary knows it."""
+    """The input with one token changed. Token ids change to another id of the input, which every vocabulary has."""
     y = x.clone()
     if x.is_floating_point():
         y[:, token] += 1
@@ -92,7 +110,7 @@ def _probe(
     moved = (other != sharded).movedim(1, 0).flatten(1).any(1)
     document = next(d for d, end in enumerate(starts(plan.lengths)[1:]) if token < end)
     first, last = starts(plan.lengths)[document : document + 2]
-    before, after = plan.band  # a query before + layers away still sees it, through others
+    before, after = plan.band  # each layer moves information by one band
     low = first if after is None else max(first, token - after * layers)
     high = last if before is None else min(last, token + before * layers + 1)
     outside = moved.clone()

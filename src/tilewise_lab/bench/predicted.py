@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from tilewise.costs.devices import Device, device
 from tilewise_lab.bench import charts
+from tilewise_lab.costs.devices import Device, device
 from tilewise_lab.demo.charts import Axis, text, tip
 from tilewise_lab.demo.words import duration
 from tilewise_lab.explain import check

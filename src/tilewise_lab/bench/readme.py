@@ -10,9 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tilewise.costs import explanation as report
-from tilewise.costs.cost import Call
-from tilewise.costs.explain import explain as told
 from tilewise.errors import AttentionError
 from tilewise_lab.bench import charts, predicted
 from tilewise_lab.bench.charts import label
@@ -21,6 +18,9 @@ from tilewise_lab.bench.machine import slug
 from tilewise_lab.bench.page import memory_rows
 from tilewise_lab.bench.results import OURS, Cell, Results, Unit, geometric_mean, load
 from tilewise_lab.bench.summary import bars, standings
+from tilewise_lab.costs import explanation as report
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.explain import explain as told
 from tilewise_lab.demo.words import duration, tokens
 from tilewise_lab.explain.check import Measured
 

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import Device, device
-from tilewise.costs.predict import FITTED, MODEL, Model, plan, predict
 from tilewise_lab.clock import CudaClock
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import Device, device
+from tilewise_lab.costs.predict import FITTED, MODEL, Model, plan, predict
 
 SECONDS = 0.01  # of each pass of each call
 # least and most of what is fitted beside efficiencies: noise in the times must not buy a meaningless number

@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
-from tilewise.costs.devices import DEVICES, ITEMSIZE
+from tilewise_lab.costs.devices import DEVICES, ITEMSIZE
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -72,9 +72,9 @@ def side(word: str) -> int | None:
 def run(options: Namespace) -> int:
     import torch
 
-    from tilewise.costs.explain import explain
     from tilewise.errors import AttentionError
     from tilewise_lab import asked
+    from tilewise_lab.costs.explain import explain
     from tilewise_lab.explain import check
 
     if options.check:
@@ -121,8 +121,8 @@ def of_cache(options: Namespace, shape: list[int]) -> Any:
     """S queries of each sequence, over a cache that has just room for the longest."""
     import torch
 
-    from tilewise.costs.kv import explain_kv
     from tilewise.errors import AttentionError
+    from tilewise_lab.costs.kv import explain_kv
 
     b, _, h, d = shape
     lengths = options.kv_lengths * b if len(options.kv_lengths) == 1 else options.kv_lengths
@@ -144,9 +144,9 @@ def show_kernel(options: Namespace, shape: list[int]) -> int:
     import torch
 
     from tilewise.backends.common.gpu import has_triton
-    from tilewise.costs.devices import device
-    from tilewise.costs.explain import compile_kernels
     from tilewise.request import Request, Spec
+    from tilewise_lab.costs.devices import device
+    from tilewise_lab.costs.explain import compile_kernels
     from tilewise_lab.explain import stages
 
     if not has_triton():

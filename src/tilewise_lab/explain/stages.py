@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from tilewise.costs.compiled import Compiled
+from tilewise_lab.costs.compiled import Compiled
 from tilewise_lab.language import say
 
 

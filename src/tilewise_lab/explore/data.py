@@ -20,8 +20,8 @@ from itertools import pairwise
 from typing import Any
 
 from tilewise.backends.common.kv import kv_tiles
-from tilewise.costs import cost, devices, explain, predict
 from tilewise.errors import AttentionError
+from tilewise_lab.costs import cost, devices, explain, predict
 from tilewise_lab.plan import command as plan_command
 
 Json = dict[str, Any]

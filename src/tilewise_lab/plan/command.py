@@ -7,10 +7,10 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from tilewise.costs.devices import ITEMSIZE
 from tilewise.distributed import plan
-from tilewise.distributed.advice import Estimate, advised, estimate
 from tilewise.errors import AttentionError
+from tilewise_lab.costs.context_parallel import Estimate, advised, estimate
+from tilewise_lab.costs.devices import ITEMSIZE
 from tilewise_lab.plan.gantt import gantt
 
 __all__ = ["advised", "compare", "configure", "number", "run"]
@@ -49,7 +49,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=ITEMSIZE)
     parser.add_argument("--forward", action="store_true", help="the forward alone, without the backward")
-    parser.add_argument("--links", type=Path, help="a file like src/tilewise/distributed/links.json, with your figures")
+    parser.add_argument("--links", type=Path, help="a file like src/tilewise_lab/costs/links.json, with your figures")
     parser.add_argument("--svg", type=Path, help="write a picture of the advised plan's first ranks at work")
     parser.add_argument("--json", type=Path, help="write everything that was found")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tilewise.distributed.simulate import Simulation
+from tilewise_lab.costs.context_parallel import Simulation
 
 WIDTH, LEFT, LINE, BAR, TOP, BOTTOM = 760, 64, 22, 16, 40, 30
 COLOURS = ("#2563a5", "#d97706")  # own and others' keys

@@ -23,9 +23,9 @@ from tilewise.backends.common.kv import kv_tiles
 from tilewise.backends.common.kv import launches as kv_launch
 from tilewise.backends.common.kv.runners import with_rotated
 from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.costs.compiled import Compiled, compile_for
 from tilewise.kv_request import KvCall
 from tilewise.validation import kv as checks
+from tilewise_lab.costs.compiled import Compiled, compile_for
 
 BATCH, ROWS = 4, 64
 

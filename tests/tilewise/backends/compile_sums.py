@@ -16,8 +16,8 @@ from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.shapes import new_results
 from tilewise.backends.common.sinks import named_sink_launches
-from tilewise.costs.compiled import compile_for
 from tilewise.request import BackwardInputs, Request, Spec
+from tilewise_lab.costs.compiled import compile_for
 
 
 def main(arch: int | str, d: int, dtype: str) -> None:

@@ -75,7 +75,7 @@ def test_float64_stays_float64_and_no_rows_are_no_rows():
 
 COMPILE = """
 import json, torch
-from tilewise.costs.compiled import compile_for
+from tilewise_lab.costs.compiled import compile_for
 from tilewise.backends.common.merge_kernel import join_launch
 found = []
 for arch, dv, indexed in ((80, 128, False), (90, 128, False), (100, 80, True), ("gfx942", 512, True)):

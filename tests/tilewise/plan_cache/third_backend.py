@@ -95,14 +95,9 @@ class ThirdBackend:
     def launches(self, request: Request, gpu: Any, backward: bool) -> dict[str, Any]:
         return {"third backward" if backward else "third forward": "a launch"}
 
-    def cost(self, call: Any, gpu: Any, backward: bool) -> list[Any]:
-        return []
-
 
 class ThirdCache:
     """A dense cache of one length, (B, S, H, D), with one query for each sequence. Nothing is scheduled."""
-
-    partition = None
 
     def __init__(self, backend: ThirdBackend) -> None:
         self.backend = backend

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.tilewise_lab.bench.made_up import cell, grid, results
-from tilewise.costs.devices import device
 from tilewise.errors import AttentionError
 from tilewise_lab.bench import readme
+from tilewise_lab.costs.devices import device
 from tilewise_lab.explain import check
 
 H200 = device("H200")

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tests.conftest import DEVICE
-from tilewise.costs.cost import Call
 from tilewise.integrations.sdpa import scaled_dot_product_attention as ours_for_torchs
+from tilewise_lab.costs.cost import Call
 from tilewise_lab.derivation import attention as rung
 from tilewise_lab.machine import budget
 

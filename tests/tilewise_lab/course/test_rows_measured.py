@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise.costs.cost import Call, traffic
+from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.learn import lab, picture
 from tilewise_lab.learn.course import lessons
 from tilewise_lab.machine import budget

@@ -68,7 +68,7 @@ SLOW = {
 }  # the demo, the page: tested where they live, too
 
 BENCH = "measures for minutes; tests/tilewise_lab/bench runs every target, tiny"
-COMPILES = "compiles for half a minute; tests/tilewise/costs/test_warm.py compiles one kernel"
+COMPILES = "compiles for half a minute; tests/tilewise/test_warmup.py compiles one kernel"
 BUILDS = "tests/tilewise_lab/docs/test_site.py builds the site, in the slow ring"
 NETWORK = "needs PyPI; tests/wheel installs the wheel into an empty environment"
 ITSELF = "is what runs this"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.costs.devices import device
-from tilewise.costs.predict import MODEL, Model, predict
 from tilewise_lab import cli
+from tilewise_lab.costs.devices import device
+from tilewise_lab.costs.predict import MODEL, Model, predict
 from tilewise_lab.explain import check
 
 H200 = device("H200")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tilewise.costs.compiled import Compiled
+from tilewise_lab.costs.compiled import Compiled
 from tilewise_lab.explain.stages import stages, text
 
 ASM = {

@@ -8,10 +8,10 @@ import urllib.request
 
 import pytest
 
-from tilewise.costs.devices import device
-from tilewise.costs.explain import explain
 from tilewise.errors import AttentionError
 from tilewise_lab.cli import main
+from tilewise_lab.costs.devices import device
+from tilewise_lab.costs.explain import explain
 from tilewise_lab.explore.data import ENDPOINTS, GRID, answer, combinations
 from tilewise_lab.explore.export import answers, rounded
 

@@ -12,10 +12,10 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tilewise import mods
 from tilewise.backends.common.kv import kv_tiles
-from tilewise.costs import cost
-from tilewise.costs.devices import device
-from tilewise.costs.waves import cliffs, matmul_blocks, waves
 from tilewise_lab import trace
+from tilewise_lab.costs import cost
+from tilewise_lab.costs.devices import device
+from tilewise_lab.costs.waves import cliffs, matmul_blocks, waves
 from tilewise_lab.machine import coalesce, pipeline
 from tilewise_lab.machine.layout import Layout
 

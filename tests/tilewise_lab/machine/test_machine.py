@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import AttentionError
-from tilewise.costs.devices import DEVICES, KB
+from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.machine import budget, coalesce, pipeline, warps
 from tilewise_lab.machine.layout import Layout, strides
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise import AttentionError
-from tilewise.costs.cost import Call
 from tilewise_lab import cli, trace
+from tilewise_lab.costs.cost import Call
 from tilewise_lab.derivation import attention as rung
 from tilewise_lab.trace.memory import Memory
 

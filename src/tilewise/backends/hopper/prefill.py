@@ -12,8 +12,6 @@ from ...kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 class PrefillKernels:
     """A `KvBackend`. Kernels are imported when a runner is made."""
 
-    partition: Any = None
-
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         from .kv_launches import schedule_sizes
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from ...request import BackwardInputs, Request
-from ..common.cost_profile import Profile, Shapes
 from ..common.gpu import Gpu
 from ..protocol import KvBackend, Runner
 from . import scored, tiled, whole
@@ -58,9 +57,6 @@ class ReferenceBackend:
 
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         return {}
-
-    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
-        return []
 
     # Results that torch itself can differentiate, to any order.
     differentiable = staticmethod(whole.differentiable)

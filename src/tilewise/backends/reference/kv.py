@@ -18,8 +18,6 @@ from tilewise.request import Request
 class ReferenceCache:
     """A `KvBackend` in torch. Nothing is scheduled: one sequence follows another."""
 
-    partition: Any = None
-
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         return 0, 0
 

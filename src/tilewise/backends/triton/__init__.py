@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ...request import BackwardInputs, Request
-from ..common.cost_profile import Profile, Shapes
 from ..common.gpu import Gpu
 from ..common.kv import DecodeKernels
 from ..protocol import KvBackend, Runner
-from . import cost, support
+from . import support
 
 
 class TritonBackend:
@@ -57,6 +56,3 @@ class TritonBackend:
         from .launches import offline_launches
 
         return offline_launches(request, gpu, backward)
-
-    def cost(self, call: Shapes, gpu: Gpu, backward: bool) -> list[Profile]:
-        return cost.backward(call, gpu) if backward else cost.forward(call, gpu)

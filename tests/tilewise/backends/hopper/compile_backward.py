@@ -14,8 +14,8 @@ import torch
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.common.shapes import new_gradients, problem
 from tilewise.backends.hopper.backward_launches import backward_launches, new_space
-from tilewise.costs.compiled import compile_for
 from tilewise.request import BackwardInputs, Request, Spec
+from tilewise_lab.costs.compiled import compile_for
 
 from .compile_one import with_terms
 

@@ -15,11 +15,11 @@ import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.kv_launches import many_launch
 from tilewise.backends.hopper.launches import forward_launches, new_state
-from tilewise.costs.compiled import compile_for
 from tilewise.kv_request import KvRequest, Places
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
 from tilewise.request import Request, Spec
+from tilewise_lab.costs.compiled import compile_for
 
 SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
 

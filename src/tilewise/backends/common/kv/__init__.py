@@ -7,13 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
-from . import partition
 
 
 class DecodeKernels:
     """A `KvBackend` of Triton kernels. They are imported when a runner is made."""
-
-    partition: Any = partition
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         from .launches import schedule_sizes

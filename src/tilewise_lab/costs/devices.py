@@ -33,17 +33,17 @@ class Device:
     bandwidth: float
     memory: int
     l2: int
-    shared: int  # what one block may ask for
-    shared_sm: int  # what the blocks of one SM share
+    shared: int  # of one block, at most
+    shared_sm: int  # of all blocks on one SM
     rates: dict[str, float] = field(hash=False)
-    shared_static: int = 48 * KB  # what a block gets without asking
+    shared_static: int = 48 * KB  # of one block, without opting in for more
     registers: int = 64 * KB  # per SM, of 4 bytes
     threads: int = 2048  # per SM
     exps: int = 16  # exponentials per SM and clock
 
     @property
     def gpu(self) -> Gpu:
-        """As the kernels' tables know it."""
+        """The key of the kernels' tile tables."""
         return Gpu("cuda", self.capability)
 
     def flops(self, dtype: str) -> float:
@@ -60,7 +60,7 @@ class Device:
         return self.flops(dtype) / self.bandwidth
 
     def blocks_per_sm(self, *, shared: int, registers: int, warps: int) -> int:
-        """How many blocks of a kernel one SM holds at once: each resource allows so many, the scarcest decides."""
+        """How many blocks of a kernel one SM holds at once: the least that any resource allows."""
         per_warp = -(-registers * 32 // 256) * 256  # registers are handed out to warps in units of 256
         return min(
             self.shared_sm // (shared + KB),  # 1 KB per block is the driver's
@@ -80,15 +80,33 @@ def _rates(half: float, single: float, capability: int) -> dict[str, float]:
 
 
 def _gpu(
-    name: str, capability: int, sms: int, ghz: float, gbps: float, memory: int, l2: int, shared: int,
-    half: float, single: float, threads: int = 2048,
-) -> Device:  # fmt: skip
+    name: str,
+    capability: int,
+    sms: int,
+    ghz: float,
+    gbps: float,
+    memory: int,
+    l2: int,
+    shared: int,
+    half: float,
+    single: float,
+    threads: int = 2048,
+) -> Device:
     """half, single: TFLOP/s of 16-bit tensor cores with float32 sums, and of float32 units."""
     rates = _rates(half * 1e12, single * 1e12, capability)
     return Device(
-        name, capability, sms, ghz * 1e9, gbps * 1e9, memory * GB, l2 * MB, shared * KB, (shared + 1) * KB, rates,
+        name,
+        capability,
+        sms,
+        ghz * 1e9,
+        gbps * 1e9,
+        memory * GB,
+        l2 * MB,
+        shared * KB,
+        (shared + 1) * KB,
+        rates,
         threads=threads,
-    )  # fmt: skip
+    )
 
 
 # The full GA100 die has 128 SMs and the GH100 144: no product ships with all of them.
@@ -107,7 +125,7 @@ DEVICES = {
 
 
 def device(name: str | None = None) -> Device:
-    """A device by name ("H200", "rtx4090"); "cpu" or "cuda" for the one here; None for cuda if there is one, else cpu.
+    """A device by name ("H200", "rtx4090"); "cpu" or "cuda" for that of this machine; None: cuda if present, else cpu.
 
     >>> device("rtx-4090").name
     'RTX 4090'
@@ -123,7 +141,7 @@ def device(name: str | None = None) -> Device:
     if name.partition(":")[0] == "cuda":
         if not torch.cuda.is_available():
             raise AttentionError("device", "'cuda', but no GPU is here", f"one by name: {', '.join(DEVICES)}")
-        return here(torch.cuda.get_device_name(name), torch.cuda.get_device_properties(name))
+        return from_properties(torch.cuda.get_device_name(name), torch.cuda.get_device_properties(name))
     found = DEVICES.get(_match(name))
     if found is None:
         raise AttentionError("device", repr(name), f"{', '.join(DEVICES)}, 'cuda' or 'cpu'")
@@ -131,7 +149,7 @@ def device(name: str | None = None) -> Device:
 
 
 def _match(name: str) -> str:
-    """The longest known name whose words all appear in `name`, and no number goes on."""
+    """The longest name in DEVICES whose parts all appear in `name`, as whole numbers; "" if there is none."""
 
     def appears(known: str) -> bool:
         return all(re.search(word + r"(?!\d)" * word[-1].isdigit(), name, re.I) for word in re.split("[ -]", known))
@@ -139,8 +157,8 @@ def _match(name: str) -> str:
     return max(filter(appears, DEVICES), key=len, default="")
 
 
-def here(name: str, properties: Any) -> Device:
-    """The facts of a GPU that torch sees: a known name, with its own sizes; or, unknown, what its properties say."""
+def from_properties(name: str, properties: Any) -> Device:
+    """The device of torch's properties: rates of the table if its name is there, else estimated from the properties."""
     known = DEVICES.get(_match(name))
     capability = properties.major * 10 + properties.minor
     sms = properties.multi_processor_count
@@ -168,7 +186,7 @@ def here(name: str, properties: Any) -> Device:
 
 @cache
 def cpu() -> Device:
-    """This CPU, by measurement: a matrix product and a copy, a fifth of a second in all."""
+    """This CPU. A matrix product and a copy are measured, for a fifth of a second in all."""
     import torch
 
     cores = torch.get_num_threads()

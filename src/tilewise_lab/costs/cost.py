@@ -1,10 +1,10 @@
 """What a call must do: pairs, FLOPs, and bytes to and from memory, naive and tiled.
 
 >>> gpt2 = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
->>> round(gpt2.score_bytes / 1e9, 3)  # one pass over all scores, the unit of the naive bill
+>>> round(gpt2.score_bytes / 1e9, 3)  # one pass over all scores
 2.147
->>> bill = traffic(gpt2, backward=True, masked=True, dropout=True)
->>> round(bill.naive / 1e9, 1), round(bill.fa1 / 1e9, 1)  # the FlashAttention paper measured 40.3 and 4.4
+>>> moved = traffic(gpt2, backward=True, masked=True, dropout=True)
+>>> round(moved.naive / 1e9, 1), round(moved.fa1 / 1e9, 1)  # the FlashAttention paper measured 40.3 and 4.4
 (44.6, 4.7)
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tilewise.costs.devices import ITEMSIZE
 from tilewise.request import heads_are_queries
+from tilewise_lab.costs.devices import ITEMSIZE
 
 STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
@@ -185,16 +185,16 @@ def traffic(
 ) -> Traffic:
     """`reads_of_keys`: how often K and V come from memory, once if L2 serves the other query tiles; of_queries the same
     for Q and dO in the backward. FA1 keeps one key block and streams Q and O past it, once per block of `fa1_block`."""
-    asked = call.terms or ScoreTerms(())
-    masked, dropout = masked or asked.masked, dropout or asked.dropout
-    steps = naive_steps(backward=backward, masked=masked, dropout=dropout, terms=len(asked.names))
+    terms = call.terms or ScoreTerms(())
+    masked, dropout = masked or terms.masked, dropout or terms.dropout
+    steps = naive_steps(backward=backward, masked=masked, dropout=dropout, terms=len(terms.names))
     naive = sum(round(step.passes * call.score_bytes) + sum(map(call.rows, step.rows)) for step in steps)
-    more = asked.read * (1 + backward) + asked.written * backward
+    more = terms.read * (1 + backward) + terms.written * backward
     return Traffic(
         naive + more,
         _fa1(call, fa1_block, backward) + more,
         _tiled(call, backward, reads_of_keys, reads_of_queries) + more,
-        _least(call, backward) + asked.read + asked.written * backward,
+        _least(call, backward) + terms.read + terms.written * backward,
     )
 
 

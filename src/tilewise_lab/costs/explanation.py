@@ -1,4 +1,4 @@
-"""What is told of a call, and how it is said to people: one page of plain text."""
+"""The result of `explain`: numbers, JSON, and one page of plain text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tilewise.costs import cost, predict, roofline
-from tilewise.costs.cost import Call, ScoreTerms
-from tilewise.costs.devices import Device
-from tilewise.costs.predict import Kernel
+from tilewise_lab.costs import cost, predict, roofline
+from tilewise_lab.costs.cost import Call, ScoreTerms
+from tilewise_lab.costs.devices import Device
+from tilewise_lab.costs.predict import Kernel
 
 
 class Advice(NamedTuple):
@@ -87,34 +87,38 @@ class Explanation:
         return text(self)
 
 
-def text(told: Explanation) -> str:
-    width = max(len(label) for label, _ in lines(told))
-    return "\n".join(f"{label:<{width}}  {value}" if label or value else "" for label, value in lines(told))
+def text(result: Explanation) -> str:
+    width = max(len(label) for label, _ in lines(result))
+    return "\n".join(f"{label:<{width}}  {value}" if label or value else "" for label, value in lines(result))
 
 
-def lines(told: Explanation) -> Iterator[tuple[str, str]]:
-    call, where, bill = told.call, told.device, told.traffic
-    passes = "  forward + backward" if told.backward else ""
-    passes += ", the same bits every time" if told.backward and call.deterministic else ""
+def lines(result: Explanation) -> Iterator[tuple[str, str]]:
+    call, device, moved = result.call, result.device, result.traffic
+    passes = "  forward + backward" if result.backward else ""
+    passes += ", the same bits every time" if result.backward and call.deterministic else ""
     yield "call", f"{shapes(call)}  {call.dtype}  {band(call.before, call.after)}{passes}"
-    yield "device", f"{where.name}, {where.sms} {'SMs' if where.capability else 'threads; rates measured now'}"
-    yield "backend", f"{told.backend}: {told.reason}"
+    yield "device", f"{device.name}, {device.sms} {'SMs' if device.capability else 'threads; rates measured now'}"
+    yield "backend", f"{result.backend}: {result.reason}"
     if call.terms:
-        yield "terms", score_terms(call.terms, told.backward)
-    more = "" if told.executed == told.flops else f"; the tiles compute {told.executed / told.flops:.2f} times that"
-    yield "work", f"{amount(told.flops)}FLOP on visible pairs{more}"
-    kinds = {"naive": bill.naive, "FA1 order": bill.fa1, "tiled": bill.tiled, "least": bill.least}
+        yield "terms", score_terms(call.terms, result.backward)
+    more = (
+        ""
+        if result.executed == result.flops
+        else f"; the tiles compute {result.executed / result.flops:.2f} times that"
+    )
+    yield "work", f"{amount(result.flops)}FLOP on visible pairs{more}"
+    kinds = {"naive": moved.naive, "FA1 order": moved.fa1, "tiled": moved.tiled, "least": moved.least}
     yield "memory", ", ".join(f"{kind} {amount(size)}B" for kind, size in kinds.items())
-    naive, tiled, ridge = told.flops / bill.naive, told.flops / bill.tiled, where.ridge(call.dtype)
+    naive, tiled, ridge = result.flops / moved.naive, result.flops / moved.tiled, device.ridge(call.dtype)
     yield "intensity", f"naive {naive:.3g}, tiled {tiled:.3g} FLOP/byte; the ridge is at {ridge:.3g}"
-    binds = f"{told.binding} {'binds' if told.binding == 'memory' else 'bind'}"
-    yield "roofs", ", ".join(f"{roof.name} {time(roof.seconds)}" for roof in told.roofs) + f": {binds}"
-    for kernel in told.kernels:
-        yield kernel.name, describe(kernel, told)
-    if told.kernels and told.not_compiled:
-        yield "resources", f"unknown: {told.not_compiled}"
-    yield "predicted", prediction(told)
-    for advice in told.advice:
+    binds = f"{result.binding} {'binds' if result.binding == 'memory' else 'bind'}"
+    yield "roofs", ", ".join(f"{roof.name} {time(roof.seconds)}" for roof in result.roofs) + f": {binds}"
+    for kernel in result.kernels:
+        yield kernel.name, describe(kernel, result)
+    if result.kernels and result.not_compiled:
+        yield "resources", f"unknown: {result.not_compiled}"
+    yield "predicted", prediction(result)
+    for advice in result.advice:
         yield "advice", advice.text + (f" ({advice.gain:.2f}x faster)" if advice.gain else "")
 
 
@@ -123,14 +127,14 @@ def score_terms(terms: ScoreTerms, backward: bool) -> str:
     >>> score_terms(ScoreTerms(("softcap", "bias"), 17, 19, read=2**20), False)
     'softcap, bias: 17 operations on each pair, 1.05 MB read'
     """
-    said = [f"{terms.forward} operations on each pair" + (f", {terms.backward} backward" if backward else "")]
+    parts = [f"{terms.forward} operations on each pair" + (f", {terms.backward} backward" if backward else "")]
     if terms.read:
-        said.append(f"{amount(terms.read)}B read")
+        parts.append(f"{amount(terms.read)}B read")
     if terms.written and backward:
-        said.append(f"{amount(terms.written)}B of gradients")
+        parts.append(f"{amount(terms.written)}B of gradients")
     if terms.visited < 1:
-        said.append(f"{terms.visited:.0%} of the tiles visited")
-    return f"{', '.join(terms.names)}: {', '.join(said)}"
+        parts.append(f"{terms.visited:.0%} of the tiles visited")
+    return f"{', '.join(terms.names)}: {', '.join(parts)}"
 
 
 def shapes(call: Call) -> str:
@@ -144,27 +148,27 @@ def shapes(call: Call) -> str:
     return f"q ({call.batch}, {call.n_q}, {call.heads}, {call.d})  {kv}"
 
 
-def describe(kernel: Kernel, told: Explanation) -> str:
+def describe(kernel: Kernel, result: Explanation) -> str:
     tile, w = kernel.tile, kernel.waves
     waves = f"{w.waves} wave{'s' * (w.waves != 1)}, {kernel.schedule.efficiency:.0%} busy"
     shared = kernel.profile.heads if kernel.profile else 1
     rows = f"{tile.block_m} (of {shared} heads)" if shared > 1 else f"{tile.block_m}"
-    said = (
+    line = (
         f"{rows} x {tile.block_n} tiles, {tile.warps} warps, {tile.stages} stages; "
-        f"{kernel.programs} programs on {kernel.slots} slots: {waves}; {time(told.prediction.kernels[kernel.name])}"
+        f"{kernel.programs} programs on {kernel.slots} slots: {waves}; {time(result.prediction.kernels[kernel.name])}"
     )
-    used = told.resources.get(kernel.name)
+    used = result.resources.get(kernel.name)
     if used:
-        said += f"; {used.registers} registers, {used.shared / 1024:.0f} of {told.device.shared / 1024:.0f} KB shared"
-        said += f", {used.spills} B spilled" if used.spills else ", no spills"
-    return said
+        line += f"; {used.registers} registers, {used.shared / 1024:.0f} of {result.device.shared / 1024:.0f} KB shared"
+        line += f", {used.spills} B spilled" if used.spills else ", no spills"
+    return line
 
 
-def prediction(told: Explanation) -> str:
-    seconds = told.prediction
-    said = f"{time(seconds.device)} on the device ({amount(told.flops / seconds.device)}FLOP/s)"
+def prediction(result: Explanation) -> str:
+    seconds = result.prediction
+    line = f"{time(seconds.device)} on the device ({amount(result.flops / seconds.device)}FLOP/s)"
     return (
-        said if seconds.call == seconds.device else f"{said}, {time(seconds.call)} for the caller: the host is slower"
+        line if seconds.call == seconds.device else f"{line}, {time(seconds.call)} for the caller: the host is slower"
     )
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilewise.costs import compiled
+from tilewise_lab.costs import compiled
 
 
 def test_search_tells_what_is_missing() -> None:

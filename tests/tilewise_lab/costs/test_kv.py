@@ -12,11 +12,12 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tilewise.backends.common.kv import kv_tiles
-from tilewise.backends.common.kv import partition as kv_profile
-from tilewise.costs.devices import device
-from tilewise.costs.kv import explain_kv
+from tilewise.backends.common.kv.partition import deal
 from tilewise.validation import kv as checks
 from tilewise_lab import cli
+from tilewise_lab.costs.devices import device
+from tilewise_lab.costs.kv import explain_kv
+from tilewise_lab.costs.kv_ranges import ranges
 
 CASES = [
     (KvCase((20, 3, 0, 133), dim=16), {}),
@@ -40,9 +41,9 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(words))
     sequences = explain_kv(x.q, x.k, x.v, x.lengths, device="H200", **words).sequences
     gpu = device("H200").gpu
-    dealt = kv_profile.deal(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
+    dealt = deal(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
     group, spec = case.heads // case.kv_heads, request.spec
-    found = kv_profile.ranges(dealt, sequences, group, spec.before, spec.after)
+    found = ranges(dealt, sequences, group, spec.before, spec.after)
     ledger = plan.schedule.tolist()
     assert len(ledger) == dealt.numbers
     heads, empty = case.kv_heads, ledger[1]
@@ -69,7 +70,7 @@ def test_bytes_and_work() -> None:
     seen = explain_kv((4, 1, 32, 128), (4, 4096, 8, 128), None, [4096, 0, 17, 1000], window=(99, 0), **words)
     assert seen.read == 2 * (100 + 17 + 100) * 8 * 256
     many = explain_kv((1, 64, 8, 128), (1, 256, 1, 128), None, [256], **words)
-    tiles = 64 * 8 // many.dealt.tile.block_m
+    tiles = 64 * 8 // many.partition.tile.block_m
     assert many.read == 2 * 256 * 256
     assert many.loaded == 2 * 256 * sum(256 - 64 + (n + 1) * 64 // tiles for n in range(tiles))
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.costs import warm
-from tilewise.costs.warm import Kind, kinds_of
 from tilewise.errors import AttentionError
+from tilewise.warmup import Kind, kinds_of, requests, warmup
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16"}
 
@@ -50,7 +49,7 @@ def test_a_config_may_be_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_true_stands_for_a_tensor(packed: bool) -> None:
     options = {"causal": True, "bias": True, "sinks": True, "alibi_slopes": False, "window": [7, 0]}
-    for request in warm.requests(Kind(64, 32, 4, 2, "float16", packed, True, options)):
+    for request in requests(Kind(64, 32, 4, 2, "float16", packed, True, options)):
         assert request.bias is not None
         assert request.sinks is not None
         assert request.bias.dtype == torch.float16
@@ -77,13 +76,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_are_named(words: Any, message: str) -> None:
     with pytest.raises(AttentionError, match=message):
-        warm.warmup(**words)
+        warmup(**words)
 
 
 def test_an_interpreted_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(AttentionError, match="TRITON_INTERPRET"):
-        warm.warmup(64, gpu="sm_90")
+        warmup(64, gpu="sm_90")
 
 
 @pytest.mark.slow

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
-from tilewise.backends.common.cost_profile import padded
 from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.common.tiles import Tile
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import device
-from tilewise.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of
+from tilewise.backends.common.tiles import Tile, padded
 from tilewise.request import BackwardInputs, Request, Spec
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import device
+from tilewise_lab.costs.predict import MODEL, Kernel, plan, predict, rereads, span, work_of
 
 H200 = device("H200")
 USUAL = Call(4, 4096, 4096, 16, 16, 128, 128)

@@ -1,7 +1,6 @@
-"""Compile ahead: the kernels that a model will ask for, into the cache where it will look for them.
+"""Compiles the kernels of a model ahead of its first call, into Triton's cache.
 
-A process of its own compiles each share of them: `python -m tilewise.costs.warm SHARE`, SHARE being JSON, says a line
-for every kernel. Tensors are meta, so nothing needs a GPU but the name of one.
+Several processes compile, each its share of the kernels. Tensors are meta tensors: the name of a GPU is enough.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import registry as dispatch
-from tilewise.backends.common.gpu import Gpu, gpu_of, has_triton
-from tilewise.backends.common.offline import gpu_named
-from tilewise.errors import AttentionError
-from tilewise.request import Request
-from tilewise.validation import dense as checks
+from .backends import registry
+from .backends.common.gpu import Gpu, gpu_of, has_triton
+from .backends.common.offline import gpu_named
+from .errors import AttentionError
+from .request import Request
+from .validation import dense as checks
 
-LENGTHS = (4096, 1024, 1000)  # long; short; one that no tile divides: kernels know no more of them
+LENGTHS = (4096, 1024, 1000)  # long, short, not a multiple of a tile: kernels specialise on no more than that
 TENSORS = ("bias", "sinks", "alibi_slopes")
+WORKER = "import sys; from tilewise.warmup import compile_share; compile_share(sys.argv[1])"
 Progress = Callable[[int, int, str], None]
 
 
@@ -45,26 +45,51 @@ class Kind(NamedTuple):
 
 class Warmed(NamedTuple):
     kernels: int
-    compiled: int  # the others were there
+    compiled: int  # the others were in the cache
 
 
 def warmup(
-    head_dim: int | Sequence[int] = (), *, value_dim: int | None = None, heads: int = 8, kv_heads: int | None = None,
-    dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16, packed: bool = False, backward: bool = True,
-    config: Any = None, gpu: str | None = None, workers: int | None = None, progress: Progress | None = None,
+    head_dim: int | Sequence[int] = (),
+    *,
+    value_dim: int | None = None,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
+    packed: bool = False,
+    backward: bool = True,
+    config: Any = None,
+    gpu: str | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
     **options: Any,
-) -> Warmed:  # fmt: skip
-    """Compile the kernels of calls like these, of every length and batch, into the cache that they will use.
+) -> Warmed:
+    """Compile the kernels of calls like these, for every length and batch, with or without a GPU.
 
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)              for the GPU that is here
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for this machine's GPU
         tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")   without one, in a Dockerfile
         tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")   what a Hugging Face model needs
 
-    options: those of `attention`; for bias, sinks and alibi_slopes True stands for a tensor. Of the heads, only how
-        many query heads share one of k and v matters.
-    config: a transformers config, or a dict or the path of a JSON file with its entries.
-    workers: processes that compile at once; as many as there are cores, if None.
-    progress: called with (done, all, name) after each kernel.
+    `tilewise warm` is the same as a command.
+
+    Args:
+        head_dim: of q and k; one or several.
+        value_dim: the head dim of v; None: as q and k.
+        heads: of q.
+        kv_heads: of k and v; None: as q. Only the ratio of both matters.
+        dtype: one or several.
+        packed: the calls are of `attention_varlen`.
+        backward: compile the backward too.
+        config: a transformers config, or a dict or the path of a JSON file with its entries.
+        gpu: an architecture ("sm_90", "gfx942"); None: this machine's GPU.
+        workers: processes that compile at once; None: as many as there are cores.
+        progress: called with (done, total, name) after each kernel.
+        options: those of `attention`; for bias, sinks and alibi_slopes True stands for a tensor.
+
+    Returns:
+        The number of kernels, and how many of them were not in the cache.
+
+    Raises:
+        AttentionError: an option is wrong, Triton is missing, or there are no kernels for the GPU.
     """
     if not has_triton():
         raise AttentionError("warmup", "no Triton", "pip install triton")
@@ -73,8 +98,9 @@ def warmup(
     chosen = _gpu(gpu)
     kinds = [
         Kind(d, value_dim or d, heads, kv_heads or heads, str(t).removeprefix("torch."), packed, backward, options)
-        for d in _each(head_dim, int) for t in _each(dtype, torch.dtype)
-    ]  # fmt: skip
+        for d in _each(head_dim, int)
+        for t in _each(dtype, torch.dtype)
+    ]
     if config is not None:
         kinds += kinds_of(config, packed=packed, backward=backward, **options)
     if not kinds:
@@ -85,21 +111,21 @@ def warmup(
             "warmup", f"no kernels for {gpu}", "a GPU and calls that they take: README.md has the table"
         )
     count = max(1, min(workers or os.cpu_count() or 1, total))
-    told: list[str] = []
+    lines: list[str] = []
 
     def follow(share: int) -> None:
         for line in _share(kinds, chosen, share, count):
-            told.append(line)
+            lines.append(line)
             if progress:
-                progress(len(told), total, line.partition(" ")[2])
+                progress(len(lines), total, line.partition(" ")[2])
 
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(follow, range(count)))
-    return Warmed(total, sum(line.startswith("made") for line in told))
+    return Warmed(total, sum(line.startswith("compiled") for line in lines))
 
 
-def kinds_of(config: Any, **words: Any) -> list[Kind]:
-    """The calls of a model that transformers describes: its layers may differ in their window.
+def kinds_of(config: Any, packed: bool = False, backward: bool = True, **options: Any) -> list[Kind]:
+    """The calls of a model with a transformers config: one for each window that its layers have.
 
     >>> [(kind.head_dim, kind.options) for kind in kinds_of({"hidden_size": 256, "num_attention_heads": 4})]
     [(64, {'causal': True})]
@@ -110,8 +136,7 @@ def kinds_of(config: Any, **words: Any) -> list[Kind]:
         raise AttentionError("config", "no num_attention_heads", "the config of a transformers model")
     d = read("head_dim") or read("hidden_size") // heads
     dtype = str(read("dtype") or read("torch_dtype") or "bfloat16").removeprefix("torch.")
-    packed, backward = words.pop("packed", False), words.pop("backward", True)
-    options = {"causal": True} | words
+    options = {"causal": True} | options
     if read("attn_logit_softcapping"):
         options["softcap"] = float(read("attn_logit_softcapping"))
     if read("model_type") == "gpt_oss":
@@ -122,11 +147,17 @@ def kinds_of(config: Any, **words: Any) -> list[Kind]:
         windows = [None, window]
     return [
         Kind(
-            d, read("v_head_dim") or d, heads, read("num_key_value_heads") or heads, dtype, packed, backward,
+            d,
+            read("v_head_dim") or d,
+            heads,
+            read("num_key_value_heads") or heads,
+            dtype,
+            packed,
+            backward,
             options if w is None else options | {"window": [w - 1, 0]},
         )
         for w in windows
-    ]  # fmt: skip
+    ]
 
 
 def _reader(config: Any) -> Callable[[str], Any]:
@@ -156,7 +187,7 @@ def _gpu(name: str | None) -> Gpu:
 
 
 def requests(kind: Kind) -> Iterator[Request]:
-    """One call for each kernel of this kind, of tensors without memory."""
+    """Requests of meta tensors that need all kernels of this kind of call."""
     dtype = getattr(torch, kind.dtype)
 
     def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -179,50 +210,50 @@ def requests(kind: Kind) -> Iterator[Request]:
 
 
 def _launches(kinds: Sequence[Kind], gpu: Gpu) -> dict[str, Any]:
-    """The launches of these calls, those that compile to the same once."""
-    from tilewise.backends.common.offline import specialised
+    """The launches of these calls by what they compile to, without duplicates."""
+    from .backends.common.offline import specialised
 
     found: dict[str, Any] = {}
     for kind in kinds:
         for request in requests(kind):
-            for made in dispatch.launches_of(request, gpu, kind.backward).values():
+            for made in registry.launches_of(request, gpu, kind.backward).values():
                 found.setdefault(specialised(gpu.arch, made), made)
     return found
 
 
 def _share(kinds: Sequence[Kind], gpu: Gpu, share: int, count: int) -> Iterator[str]:
-    """Every count-th kernel, compiled by another process; what it says of each."""
+    """Compiles every count-th kernel in another process; yields the line that it prints for each."""
     task = json.dumps({"kinds": kinds, "gpu": list(gpu), "share": share, "count": count})
-    here = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    source = str(Path(__file__).parents[1])
+    paths = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     with subprocess.Popen(
-        [sys.executable, "-m", "tilewise.costs.warm", task], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", WORKER, task],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": paths},
-    ) as worker:  # fmt: skip
+    ) as worker:
         assert worker.stdout is not None
         assert worker.stderr is not None
         for line in worker.stdout:
             yield line.strip()
-        words = worker.stderr.read()
+        errors = worker.stderr.read()
     if worker.returncode:
-        raise RuntimeError(f"compiling for {gpu} failed:\n{words[-2000:]}")
+        raise RuntimeError(f"compiling for {gpu} failed:\n{errors[-2000:]}")
 
 
-def _work(task: str) -> None:
+def compile_share(task: str) -> None:
+    """Compiles the kernels of a task of `_share`; prints "compiled NAME" or "cached NAME" for each."""
     import triton
 
-    from tilewise.backends.common.offline import binary_for
+    from .backends.common.offline import binary_for
 
     given = json.loads(task)
     kinds, gpu = [Kind(*kind) for kind in given["kinds"]], Gpu(*given["gpu"])
     hits: list[bool] = []
-    triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
-    # the first ones, forwards and backwards, take longest: they are dealt out, not given to one
+    triton.knobs.compilation.listener = lambda **event: hits.append(event["cache_hit"])
+    # every count-th: the first launches of each call, forwards and backwards, take longest
     for made in list(_launches(kinds, gpu).values())[given["share"] :: given["count"]]:
         hits.clear()
         binary_for(gpu.arch, made.kernel, made.args, made.options)
-        print("kept" if all(hits) and hits else "made", made.kernel.fn.__name__, flush=True)
-
-
-if __name__ == "__main__":
-    _work(sys.argv[1])
+        print("cached" if all(hits) and hits else "compiled", made.kernel.fn.__name__, flush=True)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle import seen
-from tilewise.costs.cost import BACKWARD, FORWARD, Call, naive_steps, traffic, visible_pairs
 from tilewise.request import Spec
+from tilewise_lab.costs.cost import BACKWARD, FORWARD, Call, naive_steps, traffic, visible_pairs
 
 GPT2_MEDIUM = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
 side = st.none() | st.integers(0, 12)

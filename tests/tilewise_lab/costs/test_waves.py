@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.costs.waves import cliffs, matmul_blocks, schedule, waves
+from tilewise_lab.costs.waves import cliffs, matmul_blocks, schedule, waves
 
 
 @pytest.mark.parametrize(

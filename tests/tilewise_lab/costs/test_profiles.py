@@ -1,4 +1,4 @@
-"""What the portable kernels tell the model of times agrees with what they launch."""
+"""The profiles of the portable kernels agree with what they launch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tilewise.backends.common import tiles
 from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.triton import cost as profile
-from tilewise.costs.cost import Call
+from tilewise_lab.costs import profiles
+from tilewise_lab.costs.cost import Call
 
 CALL = Call(2, 4096, 4096, 8, 2, 128, 128)
 
@@ -18,7 +18,7 @@ CALL = Call(2, 4096, 4096, 8, 2, 128, 128)
 @pytest.mark.parametrize("d", [40, 64, 200])
 def test_tiles_are_those_of_the_tables(arch: int, d: int) -> None:
     call, gpu = replace(CALL, d=d, dv=d), Gpu("cuda", arch)
-    found = [*profile.forward(call, gpu), *profile.backward(call, gpu)]
+    found = [*profiles.triton_forward(call, gpu), *profiles.triton_backward(call, gpu)]
     assert [x.name for x in found] == ["forward", "key", "query"]
     assert [x.tile for x in found] == [tiles.tile(x.name, arch, 2, x.width) for x in found]
     assert [x.is_forward for x in found] == [True, False, False]
@@ -27,9 +27,9 @@ def test_tiles_are_those_of_the_tables(arch: int, d: int) -> None:
 
 def test_only_few_queries_of_a_dense_call_share_their_keys() -> None:
     gpu = Gpu("cuda", 90)
-    (few,) = profile.forward(replace(CALL, n_q=1), gpu)
-    assert few.parts is not None
-    assert few.parts(8, 132) == tiles.parts_of_keys(8, 4096, few.tile.block_n, 132) > 1
-    (many,) = profile.forward(CALL, gpu)
-    (packed,) = profile.forward(replace(CALL, n_q=1, lengths=((1, 4096),)), gpu)
-    assert many.parts is packed.parts is None
+    (few,) = profiles.triton_forward(replace(CALL, n_q=1), gpu)
+    assert few.splits is not None
+    assert few.splits(8, 132) == tiles.parts_of_keys(8, 4096, few.tile.block_n, 132) > 1
+    (many,) = profiles.triton_forward(CALL, gpu)
+    (packed,) = profiles.triton_forward(replace(CALL, n_q=1, lengths=((1, 4096),)), gpu)
+    assert many.splits is packed.splits is None

@@ -1,7 +1,7 @@
 """What a call would do on a device, and why: `tilewise.explain`.
 
->>> told = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
->>> told.backend, told.binding, f"{told.traffic.naive / told.traffic.tiled:.0f} times less memory traffic"
+>>> found = explain((4, 4096, 16, 128), (4, 4096, 16, 128), (4, 4096, 16, 128), causal=True, device="H200")
+>>> found.backend, found.binding, f"{found.traffic.naive / found.traffic.tiled:.0f} times less memory traffic"
 ('hopper', 'matrix units', '49 times less memory traffic')
 
 `Explanation.to_dict()` is the JSON of `tilewise explain --json`, and what pages are drawn from:
@@ -35,19 +35,19 @@ from torch import Tensor
 from tilewise.backends import registry as dispatch
 from tilewise.backends.common.gpu import has_triton
 from tilewise.backends.protocol import Backend
-from tilewise.costs import cost, predict, roofline
-from tilewise.costs.advice import advise
-from tilewise.costs.compiled import Compiled, compile_for
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import ITEMSIZE, Device
-from tilewise.costs.devices import device as device_named
-from tilewise.costs.explanation import Explanation, Resources
-from tilewise.costs.terms import count
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
 from tilewise.options import Options, takes_options
 from tilewise.request import Request, differentiable
 from tilewise.validation import dense as checks
+from tilewise_lab.costs import cost, predict, roofline
+from tilewise_lab.costs.advice import advise
+from tilewise_lab.costs.compiled import Compiled, compile_for
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import ITEMSIZE, Device
+from tilewise_lab.costs.devices import device as device_named
+from tilewise_lab.costs.explanation import Explanation, Resources
+from tilewise_lab.costs.terms import count
 
 TERMS = "softcap", "bias", "alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p"
 Shape = Sequence[int]
@@ -55,62 +55,78 @@ Shape = Sequence[int]
 
 @takes_options
 def explain(
-    q: Tensor | Shape, k: Tensor | Shape, v: Tensor | Shape, cu_seqlens_q: Tensor | Shape | None = None,
-    cu_seqlens_k: Tensor | Shape | None = None, *, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    layout: str = "bshd", backward: bool | None = None, device: str | None = None, dtype: str = "bfloat16",
-    compiled: bool = False, **options: Unpack[Options],
-) -> Explanation:  # fmt: skip
-    """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run, what it costs, what would help.
+    q: Tensor | Shape,
+    k: Tensor | Shape,
+    v: Tensor | Shape,
+    cu_seqlens_q: Tensor | Shape | None = None,
+    cu_seqlens_k: Tensor | Shape | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    layout: str = "bshd",
+    backward: bool | None = None,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    compiled: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """What `attention(q, k, v, ...)`, or with cu_seqlens `attention_varlen`, would run and cost. Nothing is launched.
 
-    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts). Nothing is launched. The
-    arguments are theirs, and:
+    Args:
+        q: a tensor on any device, "meta" included, or a shape.
+        k: the same.
+        v: the same.
+        device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda" or "cpu"; None: that of the tensors.
+        dtype: of q, k and v that are given as shapes.
+        backward: count the backward too; None: if an input requires a gradient.
+        compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
+        options: those of `attention`; so are the other arguments.
 
-    device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda", "cpu"; None is where the tensors are.
-    backward: count the backward too; None means if an input requires a gradient.
-    compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
+    Raises:
+        AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
-    asked = checks.options_of(options)
-    for name, said in (("backward", backward), ("compiled", compiled)):
-        if not isinstance(said, bool) and said is not None:
-            raise AttentionError(name, repr(said), "True or False")
+    values = checks.options_of(options)
+    for name, flag in (("backward", backward), ("compiled", compiled)):
+        if not isinstance(flag, bool) and flag is not None:
+            raise AttentionError(name, repr(flag), "True or False")
     tensors = [_tensor(name, x, dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
     tensors = q, k, v = tensors if layout == "bshd" else list(checks.swapped(layout, *tensors))
     if cu_seqlens_q is None:
-        request, lengths = checks.dense(q, k, v, asked), None
+        request, lengths = checks.dense(q, k, v, values), None
     else:
         cu_q, cu_k = (_offsets(x) for x in (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k))
-        request = checks.packed(q, k, v, cu_q, cu_k, (max_seqlen_q, max_seqlen_k), asked)
+        request = checks.packed(q, k, v, cu_q, cu_k, (max_seqlen_q, max_seqlen_k), values)
         lengths = tuple(zip(*(cu.diff().tolist() for cu in (cu_q, cu_k)), strict=True))
-    given = {name: asked[name] for name in TERMS} | {"dropout_p": asked["dropout_p"] or None}  # type: ignore[literal-required]
-    names = tuple(name for name, x in given.items() if x is not None)
-    blocks = asked["mask_mod"] if isinstance(asked["mask_mod"], BlockMask) else None
+    terms = {name: values[name] for name in TERMS} | {"dropout_p": values["dropout_p"] or None}  # type: ignore[literal-required]
+    names = tuple(name for name, x in terms.items() if x is not None)
+    blocks = values["mask_mod"] if isinstance(values["mask_mod"], BlockMask) else None
     call = _call(request, lengths, count(request, names, blocks))
-    where = _device(request.q, device)
+    target = _device(request.q, device)
     if backward is None:
         backward = any(x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)])
-    if where.capability:
-        chosen = dispatch.choose(request, where.gpu)
+    if target.capability:
+        chosen = dispatch.choose(request, target.gpu)
     else:
         chosen = dispatch.choose(request._replace(q=request.q.new_empty(0, device="cpu")))
-    found = estimate(call, backward, where, chosen.backend.name, chosen.reason)
-    resources, not_compiled = _resources(request, where, chosen.backend, found) if compiled else ({}, "not asked for")
+    found = estimate(call, backward, target, chosen.backend.name, chosen.reason)
+    resources, not_compiled = _resources(request, target, chosen.backend, found) if compiled else ({}, "not asked for")
     found = replace(found, resources=resources, not_compiled=not_compiled)
     return replace(
-        found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, where, found.backend)))
+        found, advice=list(advise(found, tensors, lambda other: estimate(other, backward, target, found.backend)))
     )
 
 
 def estimate(call: Call, backward: bool, device: Device, backend: str, reason: str = "") -> Explanation:
-    """What the model says of a call, before the compiler is asked and advice is given."""
+    """What the time model predicts for a call, without resources of compiled kernels and without advice."""
     kernels = predict.plan(call, backend, device, backward=backward)
     profiles = [kernel.profile for kernel in kernels if kernel.profile is not None]
 
     def reads(by_key: bool) -> float:
-        """How often the owners of queries (in the forward) or of keys read the other side."""
+        """How often programs that own queries (of the forward) or keys (of the backward) read the other side."""
         found = (x.tile for x in profiles if x.by_key == by_key and x.is_forward != by_key)
         return next((predict.rereads(call, device, tile, queries=by_key) for tile in found), 1.0)
 
-    bill = cost.traffic(
+    traffic = cost.traffic(
         call,
         backward=backward,
         masked=call.before is not None or call.after is not None,
@@ -128,10 +144,10 @@ def estimate(call: Call, backward: bool, device: Device, backend: str, reason: s
         device=device,
         backend=backend,
         reason=reason,
-        traffic=bill,
+        traffic=traffic,
         kernels=kernels,
         prediction=predict.predict(call, backend, device, backward=backward),
-        roofs=roofline.roofs(flops, bill.tiled, exps, device, call.dtype, operations),
+        roofs=roofline.roofs(flops, traffic.tiled, exps, device, call.dtype, operations),
         resources={},
         not_compiled="",
         advice=[],

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tilewise import AttentionError
-from tilewise.costs.devices import DEVICES, KB, cpu, device, here
-from tilewise.costs.roofline import attainable, curve, roofs
+from tilewise_lab.costs.devices import DEVICES, KB, cpu, device, from_properties
+from tilewise_lab.costs.roofline import attainable, curve, roofs
 
 
 def test_the_facts_that_the_notes_state_wrongly():
@@ -42,7 +42,7 @@ def test_a_gpu_that_nobody_listed():
         major=8, minor=6, multi_processor_count=84, total_memory=24 << 30, clock_rate=1.695e6,
         memory_clock_rate=9.751e6, memory_bus_width=384, shared_memory_per_block_optin=99 * KB,
     )  # fmt: skip
-    found = here("NVIDIA GeForce RTX 3090", properties)
+    found = from_properties("NVIDIA GeForce RTX 3090", properties)
     assert (found.capability, found.sms) == (86, 84)
     assert found.bandwidth == pytest.approx(936e9, rel=0.01)
     assert found.flops("bfloat16") > found.flops("float32")
@@ -53,7 +53,7 @@ def test_a_gpu_that_is_listed_keeps_its_own_sizes():
         major=9, minor=0, multi_processor_count=132, total_memory=150_000_000_000, L2_cache_size=60 << 20,
         shared_memory_per_block_optin=227 * KB, shared_memory_per_multiprocessor=228 * KB,
     )  # fmt: skip
-    found = here("NVIDIA H200", properties)
+    found = from_properties("NVIDIA H200", properties)
     assert found.l2 == 60 << 20
     assert found.flops("bfloat16") == device("H200").flops("bfloat16")
 

@@ -1,4 +1,4 @@
-"""What score terms cost: operations per pair, counted in the programs of the mods, and bytes of their tensors."""
+"""The cost of score terms: operations per pair, counted in the expressions of the mods, and bytes of their tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewise.costs.cost import ScoreTerms
 from tilewise.mods import expr
 from tilewise.mods.blocks import BlockMask
 from tilewise.mods.expr import Expr
 from tilewise.mods.program import PROGRAMS
 from tilewise.request import Request
+from tilewise_lab.costs.cost import ScoreTerms
 
 # In additions, as timed on an H200 (4 x 4096 tokens, 16 heads of 128, causal):
 SPECIAL = 3  # a special function or a quotient
@@ -22,7 +22,7 @@ FREE = ("score", "index", "number", "const")
 
 
 def operations(*roots: Expr) -> int:
-    """Of one pair: what depends on its score or on both of its positions.
+    """Operations on one pair: those that depend on its score or on both of its positions.
 
     >>> from tilewise import mods
     >>> operations(mods.softcap(30.0).program.root)  # cap * tanh(score / cap)
@@ -32,7 +32,7 @@ def operations(*roots: Expr) -> int:
 
 
 def repeated(root: Expr, tensors: Sequence[Tensor]) -> int:
-    """What sums over rows do more than `operations` counts, which has each of their loops once."""
+    """Operations of sums over rows beyond `operations`, which counts one iteration of each."""
     sums = [(x, tensors[x.value[0]].shape[x.value[1]]) for x in expr.nodes(root) if x.op in expr.REDUCTIONS]
     return sum((length - 1) * sum(map(weight, (x, *expr.vectors(x.args[0])))) for x, length in sums)
 
@@ -44,7 +44,7 @@ def weight(x: Expr) -> int:
 
 
 def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = None) -> ScoreTerms | None:
-    """The terms of a call, as the model sees them; None where there are none."""
+    """The cost of a call's score terms, or None if it has none."""
     spec = request.spec
     if not names:
         return None
@@ -67,7 +67,7 @@ def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = N
 
 
 def size(x: Tensor) -> int:
-    """Bytes, once, however it is broadcast."""
+    """Bytes of a tensor; broadcast dimensions count once."""
     n = x.element_size()
     for length, stride in zip(x.shape, x.stride(), strict=True):
         n *= length if stride else 1

@@ -2,7 +2,7 @@
 
     FLOP/s  <=  min(peak, intensity · bandwidth),        intensity = FLOPs / bytes
 
->>> from tilewise.costs.devices import device
+>>> from tilewise_lab.costs.devices import device
 >>> attainable(100.0, device("H200"), "bfloat16") / 1e12  # left of the ridge at 206: memory-bound
 480.0
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.costs.devices import Device
+from tilewise_lab.costs.devices import Device
 
 
 class Roof(NamedTuple):
@@ -28,7 +28,7 @@ def attainable(intensity: float, device: Device, dtype: str) -> float:
 def roofs(flops: float, moved: float, exps: float, device: Device, dtype: str, operations: float = 0) -> list[Roof]:
     """What binds, slowest first. Exponentials have their own units, and at head dim 64 these can be the roof.
 
-    >>> from tilewise.costs.devices import device
+    >>> from tilewise_lab.costs.devices import device
     >>> [roof.name for roof in roofs(1e12, 1e9, 4e9, device("H200"), "bfloat16")]
     ['exponentials', 'matrix units', 'memory']
     """

@@ -1,7 +1,7 @@
 """What a call with a KV cache would do on a device: `tilewise.explain_kv`.
 
->>> told = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
->>> told.binding, f"{told.read / 1e9:.2f} GB", f"{told.ranges.each} tiles of keys for each of {told.ranges.busy}"
+>>> found = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
+>>> found.binding, f"{found.read / 1e9:.2f} GB", f"{found.ranges.each} tiles of keys for each of {found.ranges.busy}"
 ('memory', '1.07 GB', '127 tiles of keys for each of 264')
 
 `KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
@@ -28,19 +28,23 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry as dispatch
-from tilewise.costs import roofline
-from tilewise.costs.devices import ITEMSIZE, Device
-from tilewise.costs.devices import device as device_named
-from tilewise.costs.explanation import amount, band, time
+from tilewise.backends.common.kv.partition import Deal, deal
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
 from tilewise.validation import kv as checks
+from tilewise_lab.costs import roofline
+from tilewise_lab.costs.devices import ITEMSIZE, Device
+from tilewise_lab.costs.devices import device as device_named
+from tilewise_lab.costs.explanation import amount, band, time
+from tilewise_lab.costs.kv_ranges import Ranges
+from tilewise_lab.costs.kv_ranges import ranges as ranges_of
 
 Shape = Sequence[int]
 # Decoding over dense caches of 32 MB to 4.3 GB, as it was measured on an H200: 21.6 us for 33.5 MB, 75.4 us for 268 MB,
 # 255 us for 1.07 GB, 962 us for 4.29 GB. The paged kernels themselves are still to be fitted.
 BANDWIDTH, FIXED = 0.93, 13e-6
+DIVIDING = "triton"  # the backend whose programs divide the keys of a cache as `kv_ranges` computes
 MATRIX = 0.48  # of the matrix units, where there are many queries: that of the portable forward
 
 
@@ -51,8 +55,8 @@ class KvExplanation:
     device: Device
     backend: str
     reason: str
-    dealt: Any  # of the backend's `kv.deal`, or None
-    ranges: Any
+    partition: Deal | None
+    ranges: Ranges | None
     read: int
     loaded: int
     other: int
@@ -88,20 +92,32 @@ class KvExplanation:
         q, k, v = self.request.call[:3]
         spec, places = self.request.spec, self.request.places
         plan = None
-        if self.ranges is not None:
+        if self.partition is not None and self.ranges is not None:
             plan = {
-                "tile": self.dealt.tile._asdict(), "programs": self.dealt.programs, "busy": self.ranges.busy,
-                "items": len(self.ranges.items), "each": self.ranges.each, "unit": self.dealt.unit,
-                "divided": self.ranges.divided, "parts": self.ranges.parts,
-                "workspace": 4 * self.dealt.floats(v.shape[-1]),
-            }  # fmt: skip
+                "tile": self.partition.tile._asdict(),
+                "programs": self.partition.programs,
+                "busy": self.ranges.busy,
+                "items": len(self.ranges.items),
+                "each": self.ranges.each,
+                "unit": self.partition.unit,
+                "divided": self.ranges.divided,
+                "parts": self.ranges.parts,
+                "workspace": 4 * self.partition.floats(v.shape[-1]),
+            }
         return {
             "call": {
-                "batch": len(self.sequences), "queries": sum(n for n, _, _ in self.sequences),
+                "batch": len(self.sequences),
+                "queries": sum(n for n, _, _ in self.sequences),
                 "keys": sum(n for _, n, _ in self.sequences),
                 "longest": max((n for _, n, _ in self.sequences), default=0),
-                "heads": q.shape[-2], "kv_heads": k.shape[-2], "d": q.shape[-1], "dv": v.shape[-1], "dtype": self.dtype,
-                "before": spec.before, "after": spec.after, "page": None if places.table is None else k.shape[1],
+                "heads": q.shape[-2],
+                "kv_heads": k.shape[-2],
+                "d": q.shape[-1],
+                "dv": v.shape[-1],
+                "dtype": self.dtype,
+                "before": spec.before,
+                "after": spec.after,
+                "page": None if places.table is None else k.shape[1],
                 "split": self.request.split,
             },
             "device": self.device.to_dict(),
@@ -112,21 +128,21 @@ class KvExplanation:
             "binding": self.binding,
             "plan": plan,
             "seconds": {"device": self.seconds},
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in self._lines())
         return "\n".join(f"{label:<{width}}  {value}" for label, value in self._lines())
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        told, spec, where = self.to_dict(), self.request.spec, self.device
-        call, plan = told["call"], told["plan"]
+        facts, spec, target = self.to_dict(), self.request.spec, self.device
+        call, plan = facts["call"], facts["plan"]
         pages = "a dense cache" if call["page"] is None else f"pages of {call['page']}"
         dims = call["d"] if call["d"] == call["dv"] else f"{call['d']} and {call['dv']}"
         tokens = f"{call['queries']} queries on {call['keys']} keys (longest {call['longest']})"
         heads = f"{call['heads']} heads on {call['kv_heads']}, D {dims}, {self.dtype}"
         yield "call", f"{call['batch']} sequences, {tokens}, {heads}, {pages}, {band(spec.before, spec.after)}"
-        yield "device", f"{where.name}, {where.sms} {'SMs' if where.capability else 'threads'}"
+        yield "device", f"{target.name}, {target.sms} {'SMs' if target.capability else 'threads'}"
         yield "backend", f"{self.backend}: {self.reason}"
         times = self.executed / max(self.flops, 1)
         more = "" if self.executed == self.flops else f"; the tiles compute {times:.3g} times that"
@@ -145,44 +161,60 @@ def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]
     tile = plan["tile"]
     size = f"{tile['block_m']} rows (queries times heads of a group) x {tile['block_n']} keys"
     yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['per']} on a processor"
-    dealt = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
+    programs = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
     divided = f"{plan['divided']} of {row_sets} row sets are divided, into {plan['parts']} parts"
-    yield "ranges", f"{dealt}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
+    yield "ranges", f"{programs}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
 
 
 def explain_kv(
-    q: Tensor | Shape, k_cache: Tensor | Shape, v_cache: Tensor | Shape | None, lengths: Tensor | Shape | int, *,
-    device: str | None = None, dtype: str = "bfloat16", **options: Any,
-) -> KvExplanation:  # fmt: skip
-    """What `attention_kv(q, k_cache, v_cache, lengths, ...)` reads, how its keys are dealt, and what binds it.
+    q: Tensor | Shape,
+    k_cache: Tensor | Shape,
+    v_cache: Tensor | Shape | None,
+    lengths: Tensor | Shape | int,
+    *,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> KvExplanation:
+    """What `attention_kv(q, k_cache, v_cache, lengths, ...)` reads, how keys are divided, and what binds it. Nothing is
+    launched.
 
-    Tensors may live anywhere, "meta" included; shapes do as well (then `dtype` counts; a v_cache of None is like
-    k_cache). Of lengths, cu_seqlens and starts the numbers are read; k_new may be a shape too. Nothing is launched.
+    Args:
+        q: a tensor on any device, "meta" included, or a shape.
+        k_cache: the same.
+        v_cache: the same; None: like k_cache.
+        lengths: as of `attention_kv`; the numbers are read, as those of cu_seqlens and starts.
+        device: as of `explain`.
+        dtype: of tensors that are given as shapes.
+        options: those of `attention_kv`; k_new and v_new may be shapes.
+
+    Raises:
+        AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
     v_cache = k_cache if v_cache is None else v_cache
     given = [_tensor(x, dtype) for x in (q, k_cache, v_cache)]
     for name in ("k_new", "v_new"):
         if options.get(name) is not None:
             options[name] = _tensor(options[name], dtype)
-    where = device_named(device or {"meta": None}.get(given[0].device.type, str(given[0].device)))
+    target = device_named(device or {"meta": None}.get(given[0].device.type, str(given[0].device)))
     on_q, on_k, on_v = (x.to("meta") for x in given)
-    asked = checks.kv_options(options)  # type: ignore[arg-type]
+    values = checks.kv_options(options)  # type: ignore[arg-type]
     if not isinstance(lengths, int):
         try:
             lengths = torch.as_tensor(lengths).cpu().int()
         except (TypeError, ValueError, RuntimeError):
             raise AttentionError("lengths", repr(lengths), "an int, or ints, one for each sequence") from None
-    request = checks.attend_request(on_q, on_k, on_v, lengths, asked)
-    if where.capability:
-        chosen = dispatch.choose(request, where.gpu)
+    request = checks.attend_request(on_q, on_k, on_v, lengths, values)
+    if target.capability:
+        chosen = dispatch.choose(request, target.gpu)
     else:
         call = request.call._replace(q=request.q.new_empty(0, device="cpu"))
         chosen = dispatch.choose(request._replace(call=call))
-    return _told(request, _sequences(request, lengths), where, chosen)
+    return _explanation(request, _sequences(request, lengths), target, chosen)
 
 
-def _told(
-    request: KvRequest, sequences: list[tuple[int, int, int]], where: Device, chosen: dispatch.Choice
+def _explanation(
+    request: KvRequest, sequences: list[tuple[int, int, int]], target: Device, chosen: dispatch.Choice
 ) -> KvExplanation:
     q, k, v = request.call[:3]
     before, after = request.spec.before, request.spec.after
@@ -190,35 +222,46 @@ def _told(
     size = q.element_size()
     flops = 2 * heads * dims * sum(_pairs(*seq, before, after) for seq in sequences)
     queries = sum(n for n, _, _ in sequences)
-    seen = sum(_seen(*seq, before, after) for seq in sequences)
+    visible = sum(_visible_keys(*seq, before, after) for seq in sequences)
     other = size * queries * heads * dims + 4 * queries * heads
     if request.places.table is not None:
         other += 4 * sum(-(-n // k.shape[1]) for _, n, _ in sequences)
-    assert chosen.backend.kv is not None
-    deals, dealt, ranges, shared = chosen.backend.kv.partition, None, None, 0
-    if deals is None:  # the reference, which reads each sequence's keys
-        loaded, executed = seen, flops
+    partition, ranges, shared = None, None, 0
+    if chosen.backend.name != DIVIDING:
+        loaded, executed = visible, flops
     else:
-        dealt = deals.deal(request, where.gpu, where.sms)
-        ranges = deals.ranges(dealt, sequences, heads // kv_heads, before, after)
+        partition = deal(request, target.gpu, target.sms)
+        ranges = ranges_of(partition, sequences, heads // kv_heads, before, after)
         loaded = sum(item.keys for item in ranges.items)
-        executed = 2 * kv_heads * dims * sum(item.units for item in ranges.items) * dealt.unit * dealt.tile.block_m
-        shared = 2 * 4 * ranges.parts * dealt.rows * (v.shape[-1] + 1)
+        keys = partition.unit * sum(item.units for item in ranges.items)
+        executed = 2 * kv_heads * dims * keys * partition.tile.block_m
+        shared = 2 * 4 * ranges.parts * partition.rows * (v.shape[-1] + 1)
     return KvExplanation(
-        request, sequences, where, chosen.backend.name, chosen.reason, dealt, ranges, size * kv_heads * dims * seen,
-        size * kv_heads * dims * loaded, other, shared, flops, executed,
-    )  # fmt: skip
+        request=request,
+        sequences=sequences,
+        device=target,
+        backend=chosen.backend.name,
+        reason=chosen.reason,
+        partition=partition,
+        ranges=ranges,
+        read=size * kv_heads * dims * visible,
+        loaded=size * kv_heads * dims * loaded,
+        other=other,
+        workspace=shared,
+        flops=flops,
+        executed=executed,
+    )
 
 
-def _seen(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:
-    """Keys that some query sees."""
+def _visible_keys(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:
+    """How many keys are visible to some query."""
     lo = start if before is None else max(start, n_k - n_q - before)
     hi = n_k if after is None else min(n_k, n_k + after)
     return max(hi - lo, 0) if n_q else 0
 
 
 def _pairs(n_q: int, n_k: int, start: int, before: int | None, after: int | None) -> int:
-    """Queries and keys that see each other."""
+    """How many pairs of a query and a visible key there are."""
     found = 0
     for at in range(n_k - n_q, n_k):
         lo = start if before is None else max(start, at - before)

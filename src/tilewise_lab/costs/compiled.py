@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel, for any target, without a GPU: registers, spills, memory, instructions."""
+"""Compiles a kernel for any target without a GPU, and reads its registers, spills, shared memory and instructions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Compiled:
 
 
 def compile_for(arch: int | str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
-    """Bind and specialise as a launch on 90 (sm_90) or "gfx942" would, then compile. Tensors may live on the CPU."""
+    """The kernel compiled as by a launch on `arch`: 90 (sm_90), "gfx942". Tensors may be on any device."""
     binary = binary_for(arch, kernel, args, options)
     return inspect(binary, arch) if isinstance(arch, int) else inspect_hip(binary)
 
 
 def inspect_hip(binary: Any) -> Compiled:
-    """From what the assembler's text says of the kernel; spilled registers are counted in bytes of one thread."""
+    """Resources from the assembly text of an AMD kernel. `spills` is in bytes of one thread."""
     text = binary.asm["amdgcn"]
     counts = {name: int(_search(rf"\.{name}:\s+(\d+)", text)) for name in ("vgpr_count", "vgpr_spill_count")}
     return Compiled(

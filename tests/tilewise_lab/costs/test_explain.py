@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import tilewise
-from tilewise.costs.cost import Call
-from tilewise.costs.devices import DEVICES
-from tilewise.costs.devices import device as device_named
-from tilewise.costs.explain import estimate, explain
 from tilewise_lab import cli
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.devices import DEVICES
+from tilewise_lab.costs.devices import device as device_named
+from tilewise_lab.costs.explain import estimate, explain
 
 SHAPE = (4, 4096, 16, 128)
 
@@ -132,7 +132,7 @@ def test_heads_must_divide():
 
 COMPILE = """
 import contextlib, io, json, sys
-from tilewise.costs.explain import explain
+from tilewise_lab.costs.explain import explain
 from tilewise_lab import cli
 
 shape = (1, 512, 4, 64)

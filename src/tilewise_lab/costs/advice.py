@@ -1,4 +1,4 @@
-"""What the caller of a call could change, and what it would gain by the model's count."""
+"""What the caller could change to make a call faster, and the gain that the time model predicts."""
 
 from __future__ import annotations
 
@@ -7,94 +7,99 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends.common.cost_profile import padded
-from tilewise.costs.cost import Call
-from tilewise.costs.explanation import Advice, Explanation
+from tilewise.backends.common.tiles import padded
+from tilewise_lab.costs.cost import Call
+from tilewise_lab.costs.explanation import Advice, Explanation
 
 Estimate = Callable[[Call], Explanation]
-WORTH = 1.02  # a gain below this is not worth a word
+MIN_GAIN = 1.02  # smaller gains are not reported
 
 
-def advise(found: Explanation, tensors: list[Tensor], estimate: Estimate) -> Iterator[Advice]:
-    """What looks like a mistake, then the largest gain first; then what has no number."""
-    call = found.call
+def advise(result: Explanation, tensors: list[Tensor], estimate: Estimate) -> Iterator[Advice]:
+    """Likely mistakes, then predicted gains, the largest first, then advice without a number."""
+    call = result.call
     if call.lengths is None and call.heads > call.n_q > 1 and call.kv_heads > call.n_k > 1:
         yield Advice(
             f"{call.heads} heads and {call.n_q} tokens: if the tensors are (batch, heads, tokens, dim), layout='bhsd'"
         )
-    if not found.kernels:
+    if not result.kernels:
         return
-    gains = [*_wave(found, estimate), *_dtype(found, estimate), *_host(found), *_heads(found, estimate)]
-    yield from sorted((a for a in gains if a.gain and a.gain > WORTH), key=lambda advice: -(advice.gain or 0))
-    yield from _terms(found)
-    yield from _programs(found)
-    yield from _dims(found)
+    gains = [
+        *_wave(result, estimate),
+        *_dtype(result, estimate),
+        *_host(result),
+        *_heads(result, estimate),
+    ]
+    yield from sorted((a for a in gains if a.gain and a.gain > MIN_GAIN), key=lambda advice: -(advice.gain or 0))
+    yield from _terms(result)
+    yield from _programs(result)
+    yield from _dims(result)
     for name, x in zip("qkv", tensors, strict=True):
         yield from _strides(name, x)
-    for name, used in found.resources.items():
+    for name, used in result.resources.items():
         if used.spills > 64:  # a few bytes, moved once, cost nothing
             yield Advice(f"the {name} kernel spills {used.spills} bytes of registers: please report this shape")
 
 
-def _gain(found: Explanation, other: Explanation) -> float:
-    return found.prediction.device / other.prediction.device
+def _gain(result: Explanation, other: Explanation) -> float:
+    return result.prediction.device / other.prediction.device
 
 
-def _wave(found: Explanation, estimate: Estimate) -> Iterator[Advice]:
+def _wave(result: Explanation, estimate: Estimate) -> Iterator[Advice]:
     """A length just past a multiple of the tile: a tile with a row or two in it costs as much as a full one."""
-    call, block = found.call, found.kernels[0].tile.block_m
+    call, block = result.call, result.kernels[0].tile.block_m
     extra = call.n_q % block
     if call.lengths or call.n_q < block or not 0 < extra <= block // 8:
         return
     shorter = replace(call, n_q=call.n_q - extra, n_k=call.n_k - extra if call.n_k == call.n_q else call.n_k)
     better = estimate(shorter)
-    more = found.kernels[0].waves.waves - better.kernels[0].waves.waves
-    costs = {0: "a tile per head", 1: "a second wave" if found.kernels[0].waves.waves == 2 else "another wave"}
+    more = result.kernels[0].waves.waves - better.kernels[0].waves.waves
+    costs = {0: "a tile per head", 1: "a second wave" if result.kernels[0].waves.waves == 2 else "another wave"}
     yield Advice(
         f"S {call.n_q} is {extra} past a multiple of the {block}-row tile and costs "
         f"{costs.get(more, f'{more} more waves')}: {shorter.n_q} if you can",
-        _gain(found, better),
+        _gain(result, better),
     )
 
 
-def _dtype(found: Explanation, estimate: Estimate) -> Iterator[Advice]:
-    if found.call.dtype == "float32":
+def _dtype(result: Explanation, estimate: Estimate) -> Iterator[Advice]:
+    if result.call.dtype == "float32":
         yield Advice(
             "float32 products run on the ordinary units, not the matrix units: bfloat16 inputs keep float32 sums",
-            _gain(found, estimate(replace(found.call, dtype="bfloat16"))),
+            _gain(result, estimate(replace(result.call, dtype="bfloat16"))),
         )
 
 
-def _host(found: Explanation) -> Iterator[Advice]:
+def _host(result: Explanation) -> Iterator[Advice]:
     yield Advice(
         "the host takes longer to launch this call than the device to run it: torch.compile or a CUDA graph",
-        found.prediction.call / found.prediction.device,
+        result.prediction.call / result.prediction.device,
     )
 
 
-def _heads(found: Explanation, estimate: Estimate) -> Iterator[Advice]:
-    call = found.call
-    if found.binding == "memory" and call.heads == call.kv_heads and call.heads % 8 == 0 and call.n_q < 64:
+def _heads(result: Explanation, estimate: Estimate) -> Iterator[Advice]:
+    call = result.call
+    if result.binding == "memory" and call.heads == call.kv_heads and call.heads % 8 == 0 and call.n_q < 64:
         yield Advice(
             "memory binds, and K and V are most of it: grouped heads (8 queries to a KV head) read an eighth",
-            _gain(found, estimate(replace(call, kv_heads=call.heads // 8))),
+            _gain(result, estimate(replace(call, kv_heads=call.heads // 8))),
         )
 
 
-def _terms(found: Explanation) -> Iterator[Advice]:
-    terms = found.call.terms
+def _terms(result: Explanation) -> Iterator[Advice]:
+    terms = result.call.terms
     if terms and terms.masked and terms.visited == 1.0:
         yield Advice("a mask mod alone visits every tile: tilewise.block_mask(...) made of it skips those nobody sees")
 
 
-def _programs(found: Explanation) -> Iterator[Advice]:
-    forward = found.kernels[0]
+def _programs(result: Explanation) -> Iterator[Advice]:
+    forward = result.kernels[0]
     if forward.programs <= forward.slots // 2:
         yield Advice(f"{forward.programs} programs on {forward.slots} slots: a larger batch is nearly free")
 
 
-def _dims(found: Explanation) -> Iterator[Advice]:
-    call = found.call
+def _dims(result: Explanation) -> Iterator[Advice]:
+    call = result.call
     for name, d in {"D": call.d, "Dv": call.dv}.items():
         full = padded(d)
         if d != full and not (name == "Dv" and d == call.d):

@@ -1,4 +1,4 @@
-"""How long a call takes: a model with a few efficiencies, each with a meaning, fitted to measurements on an H200.
+"""The time model: how long a call takes, from a few efficiencies that were fitted to measurements on an H200.
 
 The numbers are in model.json; `tilewise explain --fit FILE` fits them to a result of `tilewise bench`, and writes it.
 
@@ -6,9 +6,9 @@ A kernel is a list of programs; a program is a prologue and so many steps over t
 
     step = FLOPs of its tile / (rate of one SM · efficiency)
 
-where the efficiency is what the kernel reaches of the matrix units when it never waits to start or stop. The programs
-are dealt to the SMs as the hardware does it (`waves.schedule`), which gives the tail; memory can bind instead; and a
-call takes at least the time the host needs to launch it.
+where the efficiency is the share of the matrix units that the kernel reaches between its start and its end. The
+programs are scheduled on the SMs in launch order, as by the hardware (`waves.schedule`), which gives the tail; memory
+can bind instead; and a call takes at least the time the host needs to launch it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tilewise.backends import registry as dispatch
-from tilewise.backends.common.cost_profile import Profile, Tile
-from tilewise.costs.cost import Call, ScoreTerms, traffic
-from tilewise.costs.devices import Device
-from tilewise.costs.waves import Schedule, Waves, schedule, waves
+from tilewise.backends.common.tiles import Tile
+from tilewise_lab.costs.cost import Call, ScoreTerms, traffic
+from tilewise_lab.costs.devices import Device
+from tilewise_lab.costs.profiles import Profile, profiles
+from tilewise_lab.costs.waves import Schedule, Waves, schedule, waves
 
 Programs = tuple[int, int, int]  # how many, their steps, and how many of these with a mask
-UNKNOWN = 0.5  # share of the matrix units that a kernel reaches of which nothing was measured
+UNKNOWN = 0.5  # efficiency of a kernel that was not measured
 Table = Mapping[tuple[str, int], Mapping[int, float]]
 FITTED = Path(__file__).with_name("model.json")
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the shapes do not tell. Seconds, and shares of what the device could do."""
+    """The fitted numbers: seconds, and shares of the device's rates."""
 
     prologue: float  # of a program: its first loads, its last stores
-    edge: float  # a step with a mask costs so much more than one without
+    edge: float  # extra cost of a step with a mask, as a share of a step
     gap: float  # between kernels
     host: float  # one eager forward call, from Python to the launch
     host_backward: float  # the backward's launches, and autograd around them
     bandwidth: float  # of the vendor's number
     reference: float  # of a matrix product in torch: the reference backend
-    ordered: float  # of the speed of a backward that could sum dQ in any order, when it sums in a fixed one
+    ordered: float  # speed of a backward that sums dQ in a fixed order, as a share of one that does not
     lanes: float  # of the ordinary units, while they work on score terms
     efficiency: Table  # (kernel, bytes per element) -> {padded head dim: share of the matrix units}
 
@@ -120,7 +120,7 @@ class Kernel:
 
 @cache
 def work_of(call: Call, tile: Tile, *, by_key: bool = False, shared: int = 1) -> tuple[Programs, ...]:
-    """The programs of a kernel whose programs own keys, or queries: of so many heads as share a tile."""
+    """The programs of a kernel. Each owns queries, of `shared` heads in one tile; or, with `by_key`, keys."""
     if by_key:
         own, streamed, heads, group = tile.block_n, tile.block_m, call.kv_heads, call.heads // call.kv_heads
         before, after = call.after, call.before
@@ -141,7 +141,7 @@ def work_of(call: Call, tile: Tile, *, by_key: bool = False, shared: int = 1) ->
 
 
 def _runs(tiles: list[tuple[int, int]], repeats: int) -> list[Programs]:
-    """The tiles of one head, for every head; neighbours alike are counted instead of listed."""
+    """The tiles of one head, for every head; equal tiles are counted instead of listed."""
     if len(set(tiles)) <= 1:
         return [(repeats * len(tiles), *tile) for tile in tiles[:1]]
     return [(1, *tile) for tile in tiles] * repeats
@@ -170,9 +170,9 @@ def span(
 def plan(
     call: Call, backend: str, device: Device, *, backward: bool, only_backward: bool = False, model: Model = MODEL
 ) -> list[Kernel]:
-    """The kernels of a call, in order: [] of a backend that launches none of its own."""
-    forward = [] if only_backward else dispatch.cost_of(backend, call, device.gpu, False)
-    after = dispatch.cost_of(backend, call, device.gpu, True) if backward else []
+    """The kernels of a call, in order; [] for a backend without kernels of its own."""
+    forward = [] if only_backward else profiles(backend, call, device.gpu, False)
+    after = profiles(backend, call, device.gpu, True) if backward else []
     return [
         *(_kernel(call, profile, device, model) for profile in forward),
         *(_kernel(call, profile, device, model, is_last=profile is after[-1]) for profile in after),
@@ -180,7 +180,7 @@ def plan(
 
 
 def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last: bool = False) -> Kernel:
-    """`is_last`: of a backward, after which the gradients of terms are written."""
+    """`is_last`: the last kernel of a backward, after which the gradients of terms are written."""
     tile, fit = profile.tile, 1
     if profile.shared:
         shared = min(profile.shared, device.shared)
@@ -189,15 +189,15 @@ def _kernel(call: Call, profile: Profile, device: Device, model: Model, is_last:
     if profile.is_ordered:
         efficiency *= model.ordered
     slots = device.sms * fit
-    work, parts = work_of(call, tile, by_key=profile.by_key, shared=profile.heads), 1
-    if profile.parts is not None:
-        parts = profile.parts(sum(n for n, *_ in work), device.sms)
-        work = tuple((n * parts, -(-steps // parts), -(-edges // parts)) for n, steps, edges in work)
+    work, splits = work_of(call, tile, by_key=profile.by_key, shared=profile.heads), 1
+    if profile.splits is not None:
+        splits = profile.splits(sum(n for n, *_ in work), device.sms)
+        work = tuple((n * splits, -(-steps // splits), -(-edges // splits)) for n, steps, edges in work)
     terms = call.terms or ScoreTerms(())
     operations = terms.forward if profile.is_forward else terms.backward
     beside = profile.beside + (terms.written if is_last else 0)
-    if parts > 1:  # O of every part is stored and read in float32
-        beside += 2 * parts * 4 * call.rows("o") // call.itemsize
+    if splits > 1:  # O of every split is stored and read in float32
+        beside += 2 * splits * 4 * call.rows("o") // call.itemsize
     return Kernel(
         name=profile.name,
         tile=tile,
@@ -258,7 +258,7 @@ def predict(
 ) -> Prediction:
     """One forward call; with `backward` also the backward; with `only_backward` the latter alone.
 
-    >>> from tilewise.costs.devices import device
+    >>> from tilewise_lab.costs.devices import device
     >>> call = Call(1, 8192, 8192, 16, 16, 128, 128)
     >>> full = predict(call, "triton", device("H200"))
     >>> 400e12 < call.flops() / full.call < 700e12

@@ -1,0 +1,289 @@
+"""The time and memory of a pass of attention on the ranks of a plan, estimated: `strategy="auto"` compares them.
+
+A rank computes one tile at a time. A message starts when both its ends have posted it and runs at the speed of the
+slower link. `tilewise_lab.costs.context_parallel` simulates other machines with the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .layout import cacheable
+from .partition import GATHERING, Partition
+
+ACCUMULATIONS = 3  # times that the float32 out is read or written to merge a tile into it
+TOLERANCE = 1.03  # estimates that differ by less count as equal
+MEMORY_SHARE = 0.5  # of a GPU's memory, for keys, values and accumulators
+H200_MEMORY = 141 << 30
+
+
+class Machine(NamedTuple):
+    """Nodes of `node` GPUs. Rates are FLOP/s, bandwidths bytes/s; a link is (bytes/s, seconds of latency)."""
+
+    name: str
+    node: int
+    rate: float  # of the forward
+    backward_rate: float
+    bandwidth: float  # of the GPU's memory
+    launch: float  # seconds
+    inside: tuple[float, float]  # between GPUs of a node
+    between: tuple[float, float]  # between nodes
+
+
+def h200(node: int) -> Machine:
+    """Nodes of H200s on a network of 400 Gbit/s, bfloat16 and head dim 128: what
+    `tilewise_lab.costs.context_parallel.machine_of` returns for it."""
+    return Machine(
+        name=f"{node}xH200+400G",
+        node=node,
+        rate=684.404e12,
+        backward_rate=662.600e12,
+        bandwidth=3.6432e12,
+        launch=14.8e-6,
+        inside=(370e9, 8e-6),
+        between=(45e9, 20e-6),
+    )
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int
+    itemsize: int
+
+    def kv(self, rows: Any, width: int) -> Any:
+        """Bytes of the keys and values of so many rows, for one of `width` ranks that divide the heads."""
+        heads = max(self.kv_heads / width, 1 if self.heads >= width else 0)
+        return rows * 2 * self.dim * heads * self.batch * self.itemsize
+
+    def q(self, rows: Any, width: int) -> Any:
+        return rows * self.dim * self.heads / width * self.batch * self.itemsize
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds and bytes. Tensors have an entry for each ring rank: a node of a two-level plan, else a rank. `start` and
+    `finish` (steps, ring ranks) are when each computes the keys of its t-th source."""
+
+    plan: Partition
+    machine: Machine
+    backward: bool
+    time: float
+    ideal: float  # the work alone, divided evenly among all ranks
+    compute: Tensor  # of the busiest rank of a ring rank
+    sent: Tensor  # by one rank of a ring rank
+    exposed: Tensor
+    memory: Tensor
+    start: Tensor
+    finish: Tensor
+
+
+class Estimate(NamedTuple):
+    """A plan, its passes, and why it cannot run, or None."""
+
+    plan: Partition
+    passes: list[Any]  # Pass, or a class that extends it
+    refusal: str | None
+
+    @property
+    def time(self) -> float:
+        return float(sum(x.time for x in self.passes))
+
+    @property
+    def memory(self) -> float:
+        return max(float(x.memory.max()) for x in self.passes)
+
+
+AnyEstimate = TypeVar("AnyEstimate", bound=Estimate)
+
+
+def fastest(plans: Iterable[Partition], node: int, heads: int) -> Partition:
+    """The plan whose training step (forward and backward) is the fastest on H200s."""
+    shape = Shape(heads, default_kv_heads(heads), dim=128, batch=1, itemsize=2)
+    found = []
+    for plan in plans:
+        passes = [simulate_pass(plan, h200(node), shape, backward) for backward in (False, True)]
+        estimate = Estimate(plan, passes, None)
+        found.append(estimate._replace(refusal=refusal(estimate, heads, H200_MEMORY)))
+    return advised(found).plan
+
+
+def default_kv_heads(heads: int) -> int:
+    return heads // 4 if heads % 4 == 0 else heads
+
+
+def refusal(estimate: Estimate, heads: int, gpu_memory: int) -> str | None:
+    """Why a plan cannot run, or None."""
+    if estimate.plan.ulysses_size > heads:
+        return f"{estimate.plan.ulysses_size} ranks for {heads} heads"
+    if estimate.memory > MEMORY_SHARE * gpu_memory:
+        return f"{estimate.memory / 1e9:.0f} GB of keys and sums"
+    return None
+
+
+def advised(estimates: Iterable[AnyEstimate]) -> AnyEstimate:
+    """The fastest that can run; of those that are as fast within TOLERANCE, the one that needs the least memory."""
+    estimates = list(estimates)
+    able = [x for x in estimates if x.refusal is None] or estimates
+    least = min(x.time for x in able)
+    return min((x for x in able if x.time <= TOLERANCE * least), key=lambda x: x.memory)
+
+
+@cacheable
+def simulate_pass(plan: Partition, machine: Machine, shape: Shape, backward: bool) -> Pass:
+    """One pass of attention on the ranks of a plan: the forward, or the backward."""
+    n, width = plan.ring_size, plan.ulysses_size
+    rows = torch.tensor([float(plan.rows(s)) for s in range(n)])
+    share = -(-shape.heads // width) / shape.heads  # of the heads, on the rank with most of them
+    flops = 4 * plan.pairs.double() * shape.batch * shape.heads * share * shape.dim * (2.5 if backward else 1.0)
+    queries = torch.full_like(rows, plan.queries) if plan.queries else rows
+    merge = ACCUMULATIONS * shape.q(queries, 1) * share * 4 / shape.itemsize / machine.bandwidth * (not backward)
+    tiles = flops / (machine.backward_rate if backward else machine.rate)
+    tiles = torch.maximum(tiles, shape.kv(rows, width).double() / machine.bandwidth * (plan.pairs > 0))
+    ideal = float(tiles.sum()) / share / plan.ranks
+    tiles = torch.where(plan.pairs > 0, tiles + machine.launch + merge[:, None], 0.0)
+    run = _ring if plan.strategy in ("ring", "two-level", "ulysses") else _gather
+    start, finish, sent, held = run(plan, machine, shape, tiles, rows, backward)
+    exchange, exchanged = _all_to_all(plan, machine, shape, rows / width, backward)
+    start, finish = start + exchange, finish + exchange
+    compute = tiles.sum(1)
+    return Pass(
+        plan=plan,
+        machine=machine,
+        backward=backward,
+        time=float(finish.max()) + exchange if finish.numel() else 0.0,
+        ideal=ideal,
+        compute=compute,
+        sent=sent + exchanged,
+        exposed=(finish.amax(0) - exchange - compute + 2 * exchange).clamp(min=0),
+        # q, k, v and out in their dtype; accumulators in float32
+        memory=2 * shape.q(rows, width) * (2 if backward else 1) + shape.q(rows, width) * 4 / shape.itemsize + held,
+        start=start,
+        finish=finish,
+    )
+
+
+def _ring(plan: Partition, machine: Machine, shape: Shape, tiles: Tensor, rows: Tensor, backward: bool) -> Any:
+    """(start, finish, bytes sent, bytes held), step by step for all ring ranks at once. `tiles` (ring ranks, sources):
+    seconds of computing with the keys of each source."""
+    n, width = plan.ring_size, plan.ulysses_size
+    reach = torch.tensor(plan.hops)
+    ring_rank = torch.arange(n)
+
+    def link(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        crosses = (source * width // machine.node) != (target * width // machine.node)
+        inside, between = machine.inside, machine.between
+        return torch.where(crosses, between[0], inside[0]), torch.where(crosses, between[1], inside[1])
+
+    speed, delay = link(ring_rank, (ring_rank - 1) % n)  # from the one before
+    free = torch.zeros(n, dtype=torch.float64)  # when each has finished its last tile
+    arrived, summed, sent = free.clone(), free.clone(), free.clone()
+    starts, finishes = [], []
+    for t in range(int(reach.max()) + 1 if n else 0):
+        source = (ring_rank - t) % n
+        start = torch.maximum(free, arrived)
+        finish = start + torch.where(t <= reach[source], tiles[ring_rank, source], 0.0)
+        coming = (ring_rank - t - 1) % n
+        moves = t < reach[coming]
+        size = torch.where(moves, shape.kv(rows[coming], width), 0.0).double()
+        arrived = torch.maximum(start, start.roll(1)) + torch.where(moves, size / speed + delay, 0.0)
+        sent += size.roll(-1)
+        if backward:  # the float32 gradients of the keys follow, and must arrive before the next tile is done
+            finish = torch.maximum(finish, summed)
+            gradients = size * 4 / shape.itemsize
+            summed = torch.where(moves, finish.roll(1) + gradients / speed + delay, 0.0)
+            sent += gradients.roll(-1)
+        free = finish
+        starts.append(start)
+        finishes.append(finish)
+    if backward and n > 1:  # the gradients return from the last ring rank that saw the keys
+        end = (ring_rank + reach) % n
+        speed, delay = link(ring_rank, end)
+        gradients = shape.kv(rows, width).double() * 4 / shape.itemsize * (reach > 0)
+        returned = torch.where(reach > 0, torch.stack(finishes)[reach, end] + (gradients / speed + delay), 0.0)
+        finishes[-1] = torch.maximum(finishes[-1], returned)
+        sent.index_add_(0, end, gradients)
+    held = shape.kv(rows, width) + 2 * shape.kv(rows.max().expand(n), width) * (n > 1)
+    return torch.stack(starts), torch.stack(finishes), sent, held * (3 if backward else 1)
+
+
+def _gather(plan: Partition, machine: Machine, shape: Shape, tiles: Tensor, rows: Tensor, backward: bool) -> Any:
+    """The same as of `_ring`, for keys that are sent all at once (halo, allgather), or results that are merged in a
+    tree."""
+    n = plan.ring_size
+    wanted = torch.zeros(n, n, dtype=torch.float64)  # rows of column s that row g is sent
+    if plan.strategy == "halo":
+        wanted += halo_rows(plan)
+    elif plan.strategy in GATHERING:
+        wanted += rows
+    wanted.fill_diagonal_(0)
+    size = shape.kv(wanted, 1)
+    node = torch.arange(n) // machine.node
+    near = node == node[:, None]
+    own = tiles.diagonal()
+
+    def duration(size: Tensor) -> Tensor:
+        each = []
+        for pairs, (speed, delay) in ((near, machine.inside), (~near, machine.between)):
+            most = torch.stack([(size * pairs).sum(1), (size * pairs).sum(0)]).amax(0)
+            each.append(most / speed + delay * (most > 0))
+        return torch.stack(each).amax(0)
+
+    arrived = torch.maximum(own, duration(size))
+    finish = arrived + tiles.sum(1) - own
+    if backward:
+        finish = torch.maximum(finish, finish.max() if n > 1 else finish) + duration(size * 4 / shape.itemsize)
+    starts, finishes = torch.stack([torch.zeros(n, dtype=torch.float64), arrived]), torch.stack([own, finish])
+    sent = size.sum(0) + size.sum(1) * 4 / shape.itemsize * backward
+    if plan.strategy == "tree":
+        partial = plan.queries * shape.heads * (shape.dim + 1) * 4 * shape.batch
+        steps = max(1, (plan.ranks - 1).bit_length())
+        finishes[1] = own + steps * (partial / machine.between[0] + machine.between[1])
+        sent = torch.full((n,), float(partial * steps))
+    return starts, finishes, sent, (shape.kv(rows, 1) + size.sum(1)) * (3 if backward else 1)
+
+
+def halo_rows(plan: Partition) -> Tensor:
+    """(ring ranks, ring ranks): how many rows of column s row g sees, as in `Partition.rows_sent`."""
+    n, (before, after) = plan.ring_size, plan.band
+    found = torch.zeros(n, n, dtype=torch.int64)
+    if before is not None and after is not None:  # the rows may be several ranges
+        for g, s in (plan.pairs > 0).nonzero().tolist():
+            found[g, s] = sum(b - a for a, b in plan.rows_sent(g, s))
+        return found
+    runs: dict[int, list[tuple[int, int, int, int]]] = {}
+    for ring_rank, held in enumerate(plan.ring_shards):
+        for run in held:
+            runs.setdefault(run.document, []).append((ring_rank, run.start, run.size, run.step))
+    for of in runs.values():  # a ring rank sees the first keys of each run, or the last: as many as its best query
+        ring_ranks, start, size, step = torch.tensor(of).unbind(1)
+        distance = start[:, None] - start
+        if after is not None:
+            visible = (distance + after).div(step, rounding_mode="floor") + size[:, None]
+        elif before is not None:
+            visible = size + (before - distance).div(step, rounding_mode="floor")
+        else:
+            visible = size.expand_as(distance)
+        visible = torch.minimum(visible.clamp(min=0), size)
+        most = torch.zeros(n, len(of), dtype=torch.int64)
+        most.scatter_reduce_(0, ring_ranks[:, None].expand_as(visible), visible, "amax")
+        found.index_add_(1, ring_ranks, most)
+    return found
+
+
+def _all_to_all(plan: Partition, machine: Machine, shape: Shape, rows: Tensor, backward: bool) -> tuple[float, Tensor]:
+    """Seconds of exchanging heads for tokens, before and again after the ring; and the bytes that a rank sends."""
+    width = plan.ulysses_size
+    if width == 1:
+        return 0.0, torch.zeros(plan.ring_size, dtype=torch.float64)
+    size = (shape.q(rows, 1) * 2 + shape.kv(rows, 1) * (2 if backward else 1)).double() * (width - 1) / width
+    far = 0.0 if width <= machine.node else (width - machine.node) / (width - 1)  # share of the bytes
+    once = size.max().item() / 2
+    seconds = max(once * (1 - far) / machine.inside[0], once * far / machine.between[0])
+    return seconds + machine.inside[1] + (far > 0) * machine.between[1], size
