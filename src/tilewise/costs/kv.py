@@ -91,9 +91,9 @@ class KvExplanation:
         if self.ranges is not None:
             plan = {
                 "tile": self.dealt.tile._asdict(), "programs": self.dealt.programs, "busy": self.ranges.busy,
-                "items": len(self.ranges.items), "each": self.ranges.each, "unit": self.dealt.unit,
+                "items": len(self.ranges.items), "each": self.ranges.each, "unit": self.dealt.chunk_size,
                 "divided": self.ranges.divided, "parts": self.ranges.parts,
-                "workspace": 4 * self.dealt.floats(v.shape[-1]),
+                "workspace": 4 * self.dealt.workspace_numel(v.shape[-1]),
             }  # fmt: skip
         return {
             "call": {
@@ -144,7 +144,7 @@ class KvExplanation:
 def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]]:
     tile = plan["tile"]
     size = f"{tile['block_m']} rows (queries times heads of a group) x {tile['block_n']} keys"
-    yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['per']} on a processor"
+    yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['programs_per_sm']} on a processor"
     dealt = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
     divided = f"{plan['divided']} of {row_sets} row sets are divided, into {plan['parts']} parts"
     yield "ranges", f"{dealt}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
@@ -199,10 +199,12 @@ def _told(
     if deals is None:  # the reference, which reads each sequence's keys
         loaded, executed = seen, flops
     else:
-        dealt = deals.deal(request, where.gpu, where.sms)
+        dealt = deals.partition(request, where.gpu, where.sms)
         ranges = deals.ranges(dealt, sequences, heads // kv_heads, before, after)
         loaded = sum(item.keys for item in ranges.items)
-        executed = 2 * kv_heads * dims * sum(item.units for item in ranges.items) * dealt.unit * dealt.tile.block_m
+        executed = (
+            2 * kv_heads * dims * sum(item.num_chunks for item in ranges.items) * dealt.chunk_size * dealt.tile.block_m
+        )
         shared = 2 * 4 * ranges.parts * dealt.rows * (v.shape[-1] + 1)
     return KvExplanation(
         request, sequences, where, chosen.backend.name, chosen.reason, dealt, ranges, size * kv_heads * dims * seen,

@@ -1,5 +1,5 @@
-"""How the keys of a KV cache are dealt to programs, in plain numbers: what the host decides (`Deal`), and what the plan
-kernel makes of lengths (`ranges`), for those who explain it. Imports no Triton."""
+"""How the keys of a KV cache are divided among programs, in plain numbers: what the host decides from shapes
+(`Partition`), and what the schedule kernel computes from lengths (`ranges`), for `explain_kv`. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from ..gpu import Gpu
 from . import kv_tiles
 from .kv_tiles import KvTile
 
-SHORTEST = 512  # keys that are worth a program
+MIN_SPLIT = 512  # keys that are worth a program
+COUNTS, RECORD, ITEM = 2, 12, 8  # int64 numbers of the schedule's parts: see schedule.py
 
 
-class Deal(NamedTuple):
-    """What the host knows of a plan: tiles of rows, teams of programs, keys of a unit, and the workspace's slots of
-    rows."""
+class Partition(NamedTuple):
+    """The sizes of a schedule and its workspace. A split has one program for each KV head."""
 
     tile: KvTile
-    items: int
-    tiles: int
-    teams: int
-    kv_heads: int  # programs of a team
-    unit: int
-    slots: int
-    rows: int
-    cost: int  # of beginning an item, in units
-    least: int = 1  # units of a stretch
+    items: int  # work items
+    tiles: int  # row tiles of a sequence, 0 if packed
+    num_splits: int
+    kv_heads: int
+    chunk_size: int  # keys
+    slots: int  # partial results of a program
+    rows: int  # of a partial result
+    item_cost: int  # of beginning a work item, in chunks
+    min_chunks: int = 1  # of a split
 
     @property
     def programs(self) -> int:
-        return self.teams * self.kv_heads
+        return self.num_splits * self.kv_heads
 
     @property
-    def numbers(self) -> int:
-        return 2 + 12 * (2 * self.teams + 1) + self.items + 1 + 8 * self.items
+    def schedule_numel(self) -> int:
+        return COUNTS + RECORD * (2 * self.num_splits + 1) + self.items + 1 + ITEM * self.items
 
-    def floats(self, dim_v: int) -> int:
-        """Parts of row sets with their lse, or m and l, and a flag for each program."""
+    def workspace_numel(self, dim_v: int) -> int:
+        """Partial results with their lse (or m) and l, and a flag for each program."""
         return self.programs * (self.slots * self.rows * (dim_v + 2) + 1)
 
 
-def deal(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) -> Deal:
-    """Of a `KvRequest`, from shapes alone, on a GPU with so many processors."""
+def partition(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) -> Partition:
+    """The partition of a `KvRequest`, from shapes alone, on a GPU with so many multiprocessors."""
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
-    known = request.most * group
+    max_rows = request.most * group  # of a sequence; 0 if unknown
     if tile is None:
-        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), known)
+        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), max_rows)
     if request.call.cu_q is None:
         tiles = -(-q.shape[1] * group // tile.block_m)
         items = q.shape[0] * tiles
     else:
         tiles = 0
         items = q.shape[0] * group // tile.block_m + request.places.batch + 1
-    rows = min(known or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
-    unit = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // unit)
-    cost, least = (0, 1) if request.split else (1, max(1, SHORTEST // unit))
-    teams = max(1, processors * tile.per // k.shape[-2])
-    return Deal(tile, items, tiles, teams, k.shape[-2], unit, slots, rows, cost, least)
+    rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
+    chunk_size = request.split or tile.block_n
+    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // chunk_size)
+    item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
+    num_splits = max(1, processors * tile.programs_per_sm // k.shape[-2])
+    return Partition(tile, items, tiles, num_splits, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)
 
 
 class Item(NamedTuple):
-    """A tile of a sequence's rows, and the units of keys that they see; `keys` of them in all."""
+    """A tile of a sequence's rows, and the chunks of keys that they see; `keys` in all."""
 
     b: int
     first: int
-    units: int
+    num_chunks: int
     keys: int
 
 
 class Ranges(NamedTuple):
-    """The plan of a step: all items that have keys, one after another, cut into equal stretches of `each` units (with
-    what it costs to begin), or each a stretch of its own; `divided` row sets belong to several programs, `parts` are
-    theirs all together."""
+    """The schedule of a step: all work items with keys, one after another, cut into equal splits of `each` chunks
+    (with the cost of beginning an item), or each a split of its own. `divided` row tiles of a KV head belong to several
+    programs, which have `parts` partial results of them."""
 
     items: list[Item]
     each: int
@@ -85,36 +85,39 @@ class Ranges(NamedTuple):
 
 
 def ranges(
-    dealt: Deal, sequences: Sequence[tuple[int, int, int]], group: int,
-    before: int | None = None, after: int | None = None,
-) -> Ranges:  # fmt: skip
-    """Of sequences with so many (queries, keys, first valid key), as the plan kernel computes it.
+    dealt: Partition,
+    sequences: Sequence[tuple[int, int, int]],
+    group: int,
+    before: int | None = None,
+    after: int | None = None,
+) -> Ranges:
+    """The schedule of sequences with so many (queries, keys, first valid key), as the schedule kernel computes it.
 
-    >>> dealt = Deal(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 1, 64, 2, 16, 1)
+    >>> dealt = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 1, 64, 2, 16, 1)
     >>> ranges(dealt, [(1, 640, 0), (1, 64, 0)], 4, after=0)[1:]
     (4, 4, 1, 3)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(dealt, b, *seq, group, before, after)]
-    items = [item for item in items if item.units]  # the rows of others are written without a look at keys
-    costs = [item.units + dealt.cost for item in items]
+    items = [item for item in items if item.num_chunks]  # the combine kernel writes the rows of the others
+    costs = [item.num_chunks + dealt.item_cost for item in items]
     total, heads = sum(costs), dealt.kv_heads
-    each = max(-(-total // dealt.teams), dealt.least)
-    longest = max((item.units for item in items), default=0)
-    if len(items) <= dealt.teams and longest <= dealt.least:
-        return Ranges(items, longest + dealt.cost, len(items) * heads, 0, 0)
+    each = max(-(-total // dealt.num_splits), dealt.min_chunks)
+    longest = max((item.num_chunks for item in items), default=0)
+    if len(items) <= dealt.num_splits and longest <= dealt.min_chunks:
+        return Ranges(items, longest + dealt.item_cost, len(items) * heads, 0, 0)
     shared: dict[int, int] = {}
     n, begins = 0, 0  # the item at x, and where it begins
     for x in range(each, total, each):
         while begins + costs[n] <= x:
             begins += costs[n]
             n += 1
-        if x - begins > dealt.cost:
+        if x - begins > dealt.item_cost:
             shared[n] = shared.get(n, 1) + 1
     return Ranges(items, each, -(-total // each) * heads, len(shared) * heads, sum(shared.values()) * heads)
 
 
 def _items(
-    dealt: Deal, b: int, n_q: int, n_k: int, start: int, group: int, before: int | None, after: int | None
+    dealt: Partition, b: int, n_q: int, n_k: int, start: int, group: int, before: int | None, after: int | None
 ) -> Iterator[Item]:
     for row in range(0, n_q * group, dealt.tile.block_m):
         at = row // group + n_k - n_q
@@ -122,4 +125,4 @@ def _items(
         lo = start if before is None else max(start, at - before)
         hi = n_k if after is None else min(n_k, last + after + 1)
         keys = max(hi - lo, 0)
-        yield Item(b, row, -(-hi // dealt.unit) - lo // dealt.unit if keys else 0, keys)
+        yield Item(b, row, -(-hi // dealt.chunk_size) - lo // dealt.chunk_size if keys else 0, keys)
