@@ -46,9 +46,16 @@ def test_rotary(interleaved: bool, width: int, packed: bool, backend: str) -> No
     positions = torch.tensor(at)
     k, v = x.k.clone(), x.v.clone()
     found = tilewise.append_kv(
-        new, x.options["v_new"], k, v, x.lengths, q=q, rotary=tilewise.Rotary(cos, sin, interleaved), backend=backend,
+        new,
+        x.options["v_new"],
+        k,
+        v,
+        x.lengths,
+        q=q,
+        rotary=tilewise.Rotary(cos, sin, interleaved),
+        backend=backend,
         **{name: y for name, y in x.options.items() if name not in ("k_new", "v_new")},
-    )  # fmt: skip
+    )
     assert found is not None
     flat = q if packed else q.flatten(0, 1)
     exact = rotated(flat, positions, cos, sin, interleaved).view(q.shape)
@@ -135,9 +142,16 @@ def test_a_ring_of_pages(backend: str) -> None:
     for t in range(steps):
         length = torch.tensor([t], dtype=torch.int32)
         found = tilewise.attention_kv(
-            q[t][None], ring_k, ring_v, length, k_new=k[t][None], v_new=v[t][None], page_table=table,
-            window=(window, 0), backend=backend,
-        )  # fmt: skip
+            q[t][None],
+            ring_k,
+            ring_v,
+            length,
+            k_new=k[t][None],
+            v_new=v[t][None],
+            page_table=table,
+            window=(window, 0),
+            backend=backend,
+        )
         first = max(0, t - window)
         exact = tilewise.attention(q[t][None], k[first : t + 1].transpose(0, 1), v[first : t + 1].transpose(0, 1))
         assert torch.allclose(found, exact, atol=1e-6)

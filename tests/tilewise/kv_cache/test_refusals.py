@@ -20,9 +20,11 @@ I32 = torch.int32
 
 def given(**changes: Any) -> dict[str, Any]:
     call: dict[str, Any] = {
-        "q": torch.zeros(2, 1, 4, 16), "k_cache": torch.zeros(3, 8, 2, 16), "v_cache": torch.zeros(3, 8, 2, 16),
+        "q": torch.zeros(2, 1, 4, 16),
+        "k_cache": torch.zeros(3, 8, 2, 16),
+        "v_cache": torch.zeros(3, 8, 2, 16),
         "lengths": torch.tensor([1, 2], dtype=I32),
-    }  # fmt: skip
+    }
     return call | changes
 
 
@@ -164,19 +166,28 @@ def test_garbage_is_clamped(name: str, garbage: int | None, backend: str) -> Non
     """Lengths beyond the cache, pages that do not exist, offsets that run backwards: wrong numbers, but no crash."""
     x = inputs(
         KvCase(
-            (5, 9, 17), page=0 if name == "cache_rows" else 8, dim=16, csr=name == "indptr", starts=(1, 0, 3),
-            queries=(1, 3, 2) if name in ("cu_q", "cu_new") else 2, new=(1, 3, 2) if name == "cu_new" else 2,
+            (5, 9, 17),
+            page=0 if name == "cache_rows" else 8,
+            dim=16,
+            csr=name == "indptr",
+            starts=(1, 0, 3),
+            queries=(1, 3, 2) if name in ("cu_q", "cu_new") else 2,
+            new=(1, 3, 2) if name == "cu_new" else 2,
         )
-    )  # fmt: skip
+    )
     if name == "cu_q":
         x.options["k_new"] = x.options["v_new"] = torch.zeros(3, 2, 2, 16)
     table = x.options.get("page_table")
     victims = {
-        "lengths": x.lengths, "table": table, "indptr": table[0] if isinstance(table, tuple) else None,
-        "starts": x.options["starts"], "cu_q": x.options.get("cu_seqlens_q"),
-        "cu_new": x.options.get("cu_seqlens_new"), "cache_rows": x.options.get("cache_rows"),
+        "lengths": x.lengths,
+        "table": table,
+        "indptr": table[0] if isinstance(table, tuple) else None,
+        "starts": x.options["starts"],
+        "cu_q": x.options.get("cu_seqlens_q"),
+        "cu_new": x.options.get("cu_seqlens_new"),
+        "cache_rows": x.options.get("cache_rows"),
         "slots": torch.zeros(6, dtype=torch.int64),
-    }  # fmt: skip
+    }
     victim = victims[name]
     assert isinstance(victim, torch.Tensor)
     if garbage is None:
@@ -232,9 +243,11 @@ def test_a_plan_of_another_backend() -> None:
 
 
 PLANNED = [
-    KvCase((20, 3), dim=16), KvCase((40, 0, 7), dim=16, page=8), KvCase((20, 3), dim=16, options={"window": (5, 0)}),
+    KvCase((20, 3), dim=16),
+    KvCase((40, 0, 7), dim=16, page=8),
+    KvCase((20, 3), dim=16, options={"window": (5, 0)}),
     KvCase((20, 3, 40), queries=(1, 4, 0), dim=16),
-]  # fmt: skip
+]
 
 
 @pytest.mark.usefixtures("triton_runs")
