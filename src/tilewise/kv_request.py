@@ -1,4 +1,4 @@
-"""What a call with a KV cache asks for: checked once, passed whole, flattened once for the ops; and what ran for it."""
+"""The validated request of a call with a KV cache, and its conversion to and from the arguments of the ops."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import Tensor
 
 from .request import Request, Spec
 
-UNDIVIDED = 2**30  # keys of a split that no sequence fills
+UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
 
 
 class Rotary(NamedTuple):
     """Rotary embedding of new keys, and of the queries that come with them.
 
-        tilewise.Rotary(cos, sin)                          halves of the head dim turn together, as in Llama
-        tilewise.Rotary(cos, sin, interleaved=True)        neighbours do, as in GPT-J
+        tilewise.Rotary(cos, sin)                          dims d and d + width / 2 form a pair, as in Llama
+        tilewise.Rotary(cos, sin, interleaved=True)        dims 2 d and 2 d + 1 form a pair, as in GPT-J
 
-    cos and sin (positions, width / 2): the first `width` dims turn, of all heads. A new key turns by its place in the
-    cache, lengths + i, a query by the place where it sits; or by `positions` and `q_positions`, integers of the shape
-    of the tokens. Where new keys and queries are as many, `positions` is of both.
+    cos and sin (positions, width / 2): the first `width` dims of every head are rotated. The position of a new key is
+    its index in the sequence, lengths + i; that of a query is the key position where it sits. `positions` and
+    `q_positions`, integers of the shape of the tokens, replace them. If there are as many new keys as queries,
+    `positions` is used for both.
     """
 
     cos: Tensor
@@ -31,8 +32,8 @@ class Rotary(NamedTuple):
 
 
 class KvPlan(NamedTuple):
-    """How the keys of a step are dealt to the processors, and where they put what they have in common. Made by
-    `plan_kv`; every layer of the step uses it, one after the other."""
+    """The schedule of a step and the workspace for partial results. Made by `plan_kv`; the layers of the step use it
+    one after the other."""
 
     schedule: Tensor
     workspace: Tensor
@@ -41,8 +42,8 @@ class KvPlan(NamedTuple):
 
 
 class PlannedTile(NamedTuple):
-    """What a plan says of a tile of rows: its sequence, its first row; the sequence's first query in a packed q, its
-    queries, keys and first valid key; the first unit of keys that the tile sees, and how many."""
+    """A work item of a schedule, a tile of rows: its sequence, its first row; the sequence's first query in a packed q,
+    its queries, keys and first valid key; the first chunk of keys that the tile sees, and how many."""
 
     b: int
     first: int
@@ -50,16 +51,16 @@ class PlannedTile(NamedTuple):
     n_q: int
     n_k: int
     start: int
-    unit: int
-    units: int
+    first_chunk: int
+    num_chunks: int
 
 
 class Places(NamedTuple):
     """Where the tokens of every sequence lie in a cache.
 
-    A sequence has `lengths` tokens and gains `new` of them, or as many as `cu_new` says. With a table of pages, token j
-    lies in page table[b, j // page] (with `indptr`, in table[indptr[b] + j // page]) at row j % page; without, in
-    batch row `rows[b]`, or b, at row j. Tokens before `starts` are none.
+    A sequence has `lengths` tokens, to which `new` are appended, or those between its offsets in `cu_new`. With a page
+    table, token j lies in page table[b, j // page_size] (with `indptr`, table[indptr[b] + j // page_size]) at offset
+    j % page_size; without, in batch row `rows[b]`, or b, at offset j. Tokens before `starts` are not valid.
     """
 
     lengths: Tensor
@@ -75,18 +76,18 @@ class Places(NamedTuple):
         return self.lengths.shape[0]
 
     def capacity(self, cache: Tensor) -> int:
-        """Tokens that a sequence can have, as far as shapes tell."""
+        """The most tokens that a sequence can have, by the shapes of the cache and the page table."""
         if self.table is None:
             return cache.shape[1]
         return self.table.shape[-1] * cache.shape[1]
 
 
 class KvRequest(NamedTuple):
-    """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; as k and v the caches (C, S, Hk, D); and every term.
+    """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; the caches (C, S, Hk, D) as k and v; the score terms.
 
-    `tree` (tokens of q, words), of int64, has a bit for each of a sequence's last n_q keys that a query sees. `split`:
-    keys are summed so many at a time, whatever the batch; None: as keeps all processors busy. `most`: no sequence has
-    more queries, or 0 where nobody said.
+    `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
+    of a split, the same for every batch; None: the schedule balances the load. `most`: the largest number of queries of
+    a sequence, 0 if unknown.
     """
 
     call: Request
@@ -95,7 +96,7 @@ class KvRequest(NamedTuple):
     split: int | None = None
     most: int = 0
 
-    # Shorter names, but for what torch.compile traces: that of torch 2.10 sees no properties of a named tuple.
+    # Not for code that torch.compile traces: torch 2.10 does not support properties of a named tuple.
     @property
     def q(self) -> Tensor:
         return self.call.q
@@ -115,7 +116,7 @@ class KvRequest(NamedTuple):
 
 class AppendRequest(NamedTuple):
     """New tokens (B, Sn, Hk, D), or packed (T, Hk, D) with places.cu_new, and the caches that they are written to, at
-    `slots` if given; and queries to turn with them, as many as `call` has. `rotated` is where those go."""
+    `slots` if given; and queries that are rotated with them into `rotated`."""
 
     k_new: Tensor
     v_new: Tensor
@@ -130,7 +131,7 @@ class AppendRequest(NamedTuple):
 
 
 class KvCall(NamedTuple):
-    """A call of `attention_kv`, whole. What is None is made by the call: a schedule with its workspace, out, lse."""
+    """A call of `attention_kv`. The schedule with its workspace, out and lse are allocated by the call if None."""
 
     request: KvRequest
     append: AppendRequest | None = None
@@ -140,11 +141,12 @@ class KvCall(NamedTuple):
     lse: Tensor | None = None
 
 
-_TENSOR = object()  # where a tensor was
+_TENSOR = object()  # stands for a tensor
 
 
 def structure_of(x: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
-    """The tensors in nested tuples, and a function that puts other tensors in their places. It keeps none of them.
+    """The tensors in nested tuples, and a function from other tensors to the same nested tuples with those. The
+    function holds no reference to the first ones.
 
     >>> import torch
     >>> tensors, structure = structure_of((torch.ones(1), None, ("a", torch.zeros(1))))
@@ -186,38 +188,35 @@ APPEND = (
 
 
 def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
-    """A request as the ops take it, by `ATTEND`."""
+    """The arguments of the ops for a request, in the order of `ATTEND`."""
     call, spec = request.call, request.call.spec
-    return (
-        *call[:3], *request.places, call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask), spec.scale,
-        spec.before, spec.after, spec.backend, spec.score_mod, list(spec.score_numbers), spec.mask_mod,
-        list(spec.mask_numbers), request.split, request.most,
-    )  # fmt: skip
+    terms = (call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask))
+    band = (spec.scale, spec.before, spec.after, spec.backend)
+    mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
+    return (*call[:3], *request.places, *terms, *band, *mods, request.split, request.most)
 
 
 def attend_request(*given: Any) -> KvRequest:
-    """The reverse."""
+    """The request of such arguments."""
     q, k, v, *rest = given
     places, rest = Places(*rest[:7]), rest[7:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
     mask_numbers, split, most = rest
-    spec = Spec(
-        scale, before, after, backend, score_mod, tuple(score_numbers), len(score), mask_mod, tuple(mask_numbers),
-        len(mask),
-    )  # fmt: skip
+    score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
+    spec = Spec(scale, before, after, backend, *score_mod, *mask_mod)
     call = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
     return KvRequest(call, places, tree, split, most)
 
 
 def append_arguments(request: AppendRequest, backend: str) -> tuple[Any, ...]:
-    """A request as the op takes it, by `APPEND`, behind the caches and the turned queries."""
-    turn = request.rotary or (None, None, False, None, None)
-    return request.k_new, request.v_new, *request.places, request.slots, *turn, request.q, request.cu_q, backend
+    """The arguments of the op for a request, in the order of `APPEND`, after the caches and the rotated queries."""
+    rotary = request.rotary or (None, None, False, None, None)
+    return request.k_new, request.v_new, *request.places, request.slots, *rotary, request.q, request.cu_q, backend
 
 
 def append_request(k: Tensor, v: Tensor, rotated: Tensor | None, *given: Any) -> tuple[AppendRequest, str]:
-    """The reverse, and the backend."""
+    """The request of such arguments, and the backend."""
     k_new, v_new, *rest = given
-    places, (slots, *turn, q, cu_q, backend) = Places(*rest[:7]), rest[7:]
-    rotary = None if turn[0] is None else Rotary(*turn)
+    places, (slots, *tables, q, cu_q, backend) = Places(*rest[:7]), rest[7:]
+    rotary = None if tables[0] is None else Rotary(*tables)
     return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated), backend

@@ -1,4 +1,5 @@
-"""From a caller's words to a request with a KV cache: what shapes can tell is checked here, before any launch."""
+"""Validates a call with a KV cache and returns its request. Shapes, dtypes and devices are checked here, before any
+launch; values on the device are checked by `kv_contents`."""
 
 from __future__ import annotations
 
@@ -13,17 +14,18 @@ from ..kv_request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Ro
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
-from ..options import FOREIGN, Options, completed, options_of
+from ..options import FOREIGN, completed, options_of
 from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import is_forward_mode, is_vmapped
 from .dense import DTYPES, resolved, sized, tensor
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
-SPLIT = 128  # a split is a multiple of this, which every kernel's tile divides
+SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
+DISTINCT = "distinct memory for each element (no expanded dims)"
 
 
 class KvOptions(TypedDict, total=False):
-    """What may be said beside q, the caches and their lengths."""
+    """The options of `attention_kv`, beside q, the caches and their lengths."""
 
     k_new: Tensor | None
     v_new: Tensor | None
@@ -51,13 +53,18 @@ class KvOptions(TypedDict, total=False):
     backend: str
 
 
+# Options of `append_kv`: where new tokens go.
+OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "rotary", "starts")
+# Options that `attention` has too.
+SCORE_OPTIONS = ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "score_mod", "mask_mod")
+NAMES = tuple(KvOptions.__annotations__)
+
+
 def defaults() -> KvOptions:
-    return {
-        "k_new": None, "v_new": None, "cu_seqlens_q": None, "cu_seqlens_new": None, "page_table": None, "slots": None,
-        "cache_rows": None, "starts": None, "rotary": None, "tree": None, "causal": True, "window": None,
-        "scale": None, "softcap": None, "sinks": None, "alibi_slopes": None, "score_mod": None, "mask_mod": None,
-        "out": None, "return_lse": False, "plan": None, "split": None, "max_seqlen_q": None, "backend": "auto",
-    }  # fmt: skip
+    options: Any = dict.fromkeys(NAMES)
+    options.update(causal=True, return_lse=False, backend="auto")
+    found: KvOptions = options
+    return found
 
 
 ELSEWHERE = FOREIGN | {
@@ -66,16 +73,12 @@ ELSEWHERE = FOREIGN | {
     "cache_batch_idx": "cache_rows=",
     "cache_leftpad": "starts=",
     "rotary_cos": "rotary=tilewise.Rotary(cos, sin, interleaved=)",
-    "num_splits": "split=, a number of keys (or nothing: the load is balanced on the device)",
+    "num_splits": "split=, the number of keys of a split (or None: the load is balanced on the device)",
     "k": "k_new=",
     "v": "v_new=",
     "slot_mapping": "slots=",
     "bias": "score_mod=",
 }
-
-
-# The options that tell where new tokens go; the others are about attending to them.
-OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "rotary", "starts")
 
 
 def kv_options(given: KvOptions) -> KvOptions:
@@ -84,16 +87,17 @@ def kv_options(given: KvOptions) -> KvOptions:
 
 
 def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
-    """A call of `attention_kv`, all but the new tokens themselves."""
+    """The request of `attention_kv`, without its new tokens."""
     q, k, v = resolved(q), resolved(k), resolved(v)
     _check_caches(q, k, v)
     _check_untransformed("a call with a KV cache", q, k, v)
     if (options["k_new"] is None) != (options["v_new"] is None):
-        raise AttentionError("k_new and v_new", "one of them", "both, or neither")
+        missing = "k_new" if options["k_new"] is None else "v_new"
+        raise AttentionError(missing, "None", "k_new and v_new, or neither of them")
     if options["plan"] is not None and not isinstance(options["plan"], KvPlan):
-        raise AttentionError("plan", type(options["plan"]).__name__, "one made by plan_kv, or None")
+        raise AttentionError("plan", type(options["plan"]).__name__, "what plan_kv returns, or None")
     if options["out"] is not None and 0 in tensor("out", options["out"]).stride() and options["out"].numel() > 1:
-        raise AttentionError("strides of out", options["out"].stride(), "a place for each element")
+        raise AttentionError("strides of out", options["out"].stride(), DISTINCT)
     cu_q = _offsets("cu_seqlens_q", options["cu_seqlens_q"], q, packed=q.dim() == 3)
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     places = _places(batch, q, k, lengths, options)
@@ -103,17 +107,12 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         raise AttentionError("max_seqlen_q", repr(most), "an int >= 0, or None")
     mask = options["mask_mod"]
     if isinstance(mask, BlockMask):
-        raise AttentionError("mask_mod", "a block mask", "the mask mod itself: the keys of a cache are not its tiles")
-    asked: Options = {
-        "causal": options["causal"], "window": options["window"], "scale": options["scale"], "mask_mod": mask,
-        "softcap": options["softcap"], "sinks": options["sinks"], "alibi_slopes": options["alibi_slopes"],
-        "score_mod": options["score_mod"], "return_lse": options["return_lse"], "deterministic": True,
-        "backend": options["backend"],
-    }  # fmt: skip
-    call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(asked), cu_q)
-    _check_untransformed(
-        "a term of a call with a KV cache", *call.score, *(() if call.sinks is None else (call.sinks,))
-    )
+        raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
+    given: Any = options
+    chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "backend")}
+    call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
+    terms = call.score if call.sinks is None else (*call.score, call.sinks)
+    _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     return KvRequest(call, places, tree, _split(options["split"]), q.shape[1] if cu_q is None else int(most or 0))
 
@@ -121,11 +120,11 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
 def append_request(
     k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: Places, q: Tensor | None, options: KvOptions
 ) -> AppendRequest:
-    """The new tokens of a call, whose `places` count them."""
+    """The request that appends the new tokens of a call, which `places` counts."""
     _check_cache("v_cache", v)
     k_new, v_new, q = resolved(k_new), resolved(v_new), resolved(q)
     if resolved(k) is not k or resolved(v) is not v:
-        raise AttentionError("cache to write to", "a view with the negative bit, or a zero tensor", "plain memory")
+        raise AttentionError("cache to write to", "a lazily negated view or a zero tensor", "a tensor with memory")
     if k.shape[:3] != v.shape[:3]:
         raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
     for name, x, cache in (("k_new", k_new, k), ("v_new", v_new, v)):
@@ -140,7 +139,7 @@ def append_request(
         _like(name, x, cache)
         _check_untransformed(f"{name}, written into a cache", x)
         if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
-            raise AttentionError("strides of a cache to write to", cache.stride(), "a place for each element")
+            raise AttentionError("strides of a cache to write to", cache.stride(), DISTINCT)
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
     batch = places.lengths.shape[0]
@@ -163,23 +162,24 @@ def append_request(
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
-    """Offsets of the queries that turn with the new keys, if they are packed."""
+    """cu_seqlens_q of the queries that are rotated with the new keys, if they are packed."""
     if tensor("q", q).dim() not in (3, 4) or q.shape[-1] != k_new.shape[-1]:
-        wanted = f"(.., tokens, heads, {k_new.shape[-1]}), the head dim that of k_new"
-        raise AttentionError("shape of q", tuple(q.shape), wanted)
+        expected = f"(batch, tokens, heads, {k_new.shape[-1]}) or packed (tokens, heads, {k_new.shape[-1]}), as k_new"
+        raise AttentionError("shape of q", tuple(q.shape), expected)
     _like("q", q, k_new)
     offsets = _offsets("cu_seqlens_q", cu_q, q, packed=True) if q.dim() == 3 else None
-    if batch != (q.shape[0] if offsets is None else offsets.shape[0] - 1):
-        raise AttentionError("sequences of q", q.shape[0] if offsets is None else offsets.shape[0] - 1, f"{batch}")
+    sequences = q.shape[0] if offsets is None else offsets.shape[0] - 1
+    if batch != sequences:
+        raise AttentionError("sequences of q", sequences, f"{batch}, one for each of lengths")
     return offsets
 
 
 def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> Places:
-    """Of `append_kv`, which has no queries to tell the batch."""
+    """The places of `append_kv`, whose batch is that of k_new or cu_seqlens_new."""
     defaults_of: dict[str, Any] = {**defaults()}
     for name, x in options.items():
         if name not in OF_APPEND and x is not defaults_of[name]:
-            raise AttentionError("argument", f"{name}= of append_kv", f"one of {', '.join(OF_APPEND)}")
+            raise AttentionError("argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
     _check_cache("k_cache", k)
     cu_new = options["cu_seqlens_new"]
     batch = tensor("k_new", k_new).shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).shape[0] - 1
@@ -189,7 +189,7 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
 def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> Places:
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         if not 0 <= lengths < 2**31:
-            raise AttentionError("lengths", lengths, "0 or more, of 32 bits")
+            raise AttentionError("lengths", lengths, "0 to 2**31 - 1")
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     _counts("lengths", lengths, batch, q)
     k_new, cu_new = options["k_new"], options["cu_seqlens_new"]
@@ -198,22 +198,26 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
         if cu_new is None and tensor("k_new", k_new).dim() == 3:
             cu_new = options["cu_seqlens_q"]
             if cu_new is None:
-                raise AttentionError("cu_seqlens_new", "none, for packed k_new", "where each sequence's tokens begin")
+                raise AttentionError("cu_seqlens_new", "None, for packed k_new", "int32 (B + 1,) offsets of its tokens")
         cu_new = _offsets("cu_seqlens_new", cu_new, k_new, packed=k_new.dim() == 3)
         if cu_new is not None and cu_new.shape[0] != batch + 1:
-            raise AttentionError("length of cu_seqlens_new", cu_new.shape[0], f"{batch + 1}: one more than sequences")
+            raise AttentionError("length of cu_seqlens_new", cu_new.shape[0], f"{batch + 1}, sequences + 1")
         new = k_new.shape[1] if cu_new is None else 0
     elif cu_new is not None:
-        raise AttentionError("cu_seqlens_new", "given without k_new", "both, or neither")
+        raise AttentionError("cu_seqlens_new", "given without k_new", "None, or k_new and v_new too")
     table, indptr = _table(options["page_table"], batch, q)
     rows, starts = options["cache_rows"], options["starts"]
     if rows is not None:
         _counts("cache_rows", rows, batch, q)
         if table is not None:
-            raise AttentionError("cache_rows", "given with a page table", "a page table alone: its rows say as much")
+            raise AttentionError(
+                "cache_rows", "given with page_table", "one of them: a page table has the order of rows"
+            )
         rows = rows.contiguous()
     elif table is None and k.shape[0] < batch:
-        raise AttentionError("rows of k_cache", k.shape[0], f"at least {batch}, or cache_rows=, or page_table=")
+        raise AttentionError(
+            "rows of k_cache", k.shape[0], f"at least {batch}, one a sequence; or page_table=, cache_rows="
+        )
     if starts is not None:
         _counts("starts", starts, batch, q)
         starts = starts.contiguous()
@@ -239,33 +243,37 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads % kv_heads if kv_heads else heads:
-        raise AttentionError("heads of q", heads, f"a multiple of the cache's {kv_heads} (each serves a group)")
+        raise AttentionError(
+            "heads of q", heads, f"a multiple of the cache's {kv_heads} (each KV head has a group of query heads)"
+        )
     if k.shape[1] == 0 and k.shape[0]:
         raise AttentionError("tokens of a page", 0, "at least 1")
 
 
 def _check_untransformed(whose: str, *tensors: Tensor) -> None:
-    """No derivative comes out of a cache, and none is lost without a word."""
+    """Raises AttentionError if a derivative is requested: calls with a KV cache have none."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise AttentionError("gradient", f"asked of {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
+        raise AttentionError("requires_grad", f"True for {whose}", "torch.no_grad(), .detach(), or tilewise.attention")
     if torch.compiler.is_compiling():
         return
     if is_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors):
-        raise AttentionError("forward mode", f"asked of {whose}", "tilewise.attention, which has derivatives")
+        raise AttentionError("forward-mode AD", f"a tangent of {whose}", "tilewise.attention, which has derivatives")
     if any(map(is_vmapped, tensors)):
-        raise AttentionError("vmap", f"over {whose}", "a larger batch, each row with its own length")
+        raise AttentionError("vmap", f"over {whose}", "a larger batch: every sequence has its own length")
 
 
 def _check_cache(name: str, x: Any) -> None:
     if tensor(name, x).dim() != 4:
-        raise AttentionError(f"shape of {name}", tuple(x.shape), "(rows, tokens, heads, dim) or (pages, page, ..)")
+        raise AttentionError(
+            f"shape of {name}", tuple(x.shape), "(rows, tokens, heads, dim), or (pages, page size, heads, dim)"
+        )
 
 
 def _like(name: str, x: Tensor, other: Tensor) -> None:
     if x.dtype != other.dtype:
-        raise AttentionError(f"dtype of {name}", x.dtype, f"{other.dtype}, as the others")
+        raise AttentionError(f"dtype of {name}", x.dtype, f"{other.dtype}, as the other tensors")
     if x.device != other.device:
-        raise AttentionError(f"device of {name}", x.device, f"{other.device}, as the others")
+        raise AttentionError(f"device of {name}", x.device, f"{other.device}, as the other tensors")
 
 
 def _integers(name: str, x: Tensor, q: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)) -> None:
@@ -284,12 +292,10 @@ def _counts(name: str, x: Any, batch: int, q: Tensor) -> None:
 def _offsets(name: str, cu: Tensor | None, x: Tensor, packed: bool) -> Tensor | None:
     if not packed:
         if cu is not None:
-            raise AttentionError(
-                name, f"given with {tuple(x.shape)}", "packed tokens (tokens, heads, dim), or no offsets"
-            )
+            raise AttentionError(name, f"given for tokens {tuple(x.shape)}", "packed (tokens, heads, dim), or None")
         return None
     if cu is None:
-        raise AttentionError(name, "none, for packed tokens", "int32 (B + 1,): where each sequence begins")
+        raise AttentionError(name, "None, for packed tokens", "int32 (B + 1,) offsets, where each sequence begins")
     _integers(name, cu, x, (torch.int32,))
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
@@ -297,16 +303,16 @@ def _offsets(name: str, cu: Tensor | None, x: Tensor, packed: bool) -> Tensor | 
 
 
 def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(table, indptr)"""
+    """(page table, indptr): (batch, pages) and None, or (entries,) and (batch + 1,)."""
     if given is None:
         return None, None
     if isinstance(given, (tuple, list)) and len(given) == 2:
         indptr, table = given
         _integers("page_table[0]", indptr, q, (torch.int32,))
         if tuple(indptr.shape) != (batch + 1,):
-            raise AttentionError("shape of page_table[0]", tuple(indptr.shape), f"({batch + 1},): where each begins")
+            raise AttentionError("shape of page_table[0]", tuple(indptr.shape), f"({batch + 1},), sequences + 1")
         if tensor("page_table[1]", table).dim() != 1:
-            raise AttentionError("shape of page_table[1]", tuple(table.shape), "(entries,), the pages of all in a row")
+            raise AttentionError("shape of page_table[1]", tuple(table.shape), "(entries,), the pages of all sequences")
         _integers("page_table[1]", table, q, (torch.int32,))
         return table.contiguous(), indptr.contiguous()
     if tensor("page_table", given).dim() != 2 or given.shape[0] != batch:
@@ -316,7 +322,7 @@ def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | N
 
 
 def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
-    """(tokens of q, words) of 64 bits each, made of whatever was given."""
+    """The tree mask as (tokens of q, words) int64, 64 drafts in a word."""
     tokens = q.shape[:-2].numel()
     if tensor("tree", tree).device != q.device and not q.is_meta:
         raise AttentionError("device of tree", tree.device, f"q's {q.device}")
@@ -328,11 +334,11 @@ def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:
         return tree.reshape(tokens, 1).contiguous()
     if tree.dtype != torch.bool:
         raise AttentionError("dtype of tree", tree.dtype, "torch.bool, or torch.int64 for bits")
-    wanted = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
-    if tree.dim() != len(wanted) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, wanted, strict=True)):
-        raise AttentionError("shape of tree", tuple(tree.shape), str(wanted))
+    shape = (tokens, "drafts") if cu_q is not None else (*q.shape[:2], q.shape[1])
+    if tree.dim() != len(shape) or any(isinstance(b, int) and a != b for a, b in zip(tree.shape, shape, strict=True)):
+        raise AttentionError("shape of tree", tuple(tree.shape), str(shape))
     if tokens and not tree.shape[-1]:
-        raise AttentionError("shape of tree", tuple(tree.shape), "a column for each of a sequence's queries")
+        raise AttentionError("shape of tree", tuple(tree.shape), "a column for each query of a sequence")
     drafts, words = tree.shape[-1], -(-tree.shape[-1] // 64)
     bits = torch.nn.functional.pad(tree.reshape(tokens, drafts).long(), (0, 64 * words - drafts))
     return (bits.view(tokens, words, 64) << torch.arange(64, device=tree.device)).sum(-1)
@@ -342,7 +348,9 @@ def _split(split: Any) -> int | None:
     if split is None:
         return None
     if not is_whole(split) or split < 0 or split % SPLIT:
-        raise AttentionError("split", repr(split), f"a multiple of {SPLIT} keys; 0 for never; None to balance the load")
+        raise AttentionError(
+            "split", repr(split), f"a multiple of {SPLIT} keys, 0 for one split, or None to balance the load"
+        )
     return min(int(split), UNDIVIDED) or UNDIVIDED
 
 
@@ -355,21 +363,19 @@ def _rotary(rotary: Any, k_new: Tensor, q: Tensor | None) -> Rotary:
         if tensor(f"rotary {name}", x).dim() != 2 or not x.is_floating_point() or not x.shape[0]:
             raise AttentionError(f"rotary {name}", f"{x.dtype} {tuple(x.shape)}", "floats (positions, width / 2)")
         if x.device != k_new.device:
-            raise AttentionError(f"device of rotary {name}", x.device, f"{k_new.device}, as the others")
+            raise AttentionError(f"device of rotary {name}", x.device, f"{k_new.device}, as the other tensors")
     if cos.shape != sin.shape or not 1 <= 2 * cos.shape[1] <= k_new.shape[-1]:
-        raise AttentionError(
-            "rotary cos and sin", (tuple(cos.shape), tuple(sin.shape)), "alike, width at most the head dim"
-        )
+        expected = f"equal shapes (positions, width / 2) with width at most the head dim {k_new.shape[-1]}"
+        raise AttentionError("shapes of rotary cos and sin", (tuple(cos.shape), tuple(sin.shape)), expected)
     tokens = k_new.shape[:-2].numel()
     queries = None if q is None else q.shape[:-2].numel()
     for name, at, n in (("positions", positions, tokens), ("q_positions", q_positions, queries)):
         if at is not None:
             _integers(f"rotary {name}", at, k_new)
             if at.numel() != n:
-                raise AttentionError(f"rotary {name}", tuple(at.shape), f"{n}, one for each token")
+                raise AttentionError(f"shape of rotary {name}", tuple(at.shape), f"{n} integers, one for each token")
     if positions is not None and q_positions is None and queries not in (None, tokens):
-        raise AttentionError(
-            "rotary q_positions", "none, with positions of other tokens", f"{queries}, one for each query"
-        )
+        expected = f"{queries} integers: there are {tokens} new tokens, whose positions do not fit the queries"
+        raise AttentionError("rotary q_positions", "None", expected)
     flat = [None if x is None else x.flatten().contiguous() for x in (positions, q_positions)]
     return Rotary(cos.contiguous(), sin.contiguous(), bool(interleaved), *flat)

@@ -1,4 +1,4 @@
-"""What only the numbers themselves can tell of a call with a KV cache. Reads them: on a GPU, that waits for it."""
+"""Checks the values of a call with a KV cache: lengths, offsets, pages, slots. Reads them, which synchronises a GPU."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from .dense import check_offsets
 
 
 def check(request: KvRequest, slots: Tensor | None = None) -> None:
-    """Raise for the first sequence that has something wrong with it, and name it."""
+    """Raises AttentionError for the first sequence with an invalid value."""
     call, places, k = request.call, request.places, request.k
     if call.cu_q is not None:
         check_offsets("cu_seqlens_q", call.cu_q, call.q.shape[0])
-    gained = [places.new] * places.batch
+    appended = [places.new] * places.batch
     if places.cu_new is not None:
-        gained = [b - a for a, b in pairwise(places.cu_new.tolist())]
-        check_offsets("cu_seqlens_new", places.cu_new, sum(max(n, 0) for n in gained))
+        appended = [b - a for a, b in pairwise(places.cu_new.tolist())]
+        check_offsets("cu_seqlens_new", places.cu_new, sum(max(n, 0) for n in appended))
     page, capacity = k.shape[1], places.capacity(k)
     ends = [] if places.indptr is None else places.indptr.tolist()
     if ends and places.table is not None:
         check_offsets("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
     starts = [0] * places.batch if places.starts is None else places.starts.tolist()
     table = None if places.table is None else places.table.tolist()
-    for b, (length, new) in enumerate(zip(places.lengths.tolist(), gained, strict=True)):
+    for b, (length, new) in enumerate(zip(places.lengths.tolist(), appended, strict=True)):
         if length < 0:
             raise AttentionError(f"lengths[{b}]", length, "0 or more")
         most = (ends[b + 1] - ends[b]) * page if ends else capacity
         if length + new > most:
             raise AttentionError(f"tokens of sequence {b}", length + new, f"at most {most}, which the cache holds")
         if not 0 <= starts[b] <= length + new:
-            raise AttentionError(f"starts[{b}]", starts[b], f"0 to the sequence's {length + new} tokens")
+            raise AttentionError(f"starts[{b}]", starts[b], f"0 to {length + new}, the tokens of the sequence")
         if table is not None:
             pages = table[ends[b] : ends[b + 1]] if ends else table[b]
             _check_pages(b, pages[starts[b] // page : -(-(length + new) // page)], k.shape[0])
@@ -48,21 +48,19 @@ def check(request: KvRequest, slots: Tensor | None = None) -> None:
         _check_slots(slots, k.shape[0] * page)
 
 
-def check_plan(given: list[PlannedTile], wanted: list[PlannedTile]) -> None:
-    """Raise if a plan is not the one that the call wants, and name the first sequence for which they differ."""
-    if given == wanted:
+def check_plan(given: list[PlannedTile], expected: list[PlannedTile]) -> None:
+    """Raises AttentionError if a plan differs from that of the call, with the first sequence that differs."""
+    if given == expected:
         return
-    made, own = ({x.b: (x.q0, x.n_q, x.n_k, x.start) for x in plan} for plan in (given, wanted))
-    for b in sorted({*made, *own}):
-        if made.get(b) != own.get(b):
-            said = (
-                f"{_spelled(own.get(b))}, as this call has; make a plan again when lengths, starts or cu_seqlens change"
-            )
-            raise AttentionError(f"plan, made for sequence {b}", _spelled(made.get(b)), said)
+    planned, own = ({x.b: (x.q0, x.n_q, x.n_k, x.start) for x in plan} for plan in (given, expected))
+    for b in sorted({*planned, *own}):
+        if planned.get(b) != own.get(b):
+            sizes = f"{_described(own.get(b))}, as this call has; call plan_kv again when lengths, starts or cu_seqlens"
+            raise AttentionError(f"plan, made for sequence {b}", _described(planned.get(b)), f"{sizes} change")
     raise AttentionError("plan", "one with other tiles of rows", "what plan_kv returns for the arguments of this call")
 
 
-def _spelled(sequence: tuple[int, ...] | None) -> str:
+def _described(sequence: tuple[int, ...] | None) -> str:
     if sequence is None:
         return "no rows"
     first, queries, keys, start = sequence
@@ -72,27 +70,26 @@ def _spelled(sequence: tuple[int, ...] | None) -> str:
 def _check_pages(b: int, pages: list[int], count: int) -> None:
     for n, page in enumerate(pages):
         if not 0 <= page < count:
-            raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages there are")
+            raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages of the cache")
 
 
 def _check_ring(b: int, pages: list[int], start: int, length: int, new: int, page: int, request: KvRequest) -> None:
-    """New tokens are written before keys are read: no older key that some query still sees may lie in their places."""
+    """Raises AttentionError if new tokens would overwrite visible keys: they are written before keys are read."""
     queries = request.q.shape[1] if request.call.cu_q is None else new
     before = request.spec.before
     first = start if before is None else max(start, length + new - queries - before)
     written = {(pages[j // page], j % page) for j in range(length, length + new)}
     if len(written) < new:
-        raise AttentionError(f"new tokens of sequence {b}", "two in one place", "a place in the cache for each")
+        raise AttentionError(f"new tokens of sequence {b}", "two at one position of a page", "a position for each")
     for j in range(first, length):
         if (pages[j // page], j % page) in written:
-            raise AttentionError(
-                f"key {j} of sequence {b}", "seen, and overwritten by a new one", "more pages in its ring"
-            )
+            found = "visible to a query, but overwritten by a new token"
+            raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the ring of the sequence")
 
 
 def _check_slots(slots: Tensor, count: int) -> None:
     used = slots[slots >= 0]
     if used.numel() and int(used.max()) >= count:
-        raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or below 0 to skip a token")
+        raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or negative to skip a token")
     if torch.unique(used).numel() < used.numel():
-        raise AttentionError("slots", "one for two new tokens", "a slot for each")
+        raise AttentionError("slots", "a slot for two new tokens", "a different slot for each token")

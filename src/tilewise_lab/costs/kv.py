@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import registry as dispatch
-from tilewise.backends.common.kv.partition import Deal, deal
+from tilewise.backends.common.kv.partition import Partition
+from tilewise.backends.common.kv.partition import partition as partition_of
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
@@ -55,7 +56,7 @@ class KvExplanation:
     device: Device
     backend: str
     reason: str
-    partition: Deal | None
+    partition: Partition | None
     ranges: Ranges | None
     read: int
     loaded: int
@@ -99,10 +100,10 @@ class KvExplanation:
                 "busy": self.ranges.busy,
                 "items": len(self.ranges.items),
                 "each": self.ranges.each,
-                "unit": self.partition.unit,
+                "unit": self.partition.chunk_size,
                 "divided": self.ranges.divided,
                 "parts": self.ranges.parts,
-                "workspace": 4 * self.partition.floats(v.shape[-1]),
+                "workspace": 4 * self.partition.workspace_numel(v.shape[-1]),
             }
         return {
             "call": {
@@ -160,7 +161,7 @@ class KvExplanation:
 def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]]:
     tile = plan["tile"]
     size = f"{tile['block_m']} rows (queries times heads of a group) x {tile['block_n']} keys"
-    yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['per']} on a processor"
+    yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['programs_per_sm']} on a processor"
     programs = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
     divided = f"{plan['divided']} of {row_sets} row sets are divided, into {plan['parts']} parts"
     yield "ranges", f"{programs}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
@@ -230,10 +231,10 @@ def _explanation(
     if chosen.backend.name != DIVIDING:
         loaded, executed = visible, flops
     else:
-        partition = deal(request, target.gpu, target.sms)
+        partition = partition_of(request, target.gpu, target.sms)
         ranges = ranges_of(partition, sequences, heads // kv_heads, before, after)
         loaded = sum(item.keys for item in ranges.items)
-        keys = partition.unit * sum(item.units for item in ranges.items)
+        keys = partition.chunk_size * sum(item.num_chunks for item in ranges.items)
         executed = 2 * kv_heads * dims * keys * partition.tile.block_m
         shared = 2 * 4 * ranges.parts * partition.rows * (v.shape[-1] + 1)
     return KvExplanation(

@@ -70,7 +70,7 @@ def gpus() -> Json:
         tile = kv_tiles.tile(one.capability, 2, 128, 4)
         found[name] = {
             "sms": one.sms, "peak": one.flops("bfloat16"), "bandwidth": one.bandwidth,
-            "unit": tile.block_n, "programs": one.sms * tile.per,
+            "unit": tile.block_n, "programs": one.sms * tile.programs_per_sm,
         }  # fmt: skip
     return found
 

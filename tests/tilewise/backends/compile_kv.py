@@ -1,6 +1,6 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90 or "gfx942", "kernel": "attend" ("careful", "plan", "combine", "append")}, and what a call has: dim,
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("repair", "schedule", "combine", "append")}, and the call: dim,
 dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile.
 """
 
@@ -31,10 +31,21 @@ BATCH, ROWS = 4, 64
 
 
 def launch_of(
-    arch: int | str, kernel: str, dim: int = 128, dim_v: int = 0, dtype: str = "bfloat16", page: int = 16,
-    heads: int = 32, kv_heads: int = 8, queries: int = 1, packed: bool = False, split: int | None = None,
-    term: str | None = None, tile: list[int] | None = None,
-) -> Any:  # fmt: skip
+    arch: int | str,
+    kernel: str,
+    *,
+    dim: int = 128,
+    dim_v: int = 0,
+    dtype: str = "bfloat16",
+    page: int = 16,
+    heads: int = 32,
+    kv_heads: int = 8,
+    queries: int = 1,
+    packed: bool = False,
+    split: int | None = None,
+    term: str | None = None,
+    tile: list[int] | None = None,
+) -> Any:
     gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
     kind, dv = getattr(torch, dtype), dim_v or dim
     q = torch.empty(BATCH, queries, heads, dim, dtype=kind)
@@ -46,11 +57,14 @@ def launch_of(
     if page:
         options["page_table"] = torch.zeros(BATCH, ROWS, dtype=torch.int32)
     options |= {
-        None: {}, "window": {"window": (128, 0), "sinks": torch.zeros(heads)}, "softcap": {"softcap": 30.0},
-        "alibi": {"alibi_slopes": torch.zeros(heads)}, "tree": {"tree": torch.zeros(BATCH, queries, queries) > 0},
+        None: {},
+        "window": {"window": (128, 0), "sinks": torch.zeros(heads)},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": torch.zeros(heads)},
+        "tree": {"tree": torch.zeros(BATCH, queries, queries) > 0},
         "documents": {"mask_mod": tilewise.mods.document(ids=torch.zeros(BATCH, 4096, dtype=torch.int32))},
         "starts": {"starts": torch.zeros(BATCH, dtype=torch.int32)},
-    }[term]  # fmt: skip
+    }[term]
     lengths = torch.zeros(BATCH, dtype=torch.int32)
     chosen = nullcontext() if tile is None else mock.patch.object(kv_tiles, "tile", return_value=kv_tiles.KvTile(*tile))
     with chosen, mock.patch.object(kv_tiles, "INTERPRETED_PROCESSORS", 132):
@@ -71,9 +85,9 @@ def launch_of(
         out = torch.empty(*q.shape[:-1], dv, dtype=kind)
         lse = torch.empty(*q.shape[:-3], heads, q.shape[-3])
         call = KvCall(request, None, schedule, workspace, out, lse)
-        attend, *careful, combine = kv_launch.attend_launches(call, target, memory)
-        made = {"plan": kv_launch.schedule_launch(request, schedule, target), "attend": attend, "combine": combine}
-        return (made | dict(zip(("careful",), careful, strict=False)))[kernel]
+        attend, *repair, combine = kv_launch.attend_launches(call, target, memory)
+        made = {"schedule": kv_launch.schedule_launch(request, schedule, target), "attend": attend, "combine": combine}
+        return (made | dict(zip(("repair",), repair, strict=False)))[kernel]
 
 
 def compiled(**row: Any) -> Compiled:

@@ -19,11 +19,11 @@ TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
 ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend"},
     {"kernel": "attend", "queries": 16},
-    {"kernel": "careful", "queries": 16},
+    {"kernel": "repair", "queries": 16},
     {"kernel": "attend", "dim": 64, "heads": 64, "term": "window"},
     {"kernel": "attend", "dim": 256},
     {"kernel": "attend", "page": 0, "dtype": "float32", "dim": 64},
-    {"kernel": "plan", "packed": True},
+    {"kernel": "schedule", "packed": True},
     {"kernel": "combine"},
     {"kernel": "append"},
 )
@@ -43,9 +43,13 @@ def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tilewise.backends.compile_kv"], input=json.dumps(rows), capture_output=True,
-        text=True, env=env, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.tilewise.backends.compile_kv"],
+        input=json.dumps(rows),
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -55,7 +59,7 @@ def faults(made: dict[str, Any]) -> list[str]:
         return [made["error"]]
     row = made["arch"], made.get("dim", 128), made.get("split"), made.get("queries", 1)
     spill = MORE_SPILL.get(row, SPILL)
-    allowed = {"attend": spill, "careful": 1024}.get(made["kernel"], 0)  # the careful one nearly always ends at once
+    allowed = {"attend": spill, "repair": 1024}.get(made["kernel"], 0)  # the repair launch nearly always ends at once
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
     if made["shared"] > tiles.chip(made["arch"]).shared:
         found.append(f"{made['shared']} bytes of shared memory")

@@ -12,7 +12,7 @@ import tilewise
 from tests.kv_cases import KvCase, inputs
 
 
-def turned(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (T, heads, dim) by the definition: each pair of dims is a complex number, times exp(i angle)."""
     x, half = x.double().clone(), cos.shape[1]
     for t, position in enumerate(positions.tolist()):
@@ -46,14 +46,21 @@ def test_rotary(interleaved: bool, width: int, packed: bool, backend: str) -> No
     positions = torch.tensor(at)
     k, v = x.k.clone(), x.v.clone()
     found = tilewise.append_kv(
-        new, x.options["v_new"], k, v, x.lengths, q=q, rotary=tilewise.Rotary(cos, sin, interleaved), backend=backend,
+        new,
+        x.options["v_new"],
+        k,
+        v,
+        x.lengths,
+        q=q,
+        rotary=tilewise.Rotary(cos, sin, interleaved),
+        backend=backend,
         **{name: y for name, y in x.options.items() if name not in ("k_new", "v_new")},
-    )  # fmt: skip
+    )
     assert found is not None
     flat = q if packed else q.flatten(0, 1)
-    exact = turned(flat, positions, cos, sin, interleaved).view(q.shape)
+    exact = rotated(flat, positions, cos, sin, interleaved).view(q.shape)
     assert torch.allclose(found.double(), exact, atol=1e-6)
-    keys = turned(new.flatten(0, -3), positions, cos, sin, interleaved)
+    keys = rotated(new.flatten(0, -3), positions, cos, sin, interleaved)
     token = 0
     for b, (length, count) in enumerate(zip((20, 3, 5), (3, 1, 0) if packed else (2, 2, 2), strict=True)):
         for j in range(length, length + count):
@@ -74,16 +81,16 @@ def test_positions_are_the_callers(backend: str) -> None:
     lengths = torch.tensor([0, 4], dtype=torch.int32)
     found = tilewise.append_kv(new, new, cache, cache.clone(), lengths, q=q, rotary=rotary, backend=backend)
     assert found is not None
-    exact = turned(new.flatten(0, 1), positions.flatten(), cos, sin, False).view(2, 3, 2, 16)
+    exact = rotated(new.flatten(0, 1), positions.flatten(), cos, sin, False).view(2, 3, 2, 16)
     assert torch.allclose(cache[0, :3].double(), exact[0], atol=1e-6)
     assert torch.allclose(cache[1, 4:7].double(), exact[1], atol=1e-6)
     assert torch.allclose(
-        found.double(), turned(q.flatten(0, 1), positions.flatten(), cos, sin, False).view(q.shape), atol=1e-6
+        found.double(), rotated(q.flatten(0, 1), positions.flatten(), cos, sin, False).view(q.shape), atol=1e-6
     )
     others = rotary._replace(q_positions=torch.full((2, 3), 7))
     found = tilewise.append_kv(new, new, cache, cache.clone(), lengths, q=q, rotary=others, backend=backend)
     assert found is not None
-    exact = turned(q.flatten(0, 1), torch.full((6,), 7), cos, sin, False).view(q.shape)
+    exact = rotated(q.flatten(0, 1), torch.full((6,), 7), cos, sin, False).view(q.shape)
     assert torch.allclose(found.double(), exact, atol=1e-6)
 
 
@@ -135,9 +142,16 @@ def test_a_ring_of_pages(backend: str) -> None:
     for t in range(steps):
         length = torch.tensor([t], dtype=torch.int32)
         found = tilewise.attention_kv(
-            q[t][None], ring_k, ring_v, length, k_new=k[t][None], v_new=v[t][None], page_table=table,
-            window=(window, 0), backend=backend,
-        )  # fmt: skip
+            q[t][None],
+            ring_k,
+            ring_v,
+            length,
+            k_new=k[t][None],
+            v_new=v[t][None],
+            page_table=table,
+            window=(window, 0),
+            backend=backend,
+        )
         first = max(0, t - window)
         exact = tilewise.attention(q[t][None], k[first : t + 1].transpose(0, 1), v[first : t + 1].transpose(0, 1))
         assert torch.allclose(found, exact, atol=1e-6)

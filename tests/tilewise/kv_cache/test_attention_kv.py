@@ -17,7 +17,7 @@ def call(x: KvInputs, backend: str, **options: Any) -> tuple[torch.Tensor, torch
     with torch.no_grad():
         found = tilewise.attention_kv(
             x.q, x.k, x.v, x.lengths, **x.options, return_lse=True, backend=backend, **options
-        )  # fmt: skip
+        )
     return found
 
 
@@ -151,13 +151,25 @@ def test_lse_merges(backend: str) -> None:
     table = x.options["page_table"]
     whole = call(x, backend, causal=False)
     first = tilewise.attention_kv(
-        x.q, x.k, x.v, torch.tensor([16, 16], dtype=torch.int32), page_table=table, causal=False, return_lse=True,
+        x.q,
+        x.k,
+        x.v,
+        torch.tensor([16, 16], dtype=torch.int32),
+        page_table=table,
+        causal=False,
+        return_lse=True,
         backend=backend,
-    )  # fmt: skip
+    )
     rest = tilewise.attention_kv(
-        x.q, x.k, x.v, x.lengths - 16, page_table=table[:, 2:].contiguous(), causal=False, return_lse=True,
+        x.q,
+        x.k,
+        x.v,
+        x.lengths - 16,
+        page_table=table[:, 2:].contiguous(),
+        causal=False,
+        return_lse=True,
         backend=backend,
-    )  # fmt: skip
+    )
     for a, b in zip(tilewise.merge(first, rest), whole, strict=True):
         assert torch.allclose(a, b, atol=2e-6)
 
@@ -200,16 +212,30 @@ def test_a_split_gives_bits_that_no_batch_changes(split: int, window: Any, backe
         return
     for b in (0, 2):
         alone = tilewise.attention_kv(
-            x.q[b : b + 1], x.k, x.v, x.lengths[b : b + 1], page_table=x.options["page_table"][b : b + 1],
-            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32), return_lse=True, backend=backend, **options,
-        )  # fmt: skip
+            x.q[b : b + 1],
+            x.k,
+            x.v,
+            x.lengths[b : b + 1],
+            page_table=x.options["page_table"][b : b + 1],
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            return_lse=True,
+            backend=backend,
+            **options,
+        )
         assert torch.equal(alone[0][0], batch[0][b])
         assert torch.equal(alone[1][:, 0], batch[1][:, b])
     q = torch.cat([torch.randn(19, 4, 16), x.q[2:3]])
     many = tilewise.attention_kv(
-        q, x.k, x.v, x.lengths[2:3], page_table=x.options["page_table"][2:3],
-        cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32), return_lse=True, backend=backend, **options,
-    )  # fmt: skip
+        q,
+        x.k,
+        x.v,
+        x.lengths[2:3],
+        page_table=x.options["page_table"][2:3],
+        cu_seqlens_q=torch.tensor([0, 20], dtype=torch.int32),
+        return_lse=True,
+        backend=backend,
+        **options,
+    )
     assert torch.equal(many[0][-1], batch[0][2])
     assert torch.equal(many[1][:, -1], batch[1][:, 2])
 
@@ -226,9 +252,11 @@ def test_what_a_query_does_not_see_cannot_reach_it(words: str, backend: str) -> 
     """Keys and values that only later queries see: theirs are the only results that are not finite."""
     x, y = (inputs(KvCase((9, 3, 17), queries=4, new=4, dim=16, heads=2, kv_heads=1, page=8)) for _ in range(2))
     options: dict[str, Any] = {
-        "": {"window": (6, 0)}, "split": {"split": 128}, "mask_mod": {"causal": False, "mask_mod": not_after()},
+        "": {"window": (6, 0)},
+        "split": {"split": 128},
+        "mask_mod": {"causal": False, "mask_mod": not_after()},
         "tree": {"tree": torch.tril(torch.ones(3, 4, 4, dtype=torch.bool))},
-    }[words]  # fmt: skip
+    }[words]
     clean = call(x, backend, **options)
     for name in ("k_new", "v_new"):
         y.options[name][:, 2] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None, None]

@@ -94,11 +94,18 @@ def anything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         new = queries if rng.random() < 0.5 else 0
     page = rng.choice([0, 1, 3, 8, 16, 16, 64])
     case = KvCase(
-        lengths, queries, new, page, kv_heads * rng.choice([1, 2, 5]), kv_heads, rng.choice([16, 20]),
-        rng.choice([0, 8]), bool(page) and rng.random() < 0.4,
+        lengths,
+        queries,
+        new,
+        page,
+        kv_heads * rng.choice([1, 2, 5]),
+        kv_heads,
+        rng.choice([16, 20]),
+        rng.choice([0, 8]),
+        bool(page) and rng.random() < 0.4,
         layout=rng.choice(["plain", "interleaved", "heads_first", "wide"]),
         padding=rng.choice([0, 3]) if isinstance(queries, tuple) else 0,
-    )  # fmt: skip
+    )
     tile = *rng.choice([(16, 16), (16, 64), (32, 16), (64, 32)]), 4, 1, 1, rng.choice([0, 1])
     options: dict[str, Any] = rng.choice([{}, {}, {"window": (rng.randrange(40), 0)}, {"causal": False}])
     split = rng.choice([None, None, 0, 128])

@@ -20,9 +20,11 @@ I32 = torch.int32
 
 def given(**changes: Any) -> dict[str, Any]:
     call: dict[str, Any] = {
-        "q": torch.zeros(2, 1, 4, 16), "k_cache": torch.zeros(3, 8, 2, 16), "v_cache": torch.zeros(3, 8, 2, 16),
+        "q": torch.zeros(2, 1, 4, 16),
+        "k_cache": torch.zeros(3, 8, 2, 16),
+        "v_cache": torch.zeros(3, 8, 2, 16),
         "lengths": torch.tensor([1, 2], dtype=I32),
-    }  # fmt: skip
+    }
     return call | changes
 
 
@@ -32,7 +34,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"q": torch.zeros(4, 16)}, "shape of q"),
         ({"q": torch.zeros(2, 1, 3, 16)}, "heads of q: found 3; expected a multiple"),
         ({"q": torch.zeros(2, 1, 4, 8)}, "head dim of k_cache"),
-        ({"q": torch.zeros(2, 4, 16)}, "cu_seqlens_q: found none, for packed tokens"),
+        ({"q": torch.zeros(2, 4, 16)}, "cu_seqlens_q: found None, for packed tokens"),
         ({"q": torch.zeros(2, 1, 4, 16, dtype=torch.float16)}, "dtype of k_cache"),
         ({"v_cache": torch.zeros(3, 9, 2, 16)}, "shape of v_cache"),
         ({"lengths": torch.tensor([1, 2])}, "dtype of lengths: found torch.int64; expected torch.int32"),
@@ -44,7 +46,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"page_table": torch.zeros(2, 4)}, "dtype of page_table"),
         ({"page_table": (torch.zeros(2, dtype=I32), torch.zeros(4, dtype=I32))}, r"page_table\[0\]"),
         ({"page_table": torch.zeros(2, 4, dtype=I32), "cache_rows": torch.zeros(2, dtype=I32)}, "cache_rows"),
-        ({"k_new": torch.zeros(2, 1, 2, 16)}, "k_new and v_new: found one of them"),
+        ({"k_new": torch.zeros(2, 1, 2, 16)}, "v_new: found None; expected k_new and v_new"),
         ({"k_new": torch.zeros(2, 1, 2, 8), "v_new": torch.zeros(2, 1, 2, 16)}, "heads and dim of k_new"),
         ({"k_new": torch.zeros(1, 1, 2, 16), "v_new": torch.zeros(1, 1, 2, 16)}, "batch of k_new"),
         ({"slots": torch.zeros(2)}, "without new tokens"),
@@ -60,13 +62,13 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"out": [1]}, "out: found list"),
         ({"out": torch.zeros(1).expand(2, 1, 4, 16)}, "strides of out"),
         ({"plan": "auto"}, "plan: found str"),
-        ({"sinks": torch.zeros(4, requires_grad=True)}, "gradient"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, "requires_grad: found True for a score term"),
         (
             {n: torch.zeros(2, 1, 2, 16, requires_grad=True) for n in ("k_new", "v_new")},
-            "gradient: found asked of k_new",
+            "requires_grad: found True for k_new",
         ),
         ({"sinks": torch.zeros(3)}, "shape of sinks"),
-        ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "gradient"),
+        ({"q": torch.zeros(2, 1, 4, 16, requires_grad=True)}, "requires_grad: found True for a call"),
         ({"max_seqlen_q": -1}, "max_seqlen_q"),
         ({"plan": 3}, "plan"),
     ],
@@ -94,7 +96,7 @@ TURN = tilewise.Rotary(torch.zeros(16, 8), torch.zeros(16, 8))
         ({"q": "x"}, "q: found str"),
         ({"q": torch.zeros(2, 1, 4, 8), "rotary": TURN}, "shape of q"),
         ({"q": torch.zeros(1, 1, 4, 16), "rotary": TURN}, "sequences of q: found 1; expected 2"),
-        ({"q": torch.zeros(5, 4, 16), "rotary": TURN}, "cu_seqlens_q: found none, for packed"),
+        ({"q": torch.zeros(5, 4, 16), "rotary": TURN}, "cu_seqlens_q: found None, for packed"),
         ({"q": torch.zeros(2, 1, 4, 16, dtype=torch.int32), "rotary": TURN}, "dtype of q"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -109,7 +111,7 @@ def test_what_append_kv_refuses(changes: dict[str, Any], words: str) -> None:
 def test_transforms_are_refused() -> None:
     call = given()
     rest = [call[name] for name in ("k_cache", "v_cache", "lengths")]
-    with pytest.raises(tilewise.AttentionError, match="forward mode: found asked of a call with a KV cache"):
+    with pytest.raises(tilewise.AttentionError, match="forward-mode AD: found a tangent of a call with a KV cache"):
         torch.func.jvp(lambda q: tilewise.attention_kv(q, *rest), (call["q"],), (call["q"],))
     with pytest.raises(tilewise.AttentionError, match="vmap: found over a call with a KV cache"):
         torch.func.vmap(lambda q: tilewise.attention_kv(q, *rest))(call["q"][None])
@@ -164,19 +166,28 @@ def test_garbage_is_clamped(name: str, garbage: int | None, backend: str) -> Non
     """Lengths beyond the cache, pages that do not exist, offsets that run backwards: wrong numbers, but no crash."""
     x = inputs(
         KvCase(
-            (5, 9, 17), page=0 if name == "cache_rows" else 8, dim=16, csr=name == "indptr", starts=(1, 0, 3),
-            queries=(1, 3, 2) if name in ("cu_q", "cu_new") else 2, new=(1, 3, 2) if name == "cu_new" else 2,
+            (5, 9, 17),
+            page=0 if name == "cache_rows" else 8,
+            dim=16,
+            csr=name == "indptr",
+            starts=(1, 0, 3),
+            queries=(1, 3, 2) if name in ("cu_q", "cu_new") else 2,
+            new=(1, 3, 2) if name == "cu_new" else 2,
         )
-    )  # fmt: skip
+    )
     if name == "cu_q":
         x.options["k_new"] = x.options["v_new"] = torch.zeros(3, 2, 2, 16)
     table = x.options.get("page_table")
     victims = {
-        "lengths": x.lengths, "table": table, "indptr": table[0] if isinstance(table, tuple) else None,
-        "starts": x.options["starts"], "cu_q": x.options.get("cu_seqlens_q"),
-        "cu_new": x.options.get("cu_seqlens_new"), "cache_rows": x.options.get("cache_rows"),
+        "lengths": x.lengths,
+        "table": table,
+        "indptr": table[0] if isinstance(table, tuple) else None,
+        "starts": x.options["starts"],
+        "cu_q": x.options.get("cu_seqlens_q"),
+        "cu_new": x.options.get("cu_seqlens_new"),
+        "cache_rows": x.options.get("cache_rows"),
         "slots": torch.zeros(6, dtype=torch.int64),
-    }  # fmt: skip
+    }
     victim = victims[name]
     assert isinstance(victim, torch.Tensor)
     if garbage is None:
@@ -232,9 +243,11 @@ def test_a_plan_of_another_backend() -> None:
 
 
 PLANNED = [
-    KvCase((20, 3), dim=16), KvCase((40, 0, 7), dim=16, page=8), KvCase((20, 3), dim=16, options={"window": (5, 0)}),
+    KvCase((20, 3), dim=16),
+    KvCase((40, 0, 7), dim=16, page=8),
+    KvCase((20, 3), dim=16, options={"window": (5, 0)}),
     KvCase((20, 3, 40), queries=(1, 4, 0), dim=16),
-]  # fmt: skip
+]
 
 
 @pytest.mark.usefixtures("triton_runs")

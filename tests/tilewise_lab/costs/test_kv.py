@@ -12,7 +12,7 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tilewise.backends.common.kv import kv_tiles
-from tilewise.backends.common.kv.partition import deal
+from tilewise.backends.common.kv.partition import partition
 from tilewise.validation import kv as checks
 from tilewise_lab import cli
 from tilewise_lab.costs.devices import device
@@ -41,21 +41,21 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(words))
     sequences = explain_kv(x.q, x.k, x.v, x.lengths, device="H200", **words).sequences
     gpu = device("H200").gpu
-    dealt = deal(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
+    dealt = partition(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
     group, spec = case.heads // case.kv_heads, request.spec
     found = ranges(dealt, sequences, group, spec.before, spec.after)
     ledger = plan.schedule.tolist()
-    assert len(ledger) == dealt.numbers
+    assert len(ledger) == dealt.schedule_numel
     heads, empty = case.kv_heads, ledger[1]
     assert found.divided == ledger[0] * heads
     items = [ledger[at : at + 8] for at in range(len(ledger) - 8 * dealt.items, len(ledger), 8)]
     reals = len(found.items)
-    assert [(x.b, x.first, x.units) for x in found.items] == [(b, first, n) for b, first, *_, n in items[:reals]]
+    assert [(x.b, x.first, x.num_chunks) for x in found.items] == [(b, first, n) for b, first, *_, n in items[:reals]]
     assert all(units == 0 for *_, units in items[len(items) - empty :])
-    tasks = 2 + 12 * (dealt.teams + 1)
+    tasks = 2 + 12 * (dealt.num_splits + 1)
     parts = sum(ledger[tasks + 12 * n + 1] - ledger[tasks + 12 * n] + 2 for n in range(ledger[0]))
     assert found.parts == parts * heads
-    work = [ledger[2 + 12 * p] for p in range(dealt.teams)]
+    work = [ledger[2 + 12 * p] for p in range(dealt.num_splits)]
     assert sum(item < reals for item in work) * heads == found.busy
 
 

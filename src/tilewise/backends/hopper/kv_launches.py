@@ -44,7 +44,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     many = many_launch(request, out, lse, new_state(memory), target.processors)
     if request.call.cu_q is None:
         return [many]
-    return [many, *decode.attend_launches(call._replace(request=of_few(request)), target, memory, beside=True)]
+    return [many, *decode.attend_launches(call._replace(request=of_few(request)), target, memory, concurrent=True)]
 
 
 def many_launch(request: KvRequest, out: Tensor, lse: Tensor, zeros: State, processors: int) -> Launch:

@@ -1,4 +1,4 @@
-"""Attention over a KV cache, in torch: the keys of each sequence are gathered, and packed attention does the rest."""
+"""Attention over a KV cache, in torch: gathers the keys of each sequence, then runs packed attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewise.request import Request
 
 
 class ReferenceCache:
-    """A `KvBackend` in torch. Nothing is scheduled: one sequence follows another."""
+    """A `KvBackend` in torch. It has no schedule."""
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         return 0, 0
@@ -42,7 +42,7 @@ class ReferenceCache:
 
 
 def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
-    """(out, lse), after the new tokens are written."""
+    """(out, lse), after the new tokens are appended."""
     request = kv.request
     if kv.append is not None:
         rotated = append(kv.append)
@@ -80,7 +80,7 @@ def on_branch(b, h, q_idx, kv_idx, tree, first, *, q_len, kv_len):  # type: igno
 
 
 def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
-    """Everything that hides a key beside the band."""
+    """The mask mods of a request: its own, valid keys, the tree."""
     call, starts, tree = request.call, request.places.starts, request.tree
     found = []
     if call.spec.mask_mod is not None:
@@ -94,13 +94,13 @@ def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
 
 
 def append(request: AppendRequest) -> Tensor | None:
-    """Write the new keys and values, the keys rotated. Returns the rotated queries, if there are any."""
+    """Append the new keys, rotated, and values. Returns the rotated queries, if there are any."""
     k, v, places, rotary = request.k, request.v, request.places, request.rotary
     new = Tokens.of(request.k_new, places.cu_new)
     at = places.lengths.long()[new.b] + new.i
     k_new, v_new = request.k_new, request.v_new
     if rotary is not None:
-        k_new = turned(k_new, at if rotary.positions is None else rotary.positions.flatten(), rotary)
+        k_new = apply_rotary(k_new, at if rotary.positions is None else rotary.positions.flatten(), rotary)
     k_new, v_new = (x.reshape(-1, *x.shape[-2:]) for x in (k_new, v_new))
     if request.slots is None:
         row, offset, fits = slot_of(places, new.b, at, k)
@@ -113,24 +113,24 @@ def append(request: AppendRequest) -> Tensor | None:
     v[row[fits], offset[fits]] = v_new[fits].to(v.dtype)
     if request.q is None or rotary is None:
         return None
-    rotated = turned(request.q, query_positions(request, rotary), rotary)
+    rotated = apply_rotary(request.q, query_positions(request, rotary), rotary)
     return rotated if request.rotated is None else request.rotated.copy_(rotated)
 
 
 def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
-    """Where every query sits: explicit, or so that the last one is at the last new key."""
+    """The position of every query: given, or so that the last query is at the last key."""
     assert request.q is not None
     if rotary.q_positions is not None:
         return rotary.q_positions.flatten()
     of = Tokens.of(request.q, request.cu_q)
     if rotary.positions is not None:
         return rotary.positions.flatten()
-    totals = request.places.lengths.long() + gained(request.places)
+    totals = request.places.lengths.long() + appended(request.places)
     return totals[of.b] - of.n[of.b] + of.i
 
 
-def turned(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """x (.., heads, dim), turned by the angles of its tokens' positions."""
+def apply_rotary(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """x (.., heads, dim), rotated by the angles of its tokens' positions."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = rotary.cos.shape[1]
     at = positions.long().clamp(0, max(rotary.cos.shape[0] - 1, 0))
@@ -138,15 +138,15 @@ def turned(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     width, wide = 2 * half, x.to(dtype)
     if rotary.interleaved:
         a, b = wide[..., 0:width:2], wide[..., 1:width:2]
-        moved = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
         a, b = wide[..., :half], wide[..., half:width]
-        moved = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([moved, wide[..., width:]], -1).to(x.dtype)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([rotated, wide[..., width:]], -1).to(x.dtype)
 
 
 class Tokens(NamedTuple):
-    """Of every token of a buffer: its sequence, its number there, whether it belongs to one; and all lengths."""
+    """Sequence, index in the sequence, and existence of every token of a buffer; and the lengths of all sequences."""
 
     b: Tensor
     i: Tensor
@@ -165,30 +165,30 @@ class Tokens(NamedTuple):
 
 
 def bounds_of(x: Tensor, cu: Tensor | None) -> Tensor:
-    """cu_seqlens, also of a dense (B, S, heads, dim)."""
+    """cu_seqlens of packed tokens, clamped, or of a dense (B, S, heads, dim)."""
     if cu is not None:
         tokens = x.shape[0]
         return cu.clamp(0, tokens)
     return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
-def gained(places: Places) -> Tensor:
-    """New tokens of every sequence."""
+def appended(places: Places) -> Tensor:
+    """The number of new tokens of every sequence."""
     if places.cu_new is not None:
         return places.cu_new.long().diff().clamp(min=0)
     return torch.full_like(places.lengths, places.new, dtype=torch.int64)
 
 
 def clamped_totals(places: Places, cache: Tensor) -> Tensor:
-    """Tokens of every sequence that the cache can hold."""
+    """The sequence lengths with new tokens, at most what the cache can hold."""
     most = torch.full_like(places.lengths, places.capacity(cache), dtype=torch.int64)
     if places.indptr is not None:
         most = places.indptr.long().diff() * cache.shape[1]
-    return torch.minimum((places.lengths.long() + gained(places)).clamp(min=0), most.clamp(min=0))
+    return torch.minimum((places.lengths.long() + appended(places)).clamp(min=0), most.clamp(min=0))
 
 
 def slot_of(places: Places, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(row of the cache, place in it) of token j of sequence b; and whether there is such a place."""
+    """(page or row of the cache, offset in it) of token j of sequence b; and whether that exists."""
     rows, page = cache.shape[:2]
     fits = j >= 0
     j = j.clamp(min=0)
@@ -208,10 +208,9 @@ def slot_of(places: Places, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor
 
 
 def tokens(places: Places, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For every sequence, where its tokens lie. Places before its start are not looked at, whatever a table says."""
+    """For every sequence, (pages, offsets) of its tokens."""
     found = []
     for b, n in enumerate(totals.tolist()):
         j = torch.arange(n, device=cache.device)
-        row, offset, _ = slot_of(places, torch.full_like(j, b), j, cache)
-        found.append((row, offset))
+        found.append(slot_of(places, torch.full_like(j, b), j, cache)[:2])
     return found

@@ -1,4 +1,4 @@
-"""Attention over a KV cache: kernels for few queries (decode), the schedule of keys, and the append of new tokens."""
+"""Attention over a KV cache: the schedule of keys, decode, combine, and the append of new tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 
 
 class DecodeKernels:
-    """A `KvBackend` of Triton kernels. They are imported when a runner is made."""
+    """A `KvBackend` of Triton kernels, which are imported when a runner is made."""
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
         from .launches import schedule_sizes

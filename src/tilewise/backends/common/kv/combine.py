@@ -1,188 +1,287 @@
-"""What several programs have of one row set, put together: softmax over a union of keys follows from (o, lse) over its
-parts (tilewise.merge). Where scores may be far out (FAR), an lse does not tell how many keys a part has
-(`renormalise`): then (o, m, l) are kept, with m in place of lse."""
+"""Partial results of a row, combined: softmax over a union of keys follows from (out, lse) over its parts
+(tilewise.merge). Where scores may be too large for an lse (FAR, see `renormalise`), a partial result is (out, m, l),
+with m in place of lse."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..device.softmax import logsumexp
-from ..device.structs import LOG2E, Work
+from ..device.structs import LOG2E
 from ..pdl import gdc_wait
-from .schedule import items_of, load_item, load_stretch, task_of, work_of
+from .schedule import RUNTIME_SIZES, item_records, load_item, load_task, split_record, task_record
+
+
+class Buffers(NamedTuple):
+    """out and lse as views, the workspace of partial results, the schedule."""
+
+    out: tl.tuple
+    lse: tl.tuple
+    workspace: tl.tensor
+    schedule: tl.tensor
+
+
+class Partials(NamedTuple):
+    """The workspace: every program has `slots` partial results of `rows` rows. Pointers to out, to lse (or m) and to l
+    of them all."""
+
+    out: tl.tensor
+    lse: tl.tensor
+    l: tl.tensor
+    slots: tl.tensor
+    rows: tl.tensor
+
+
+class Partial(NamedTuple):
+    """out and lse over some keys; l is undefined. FAR: out, m and l."""
+
+    out: tl.tensor
+    lse: tl.tensor
+    l: tl.tensor
+
+
+class PartialRows(NamedTuple):
+    """The rows r of the partial result whose first row is number `slot` of the workspace; pointers to its out."""
+
+    partials: tl.tuple
+    slot: tl.tensor
+    r: tl.tensor
+    out: tl.tensor
+    out_mask: tl.tensor
+
+
+class Rows(NamedTuple):
+    """Query and head of the rows of a tile, and whether they exist."""
+
+    i: tl.tensor
+    h: tl.tensor
+    exists: tl.tensor
+
+
+class CombineConfig(NamedTuple):
+    """Query heads per KV head; KV heads; head dim of v; rows, partial results and columns that are combined at once;
+    whether splits have a fixed number of keys; whether the launch overlaps the one before; FAR."""
+
+    GROUP: int
+    KV_HEADS: int
+    DV: int
+    BLOCK_R: int
+    BLOCK_C: int
+    BLOCK_DV: int
+    FIXED_SPLIT: bool
+    OVERLAP: bool
+    FAR: bool
 
 
 @triton.jit
-def row_pointers(x, w, i, h):
-    """Pointers to the rows (query i, head h) of a tile."""
-    base = x.ptr + w.b.to(tl.int64) * x.strides[0]
-    return base + (w.q0 + i).to(tl.int64) * x.strides[1] + h.to(tl.int64) * x.strides[2]
+def tile_rows(item, head, r, limit, GROUP: tl.constexpr):
+    """The rows r of a work item, for a KV head; those past `limit`, if it is not None, do not exist."""
+    i = (item.first + r) // GROUP
+    h = head * GROUP + (item.first + r) % GROUP
+    exists = i < item.n_q
+    if limit is not None:
+        exists = exists & (r < limit)
+    return Rows(i, h, exists)
+
+
+@triton.jit
+def row_pointers(x, item, rows):
+    """Pointers to rows of a (batch, token, head, ..) view."""
+    base = x.ptr + item.b.to(tl.int64) * x.strides[0]
+    return base + (item.q0 + rows.i).to(tl.int64) * x.strides[1] + rows.h.to(tl.int64) * x.strides[2]
 
 
 @triton.jit
 def columns(x, d):
-    """Offsets of the dims d within a row, with 64 bits where they lie that far apart."""
+    """Offsets of the dims d within a row, in 64 bits where they may exceed 32."""
     if x.wide is not None:
         d = d.to(tl.int64)
     return d * x.strides[3]
 
 
 @triton.jit
-def sums_of(room, programs, slots, rows, DV: tl.constexpr):
-    """Where the workspace has l of all parts: behind the parts, their lse or m, and the programs' flags."""
-    return room + tl.cast(programs, tl.int64) * slots * rows * (DV + 1) + programs
+def nan_flags(workspace, programs, slots, rows, DV: tl.constexpr):
+    """A pointer to the flags of all programs: between the lse and the l of the partial results."""
+    return workspace + tl.cast(programs, tl.int64) * slots * rows * (DV + 1)
 
 
 @triton.jit
-def union(o_a, log_a, l_a, o_b, log_b, l_b, FAR: tl.constexpr):
-    """(o, lse) over the keys of both, l without a meaning; or FAR (o, m, l). The products are fused as written, for the
-    same bits wherever this is called."""
-    top = tl.maximum(log_a, log_b)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    w_a = tl.exp2((log_a - pivot) * LOG2E)
-    w_b = tl.exp2((log_b - pivot) * LOG2E)
+def partials_of(workspace, programs, slots, rows, DV: tl.constexpr):
+    """The partial results in the workspace."""
+    lse = workspace + tl.cast(programs, tl.int64) * slots * rows * DV
+    return Partials(workspace, lse, nan_flags(workspace, programs, slots, rows, DV) + programs, slots, rows)
+
+
+@triton.jit
+def rows_of_partial(partials, slot, r, d, DV: tl.constexpr):
+    """The rows r and the columns d (1, ..) of a partial result."""
+    out = partials.out + slot * DV + (r[:, None] * DV + d)
+    return PartialRows(partials, slot, r, out, (r < partials.rows)[:, None] & (d < DV))
+
+
+@triton.jit
+def load_partial(x, FAR: tl.constexpr):
+    exists = x.r < x.partials.rows
+    out = tl.load(x.out, mask=x.out_mask, other=0.0)
+    lse = tl.load(x.partials.lse + x.slot + x.r, mask=exists, other=float("-inf"))
+    l = lse
     if FAR:
-        w_a *= l_a
-        w_b *= l_b
+        l = tl.load(x.partials.l + x.slot + x.r, mask=exists, other=0.0)
+    return Partial(out, lse, l)
+
+
+@triton.jit
+def store_partial(x, partial, FAR: tl.constexpr):
+    exists = x.r < x.partials.rows
+    tl.store(x.out, partial.out, mask=x.out_mask)
+    tl.store(x.partials.lse + x.slot + x.r, partial.lse, mask=exists)
+    if FAR:
+        tl.store(x.partials.l + x.slot + x.r, partial.l, mask=exists)
+
+
+@triton.jit
+def merge(a, b, FAR: tl.constexpr):
+    """The partial result over the keys of both. The products are fused as written, for the same bits in every
+    kernel."""
+    m = tl.maximum(a.lse, b.lse)
+    pivot = tl.where(m == float("-inf"), 0.0, m)
+    w_a = tl.exp2((a.lse - pivot) * LOG2E)
+    w_b = tl.exp2((b.lse - pivot) * LOG2E)
+    if FAR:
+        w_a *= a.l
+        w_b *= b.l
     l = w_a + w_b
-    share = 1.0 / tl.where(l == 0.0, 1.0, l)
-    o = tl.fma(o_a, (w_a * share)[:, None], o_b * (w_b * share)[:, None])
+    inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
+    out = tl.fma(a.out, (w_a * inverse)[:, None], b.out * (w_b * inverse)[:, None])
     if FAR:
-        return o, top, l
+        return Partial(out, m, l)
     else:
-        return o, tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l)), l
+        return Partial(out, tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l)), l)
 
 
 @triton.jit
-def with_sink(o, log, l, sinks, h, exists, FAR: tl.constexpr):
-    """(o, lse): the sink joins the denominator, once, behind all keys."""
+def add_sink(partial, sinks, h, exists, FAR: tl.constexpr):
+    """(out, lse): the sink is added to the denominator once, after all keys."""
+    out = partial.out
+    lse = partial.lse
     if sinks.ptr is not None:
         sink = tl.load(sinks.ptr + h * sinks.stride, mask=exists, other=float("-inf")).to(tl.float32)
-        top = tl.maximum(log, sink)
-        pivot = tl.where(top == float("-inf"), 0.0, top)
-        w_o = tl.exp2((log - pivot) * LOG2E)
+        m = tl.maximum(lse, sink)
+        pivot = tl.where(m == float("-inf"), 0.0, m)
+        weight = tl.exp2((lse - pivot) * LOG2E)
         if FAR:
-            w_o *= l
-        l = w_o + tl.exp2((sink - pivot) * LOG2E)
-        o = o * (w_o / tl.where(l == 0.0, 1.0, l))[:, None]
-        log = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+            weight *= partial.l
+        l = weight + tl.exp2((sink - pivot) * LOG2E)
+        out = out * (weight / tl.where(l == 0.0, 1.0, l))[:, None]
+        lse = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
     elif FAR:
-        log += logsumexp(0.0, l)
-    return o, log
+        lse += logsumexp(0.0, partial.l)
+    return out, lse
 
 
 @triton.jit
-def joined(
-    room, logs, sums, first, last, head, slots, rows, r, d, KV_HEADS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_C: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """(o, lse) or FAR (o, m, l), as `union`, of rows r over all parts of an item: the prefix of the team before
-    `first`, and what each team from there to `last` has in its second slot. BLOCK_C parts at a time."""
-    c = tl.arange(0, BLOCK_C)
-    parts = last - first + 2
-    top = tl.full([r.shape[0]], float("-inf"), tl.float32)
-    for c0 in tl.range(0, parts, BLOCK_C):
-        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
-        x = tl.load(
-            logs + parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS), mask=held, other=float("-inf")
-        )
-        top = tl.maximum(top, tl.max(x, 0))
-    pivot = tl.where(top == float("-inf"), 0.0, top)
+def store_rows(buffers, partial, item, rows, d, sinks, batch, CONFIG: tl.constexpr):
+    """Write out, at the columns d (1, ..), and lse of rows whose partial result covers all of their keys."""
+    out, lse = add_sink(partial, sinks, rows.h, rows.exists & (item.b < batch), CONFIG.FAR)
+    o = buffers.out
+    o_rows = row_pointers(o, item, rows)[:, None] + columns(o, d)
+    tl.store(o_rows, out.to(o.ptr.dtype.element_ty), mask=rows.exists[:, None] & (d < CONFIG.DV))
+    tl.store(row_pointers(buffers.lse, item, rows), lse, mask=rows.exists)
+
+
+@triton.jit
+def partial_rows(partials, split, first, head, r, KV_HEADS: tl.constexpr):
+    """Numbers of the rows r of a work item's partial results: the split that began it has its partial result in the
+    first slot, the splits from `first` on, which continue it, in the second."""
+    slot = (tl.cast(split, tl.int64) * KV_HEADS + head) * partials.slots + (split >= first).to(tl.int64)
+    return (slot * partials.rows)[:, None] + r[None, :]
+
+
+@triton.jit
+def combine_splits(partials, task, head, r, d, CONFIG: tl.constexpr):
+    """The partial result of rows r over all splits of a work item: the one before task.first, which began it, and those
+    from task.first to task.last. BLOCK_C at a time."""
+    first = task.first
+    c = tl.arange(0, CONFIG.BLOCK_C)
+    num_splits = task.last - first + 2
+    m = tl.full([r.shape[0]], float("-inf"), tl.float32)
+    for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
+        exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
+        at = partial_rows(partials, first - 1 + c0 + c, first, head, r, CONFIG.KV_HEADS)
+        m = tl.maximum(m, tl.max(tl.load(partials.lse + at, mask=exists, other=float("-inf")), 0))
+    pivot = tl.where(m == float("-inf"), 0.0, m)
     l = tl.full([r.shape[0]], 0.0, tl.float32)
-    total = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
-    for c0 in tl.range(0, parts, BLOCK_C):
-        held = (c0 + c < parts)[:, None] & (r < rows)[None, :]
-        at = parts_at(first - 1 + c0 + c, first, head, slots, rows, r, KV_HEADS)
-        weight = tl.exp2((tl.load(logs + at, mask=held, other=float("-inf")) - pivot[None, :]) * LOG2E)
-        if FAR:
-            weight *= tl.load(sums + at, mask=held, other=0.0)
-        part = room + (at * DV)[:, :, None] + d[None, None, :]
-        part = tl.load(part, mask=held[:, :, None] & (d < DV)[None, None, :], other=0.0)
-        total += tl.sum(part * weight[:, :, None], 0)
+    acc = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
+    for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
+        exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
+        at = partial_rows(partials, first - 1 + c0 + c, first, head, r, CONFIG.KV_HEADS)
+        weight = tl.exp2((tl.load(partials.lse + at, mask=exists, other=float("-inf")) - pivot[None, :]) * LOG2E)
+        if CONFIG.FAR:
+            weight *= tl.load(partials.l + at, mask=exists, other=0.0)
+        out = partials.out + (at * CONFIG.DV)[:, :, None] + d[None, None, :]
+        out = tl.load(out, mask=exists[:, :, None] & (d < CONFIG.DV)[None, None, :], other=0.0)
+        acc += tl.sum(out * weight[:, :, None], 0)
         l += tl.sum(weight, 0)
-    if not FAR:
-        top = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
-    return total / tl.where(l == 0.0, 1.0, l)[:, None], top, l
+    if not CONFIG.FAR:
+        m = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+    return Partial(acc / tl.where(l == 0.0, 1.0, l)[:, None], m, l)
 
 
 @triton.jit
-def parts_at(team, first, head, slots, rows, r, KV_HEADS: tl.constexpr):
-    """Where the rows r of these teams' parts lie: a prefix in the first slot, what goes on with it in the second."""
-    slot = (tl.cast(team, tl.int64) * KV_HEADS + head) * slots + (team >= first).to(tl.int64)
-    return (slot * rows)[:, None] + r[None, :]
+def combine_chunks(partials, schedule, task, head, num_chunks, r, d, CONFIG: tl.constexpr):
+    """The partial result of rows r over all chunks of a work item with splits of a fixed size, merged in their order,
+    so that the result does not depend on the batch. The split that began the work item has merged its chunks; the
+    others have each chunk in a slot of its own."""
+    slot = (tl.cast(task.first - 1, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots
+    total = load_partial(rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV), CONFIG.FAR)
+    split = task.first
+    first_chunk = tl.load(split_record(schedule, split) + 1).to(tl.int32)
+    begin = first_chunk
+    for chunk in range(begin, num_chunks):
+        if split < task.last:
+            if tl.load(split_record(schedule, split + 1) + 1) == chunk:
+                split += 1
+                first_chunk = chunk
+        slot = (tl.cast(split, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots + 1 + chunk - first_chunk
+        chunk_partial = rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV)
+        total = merge(total, load_partial(chunk_partial, CONFIG.FAR), CONFIG.FAR)
+    return total
 
 
-@triton.jit
-def store_set(
-    o, lse, total, log, l, it, head, r, d, rows, batch, sinks, GROUP: tl.constexpr, DV: tl.constexpr, FAR: tl.constexpr
-):
-    """out and lse of the rows r of a row set, from those over its keys."""
-    i = (it.first + r) // GROUP
-    h = head * GROUP + (it.first + r) % GROUP
-    exists = (i < it.n_q) & (r < rows)
-    w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, 0)
-    total, log = with_sink(total, log, l, sinks, h, exists & (it.b < batch), FAR)
-    o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d[None, :])
-    tl.store(o_rows, total.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < DV)[None, :])
-    tl.store(row_pointers(lse, w, i, h), log, mask=exists)
-
-
-@triton.jit(do_not_specialize=["programs", "items", "slots", "rows", "batch"])
-def combine_kernel(
-    o, lse, room, ledger, sinks, programs, items, slots, rows, batch, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr, SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """out and lse of the items that several teams share, and of those without keys: BLOCK_R rows by BLOCK_DV
-    columns at a time."""
-    if OVERLAP:
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def combine_kernel(buffers, sinks, programs, items, slots, rows, batch, CONFIG: tl.constexpr):
+    """Write out and lse of the work items that several splits share, and of those without keys: BLOCK_R rows by
+    BLOCK_DV columns at a time."""
+    if CONFIG.OVERLAP:
         gdc_wait()
-    count = tl.load(ledger).to(tl.int32)
-    empties = tl.load(ledger + 1).to(tl.int32)
-    teams = programs // KV_HEADS
-    wide = tl.cdiv(DV, BLOCK_DV)
-    blocks = tl.cdiv(rows, BLOCK_R) * wide
-    logs = room + tl.cast(programs, tl.int64) * slots * rows * DV
-    sums = sums_of(room, programs, slots, rows, DV)
-    for n in range(tl.program_id(0), empties * KV_HEADS * blocks, tl.num_programs(0)):
-        it = load_item(items_of(ledger, teams, items) + (items - 1 - n // blocks // KV_HEADS).to(tl.int64) * 8)
-        r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
-        d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
-        log = tl.full([BLOCK_R], float("-inf"), tl.float32)
-        l = tl.full([BLOCK_R], 0.0, tl.float32)
-        total = tl.full([BLOCK_R, BLOCK_DV], 0.0, tl.float32)
-        store_set(o, lse, total, log, l, it, n // blocks % KV_HEADS, r, d, rows, batch, sinks, GROUP, DV, FAR)
-    for n in range(tl.program_id(0), count * KV_HEADS * blocks, tl.num_programs(0)):
-        task = task_of(ledger, teams, n // blocks // KV_HEADS)
-        first, last = load_stretch(task)
-        it = load_item(task + 4)
-        head = n // blocks % KV_HEADS
-        r = n % blocks // wide * BLOCK_R + tl.arange(0, BLOCK_R)
-        d = n % wide * BLOCK_DV + tl.arange(0, BLOCK_DV)
-        if SPLIT:
-            slot = (tl.cast(first - 1, tl.int64) * KV_HEADS + head) * slots
-            fits = (r < rows)[:, None] & (d < DV)[None, :]
-            total = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
-            log = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
-            l = log
-            if FAR:
-                l = tl.load(sums + slot * rows + r, mask=r < rows, other=0.0)
-            team = first
-            entered = tl.load(work_of(ledger, first) + 1).to(tl.int32)
-            begin = entered
-            for unit in range(begin, it.units):
-                if team < last:
-                    if tl.load(work_of(ledger, team + 1) + 1) == unit:
-                        team += 1
-                        entered = unit
-                slot = (tl.cast(team, tl.int64) * KV_HEADS + head) * slots + 1 + unit - entered
-                part = tl.load(room + ((slot * rows + r) * DV)[:, None] + d[None, :], mask=fits, other=0.0)
-                log_part = tl.load(logs + slot * rows + r, mask=r < rows, other=float("-inf"))
-                l_part = log_part
-                if FAR:
-                    l_part = tl.load(sums + slot * rows + r, mask=r < rows, other=0.0)
-                total, log, l = union(total, log, l, part, log_part, l_part, FAR)
+    schedule = buffers.schedule
+    divided = tl.load(schedule).to(tl.int32)
+    empties = tl.load(schedule + 1).to(tl.int32)
+    num_splits = programs // CONFIG.KV_HEADS
+    wide = tl.cdiv(CONFIG.DV, CONFIG.BLOCK_DV)
+    blocks = tl.cdiv(rows, CONFIG.BLOCK_R) * wide
+    partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
+    for n in range(tl.program_id(0), empties * CONFIG.KV_HEADS * blocks, tl.num_programs(0)):
+        records = item_records(schedule, num_splits, items)
+        item = load_item(records + (items - 1 - n // blocks // CONFIG.KV_HEADS).to(tl.int64) * 8)
+        r = n % blocks // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
+        d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
+        lse = tl.full([CONFIG.BLOCK_R], float("-inf"), tl.float32)
+        l = tl.full([CONFIG.BLOCK_R], 0.0, tl.float32)
+        empty = Partial(tl.full([CONFIG.BLOCK_R, CONFIG.BLOCK_DV], 0.0, tl.float32), lse, l)
+        at = tile_rows(item, n // blocks % CONFIG.KV_HEADS, r, rows, CONFIG.GROUP)
+        store_rows(buffers, empty, item, at, d[None, :], sinks, batch, CONFIG)
+    for n in range(tl.program_id(0), divided * CONFIG.KV_HEADS * blocks, tl.num_programs(0)):
+        record = task_record(schedule, num_splits, n // blocks // CONFIG.KV_HEADS)
+        task = load_task(record)
+        item = load_item(record + 4)
+        head = n // blocks % CONFIG.KV_HEADS
+        r = n % blocks // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
+        d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
+        if CONFIG.FIXED_SPLIT:
+            total = combine_chunks(partials, schedule, task, head, item.num_chunks, r, d[None, :], CONFIG)
         else:
-            total, log, l = joined(
-                room, logs, sums, first, last, head, slots, rows, r, d, KV_HEADS, DV, BLOCK_C, FAR
-            )  # fmt: skip
-        store_set(o, lse, total, log, l, it, head, r, d, rows, batch, sinks, GROUP, DV, FAR)
+            total = combine_splits(partials, task, head, r, d, CONFIG)
+        at = tile_rows(item, head, r, rows, CONFIG.GROUP)
+        store_rows(buffers, total, item, at, d[None, :], sinks, batch, CONFIG)

@@ -1,8 +1,9 @@
-"""Attention over a KV cache, dense or paged: as many programs as the GPU runs at once, each with an equal share of a
-head's keys (`kv_plan`). The queries of a tile and the heads of their group are its rows, so that keys are read once.
+"""Attention over a KV cache, dense or paged (decode): as many programs as the GPU runs at once, each with an equal
+share of the keys of a KV head (`schedule`). The rows of a tile are its queries times the heads of their group, so that
+keys are read once for the whole group.
 
-A row set that several programs share is put together by `kv_combine`. Where rows of a tile see different keys, a second
-launch of the same kernel follows, which nearly always finds nothing to do: see CAREFUL.
+The combine kernel merges the partial results of rows that several splits share. Where rows of a tile see different
+keys, a second launch of the same kernel follows, which nearly always finds nothing to do: see REPAIR.
 """
 
 from typing import NamedTuple
@@ -17,289 +18,344 @@ from ..device.softmax import row_logsumexp, softmax_step, unit_of, unrounded
 from ..device.structs import Law, Work
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
-from .combine import columns, row_pointers, sums_of, union, with_sink
-from .schedule import items_of, load_item, load_stretch, work_of
+from .combine import (
+    Partial,
+    columns,
+    load_partial,
+    merge,
+    nan_flags,
+    partials_of,
+    row_pointers,
+    rows_of_partial,
+    store_partial,
+    store_rows,
+    tile_rows,
+)
+from .schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
 
 
-class Cache(NamedTuple):
-    """Keys and values as views, and what leads to a sequence's: a table of pages (with `indptr`, of all sequences in a
-    row), or the row of a dense cache."""
+class KvCacheView(NamedTuple):
+    """Keys and values as views; the page table, with `indptr` that of all sequences one after another; or, of a dense
+    cache, the batch row of each sequence."""
 
     k: tl.tuple
     v: tl.tuple
-    table: tl.tensor
+    page_table: tl.tensor
     indptr: tl.tensor
     rows: tl.tensor
 
 
+class KeyRange(NamedTuple):
+    """The keys [lo, hi) of a sequence, from `first` on visible to some row, from `start` on valid. `pages`: its page
+    numbers, below `num_pages`, or the row of a dense cache."""
+
+    cache: tl.tuple
+    pages: tl.tensor
+    num_pages: tl.tensor
+    start: tl.tensor
+    first: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+
+
+class TreeMask(NamedTuple):
+    """(tokens of q, words) int64: a bit for each of a sequence's last n_q keys that a query sees."""
+
+    ptr: tl.tensor
+    words: tl.tensor
+
+
+class DecodeConfig(NamedTuple):
+    """What the decode kernel is compiled for.
+
+    GROUP to PRECISION, BOUNDED and OVERLAP are those of `Plan`. PAGE_SIZE: None for a dense cache. PREFETCH_PAGES: page
+    numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal. HAS_STARTS: sequences may
+    begin past the cache's first key.
+
+    FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
+    depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
+    earlier split began in a slot of its own. Otherwise a program sums all of its chunks of a work item together.
+
+    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later.
+
+    FLAG_NAN: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan sets its
+    flag in the workspace. REPAIR: the launch that follows, in which such programs compute their split once more so that
+    a value cannot reach a row that does not see it.
+    """
+
+    GROUP: int
+    D: int
+    DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    FOLD: bool
+    PRECISION: str
+    BOUNDED: bool
+    FAR: bool
+    OVERLAP: bool
+    PAGE_SIZE: int | None
+    KV_HEADS: int
+    FIXED_SPLIT: bool
+    PREFETCH_PAGES: bool
+    SAME_STRIDES: bool
+    HAS_STARTS: bool
+    CONCURRENT: bool
+    FLAG_NAN: bool
+    REPAIR: bool
+
+
 @triton.jit
-def pages_of(cache, b, stride, count):
+def pages_of(cache, b, table_stride, num_pages):
     """A pointer to the sequence's page numbers; or, of a dense cache, its row."""
-    if cache.table is None:
+    if cache.page_table is None:
         if cache.rows is None:
             return b
         else:
-            return clamp(tl.load(cache.rows + b), 0, count - 1)
+            return clamp(tl.load(cache.rows + b), 0, num_pages - 1)
     elif cache.indptr is None:
-        return cache.table + b.to(tl.int64) * stride
+        return cache.page_table + b.to(tl.int64) * table_stride
     else:
-        return cache.table + tl.maximum(tl.load(cache.indptr + b), 0)
+        return cache.page_table + tl.maximum(tl.load(cache.indptr + b), 0)
 
 
 @triton.jit
-def page_at(pages, at, lo, hi, count, PAGE: tl.constexpr, N: tl.constexpr):
-    """The pages of the N keys from `at` on, a multiple of N: one for all of them where a tile lies within a page, else
-    one for each."""
-    if PAGE is None:
-        return pages
-    elif PAGE % N == 0:
-        return clamp(tl.load(pages + at // PAGE, mask=at < hi, other=0), 0, count - 1)
+def load_pages(keys, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """The pages of the N keys from `at` on, a multiple of N: one number where a tile lies within a page, else one for
+    each key."""
+    if PAGE_SIZE is None:
+        return keys.pages
+    elif PAGE_SIZE % N == 0:
+        return clamp(tl.load(keys.pages + at // PAGE_SIZE, mask=at < keys.hi, other=0), 0, keys.num_pages - 1)
     else:
         r = tl.arange(0, N)
         j = at + r
-        index = at // PAGE + r // PAGE if N % PAGE == 0 else j // PAGE
-        return clamp(tl.load(pages + index, mask=(j >= lo) & (j < hi), other=0), 0, count - 1)
+        index = at // PAGE_SIZE + r // PAGE_SIZE if N % PAGE_SIZE == 0 else j // PAGE_SIZE
+        inside = (j >= keys.first) & (j < keys.hi)
+        return clamp(tl.load(keys.pages + index, mask=inside, other=0), 0, keys.num_pages - 1)
 
 
 @triton.jit
-def key_offsets(x, page, h, at, PAGE: tl.constexpr, N: tl.constexpr):
-    """Where the rows of the N keys from `at` on begin: (offset of them all, offsets of each)."""
+def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """Offsets of the rows of the N keys from `at` on: (one for all, one for each)."""
     r = tl.arange(0, N)
     base = h.to(tl.int64) * x.strides[2]
-    if PAGE is None or PAGE % N == 0:
-        place = at if PAGE is None else at % PAGE
+    if PAGE_SIZE is None or PAGE_SIZE % N == 0:
+        place = at if PAGE_SIZE is None else at % PAGE_SIZE
         if x.wide is not None:
             r = r.to(tl.int64)
         return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], r * x.strides[1]
     else:
-        place = r % PAGE if N % PAGE == 0 else (at + r) % PAGE
+        place = r % PAGE_SIZE if N % PAGE_SIZE == 0 else (at + r) % PAGE_SIZE
         return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
 
 
 @triton.jit
 def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a cache; zero where they are not inside, which is not read, and past D columns."""
+    """Rows of a cache. Those that are not inside are not read: 0, as are columns past D."""
     d = tl.arange(0, BLOCK_D)[None, :]
     if x.wide is not None:
         d = d.to(tl.int64)
-    held = inside[:, None]
+    mask = inside[:, None]
     if D != BLOCK_D:
-        held = held & (d < D)
-    return tl.load(x.ptr + base + (rows[:, None] + d * x.strides[3]), mask=held, other=0.0)
+        mask = mask & (d < D)
+    return tl.load(x.ptr + base + (rows[:, None] + d * x.strides[3]), mask=mask, other=0.0)
 
 
 @triton.jit
-def on_branch(tree, words, w, i, draft, first, N: tl.constexpr):
-    """Which of the N keys from draft number `first` on the queries i see: those before all drafts, and those whose bits
-    are set in their 64-bit words."""
-    seen = draft < 0
+def tree_visible(tree, w, i, draft, first, N: tl.constexpr):
+    """Which of the N keys from draft token `first` on the queries i see: those before all drafts, and those whose bits
+    are set."""
+    keep = draft < 0
     word = tl.maximum(first, 0) // 64
     for n in tl.static_range((N + 63) // 64 + 1):
-        at = tree + tl.cast(w.r0, tl.int64) * words + (i * words + word + n)
-        bits = tl.load(at, mask=(i < w.n_q) & (word + n < words), other=0)
+        at = tree.ptr + tl.cast(w.r0, tl.int64) * tree.words + (i * tree.words + word + n)
+        bits = tl.load(at, mask=(i < w.n_q) & (word + n < tree.words), other=0)
         place = draft - (word + n) * 64
         inside = (place >= 0) & (place < 64)
-        seen |= inside & (((bits >> tl.where(inside, place, 0).to(tl.int64)) & 1) != 0)
-    return seen
+        keep |= inside & (((bits >> tl.where(inside, place, 0).to(tl.int64)) & 1) != 0)
+    return keep
 
 
 @triton.jit
-def stream(
-    q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    CARRY: tl.constexpr, ALIKE: tl.constexpr, STARTS: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h), lo a multiple of BLOCK_N. `tree` has
-    so many `words` for each query, those of this sequence from its row w.r0 on. CAREFUL: a value that a row does not
-    see cannot reach it, whatever it holds."""
-    N: tl.constexpr = PLAN.BLOCK_N
+def visible_keys(item, before, after, CONFIG: tl.constexpr):
+    """(first, hi): the keys in [first, hi) are visible to some row of a work item."""
+    hi = item.n_k
+    if after is not None:
+        last_query = tl.minimum((item.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, item.n_q - 1)
+        hi = tl.minimum(hi, last_query + item.n_k - item.n_q + after + 1)
+    first = item.start
+    if before is not None:
+        first = tl.maximum(first, item.first // CONFIG.GROUP + item.n_k - item.n_q - before)
+    return first, hi
+
+
+@triton.jit
+def attend(q_tile, keys, w, rows, law, tree, CONFIG: tl.constexpr):
+    """(acc, m, l) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N. The tree mask of this
+    sequence begins at its row w.r0."""
+    N: tl.constexpr = CONFIG.BLOCK_N
+    PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
+    cache = keys.cache
     offset = w.n_k - w.n_q
-    at0 = w.first // PLAN.GROUP + offset  # key positions of the first row and of the last
-    at1 = tl.minimum((w.first + PLAN.BLOCK_M - 1) // PLAN.GROUP, w.n_q - 1) + offset
-    least = start  # keys that some row sees
-    full_lo = start  # keys that all do
+    first_position = w.first // CONFIG.GROUP + offset
+    last_position = tl.minimum((w.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, w.n_q - 1) + offset
+    full_lo = keys.start  # keys in [full_lo, full_hi) are visible to all rows
     full_hi = w.n_k
     if law.before is not None:
-        least = tl.maximum(least, at0 - law.before)
-        full_lo = tl.maximum(full_lo, at1 - law.before)
+        full_lo = tl.maximum(full_lo, last_position - law.before)
     if law.after is not None:
-        full_hi = tl.minimum(full_hi, at0 + law.after + 1)
-    unit = unit_of(law.scale, PLAN.FOLD)
-    m = tl.full([PLAN.BLOCK_M], 0.0 if PLAN.BOUNDED else float("-inf"), tl.float32)
-    l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
-    rounded = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
-    i2 = i[:, None]
-    h2 = h[:, None]
-    page = page_at(pages, lo, least, hi, count, PAGE, N)
-    for at in tl.range(lo, hi, N, num_stages=1 if CAREFUL else None):
+        full_hi = tl.minimum(full_hi, first_position + law.after + 1)
+    unit = unit_of(law.scale, CONFIG.FOLD)
+    m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
+    l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
+    i = rows.i[:, None]
+    h = rows.h[:, None]
+    page = load_pages(keys, keys.lo, PAGE_SIZE, N)
+    for at in tl.range(keys.lo, keys.hi, N, num_stages=1 if CONFIG.REPAIR else None):
         j = (at + tl.arange(0, N))[None, :]
-        if CARRY:
-            later = page_at(pages, at + N, least, hi, count, PAGE, N)
+        if CONFIG.PREFETCH_PAGES:
+            next_page = load_pages(keys, at + N, PAGE_SIZE, N)
         else:
-            page = page_at(pages, at, least, hi, count, PAGE, N)
-        inside = at + tl.arange(0, N) < hi
-        if STARTS or law.before is not None:
-            inside = inside & (at + tl.arange(0, N) >= least)
-        base, rows = key_offsets(cache.k, page, w.h, at, PAGE, N)
-        k_tile = load_keys(cache.k, base, rows, inside, PLAN.D, PLAN.BLOCK_D)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PLAN.PRECISION)
-        s = worth(product, w, h2, i2, j, law.scale, law.terms, PLAN.FOLD, law.SCORE_MOD)
-        edge = CAREFUL or (at < full_lo) or (at + N > full_hi)
-        s = masked(s, float("-inf"), edge, True, i2, j, w, h2, law)
-        if STARTS:
+            page = load_pages(keys, at, PAGE_SIZE, N)
+        inside = at + tl.arange(0, N) < keys.hi
+        if CONFIG.HAS_STARTS or law.before is not None:
+            inside = inside & (at + tl.arange(0, N) >= keys.first)
+        base, offsets = key_offsets(cache.k, page, w.h, at, PAGE_SIZE, N)
+        k_tile = load_keys(cache.k, base, offsets, inside, CONFIG.D, CONFIG.BLOCK_D)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=CONFIG.PRECISION)
+        s = worth(product, w, h, i, j, law.scale, law.terms, CONFIG.FOLD, law.SCORE_MOD)
+        edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
+        s = masked(s, float("-inf"), edge, True, i, j, w, h, law)
+        if CONFIG.HAS_STARTS:
             if edge:
-                s = tl.where(j >= start, s, float("-inf"))
-        if tree is not None:
+                s = tl.where(j >= keys.start, s, float("-inf"))
+        if tree.ptr is not None:
             if at + N > offset:
-                s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.far, PLAN.BOUNDED)
-        if not ALIKE:
-            base, rows = key_offsets(cache.v, page, w.h, at, PAGE, N)
-        v_tile = load_keys(cache.v, base, rows, inside, PLAN.DV, PLAN.BLOCK_DV)
-        met = None
-        if CAREFUL:
-            met = seen(i2, j, w, h2, law)
-            if STARTS:
-                met = met & (j >= start)
-            if tree is not None:
-                met = met & on_branch(tree, words, w, i2, j - offset, at - offset, N)
+                s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
+        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.far, CONFIG.BOUNDED)
+        if not CONFIG.SAME_STRIDES:
+            base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
+        v_tile = load_keys(cache.v, base, offsets, inside, CONFIG.DV, CONFIG.BLOCK_DV)
+        mask = None
+        if CONFIG.REPAIR:
+            mask = seen(i, j, w, h, law)
+            if CONFIG.HAS_STARTS:
+                mask = mask & (j >= keys.start)
+            if tree.ptr is not None:
+                mask = mask & tree_visible(tree, w, i, j - offset, at - offset, N)
         p = p.to(v_tile.dtype)
-        if PLAN.BOUNDED:
+        if CONFIG.BOUNDED:
             rounded += tl.sum(p.to(tl.float32), 1)
-        acc = dot(p, v_tile, acc * alpha[:, None], met, PLAN)
-        if CARRY:
-            page = later
-    if PLAN.BOUNDED:
+        acc = dot(p, v_tile, acc * alpha[:, None], mask, CONFIG)
+        if CONFIG.PREFETCH_PAGES:
+            page = next_page
+    if CONFIG.BOUNDED:
         acc *= unrounded(l, rounded)[:, None]
     return acc, m, l
 
 
-@triton.jit
-def flag_of(room, programs, slots, rows, program, DV: tl.constexpr):
-    return room + tl.cast(programs, tl.int64) * slots * rows * (DV + 1) + program
-
-
-@triton.jit(
-    do_not_specialize=[
-        "before",
-        "after",
-        "items",
-        "programs",
-        "unit",
-        "slots",
-        "rows",
-        "stride",
-        "count",
-        "batch",
-        "n_q",
-    ]
-)
-def attend_kernel(
-    q, cache, o, lse, room, ledger, tree, before, after, scale, items, programs, unit, slots, rows, stride, count,
-    batch, n_q, words, terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr, PAGE: tl.constexpr,
-    KV_HEADS: tl.constexpr, SPLIT: tl.constexpr, CARRY: tl.constexpr, ALIKE: tl.constexpr, STARTS: tl.constexpr,
-    BESIDE: tl.constexpr, FLAGGED: tl.constexpr, CAREFUL: tl.constexpr,
-):  # fmt: skip
-    """SPLIT: every unit of keys is summed by itself, and a row set's units are joined in their order, whoever has them:
-    what the program has of them so far in its first slot, and each of a row set that it goes on with in a slot of its
-    own. Without, all of the program's units of a row set are one. `n_q`: of each sequence, 0 where q is packed. ALIKE:
-    K and V have the same strides. STARTS: sequences may begin past the cache's first key. BESIDE: the
-    launch before this one writes nothing that is read here, and ends no later.
-
-    FLAGGED: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan raises its
-    flag, behind the workspace. CAREFUL: the launch that follows, where such programs compute their stretch once more.
-    """
-    if PLAN.OVERLAP:
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def decode_kernel(
+    q,
+    cache,
+    buffers,
+    tree,
+    before,
+    after,
+    scale,
+    items,
+    programs,
+    chunk_size,
+    slots,
+    rows,
+    table_stride,
+    num_pages,
+    batch,
+    n_q,
+    tree_words,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed."""
+    if CONFIG.OVERLAP:
         gdc_launch_dependents()
-        if not BESIDE:
+        if not CONFIG.CONCURRENT:
             gdc_wait()
-    FAR: tl.constexpr = terms.far is not None
-    me = tl.program_id(0)
-    team = me // KV_HEADS
-    head = me % KV_HEADS
-    item, block = load_stretch(work_of(ledger, team))
-    it = load_item(work_of(ledger, team) + 4)
-    end = load_stretch(work_of(ledger, team + 1))
-    entered = block
-    going = (item < end.item) | ((item == end.item) & (block < end.unit))
-    if CAREFUL:
-        going = going & (tl.load(flag_of(room, programs, slots, rows, me, PLAN.DV)) > 0)
-    elif FLAGGED:
-        tl.store(flag_of(room, programs, slots, rows, me, PLAN.DV), 0.0)
+    program = tl.program_id(0)
+    split = program // CONFIG.KV_HEADS
+    head = program % CONFIG.KV_HEADS
+    schedule = buffers.schedule
+    number, chunk = load_split(split_record(schedule, split))
+    item = load_item(split_record(schedule, split) + 4)
+    end = load_split(split_record(schedule, split + 1))
+    entered = chunk  # > 0: an earlier split began this work item
+    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
+    flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
+    if CONFIG.REPAIR:
+        going = going & (tl.load(flags + program) > 0)
+    elif CONFIG.FLAG_NAN:
+        tl.store(flags + program, 0.0)
     while going:
-        last = item == end.item
-        stop = tl.where(last, end.unit, it.units)
-        if SPLIT:
-            stop = tl.minimum(stop, block + 1)
-        w = Work(it.b, head, it.first, it.q0, it.n_q, 0, it.n_k, it.q0 + it.b * n_q)
-        r = tl.arange(0, PLAN.BLOCK_M)
-        dq = tl.arange(0, PLAN.BLOCK_D)[None, :]
-        i = (it.first + r) // PLAN.GROUP
-        h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
-        exists = i < it.n_q
-        q_rows = row_pointers(q, w, i, h)[:, None] + columns(q, dq)
-        q_tile = tl.load(q_rows, mask=exists[:, None] & (dq < PLAN.D), other=0.0)
-        hi = it.n_k
-        if after is not None:
-            at1 = tl.minimum((it.first + PLAN.BLOCK_M - 1) // PLAN.GROUP, it.n_q - 1) + it.n_k - it.n_q
-            hi = tl.minimum(hi, at1 + after + 1)
-        least = it.start
-        if before is not None:
-            least = tl.maximum(least, it.first // PLAN.GROUP + it.n_k - it.n_q - before)
-        lo = tl.maximum((it.unit + block) * unit, least // PLAN.BLOCK_N * PLAN.BLOCK_N)
-        hi = tl.minimum(hi, (it.unit + stop) * unit)
-        pages = pages_of(cache, tl.minimum(it.b, batch - 1), stride, count)
-        acc, m, l = stream(
-            q_tile, cache, pages, w, i, h, it.start, lo, hi,
-            Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
-            ALIKE, STARTS, CAREFUL,
-        )  # fmt: skip
-        o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        log = m if FAR else row_logsumexp(m, l, None)
-        late = tl.multiple_of(
-            stop - stop * tl.num_programs(1), 128
-        )  # 0: addresses are computed here, not kept since the kernel began
-        if FLAGGED:
-            if not CAREFUL:
-                raise_flag(flag_of(room, programs, slots, rows, me + late, PLAN.DV), o_tile)
+        last = number == end.item
+        stop = tl.where(last, end.chunk, item.num_chunks)
+        if CONFIG.FIXED_SPLIT:
+            stop = tl.minimum(stop, chunk + 1)
+        w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
+        r = tl.arange(0, CONFIG.BLOCK_M)
+        d_q = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+        at = tile_rows(item, head, r, None, CONFIG.GROUP)
+        q_rows = row_pointers(q, item, at)[:, None] + columns(q, d_q)
+        q_tile = tl.load(q_rows, mask=at.exists[:, None] & (d_q < CONFIG.D), other=0.0)
+        first_key, hi = visible_keys(item, before, after, CONFIG)
+        lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
+        hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
+        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
+        acc, m, l = attend(
+            q_tile,
+            KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
+            w,
+            at,
+            Law(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+            TreeMask(tree, tree_words),
+            CONFIG,
+        )
+        out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        partial = Partial(out, m if CONFIG.FAR else row_logsumexp(m, l, None), l)
+        # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
+        late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
+        if CONFIG.FLAG_NAN:
+            if not CONFIG.REPAIR:
+                raise_flag(flags + (program + late), out)
         r += late
-        d = tl.arange(0, PLAN.BLOCK_DV)[None, :] + late
-        i = (it.first + r) // PLAN.GROUP
-        h = head * PLAN.GROUP + (it.first + r) % PLAN.GROUP
-        exists = i < it.n_q
-        slot = tl.cast(me, tl.int64) * slots * rows
+        d = tl.arange(0, CONFIG.BLOCK_DV)[None, :] + late
+        at = tile_rows(item, head, r, None, CONFIG.GROUP)
+        slot = tl.cast(program, tl.int64) * slots * rows
         if entered > 0:
-            slot += (1 + block - entered) * rows
-        logs = room + tl.cast(programs, tl.int64) * slots * rows * PLAN.DV
-        sums = sums_of(room, programs, slots, rows, PLAN.DV)
-        o_part = room + slot * PLAN.DV + (r[:, None] * PLAN.DV + d)
-        fits = (r < rows)[:, None] & (d < PLAN.DV)
-        if SPLIT:
-            if (entered == 0) & (block > 0):
-                o_old = tl.load(o_part, mask=fits, other=0.0)
-                log_old = tl.load(logs + slot + r, mask=r < rows, other=float("-inf"))
-                l_old = log_old
-                if FAR:
-                    l_old = tl.load(sums + slot + r, mask=r < rows, other=0.0)
-                o_tile, log, l = union(o_old, log_old, l_old, o_tile, log, l, FAR)
-        if (entered == 0) & (stop == it.units):
-            o_tile, log = with_sink(o_tile, log, l, terms.sinks, h, exists & (it.b < batch), FAR)
-            o_rows = row_pointers(o, w, i, h)[:, None] + columns(o, d)
-            tl.store(o_rows, o_tile.to(o.ptr.dtype.element_ty), mask=exists[:, None] & (d < PLAN.DV))
-            tl.store(row_pointers(lse, w, i, h), log, mask=exists)
+            slot += (1 + chunk - entered) * rows
+        partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
+        stored = rows_of_partial(partials, slot, r, d, CONFIG.DV)
+        if CONFIG.FIXED_SPLIT:
+            if (entered == 0) & (chunk > 0):
+                partial = merge(load_partial(stored, CONFIG.FAR), partial, CONFIG.FAR)
+        if (entered == 0) & (stop == item.num_chunks):
+            store_rows(buffers, partial, item, at, d, terms.sinks, batch, CONFIG)
         else:
-            tl.store(o_part, o_tile, mask=fits)
-            tl.store(logs + slot + r, log, mask=r < rows)
-            if FAR:
-                tl.store(sums + slot + r, l, mask=r < rows)
-        block = stop
-        if last & (block >= end.unit):
+            store_partial(stored, partial, CONFIG.FAR)
+        chunk = stop
+        if last & (chunk >= end.chunk):
             going = False
-        elif block >= it.units:
-            block = 0
+        elif chunk >= item.num_chunks:
+            chunk = 0
             entered = 0
-            item += 1
-            it = load_item(items_of(ledger, programs // KV_HEADS, items) + tl.minimum(item, items - 1).to(tl.int64) * 8)
-            going = (item < end.item) | (end.unit > 0)
-    if PLAN.OVERLAP and BESIDE:
+            number += 1
+            records = item_records(schedule, programs // CONFIG.KV_HEADS, items)
+            item = load_item(records + tl.minimum(number, items - 1).to(tl.int64) * 8)
+            going = (number < end.item) | (end.chunk > 0)
+    if CONFIG.OVERLAP and CONFIG.CONCURRENT:
         gdc_wait()

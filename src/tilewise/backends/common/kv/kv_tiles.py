@@ -1,6 +1,6 @@
-"""Which tile serves a KV cache: rows (queries times the heads of a group) by keys. Imports torch alone.
+"""The tile of the decode kernel: rows (queries times the heads of a group) by keys. Imports torch alone.
 
-TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xCARRY[xREGISTERS]] overrides the table, to measure others.
+TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS]] overrides the table, for measurements.
 """
 
 from __future__ import annotations
@@ -12,45 +12,40 @@ from ..tiles import Arch
 
 
 class KvTile(NamedTuple):
-    """`per`: programs for each processor. `carry`: pages are known a tile ahead of their keys (else they are loaded
-    ahead like these). `registers`: of a thread, at most; 0 for what the compiler takes."""
+    """`prefetch_pages`: page numbers are loaded one iteration before their keys, 1 or 0. `max_registers` of a thread; 0
+    for no limit."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    per: int
-    carry: int = 1
-    registers: int = 0
-
-
-def asked() -> str | None:
-    """The tile that the environment names."""
-    return os.environ.get("TILEWISE_KV_TILE")
+    programs_per_sm: int
+    prefetch_pages: int = 1
+    max_registers: int = 0
 
 
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int) -> KvTile:
-    """Of at most so many rows (0: nobody knows).
+    """The tile for sequences with at most so many rows (0 if unknown).
 
     >>> tile(90, 2, 128, 4)
-    KvTile(block_m=64, block_n=64, warps=4, stages=3, per=2, carry=1, registers=0)
+    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0)
     """
-    given = asked()
-    if given:
-        return KvTile(*map(int, given.split("x")))
-    few = 0 < rows <= 16
+    override = os.environ.get("TILEWISE_KV_TILE")
+    if override:
+        return KvTile(*map(int, override.split("x")))
+    fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
     if arch in (90, 100, 103):
-        return _large(itemsize, padded_dim, few)
-    return _small(itemsize, padded_dim, few)
+        return _large(itemsize, padded_dim, fits_16)
+    return _small(itemsize, padded_dim, fits_16)
 
 
-def _large(itemsize: int, dim: int, few: bool) -> KvTile:
-    """Products of 64 rows are the least that the matrix units of a warpgroup take, and decoding waits for memory."""
+def _large(itemsize: int, dim: int, fits_16: bool) -> KvTile:
+    """wgmma needs 64 rows; most of them are padding in decode, which is bound by memory."""
     if itemsize == 4:
         return KvTile(16, 32, 4, 2, 2) if dim <= 128 else KvTile(16, 16, 4, 1, 1)
     if dim <= 64:
         # one query of 64 heads on 8, 8192 keys of 64 sequences: 266 us; 64x128x4x3x2 273, 16x128x8x3x2 277 (H200)
-        return KvTile(16, 128, 4, 3, 3, registers=168) if few else KvTile(64, 128, 4, 3, 2)
+        return KvTile(16, 128, 4, 3, 3, max_registers=168) if fits_16 else KvTile(64, 128, 4, 3, 2)
     if dim <= 128:
         # 32 heads on 8, 4096 keys of 64: 265 us; 16x64x4x3x3x1x168 269 (but 24.6 instead of 26.4 for 8192 of one)
         return KvTile(64, 64, 4, 3, 2)
@@ -59,16 +54,16 @@ def _large(itemsize: int, dim: int, few: bool) -> KvTile:
     return KvTile(16, 32, 8, 2, 1)
 
 
-def _small(itemsize: int, dim: int, few: bool) -> KvTile:
-    """A hundred KB of shared memory, operands in registers."""
+def _small(itemsize: int, dim: int, fits_16: bool) -> KvTile:
+    """For 100 KB of shared memory and matrix products with operands in registers."""
     if itemsize == 4:
         return KvTile(16, 32, 4, 2, 2) if dim <= 64 else KvTile(16, 16, 4, 1, 2)
     if dim <= 64:
-        return KvTile(16 if few else 64, 64, 4, 3, 2)
+        return KvTile(16 if fits_16 else 64, 64, 4, 3, 2)
     if dim <= 128:
-        return KvTile(16 if few else 64, 64 if few else 32, 4, 2, 2)
+        return KvTile(16 if fits_16 else 64, 64 if fits_16 else 32, 4, 2, 2)
     if dim <= 256:
-        return KvTile(16 if few else 32, 32, 4, 2, 1)
+        return KvTile(16 if fits_16 else 32, 32, 4, 2, 1)
     return KvTile(16, 16, 8, 1, 1)
 
 

@@ -19,7 +19,7 @@ Attend = Callable[[KvCall, Target, Memory], list[Launch]]
 
 
 def append_runner(request: AppendRequest) -> KernelCall:
-    """Results: the rotated queries, if there are any."""
+    """The runner of an append. It returns the rotated queries, if there are any."""
     tensors, structure = structure_of(request)
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
@@ -30,7 +30,7 @@ def append_runner(request: AppendRequest) -> KernelCall:
 
 
 def with_rotated(request: AppendRequest, memory: Memory) -> AppendRequest:
-    """With memory for the rotated queries, where queries are rotated."""
+    """The request with memory for the rotated queries, if it has queries."""
     q = request.q
     if q is None or request.rotated is not None:
         return request
@@ -38,7 +38,7 @@ def with_rotated(request: AppendRequest, memory: Memory) -> AppendRequest:
 
 
 def schedule_runner(request: KvRequest, schedule: Tensor, launch: Schedule) -> KernelCall:
-    """Tensors: those of the request, then the schedule. No results."""
+    """The runner of a schedule. Its tensors are those of the request, then the schedule. It returns nothing."""
     tensors, structure = structure_of((request, schedule))
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
@@ -50,7 +50,7 @@ def schedule_runner(request: KvRequest, schedule: Tensor, launch: Schedule) -> K
 
 
 def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend) -> KernelCall:
-    """Results: out, lse; then schedule, workspace, if the call has none."""
+    """The runner of `attention_kv`. It returns out and lse."""
     tensors, structure = structure_of(call)
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
@@ -79,7 +79,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
 
 
 def results_of(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
-    """out and lse: those of the call, or new ones."""
+    """The out and lse of the call, or new ones."""
     q, v = call.request.q, call.request.v
     out = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype) if call.out is None else call.out
     lse = memory.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32) if call.lse is None else call.lse
