@@ -1,6 +1,6 @@
 """The shapes of a request, as kernels see them: how many of what, and where a row lies in memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,10 @@ class Problem(NamedTuple):
     def programs(self, n: int, heads: int, block: int) -> int:
         return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
 
+    def grid(self, n: int, heads: int, block: int) -> tuple[int, int, int]:
+        """The arguments `tiles`, `heads` and `batch` of a kernel (structs.Grid)."""
+        return self.tiles(n, block), heads, self.batch
+
     def in_rows(self, heads: int) -> "Problem":
         """With the queries of so many heads of a group as those of one."""
         return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
@@ -39,6 +43,12 @@ def problem(request: Request) -> Problem:
     n_k, kv_heads, dv = request.v.shape[-3:]
     batch = request.q.shape[0] if request.cu_q is None else request.cu_q.shape[0] - 1
     return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
+
+
+def sequences_and_window(request: Request) -> tuple[Any, ...]:
+    """The arguments cu_q, cu_k, n_q, n_k, before and after of a kernel."""
+    size, spec = problem(request), request.spec
+    return request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after
 
 
 def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
 from ..common.score_terms import device_terms, folded, mask_mod
-from ..common.shapes import new_gradients, problem, view
+from ..common.shapes import new_gradients, problem, sequences_and_window, view
 from .backward import key_kernel, query_kernel
 
 FEW_ROWS = 32  # that are repaired at a time
@@ -54,15 +54,20 @@ def named_launches(
 
 
 def backward_launches(
-    request: Request, bwd_inputs: BackwardInputs, grads: Grads, statistics: tuple[Tensor, Tensor], flags: Tensor | None,
+    request: Request,
+    bwd_inputs: BackwardInputs,
+    grads: Grads,
+    statistics: tuple[Tensor, Tensor],
+    flags: Tensor | None,
     gpu: Gpu,
-) -> list[Launch]:  # fmt: skip
-    q, spec, size = request.q, request.spec, problem(request)
+) -> list[Launch]:
+    """The launches of the row statistics, of dK and dV (one kernel or two), and of dQ."""
+    q, size = request.q, problem(request)
     dq, dk, dv = grads
     overlap = can_overlap(gpu)
     prepare, saved = prepare_launch(request, bwd_inputs, statistics, overlap)
     scoring, scale, rate = folded(request, gpu, slope=True)
-    scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
+    scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
     term = costly_term(request, gpu)
     tile = tile_of("query", q.element_size(), size, gpu, term)
@@ -70,13 +75,16 @@ def backward_launches(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            saved, view(dq), flags, *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            saved._replace(dq=view(dq), flags=flags),
+            *scalars,
+            *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
         options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
-    )  # fmt: skip
+    )
     tile = tile_of("key", q.element_size(), size, gpu, term)
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
+    even = is_even(size, size.n_q, tile.block_m)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
     starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))
     keys = [
@@ -84,16 +92,15 @@ def backward_launches(
             key_kernel,
             programs,
             (
-                saved, view(dk), view(dv), None if flags is None else flags[start:], *scalars,
-                size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch,
+                saved._replace(dk=view(dk), dv=view(dv), flags=None if flags is None else flags[start:]),
+                *scalars,
+                *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
             ),
-            options_of(
-                request, tile, gpu, **program, EVEN=is_even(size, size.n_q, tile.block_m), SUM_K=sum_k, SUM_V=sum_v
-            ),
+            options_of(request, tile, gpu, **program, EVEN=even, SUM_K=sum_k, SUM_V=sum_v),
         )
         for (sum_k, sum_v), start in zip(sums, starts, strict=True)
-    ]  # fmt: skip
+    ]
     return [prepare, *keys, query]
 
 
@@ -104,13 +111,13 @@ def _lined(flags: int) -> int:
 def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
     """What follows the launches of a backward, `backward_launches`, that raise flags."""
     _, key, *values, query = passes
-    saved, dq, flags, *scalars, q_tiles, heads, batch, q_terms = query.args
-    _, dk, dv, *_, k_tiles, kv_heads, _, k_terms = key.args
-    if flags is None:
+    tensors, *scalars, q_tiles, heads, batch, q_terms = query.args
+    of_keys, *_, k_tiles, kv_heads, _, k_terms = key.args
+    if tensors.flags is None:
         return []
     totals = query.programs, key.programs
     counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
-    args = saved, dq, dk, dv, flags, *scalars, *counts, q_terms, k_terms
+    args = tensors._replace(dk=of_keys.dk, dv=of_keys.dv), *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, target, query, key)
     plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
     options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"VALUE": None}

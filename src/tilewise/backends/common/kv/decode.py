@@ -10,11 +10,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mask import masked, seen
+from ..device.mask import masked, visible
 from ..device.matmul import dot, raise_flag
-from ..device.score import worth
-from ..device.softmax import row_logsumexp, softmax_step, unit_of, unrounded
-from ..device.structs import Law, Work
+from ..device.score import scores
+from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
+from ..device.structs import Pairs, ScoreParams, Work
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import columns, row_pointers, sums_of, union, with_sink
@@ -105,7 +105,7 @@ def on_branch(tree, words, w, i, draft, first, N: tl.constexpr):
 
 @triton.jit
 def stream(
-    q_tile, cache, pages, w, i, h, start, lo, hi, law, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
+    q_tile, cache, pages, w, i, h, start, lo, hi, params, tree, words, count, PLAN: tl.constexpr, PAGE: tl.constexpr,
     CARRY: tl.constexpr, ALIKE: tl.constexpr, STARTS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of online softmax over the keys [lo, hi) for the rows (i, h), lo a multiple of BLOCK_N. `tree` has
@@ -118,12 +118,12 @@ def stream(
     least = start  # keys that some row sees
     full_lo = start  # keys that all do
     full_hi = w.n_k
-    if law.before is not None:
-        least = tl.maximum(least, at0 - law.before)
-        full_lo = tl.maximum(full_lo, at1 - law.before)
-    if law.after is not None:
-        full_hi = tl.minimum(full_hi, at0 + law.after + 1)
-    unit = unit_of(law.scale, PLAN.FOLD)
+    if params.before is not None:
+        least = tl.maximum(least, at0 - params.before)
+        full_lo = tl.maximum(full_lo, at1 - params.before)
+    if params.after is not None:
+        full_hi = tl.minimum(full_hi, at0 + params.after + 1)
+    unit = log2_scale(params.scale, PLAN.FOLD)
     m = tl.full([PLAN.BLOCK_M], 0.0 if PLAN.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
@@ -138,27 +138,28 @@ def stream(
         else:
             page = page_at(pages, at, least, hi, count, PAGE, N)
         inside = at + tl.arange(0, N) < hi
-        if STARTS or law.before is not None:
+        if STARTS or params.before is not None:
             inside = inside & (at + tl.arange(0, N) >= least)
         base, rows = key_offsets(cache.k, page, w.h, at, PAGE, N)
         k_tile = load_keys(cache.k, base, rows, inside, PLAN.D, PLAN.BLOCK_D)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PLAN.PRECISION)
-        s = worth(product, w, h2, i2, j, law.scale, law.terms, PLAN.FOLD, law.SCORE_MOD)
+        pairs = Pairs(w, h2, i2, j)
+        s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, PLAN.FOLD)
         edge = CAREFUL or (at < full_lo) or (at + N > full_hi)
-        s = masked(s, float("-inf"), edge, True, i2, j, w, h2, law)
+        s = masked(s, float("-inf"), pairs, edge, True, params)
         if STARTS:
             if edge:
                 s = tl.where(j >= start, s, float("-inf"))
         if tree is not None:
             if at + N > offset:
                 s = tl.where(on_branch(tree, words, w, i2, j - offset, at - offset, N), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.far, PLAN.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, unit, params.terms.large_scores, PLAN.BOUNDED)
         if not ALIKE:
             base, rows = key_offsets(cache.v, page, w.h, at, PAGE, N)
         v_tile = load_keys(cache.v, base, rows, inside, PLAN.DV, PLAN.BLOCK_DV)
         met = None
         if CAREFUL:
-            met = seen(i2, j, w, h2, law)
+            met = visible(pairs, params)
             if STARTS:
                 met = met & (j >= start)
             if tree is not None:
@@ -170,7 +171,7 @@ def stream(
         if CARRY:
             page = later
     if PLAN.BOUNDED:
-        acc *= unrounded(l, rounded)[:, None]
+        acc *= rounding_correction(l, rounded)[:, None]
     return acc, m, l
 
 
@@ -213,7 +214,7 @@ def attend_kernel(
         gdc_launch_dependents()
         if not BESIDE:
             gdc_wait()
-    FAR: tl.constexpr = terms.far is not None
+    FAR: tl.constexpr = terms.large_scores is not None
     me = tl.program_id(0)
     team = me // KV_HEADS
     head = me % KV_HEADS
@@ -251,7 +252,7 @@ def attend_kernel(
         pages = pages_of(cache, tl.minimum(it.b, batch - 1), stride, count)
         acc, m, l = stream(
             q_tile, cache, pages, w, i, h, it.start, lo, hi,
-            Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
+            ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), tree, words, count, PLAN, PAGE, CARRY,
             ALIKE, STARTS, CAREFUL,
         )  # fmt: skip
         o_tile = acc / tl.where(l == 0.0, 1.0, l)[:, None]

@@ -158,8 +158,8 @@ def combine_launch(kv: KvCall, terms: Any, dealt: Deal, target: Target) -> Launc
         ),
         {
             "GROUP": q.shape[-2] // k.shape[-2], "KV_HEADS": k.shape[-2], "DV": dv, "BLOCK_R": block_r,
-            "BLOCK_C": parts, "BLOCK_DV": columns, "SPLIT": request.split is not None, "FAR": terms.far is not None,
-            "num_warps": 4, **overlapped(can_overlap(gpu)),
+            "BLOCK_C": parts, "BLOCK_DV": columns, "SPLIT": request.split is not None,
+            "FAR": terms.large_scores is not None, "num_warps": 4, **overlapped(can_overlap(gpu)),
         },
     )  # fmt: skip
 
