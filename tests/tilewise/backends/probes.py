@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.backends.common.device.attend import Split, stream_keys
+from tilewise.backends.common.device.attend import Tensors, stream_keys
 from tilewise.backends.common.device.mask import in_window
 from tilewise.backends.common.device.structs import Grid, ScoreParams, Sequences, Terms, Work
 from tilewise.backends.common.device.tile_range import band, locate
@@ -75,9 +75,9 @@ def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts
     """(acc, m, l) of `stream_keys` over each part of the keys, and the bits of their elements."""
     part = tl.program_id(0)
     w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
-    found, top, total = stream_keys(
-        q, k, v, w, Split(part, parts), ScoreParams(before, after, scale, Terms(), None, None), PLAN, False
-    )
+    tensors = Tensors(q, k, v, None, None, None)
+    params = ScoreParams(before, after, scale, Terms(), None, None)
+    found, top, total = stream_keys(tensors, w, part, parts, params, PLAN, False)
     i = part * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
     tl.store(m + i, top)
     tl.store(l + i, total)

@@ -1,20 +1,20 @@
 """A packed buffer may be longer than its sequences. No other kernel writes the rows after the last sequence; this one
 fills them as rows without visible keys."""
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .device.structs import ANY_SIZE
 from .gpu import Gpu
-from .launch import Launch, can_overlap, pdl_option
+from .launch import Launch, can_overlap, overlapped
 from .pdl import gdc_wait
+
+BLOCK: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
-def fill(x, used, value, lines, tokens, size, BLOCK: tl.constexpr):
+def fill(x, used, value, lines, tokens, size):
     """Fill x (lines, tokens, size) from token `used` on."""
     start = tl.maximum(used, 0).to(tl.int64) * size + tl.program_id(0) * BLOCK
     length = tl.cast(tokens, tl.int64) * size
@@ -25,33 +25,18 @@ def fill(x, used, value, lines, tokens, size, BLOCK: tl.constexpr):
                 tl.store(x + line * length + at, value, mask=at < length)
 
 
-class ClearConfig(NamedTuple):
-    Y: float  # the value for y
-    BLOCK: int
-    OVERLAP: bool
-
-
 @triton.jit(**ANY_SIZE)
 def clear_kernel(
-    tensors,  # x, y and z or None
-    cu_x,
-    cu_y,
-    batch,
-    n_q,
-    n_k,
-    lines,
-    x_size,
-    y_size,
-    z_size,
-    CONFIG: tl.constexpr,
+    tensors, cu_x, cu_y, batch, n_q, n_k, lines, x_size, y_size, z_size, Y: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """x = 0 from token cu_x[batch] to n_q; y = Y and z = 0 from token cu_y[batch] to n_k. y is (lines, n_k, y_size).
-    OVERLAP: starts before the kernel before ends, which does not write there, and ends after it."""
-    fill(tensors[0], tl.load(cu_x + batch), 0.0, 1, n_q, x_size, CONFIG.BLOCK)
-    fill(tensors[1], tl.load(cu_y + batch), CONFIG.Y, lines, n_k, y_size, CONFIG.BLOCK)
+    """Of the tensors x, y and z (or None): x = 0 from token cu_x[batch] to n_q; y = Y and z = 0 from token cu_y[batch]
+    to n_k. y is (lines, n_k, y_size). OVERLAP: starts before the previous kernel, which does not write there, ends, and
+    ends after it."""
+    fill(tensors[0], tl.load(cu_x + batch), 0.0, 1, n_q, x_size)
+    fill(tensors[1], tl.load(cu_y + batch), Y, lines, n_k, y_size)
     if tensors[2] is not None:
-        fill(tensors[2], tl.load(cu_y + batch), 0.0, 1, n_k, z_size, CONFIG.BLOCK)
-    if CONFIG.OVERLAP:
+        fill(tensors[2], tl.load(cu_y + batch), 0.0, 1, n_k, z_size)
+    if OVERLAP:
         gdc_wait()
 
 
@@ -65,6 +50,4 @@ def clear_launches(
     lines = y.shape[0] if y.dim() == 2 else 1
     sizes = [0 if t is None else t[0].numel() if t.dim() == 3 and len(t) else 1 for t in (x, y, z)]
     args = (x, y, z), cu_x, cu_y, cu_x.shape[0] - 1, x.shape[0], y.shape[-1 if y.dim() == 2 else 0], lines, *sizes
-    overlap = can_overlap(gpu)
-    config = ClearConfig(y_value, 1024, overlap)
-    return [Launch(clear_kernel, 128, args, {"CONFIG": config} | pdl_option(overlap))]
+    return [Launch(clear_kernel, 128, args, {"Y": y_value} | overlapped(can_overlap(gpu)))]

@@ -89,20 +89,7 @@ def store_jvp_tile(dlse, acc, tensors, grid, seqs, w, PLAN: tl.constexpr):
 
 
 @triton.jit(**ANY_SIZE)
-def jvp_kernel(
-    tensors,  # JvpTensors
-    cu_q,
-    cu_k,
-    n_q,
-    n_k,
-    before,
-    after,
-    scale,
-    tiles,
-    heads,
-    batch,
-    PLAN: tl.constexpr,
-):
+def jvp_kernel(tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, PLAN: tl.constexpr):
     """do and dlse; flags[program] = 1 if do has a nan, for `repair_jvp_kernel`."""
     if PLAN.OVERLAP:
         gdc_launch_dependents()

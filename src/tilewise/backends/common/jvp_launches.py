@@ -12,7 +12,7 @@ from .jvp import JvpTensors, jvp_kernel
 from .kernel_config import flag_count, options_of, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
-from .repair_launches import repair
+from .repair_launches import repairs
 from .shapes import problem, sequences_and_window, view
 
 
@@ -29,15 +29,9 @@ def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) 
     dout, dlse = memory.empty(out.shape, out.dtype), memory.empty(lse.shape, lse.dtype)
     first = jvp_launch(request, out, lse.contiguous(), tangents, dout, dlse, target, memory)
     cleared = clear_launches(dout, dlse, None, request.cu_q, request.cu_q, target.gpu)
-    for launch in (first, *repairs(first, target), *cleared):
+    for launch in (first, *repairs(repair_jvp_kernel, first, target), *cleared):
         launch()
     return dout, dlse
-
-
-def repairs(of: Launch, target: Target) -> list[Launch]:
-    if of.args[0].flags is None:
-        return []
-    return [repair(repair_jvp_kernel, of.programs, (*of.args, of.programs), target, of)]
 
 
 def jvp_launch(

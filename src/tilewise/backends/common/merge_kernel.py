@@ -12,7 +12,7 @@ from .device.softmax import logsumexp
 from .device.structs import LOG2E
 from .launch import Launch
 
-ELEMENTS = 2048  # of out, for each program
+ELEMENTS: tl.constexpr = tl.constexpr(2048)  # of out, for each program
 
 
 class JoinTensors(NamedTuple):
@@ -26,19 +26,13 @@ class JoinTensors(NamedTuple):
     index: tl.tensor
 
 
-class JoinConfig(NamedTuple):
-    DV: int
-    BLOCK_R: int  # rows of a program
-    BLOCK_DV: int
-
-
 @triton.jit(do_not_specialize=["first", "total", "tokens", "heads", "rows"])
-def join_kernel(tensors, first, total, tokens, heads, rows, CONFIG: tl.constexpr):
+def join_kernel(tensors, first, total, tokens, heads, rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Merge (o_part, lse_part) into `tokens` tokens of (o, lse): from `first` on, or those of the index.
     rows = batch * tokens * heads."""
-    DV: tl.constexpr = CONFIG.DV
-    r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
-    d = tl.arange(0, CONFIG.BLOCK_DV)
+    BLOCK_R: tl.constexpr = ELEMENTS // BLOCK_DV
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_DV)
     exists = r < rows
     h = r % heads
     i = r // heads % tokens
@@ -68,9 +62,9 @@ def join_launch(
     batch, tokens, heads, dv = out_part.shape
     rows = batch * tokens * heads
     block_dv = triton.next_power_of_2(dv)
-    block_r = max(1, ELEMENTS // block_dv)
+    programs = triton.cdiv(rows, ELEMENTS.value // block_dv)
     args = JoinTensors(out, lse, out_part, lse_part, index), first, out.shape[1], tokens, heads, rows
-    return Launch(join_kernel, triton.cdiv(rows, block_r), args, {"CONFIG": JoinConfig(dv, block_r, block_dv)})
+    return Launch(join_kernel, programs, args, {"DV": dv, "BLOCK_DV": block_dv})
 
 
 def join_(out: Tensor, lse: Tensor, out_part: Tensor, lse_part: Tensor, first: int, index: Tensor | None) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ...request import BackwardInputs, Request
-from .device.attend import Split, stream_keys
+from .device.attend import stream_keys
 from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
@@ -35,10 +35,11 @@ LARGE_LSE: tl.constexpr = tl.constexpr(256.0)  # below, rounding lse to float32 
 
 
 class RenormaliseTensors(NamedTuple):
-    """Views of q, k and do; lse and dlse; and what replaces do, lse and dlse."""
+    """Views of q, k, no v, and do; lse and dlse; and what replaces do, lse and dlse."""
 
     q: tl.tuple
     k: tl.tuple
+    v: tl.tuple
     do: tl.tuple
     lse: tl.tensor
     dlse: tl.tensor
@@ -82,14 +83,7 @@ def renormalise_kernel(
         factor = tl.full([PLAN.BLOCK_M], 1.0, tl.float32)
         if tl.max(large.to(tl.int32), 0) > 0:
             _, m, l = stream_keys(
-                tensors.q,
-                tensors.k,
-                View(None, ()),
-                w,
-                Split(0, None),
-                ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
-                PLAN,
-                False,
+                tensors, w, 0, None, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
             )
             large = large & (l > 0.0)
             lse_i = tl.where(large, m, lse_i)
@@ -129,11 +123,13 @@ def renormalised(
     out, lse, dout, dlse = bwd_inputs
     new_do, new_lse = (memory.empty(x.shape, x.dtype) for x in (dout, lse))
     new_dlse = None if dlse is None else memory.empty(dlse.shape, dlse.dtype)
+    old = view(q), view(k), View(None, ()), view(dout), lse, dlse
+    tensors = RenormaliseTensors(*old, view(new_do), new_lse, new_dlse)
     launch = Launch(
         renormalise_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            RenormaliseTensors(view(q), view(k), view(dout), lse, dlse, view(new_do), new_lse, new_dlse),
+            tensors,
             *sequences_and_window(request),
             spec.scale,
             *size.grid(size.n_q, size.heads, tile.block_m),

@@ -217,28 +217,15 @@ def repair_backward_kernel(
 
 @triton.jit(**ANY_SIZE)
 def repair_jvp_kernel(
-    tensors,  # JvpTensors
-    cu_q,
-    cu_k,
-    n_q,
-    n_k,
-    before,
-    after,
-    scale,
-    tiles,
-    heads,
-    batch,
-    total,
-    EACH: tl.constexpr,
-    PLAN: tl.constexpr,
+    tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total, PLAN: tl.constexpr
 ):
     """Repairs a forward-mode pass of `total` tiles."""
     begin(PLAN.OVERLAP)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tensors.flags, first, total, EACH), tl.num_programs(0)):
-            if is_raised(tensors.flags, n, EACH):
+        for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
+            if is_raised(tensors.flags, n, True):
                 w = locate(n, grid, seqs, cu_q, PLAN.BLOCK_M)
                 if w.first < w.n_q:
                     params = ScoreParams(before, after, scale, (), None, None)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
 from .device.structs import ANY_SIZE, LOG2E
-from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, pdl_option
+from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
 from .pdl import gdc_wait
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
 from .score_terms import is_far
 
-BLOCK = 4096  # rows that a program looks at at once
+BLOCK: tl.constexpr = tl.constexpr(4096)  # rows that a program loads at once
 
 
 class SinkTensors(NamedTuple):
@@ -31,28 +31,23 @@ class SinkTensors(NamedTuple):
     stride: tl.tensor
 
 
-class SinkConfig(NamedTuple):
-    NATURAL: bool  # lse2 is in natural units
-    BLOCK: int
-    OVERLAP: bool
-
-
 @triton.jit(**ANY_SIZE)
-def sink_kernel(tensors, total, batch, rows, CONFIG: tl.constexpr):
-    """total[h], the gradient of the sink of head h: one program for each, so that the order of the sum is fixed."""
+def sink_kernel(tensors, total, batch, rows, NATURAL: tl.constexpr, OVERLAP: tl.constexpr):
+    """total[h], the gradient of the sink of head h: one program for each, so that the order of the sum is fixed.
+    NATURAL: lse2 is in natural units."""
     h = tl.program_id(0).to(tl.int64)
     sink = tl.load(tensors.sinks + h * tensors.stride).to(tl.float32)
-    if not CONFIG.NATURAL:
+    if not NATURAL:
         sink *= LOG2E
-    if CONFIG.OVERLAP:
+    if OVERLAP:
         gdc_wait()
-    acc = tl.zeros([CONFIG.BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
     for b in range(batch):
         line = tl.cast(b, tl.int64) * tensors.lse2.strides[0] + h * tensors.lse2.strides[1]
-        for first in range(0, rows, CONFIG.BLOCK):
-            i = first + tl.arange(0, CONFIG.BLOCK)
+        for first in range(0, rows, BLOCK):
+            i = first + tl.arange(0, BLOCK)
             x = sink - tl.load(tensors.lse2.ptr + line + i, mask=i < rows, other=float("inf"))
-            p = tl.exp(x) if CONFIG.NATURAL else tl.exp2(x)
+            p = tl.exp(x) if NATURAL else tl.exp2(x)
             acc += p * tl.load(tensors.delta.ptr + line + i, mask=i < rows, other=0.0)
     tl.store(total + h, -tl.sum(acc))
 
@@ -79,7 +74,7 @@ def sink_launches(
     statistics = row_statistics(together, memory)
     prepare, saved = prepare_launch(together, bwd_inputs, statistics, overlap)
     batch, heads, rows = statistics[0].shape
-    options = {"CONFIG": SinkConfig(is_far(request), BLOCK, overlap), "num_warps": 8} | pdl_option(overlap)
+    options = {"NATURAL": is_far(request), "num_warps": 8} | overlapped(overlap)
     args = SinkTensors(saved.lse2, saved.delta, sinks, sinks.stride(0)), total, batch, rows
     return [*first, prepare, Launch(sink_kernel, heads, args, options)]
 

@@ -120,7 +120,7 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
     args = tensors._replace(dk=of_keys.dk, dv=of_keys.dv), *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, target, query, key)
     plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
-    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"VALUE": None}
+    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"EACH": True, "VALUE": None}
     options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
     return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
 

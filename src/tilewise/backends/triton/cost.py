@@ -1,4 +1,4 @@
-"""The portable kernels, as the model of times sees them. Imports no Triton."""
+"""The cost profiles of the portable kernels. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -22,33 +22,24 @@ def forward(call: Shapes, gpu: Gpu) -> list[Profile]:
     def parts(programs: int, processors: int) -> int:
         return tiles.parts_of_keys(programs, call.n_k, tile.block_n, processors)
 
+    profile = Profile("forward", tile, max(d, dv), d + dv, is_forward=True, registers=_registers(tile), heads=heads)
     shared = call.itemsize * (tile.block_m * d + tile.stages * tile.block_n * (d + dv))
     few = call.lengths is None and call.n_q <= tiles.FEW_QUERIES
-    return [
-        Profile(
-            "forward", tile, max(d, dv), d + dv, is_forward=True, shared=shared, registers=_registers(tile),
-            heads=heads, parts=parts if few else None,
-        )
-    ]  # fmt: skip
+    return [profile._replace(shared=shared, parts=parts if few else None)]
 
 
 def backward(call: Shapes, gpu: Gpu) -> list[Profile]:
-    """dK and dV, then dQ; before them O and dO are read."""
+    """dK and dV, then dQ; the row statistics before them read O and dO."""
     d, dv = padded(call.d), padded(call.dv)
     key, query = (tiles.tile(name, gpu.arch, call.itemsize, max(d, dv)) for name in ("key", "query"))
     both = call.itemsize * (d + dv)
-    return [
-        Profile(
-            "key", key, max(d, dv), 2 * d + 2 * dv, by_key=True, registers=_registers(key),
-            shared=both * (key.block_n + key.stages * key.block_m),
-        ),
-        Profile(
-            "query", query, max(d, dv), 2 * d + dv, registers=_registers(query),
-            shared=both * (query.block_m + query.stages * query.block_n), beside=2 * call.rows("o"),
-        ),
-    ]  # fmt: skip
+    key_shared = both * (key.block_n + key.stages * key.block_m)
+    query_shared = both * (query.block_m + query.stages * query.block_n)
+    dkdv = Profile("key", key, max(d, dv), 2 * d + 2 * dv, by_key=True, shared=key_shared, registers=_registers(key))
+    dq = Profile("query", query, max(d, dv), 2 * d + dv, shared=query_shared, registers=_registers(query))
+    return [dkdv, dq._replace(beside=2 * call.rows("o"))]
 
 
 def _registers(tile: Tile) -> int:
-    """Of a thread; the compiler has the last word, on these as on shared memory."""
+    """An estimate of the registers of a thread."""
     return 65536 // (32 * tile.warps * 2) if tile.warps <= 4 else 168

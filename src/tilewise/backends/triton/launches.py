@@ -22,7 +22,7 @@ from ..common.kernel_config import (
 )
 from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
-from ..common.repair_launches import repair
+from ..common.repair_launches import repairs
 from ..common.score_terms import device_terms, folded, is_bounded, is_far, mask_mod
 from ..common.shapes import new_gradients, new_results, padded, problem, sequences_and_window, view
 from ..common.sinks import named_sink_launches
@@ -38,44 +38,43 @@ def build_forward(spec: Spec) -> Build:
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
-        return Built((out, lse), forward_launches(request, out, lse, target, memory))
+        splits = splits_of_keys(request, target)
+        return Built((out, lse), list(forward_launches(request, out, lse, target, memory, splits).values()))
 
     return build
 
 
-def forward_launches(request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory) -> list[Launch]:
-    """The forward over all keys, or over parts of them which are then merged; with the NaN repair pass where a mask may
-    hide keys."""
-    gpu, splits = target.gpu, splits_of_keys(request, target)
+def forward_launches(
+    request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, splits: int
+) -> dict[str, Launch]:
+    """The launches by name, in order: the forward over all keys, or over parts of them which are then merged; and the
+    NaN repair pass if a mask may hide keys. Names in parentheses are of small kernels."""
+    gpu = target.gpu
     flags = flag_count(request, splits)
-    flag = None if flags == 0 else memory.empty((flags,), torch.int32)
+    flag = memory.empty((flags,), torch.int32) if flags else None
     if splits == 1:
         first = forward_launch(request, out, lse, gpu, flags=flag)
-        return [
-            first,
-            *repairs(first, target),
-            *clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf),
-        ]
-    far = is_far(request)
-    out_splits = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
-    lse_splits = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)  # or m and l
-    first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag)
-    return [first, *repairs(first, target), merge_launch(out_splits, lse_splits, out, lse, splits, gpu, far)]
+        cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
+        last = named("(forward clear)", cleared)
+    else:
+        far = is_far(request)  # then m and l are stored instead of lse
+        out_splits = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
+        lse_splits = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
+        first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag)
+        last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, far)}
+    repair = repairs(repair_forward_kernel, first, target, EACH=True)
+    return {"forward": first} | named("(forward repair)", repair) | last
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
-    """All launches of a forward or backward by name. Nothing runs, and the tensors may be meta tensors."""
+    """All launches of a forward (without splits) or backward by name. Nothing runs; tensors may be meta tensors."""
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
-    if backward:
-        bwd_inputs = BackwardInputs(out, lse, out, None)
-        found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
-        return found | named_sink_launches(request, bwd_inputs, target, memory)
-    flags = flag_count(request)
-    first = forward_launch(request, out, lse, gpu, flags=memory.empty((flags,), torch.int32) if flags else None)
-    found = {"forward": first} | named("(forward repair)", repairs(first, target))
-    cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
-    return found | named("(forward clear)", cleared)
+    if not backward:
+        return forward_launches(request, out, lse, target, memory, 1)
+    bwd_inputs = BackwardInputs(out, lse, out, None)
+    found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
+    return found | named_sink_launches(request, bwd_inputs, target, memory)
 
 
 def forward_launch(
@@ -110,13 +109,6 @@ def forward_launch(
             EVEN=is_even(size, size.n_k, tile.block_n),
         ),
     )
-
-
-def repairs(of: Launch, target: Target) -> list[Launch]:
-    """The NaN repair pass of a forward that sets flags."""
-    if of.args[0].flags is None:
-        return []
-    return [repair(repair_forward_kernel, of.programs, (*of.args, of.programs), target, of)]
 
 
 def merge_launch(

@@ -25,18 +25,11 @@ class Tensors(NamedTuple):
     flags: tl.tensor
 
 
-class Split(NamedTuple):
-    """Which of `splits` parts of the keys a program computes; splits is None for all keys."""
-
-    split: tl.tensor
-    splits: tl.tensor
-
-
 @triton.jit
-def stream_keys(q, k, v, w, split, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over a split of them:
-    o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are nan. If v.ptr is None, acc
-    stays 0."""
+def stream_keys(tensors, w, split, splits, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over one of `splits` parts of
+    them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are nan. If
+    tensors.v.ptr is None, acc stays 0."""
     STEP: tl.constexpr = 16 if NAN_SAFE else PLAN.BLOCK_N
     # float32 operands are two halves each: no registers are left for loop invariants
     LEAN: tl.constexpr = NAN_SAFE or PLAN.PRECISION != "ieee"
@@ -45,13 +38,13 @@ def stream_keys(q, k, v, w, split, params, PLAN: tl.constexpr, NAN_SAFE: tl.cons
     r = w.first + tl.arange(0, PLAN.BLOCK_M)
     i = (r // PLAN.HEADS)[:, None]
     h = head_of(w, r[:, None], PLAN.HEADS)
-    q_rows = Rows(q, w.b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
+    q_rows = Rows(tensors.q, w.b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
     q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
     at = w.first // PLAN.HEADS + w.n_k - w.n_q  # the key position of the first query
     last = at + (PLAN.BLOCK_M + PLAN.HEADS - 2) // PLAN.HEADS  # that of the last query, or the one after it
     span = band(at, last, w.n_k, params.before, params.after, PLAN.BLOCK_N)
-    if split.splits is not None:
-        span = split_range(span, split.split, split.splits, PLAN.BLOCK_N)
+    if splits is not None:
+        span = split_range(span, split, splits, PLAN.BLOCK_N)
     qk_scale = log2_scale(params.scale, PLAN.FOLD)
     m = tl.full([PLAN.BLOCK_M], 0.0 if PLAN.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
@@ -59,21 +52,22 @@ def stream_keys(q, k, v, w, split, params, PLAN: tl.constexpr, NAN_SAFE: tl.cons
     acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
     if terms.sinks.ptr is not None:  # a sink is a key without a value, in the first split
         sink = tl.load(terms.sinks.ptr + head_of(w, r, PLAN.HEADS) * terms.sinks.stride).to(tl.float32)
-        sink = tl.where(split.split == 0, sink, float("-inf"))
+        sink = tl.where(split == 0, sink, float("-inf"))
         m = l + row_maximum(sink, LOG2E, terms.large_scores)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
     lo, hi = loop_range(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=LEAN):
         first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         pairs = Pairs(w, h, i, (first + tl.arange(0, STEP))[None, :])
-        k_rows = Rows(k, w.b, h_kv, w.k0, first, w.n_k)
+        k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
         s = scores(product, pairs, params.scale, terms, params.SCORE_MOD, PLAN.FOLD)
         s = masked(s, float("-inf"), pairs, edge, partial, params)
         p, alpha, m, l = softmax_step(m, l, s, qk_scale, terms.large_scores, PLAN.BOUNDED)
-        if v.ptr is not None:
-            v_tile = load_rows(Rows(v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+        if tensors.v.ptr is not None:
+            v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
+            v_tile = load_rows(v_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
             sees = visible(pairs, params) if NAN_SAFE else None
             p = dropout(p, pairs, terms).to(v_tile.dtype)
             if PLAN.BOUNDED:
@@ -98,7 +92,7 @@ def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAF
         pid = pid // splits
     w = locate(pid, grid, seqs, seqs.cu_q, PLAN.BLOCK_M, PLAN.HEADS)
     if w.first < w.n_q * PLAN.HEADS:
-        acc, m, l = stream_keys(tensors.q, tensors.k, tensors.v, w, Split(split, splits), params, PLAN, NAN_SAFE)
+        acc, m, l = stream_keys(tensors, w, split, splits, params, PLAN, NAN_SAFE)
         if tensors.flags is not None and not NAN_SAFE:
             raise_flag(tensors.flags + flag, acc)
         b = w.b
@@ -107,9 +101,9 @@ def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAF
         r = w.first + tl.arange(0, PLAN.BLOCK_M)
         i = r // PLAN.HEADS
         h = head_of(w, r, PLAN.HEADS)
-        heads = grid.heads * PLAN.HEADS
         o_rows = Rows(tensors.o, b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
         store_rows(o_rows, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
+        heads = grid.heads * PLAN.HEADS
         if splits is not None and params.terms.large_scores is not None:
             lse = m
             l_pointers = row_pointers(tensors.lse, seqs.n_q, heads, b + splits * grid.batch, h, w.q0, i, PLAN.PACKED)

@@ -72,13 +72,13 @@ def query_gradient(tensors, w, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexp
     for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=LEAN):
         first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         j = first + tl.arange(0, STEP)
-        pairs = Pairs(w, w.h, i[:, None], j[None, :])
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
         k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
         v_tile = load_rows(v_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
         dp = dot_nt(do_tile, v_tile, do_rows, v_rows, PLAN.DV, PLAN)
+        pairs = Pairs(w, w.h, i[:, None], j[None, :])
         p, derivative = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, PLAN.FOLD)
         ds = score_gradient(p, derivative, dp, delta_i[:, None], pairs, terms)
         sees = None
@@ -120,13 +120,13 @@ def key_gradients(tensors, w, heads, params, PLAN: tl.constexpr, NAN_SAFE: tl.co
         for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=LEAN):
             first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
             i = first + tl.arange(0, STEP)
-            pairs = Pairs(u, h, i[None, :], j[:, None])
             q_rows = Rows(tensors.q, u.b, h, u.q0, first, u.n_q)
             do_rows = Rows(tensors.do, u.b, h, u.q0, first, u.n_q)
             q_tile = load_rows(q_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
             do_tile = load_rows(do_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
             lse2_i = tl.load(statistic_pointers(tensors.lse2, u, h, first, STEP, PLAN.PACKED))
             product = dot_nt(k_tile, q_tile, k_rows, q_rows, PLAN.D, PLAN)
+            pairs = Pairs(u, h, i[None, :], j[:, None])
             p, derivative = recompute_p(product, pairs, lse2_i[None, :], edge, partial, params, PLAN.FOLD)
             sees = None
             if NAN_SAFE:
