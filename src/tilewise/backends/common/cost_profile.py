@@ -1,4 +1,4 @@
-"""A kernel as the model of times sees it: each backend's `profile` describes its own, and imports no Triton."""
+"""What the cost model needs to know of a kernel. Each backend describes its kernels in `cost.py`. Imports no Triton."""
 
 from __future__ import annotations
 

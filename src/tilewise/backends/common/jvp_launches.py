@@ -1,4 +1,4 @@
-"""From a request to the launches of forward mode."""
+"""The launches of forward mode."""
 
 from collections.abc import Sequence
 

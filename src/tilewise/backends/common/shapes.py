@@ -1,4 +1,4 @@
-"""The shapes of a request, as kernels see them: how many of what, and where a row lies in memory."""
+"""The shapes of a request and the views of its tensors, as kernels take them."""
 
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return self.tiles(n, block), heads, self.batch
 
     def in_rows(self, heads: int) -> "Problem":
-        """With the queries of so many heads of a group as those of one."""
+        """The same with `heads` query heads of a group as one head with more queries."""
         return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
 
 
@@ -52,7 +52,7 @@ def sequences_and_window(request: Request) -> tuple[Any, ...]:
 
 
 def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
-    """A forward with the heads of a group as queries, where `heads_are_queries`."""
+    """The same forward with the heads of a group as queries, if `heads_are_queries`."""
     q, kv_heads = request.q, request.k.shape[-2]
     group, plain = q.shape[-2] // kv_heads, request.cu_q is None and request.is_plain
     if not plain or not heads_are_queries(q.shape[1], group, request.spec.before):
@@ -64,7 +64,7 @@ def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tenso
 
 
 def view(x: Tensor) -> View:
-    """(batch, token, head, dim) strides; packed sequences have one batch row, and an axis of one place any stride."""
+    """The View of a (batch, token, head, dim) or packed (token, head, dim) tensor. Axes of size 1 have stride 0."""
     outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
     strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
     return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)

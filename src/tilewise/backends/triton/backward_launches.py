@@ -1,4 +1,4 @@
-"""From a request to the launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
+"""The launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from ..common.score_terms import device_terms, folded, mask_mod
 from ..common.shapes import new_gradients, problem, sequences_and_window, view
 from .backward import key_kernel, query_kernel
 
-FEW_ROWS = 32  # that are repaired at a time
+FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -38,7 +38,7 @@ def build_backward(spec: Spec) -> Build:
 def named_launches(
     request: Request, bwd_inputs: BackwardInputs, grads: Grads, target: Target, memory: Memory
 ) -> dict[str, Launch]:
-    """The launches by name, in order. Names in parentheses are of small kernels that nearly always do nothing."""
+    """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, target.gpu, memory)
     flags = flag_count(request, both=True)
     flag = memory.empty((flags,), torch.int32) if flags else None
@@ -86,7 +86,7 @@ def backward_launches(
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
     even = is_even(size, size.n_q, tile.block_m)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
-    starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))
+    starts = (_padded(query.programs) + n * _padded(programs) for n in range(len(sums)))
     keys = [
         Launch(
             key_kernel,
@@ -104,12 +104,13 @@ def backward_launches(
     return [prepare, *keys, query]
 
 
-def _lined(flags: int) -> int:
+def _padded(flags: int) -> int:
+    """The flags of a kernel, rounded up to a multiple of LINE."""
     return int(-(-flags // LINE.value) * LINE.value)
 
 
 def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
-    """What follows the launches of a backward, `backward_launches`, that raise flags."""
+    """The NaN repair pass of the launches of `backward_launches`, if they set flags."""
     _, key, *values, query = passes
     tensors, *scalars, q_tiles, heads, batch, q_terms = query.args
     of_keys, *_, k_tiles, kv_heads, _, k_terms = key.args
@@ -126,6 +127,6 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
 
 
 def _few_rows(name: str, plan: Plan) -> Plan:
-    """For so few rows of its own side that the product is no warpgroup's."""
+    """The same with at most FEW_ROWS rows: too few for the matrix instructions of a warpgroup (wgmma)."""
     side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
     return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})

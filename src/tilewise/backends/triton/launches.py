@@ -1,4 +1,4 @@
-"""From a request to the launches of the portable forward."""
+"""The launches of the portable forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
 
-OFFLINE_PROCESSORS = 132  # of an H100, where no GPU is here to ask
+OFFLINE_PROCESSORS = 132  # those of an H100
 
 
 def build_forward(spec: Spec) -> Build:
@@ -124,7 +124,7 @@ def merge_launch(
 
 
 def splits_of_keys(request: Request, target: Target) -> int:
-    """Into how many parts the keys are split: several where the queries alone would leave most of the GPU idle."""
+    """The number of splits of the keys: more than 1 if the queries alone would leave most of the GPU idle."""
     q = request.q
     if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1

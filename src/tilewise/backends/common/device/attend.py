@@ -96,18 +96,22 @@ def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAF
         if tensors.flags is not None and not NAN_SAFE:
             raise_flag(tensors.flags + flag, acc)
         b = w.b
+        rows = 0
         if splits is not None:
             b += split * grid.batch
+            rows = splits * grid.batch
         r = w.first + tl.arange(0, PLAN.BLOCK_M)
         i = r // PLAN.HEADS
         h = head_of(w, r, PLAN.HEADS)
         o_rows = Rows(tensors.o, b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
         store_rows(o_rows, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
-        heads = grid.heads * PLAN.HEADS
+        lse = m
         if splits is not None and params.terms.large_scores is not None:
-            lse = m
-            l_pointers = row_pointers(tensors.lse, seqs.n_q, heads, b + splits * grid.batch, h, w.q0, i, PLAN.PACKED)
+            heads = grid.heads * PLAN.HEADS
+            l_pointers = row_pointers(tensors.lse, seqs.n_q, heads, b + rows, h, w.q0, i, PLAN.PACKED)
             tl.store(l_pointers, l, mask=i < w.n_q)
         else:
             lse = row_logsumexp(m, l, params.terms.large_scores)
-        tl.store(row_pointers(tensors.lse, seqs.n_q, heads, b, h, w.q0, i, PLAN.PACKED), lse, mask=i < w.n_q)
+        exists = i < w.n_q
+        heads = grid.heads * PLAN.HEADS
+        tl.store(row_pointers(tensors.lse, seqs.n_q, heads, b, h, w.q0, i, PLAN.PACKED), lse, mask=exists)
