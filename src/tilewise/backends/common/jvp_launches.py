@@ -49,7 +49,8 @@ def jvp_launch(
     tile = tile_of("jvp", q.element_size(), size, gpu)
     count = flag_count(request)
     flags = memory.empty((count,), torch.int32) if count else None
-    tensors = JvpTensors(*map(view, (q, k, v, *tangents)), view(out), lse, view(dout), dlse, flags)
+    dq, dk, dv = map(view, tangents)
+    tensors = JvpTensors(view(q), view(k), view(v), dq, dk, dv, view(out), lse, view(dout), dlse, flags)
     return Launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),

@@ -161,7 +161,9 @@ def backward_launches(
         repair_backward_kernel,
         min(max(q_total, k_total), processors),
         (
-            BackwardTensors(*map(view, (q, k, v, dout)), *statistics, *map(view, (dq, dk, dv)), flag), *packing,
+            BackwardTensors(
+                view(q), view(k), view(v), view(dout), statistics[0], statistics[1], view(dq), view(dk), view(dv), flag
+            ), *packing,
             spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
             size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch,
             device_terms(request, GPU, (ROWS, STEP)), device_terms(request, GPU, (STEP, ROWS), by_key=True),

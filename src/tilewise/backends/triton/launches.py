@@ -90,7 +90,7 @@ def forward_launch(
         forward_kernel,
         splits * rows.programs(rows.n_q, rows.heads, tile.block_m),
         (
-            Tensors(*map(view, (q, k, v, out)), lse, flags),
+            Tensors(view(q), view(k), view(v), view(out), lse, flags),
             *sequences_and_window(request),
             scale,
             *rows.grid(rows.n_q, rows.heads, tile.block_m),
