@@ -91,8 +91,10 @@ def launch_of(row: Row) -> Any:
     from tilewise.backends.common.kernel_config import flag_count
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.common.preprocess import row_statistics
+    from tilewise.backends.common.repair import repair_forward_kernel
+    from tilewise.backends.common.repair_launches import repairs
     from tilewise.backends.triton.backward_launches import backward_launches, backward_repairs
-    from tilewise.backends.triton.launches import OFFLINE_PROCESSORS, forward_launch, merge_launch, repairs
+    from tilewise.backends.triton.launches import OFFLINE_PROCESSORS, forward_launch, merge_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)
@@ -117,7 +119,7 @@ def launch_of(row: Row) -> Any:
             rows, parts = FEW.get(row.variant, n), 4 if row.variant in FEW and not packed else 1
             request, lse = request._replace(q=q[..., :rows, :, :]), lse[..., :rows]
             made = forward_launch(request, request.q, lse, gpu, parts, flags_of(flag_count(request, parts)))
-            return repairs(made, target)[0] if row.kernel != "forward" else made
+            return repairs(repair_forward_kernel, made, target, EACH=True)[0] if row.kernel != "forward" else made
         if row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
             return merge_launch(room, room, q, lse, 64, gpu)

@@ -92,8 +92,8 @@ if HERE:
 
 # %%
 if HERE:
+    from tilewise.backends.common.device.attend import stream_keys
     from tilewise.backends.common.device.softmax import softmax_step
-    from tilewise.backends.triton.forward import stream_keys
 
     print(inspect.getsource(softmax_step.fn))
     print(inspect.getsource(stream_keys.fn))
@@ -103,8 +103,8 @@ if HERE:
 #
 # | here | elsewhere | what |
 # |---|---|---|
-# | `m_new = max(m, max(s)·unit)` | m_ij | the new running maximum |
-# | `p = exp2(s·unit - pivot)` | P_block = exp(QK·scale - m_ij) | weights; exp2 is one instruction, so the logarithm's base is folded into `unit` |
+# | `m_new = max(m, max(s)·qk_scale)` | m_ij | the new running maximum |
+# | `p = exp2(s·qk_scale - pivot)` | P_block = exp(QK·scale - m_ij) | weights; exp2 is one instruction, so the logarithm's base is folded into `qk_scale` |
 # | `alpha = exp2(m - pivot)` | alpha = exp(m_i - m_ij) | lesson 3's correction factor |
 # | `l·alpha + sum(p)` | l_i = l_i·alpha + l_ij | the denominator |
 # | `dot(p, v, acc·alpha)` | O_block = O_block·alpha + P V | the numerator |
@@ -124,8 +124,8 @@ if HERE:
 #
 # | 这里 | 别处 | 含义 |
 # |---|---|---|
-# | `m_new = max(m, max(s)·unit)` | m_ij | 新的最大值 |
-# | `p = exp2(s·unit - pivot)` | P_block = exp(QK·scale - m_ij) | 权重；exp2 是一条指令，所以把换底的系数并进了 `unit` |
+# | `m_new = max(m, max(s)·qk_scale)` | m_ij | 新的最大值 |
+# | `p = exp2(s·qk_scale - pivot)` | P_block = exp(QK·scale - m_ij) | 权重；exp2 是一条指令，所以把换底的系数并进了 `qk_scale` |
 # | `alpha = exp2(m - pivot)` | alpha = exp(m_i - m_ij) | 第 3 课的修正因子 |
 # | `l·alpha + sum(p)` | l_i = l_i·alpha + l_ij | 分母 |
 # | `dot(p, v, acc·alpha)` | O_block = O_block·alpha + P V | 分子 |

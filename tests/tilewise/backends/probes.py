@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from tilewise.backends.common.device.mask import visible
-from tilewise.backends.common.device.structs import Law, Terms, Work
+from tilewise.backends.common.device.attend import Tensors, stream_keys
+from tilewise.backends.common.device.mask import in_window
+from tilewise.backends.common.device.structs import Grid, ScoreParams, Sequences, Terms, Work
 from tilewise.backends.common.device.tile_range import band, locate
-from tilewise.backends.triton.forward import stream_keys
 
 
 @triton.jit
@@ -37,13 +37,13 @@ def visible_probe(table, out, before, after, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
     out += tl.program_id(0) * SIZE * SIZE
-    tl.store(out + i * SIZE + j, visible(i, j, w, before, after).to(tl.int32))
+    tl.store(out + i * SIZE + j, in_window(i, j, w, before, after).to(tl.int32))
 
 
 @triton.jit
 def locate_probe(out, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr):
     """out (programs, 8): the Work of each program."""
-    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK)
+    w = locate(tl.program_id(0), Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu, BLOCK)
     out += tl.program_id(0) * 8
     tl.store(out, w.b)
     tl.store(out + 1, w.h)
@@ -75,9 +75,9 @@ def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts
     """(acc, m, l) of `stream_keys` over each part of the keys, and the bits of their elements."""
     part = tl.program_id(0)
     w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
-    found, top, total = stream_keys(
-        q, k, v, w, part, parts, Law(before, after, scale, Terms(), None, None), PLAN, False
-    )
+    tensors = Tensors(q, k, v, None, None, None)
+    params = ScoreParams(before, after, scale, Terms(), None, None)
+    found, top, total = stream_keys(tensors, w, part, parts, params, PLAN, False)
     i = part * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
     tl.store(m + i, top)
     tl.store(l + i, total)

@@ -70,6 +70,8 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     from tilewise.backends.common.kernel_config import flag_count
     from tilewise.backends.common.launch import DeviceMemory, target_of
     from tilewise.backends.common.preprocess import row_statistics
+    from tilewise.backends.common.repair import repair_forward_kernel
+    from tilewise.backends.common.repair_launches import repairs
     from tilewise.backends.triton import launches as launch
     from tilewise.backends.triton.backward_launches import backward_launches, backward_repairs
     from tilewise.request import BackwardInputs, Request, Spec
@@ -84,12 +86,10 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     gpu = target.gpu
     flags = memory.empty((flag_count(request),), torch.int32)
     made = [launch.forward_launch(request, out, rows, gpu, flags=flags)]
-    made += launch.repairs(made[0], target)
+    made += repairs(repair_forward_kernel, made[0], target, EACH=True)
     made += clear_launches(out, rows.contiguous(), None, cu, cu, gpu)
-    bwd_inputs, flags = (
-        BackwardInputs(out, rows, dout, None),
-        memory.empty((flag_count(request, both=True),), torch.int32),
-    )
+    bwd_inputs = BackwardInputs(out, rows, dout, None)
+    flags = memory.empty((flag_count(request, both=True),), torch.int32)
     passes = backward_launches(request, bwd_inputs, (dq, dk, dv), row_statistics(request, memory), flags, gpu)
     made += [*passes, *backward_repairs(passes, target), *clear_launches(dq, dk, dv, cu, cu, gpu)]
     for each in made:

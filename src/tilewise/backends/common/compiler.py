@@ -51,11 +51,9 @@ def compile_options(launch: Launch) -> dict[str, Any]:
 def tell(futures: Sequence[Any]) -> None:
     done, missing = wait(futures, PATIENCE)
     if missing:
-        log.warning(
-            "tilewise: compiling %d kernels for a new kind of call, %d done after %.0f s; Triton keeps them in %s"
-            " (tilewise.warmup and `tilewise warm` compile ahead of time)",
-            len(futures), len(done), PATIENCE, triton.knobs.cache.dir,
-        )  # fmt: skip
+        progress = f"{len(futures)} kernels for a new kind of call, {len(done)} done after {PATIENCE:.0f} s"
+        hint = "tilewise.warmup and `tilewise warm` compile ahead of time"
+        log.warning(f"tilewise: compiling {progress}; Triton keeps them in {triton.knobs.cache.dir} ({hint})")
 
 
 def compute_cache_keys(launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""From a request to the launches of forward mode."""
+"""The launches of forward mode."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from ...errors import AttentionError
 from ...request import Request
 from .clear import clear_launches
-from .jvp import Moving, jvp_kernel
+from .jvp import JvpTensors, jvp_kernel
 from .kernel_config import flag_count, options_of, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
-from .repair_launches import repair
-from .shapes import problem, view
+from .repair_launches import repairs
+from .shapes import problem, sequences_and_window, view
 
 
 def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -29,32 +29,31 @@ def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) 
     dout, dlse = memory.empty(out.shape, out.dtype), memory.empty(lse.shape, lse.dtype)
     first = jvp_launch(request, out, lse.contiguous(), tangents, dout, dlse, target, memory)
     cleared = clear_launches(dout, dlse, None, request.cu_q, request.cu_q, target.gpu)
-    for launch in (first, *repairs(first, target), *cleared):
+    for launch in (first, *repairs(repair_jvp_kernel, first, target), *cleared):
         launch()
     return dout, dlse
 
 
-def repairs(of: Launch, target: Target) -> list[Launch]:
-    if of.args[5] is None:
-        return []
-    return [repair(repair_jvp_kernel, of.programs, (*of.args, of.programs), target, of)]
-
-
 def jvp_launch(
-    request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor], dout: Tensor, dlse: Tensor,
-    target: Target, memory: Memory,
-) -> Launch:  # fmt: skip
+    request: Request,
+    out: Tensor,
+    lse: Tensor,
+    tangents: Sequence[Tensor],
+    dout: Tensor,
+    dlse: Tensor,
+    target: Target,
+    memory: Memory,
+) -> Launch:
     q, k, v, spec = request[:4]
     size, gpu = problem(request), target.gpu
     tile = tile_of("jvp", q.element_size(), size, gpu)
-    flags = flag_count(request)
+    count = flag_count(request)
+    flags = memory.empty((count,), torch.int32) if count else None
+    dq, dk, dv = map(view, tangents)
+    tensors = JvpTensors(view(q), view(k), view(v), dq, dk, dv, view(out), lse, view(dout), dlse, flags)
     return Launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
-        (
-            Moving(*(view(x) for x in (q, k, v, *tangents))), view(out), lse, view(dout), dlse,
-            memory.empty((flags,), torch.int32) if flags else None, request.cu_q, request.cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
-        ),
+        (tensors, *sequences_and_window(request), spec.scale, *size.grid(size.n_q, size.heads, tile.block_m)),
         options_of(request, tile, gpu, OVERLAP=can_overlap(gpu)),
-    )  # fmt: skip
+    )

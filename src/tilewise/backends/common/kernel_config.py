@@ -1,4 +1,4 @@
-"""What is chosen before a portable kernel is compiled: its tile, its Plan, whether it raises flags."""
+"""The compile-time choices of the portable kernels: tile, Plan, and whether they set flags."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .score_terms import is_linear, lists_tiles
 from .shapes import Problem, padded, problem
 from .tiles import Tile
 
-SMALLEST = 16  # rows of a tile
+SMALLEST = 16  # the fewest rows of a tile
 
 
 def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | None) -> Tile:
@@ -25,27 +25,27 @@ def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | No
 
 
 def forward_tile(itemsize: int, size: Problem, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
-    """And how many heads have their queries in one, if they may (`shares_tiles`)."""
+    """The tile, and how many query heads share one (1 unless `shares`)."""
     tile = tile_of("forward", itemsize, size, gpu, term)
-    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # of packed sequences, on average
+    queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # an average
     heads = tiles.heads_of_a_tile(queries, size.heads // size.kv_heads, tile.block_m) if shares else 1
     return tile_of("forward", itemsize, size, gpu, "groups", term) if heads > 1 else tile, heads
 
 
 def costly_term(request: Request, gpu: Gpu) -> str | None:
-    """What of a request may want tiles of its own."""
+    """The score term that has tiles of its own in the tables, if the request has one."""
     if request.blocks and lists_tiles(gpu):
         return "blocks"
     return None if request.bias is None else "bias"
 
 
 def shares_tiles(request: Request) -> bool:
-    """Whether several heads of a call may have their queries in one tile. The lists of a block mask are of one head."""
+    """Whether several heads may share a tile of queries: not with a block mask, whose lists are per head."""
     return not request.blocks
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
-    """Of a launch: the fields of its Plan in one, and what is no field of it."""
+    """The options of a launch: its Plan, and the other options."""
     size = problem(request)
     options = {
         "GROUP": size.heads // size.kv_heads,
@@ -64,8 +64,8 @@ def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str,
 
 
 def precision(q: Tensor, gpu: Gpu) -> str:
-    """float32 is multiplied as three TF32 products, together as exact as one of float32, unless torch may use one; on
-    AMD, whose matrix units know float32, as it is."""
+    """The precision of tl.dot. A float32 product is three TF32 products, together as exact as float32, or one if torch
+    allows TF32. AMD's matrix units multiply float32."""
     if q.dtype != torch.float32 or gpu.kind == "hip":
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
@@ -76,7 +76,7 @@ def is_even(size: Problem, n: int, block: int) -> bool:
 
 
 def is_hiding(request: Request) -> bool:
-    """Whether some query may not see some key, as far as the kernels that are compiled for it can tell."""
+    """Whether a compiled kernel may have to hide a key from a query."""
     spec = request.spec
     if spec.before is not None or spec.mask_mod is not None:
         return True
@@ -84,8 +84,8 @@ def is_hiding(request: Request) -> bool:
 
 
 def flag_count(request: Request, splits: int = 1, both: bool = False) -> int:
-    """int32 flags that the NaN repair pass needs: one for each tile of queries or, of `both` sides, also for those of
-    keys and of values. 0 where no mask hides a key."""
+    """The number of int32 flags of the NaN repair pass: one for each tile of queries and, for `both` sides, also of
+    keys and of values. 0 if no mask hides a key."""
     if not is_hiding(request):
         return 0
     size = problem(request)

@@ -90,9 +90,14 @@ def can_overlap(gpu: Gpu) -> bool:
     return gpu.kind == "cuda" and gpu.capability >= 90 and not INTERPRETED and not NO_OVERLAP
 
 
+def pdl_option(overlap: bool) -> dict[str, bool]:
+    """The option of a launch that may overlap. AMD's launches do not know `launch_pdl`."""
+    return {"launch_pdl": True} if overlap else {}
+
+
 def overlapped(overlap: bool) -> dict[str, bool]:
-    """The options of a launch that may overlap. AMD's launches do not know `launch_pdl`."""
-    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+    """The same, for a kernel with an argument OVERLAP."""
+    return {"OVERLAP": overlap} | pdl_option(overlap)
 
 
 @cache

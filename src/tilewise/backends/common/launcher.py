@@ -22,10 +22,8 @@ try:
 except ImportError:  # torch for CPU or AMD
     driver = None
 
-FORMATS = {
-    "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
-    "fp32": "f", "f32": "f", "fp64": "d", "f64": "d",
-}  # fmt: skip
+KINDS = ["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "f32", "fp64", "f64"]
+FORMATS = dict(zip(KINDS, "?bhiq?BHIQffdd", strict=True))  # of `struct`, by Triton's name of a type
 ELEMENTS = {"fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
 TENSOR_MAP_BYTES = 128
 TENSOR_MAPS = 1024  # addresses for which one descriptor is kept

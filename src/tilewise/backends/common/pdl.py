@@ -1,8 +1,8 @@
-"""Kernels that start before the one ahead of them has ended, on GPUs that can: `OVERLAP` in a Plan.
+"""Programmatic dependent launch: kernels that start before the previous launch has ended (`OVERLAP` in a Plan).
 
-`launch_dependents` lets the next launch start once every program has said so or ended; `wait` waits until the launch
-before has ended and all that it wrote, and all that it waited for, can be read. A kernel that was
-placed early waits itself, first or last: whoever waits for it then waits for all before it.
+After every program has called `gdc_launch_dependents` or ended, the next launch may start. `gdc_wait` waits until the
+previous launch has ended and its results can be read. Every kernel that may start early calls `gdc_wait`, first or
+last, so that waiting for one launch is waiting for all before it.
 """
 
 import triton

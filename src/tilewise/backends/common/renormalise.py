@@ -14,55 +14,89 @@ so no other kernel knows of it. Other rows keep what they have. Only calls whose
 this launch, and only tiles with such a row read keys.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ...request import BackwardInputs, Request
 from .device.attend import stream_keys
-from .device.structs import ANY_SIZE, Law, Rows, View
+from .device.structs import ANY_SIZE, Grid, Rows, ScoreParams, Sequences, View
 from .device.tile_io import load_rows, row_pointers, store_rows
 from .device.tile_range import locate
 from .gpu import Gpu
 from .kernel_config import options_of
 from .launch import INTERPRETED, Launch, Memory
 from .score_terms import device_terms, is_far, mask_mod, score_mod
-from .shapes import padded, problem, view
+from .shapes import padded, problem, sequences_and_window, view
 from .tiles import INTERPRETER, Tile
 
 LARGE_LSE: tl.constexpr = tl.constexpr(256.0)  # below, rounding lse to float32 changes p by less than 8e-6 of it
 
 
+class RenormaliseTensors(NamedTuple):
+    """Views of q, k, no v, and do; lse and dlse; and what replaces do, lse and dlse."""
+
+    q: tl.tuple
+    k: tl.tuple
+    v: tl.tuple
+    do: tl.tuple
+    lse: tl.tensor
+    dlse: tl.tensor
+    new_do: tl.tuple
+    new_lse: tl.tensor
+    new_dlse: tl.tensor
+
+
 @triton.jit(**ANY_SIZE)
 def renormalise_kernel(
-    q, k, do, lse, dlse, new_do, new_lse, new_dlse, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch,
-    terms, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, PLAN: tl.constexpr,
-):  # fmt: skip
-    """new_do, new_lse and new_dlse of the rows of a tile; of packed sequences, the last one's programs copy what lies
-    past its end, too."""
+    tensors,  # RenormaliseTensors
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    tiles,
+    heads,
+    batch,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    PLAN: tl.constexpr,
+):
+    """new_do, new_lse and new_dlse of a tile of queries. The programs of the last packed sequence also copy the rows
+    after its end."""
     PACKED: tl.constexpr = cu_q is not None
-    w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PLAN.BLOCK_M)
+    grid = Grid(tiles, heads, batch)
+    w = locate(tl.program_id(0), grid, Sequences(cu_q, cu_k, n_q, n_k), cu_q, PLAN.BLOCK_M)
     end = w.n_q
     if PACKED:
         end = tl.where(w.b == batch - 1, n_q - w.q0, end)
     if w.first < end:
         i = w.first + tl.arange(0, PLAN.BLOCK_M)
-        lse_i = tl.load(row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < end, other=float("-inf"))
-        far = (tl.abs(lse_i) >= LARGE_LSE) & (tl.abs(lse_i) < float("inf"))
-        share = tl.full([PLAN.BLOCK_M], 1.0, tl.float32)
-        if tl.max(far.to(tl.int32), 0) > 0:
+        exists = i < end
+        lse_pointers = row_pointers(tensors.lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
+        lse_i = tl.load(lse_pointers, mask=exists, other=float("-inf"))
+        large = (tl.abs(lse_i) >= LARGE_LSE) & (tl.abs(lse_i) < float("inf"))
+        factor = tl.full([PLAN.BLOCK_M], 1.0, tl.float32)
+        if tl.max(large.to(tl.int32), 0) > 0:
             _, m, l = stream_keys(
-                q, k, View(None, ()), w, 0, None, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
-            )  # fmt: skip
-            far = far & (l > 0.0)
-            lse_i = tl.where(far, m, lse_i)
-            share = tl.where(far, 1.0 / l, share)
-        tl.store(row_pointers(new_lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), lse_i, mask=i < end)
-        if dlse is not None:
-            dlse_i = tl.load(row_pointers(dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), mask=i < end, other=0.0)
-            tl.store(row_pointers(new_dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED), dlse_i * share, mask=i < end)
-        do_tile = load_rows(Rows(do, w.b, w.h, w.q0, w.first, end), PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False)
-        do_tile = do_tile.to(tl.float32) * share[:, None]
-        store_rows(Rows(new_do, w.b, w.h, w.q0, w.first, end), do_tile, PLAN.DV)
+                tensors, w, 0, None, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
+            )
+            large = large & (l > 0.0)
+            lse_i = tl.where(large, m, lse_i)
+            factor = tl.where(large, 1.0 / l, factor)
+        tl.store(row_pointers(tensors.new_lse, n_q, heads, w.b, w.h, w.q0, i, PACKED), lse_i, mask=exists)
+        if tensors.dlse is not None:
+            dlse_pointers = row_pointers(tensors.dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
+            dlse_i = tl.load(dlse_pointers, mask=exists, other=0.0)
+            new_dlse_pointers = row_pointers(tensors.new_dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
+            tl.store(new_dlse_pointers, dlse_i * factor, mask=exists)
+        do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, end)
+        do_tile = load_rows(do_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False).to(tl.float32) * factor[:, None]
+        store_rows(Rows(tensors.new_do, w.b, w.h, w.q0, w.first, end), do_tile, PLAN.DV)
 
 
 def is_renormalised(request: Request) -> bool:
@@ -89,14 +123,18 @@ def renormalised(
     out, lse, dout, dlse = bwd_inputs
     new_do, new_lse = (memory.empty(x.shape, x.dtype) for x in (dout, lse))
     new_dlse = None if dlse is None else memory.empty(dlse.shape, dlse.dtype)
+    old = view(q), view(k), View(None, ()), view(dout), lse, dlse
+    tensors = RenormaliseTensors(*old, view(new_do), new_lse, new_dlse)
     launch = Launch(
         renormalise_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            view(q), view(k), view(dout), lse, dlse, view(new_do), new_lse, new_dlse, request.cu_q, request.cu_k,
-            size.n_q, size.n_k, spec.before, spec.after, spec.scale, size.tiles(size.n_q, tile.block_m), size.heads,
-            size.batch, device_terms(request, gpu, tile.block),
+            tensors,
+            *sequences_and_window(request),
+            spec.scale,
+            *size.grid(size.n_q, size.heads, tile.block_m),
+            device_terms(request, gpu, tile.block),
         ),
         options_of(request, tile, gpu, SCORE_MOD=score_mod(request, gpu), MASK_MOD=mask_mod(request)),
-    )  # fmt: skip
+    )
     return [launch], BackwardInputs(out, new_lse, new_do, new_dlse)

@@ -33,9 +33,9 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
-        steep=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
-        wild=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
-        far=1 if is_far(request) else None,
+        has_derivative=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
+        infinite_derivative=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        large_scores=1 if is_far(request) else None,
         origin=request.origin,
     )
 

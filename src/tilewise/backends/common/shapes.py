@@ -1,6 +1,6 @@
-"""The shapes of a request, as kernels see them: how many of what, and where a row lies in memory."""
+"""The shapes of a request and the views of its tensors, as kernels take them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,8 +29,12 @@ class Problem(NamedTuple):
     def programs(self, n: int, heads: int, block: int) -> int:
         return self.tiles(n, block) * heads * (1 if self.packed else self.batch)
 
+    def grid(self, n: int, heads: int, block: int) -> tuple[int, int, int]:
+        """The arguments `tiles`, `heads` and `batch` of a kernel (structs.Grid)."""
+        return self.tiles(n, block), heads, self.batch
+
     def in_rows(self, heads: int) -> "Problem":
-        """With the queries of so many heads of a group as those of one."""
+        """The same with `heads` query heads of a group as one head with more queries."""
         return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
 
 
@@ -41,8 +45,14 @@ def problem(request: Request) -> Problem:
     return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
 
 
+def sequences_and_window(request: Request) -> tuple[Any, ...]:
+    """The arguments cu_q, cu_k, n_q, n_k, before and after of a kernel."""
+    size, spec = problem(request), request.spec
+    return request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after
+
+
 def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tensor, Tensor]:
-    """A forward with the heads of a group as queries, where `heads_are_queries`."""
+    """The same forward with the heads of a group as queries, if `heads_are_queries`."""
     q, kv_heads = request.q, request.k.shape[-2]
     group, plain = q.shape[-2] // kv_heads, request.cu_q is None and request.is_plain
     if not plain or not heads_are_queries(q.shape[1], group, request.spec.before):
@@ -54,7 +64,7 @@ def by_group(request: Request, out: Tensor, lse: Tensor) -> tuple[Request, Tenso
 
 
 def view(x: Tensor) -> View:
-    """(batch, token, head, dim) strides; packed sequences have one batch row, and an axis of one place any stride."""
+    """The View of a (batch, token, head, dim) or packed (token, head, dim) tensor. Axes of size 1 have stride 0."""
     outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
     strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
     return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)

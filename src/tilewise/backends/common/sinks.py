@@ -5,7 +5,7 @@ that belong to no sequence are empty rows.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,29 +19,36 @@ from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
 from .score_terms import is_far
 
-BLOCK = 4096  # rows that a program looks at at once
+BLOCK: tl.constexpr = tl.constexpr(4096)  # rows that a program loads at once
+
+
+class SinkTensors(NamedTuple):
+    """Views of the padded row statistics; the sinks and their stride."""
+
+    lse2: tl.tuple
+    delta: tl.tuple
+    sinks: tl.tensor
+    stride: tl.tensor
 
 
 @triton.jit(**ANY_SIZE)
-def sink_kernel(
-    lse2, delta, sinks, step, total, batch, rows,
-    NATURAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """total[h], by one program, in one order. NATURAL: lse2 are in natural units."""
+def sink_kernel(tensors, total, batch, rows, NATURAL: tl.constexpr, OVERLAP: tl.constexpr):
+    """total[h], the gradient of the sink of head h: one program for each, so that the order of the sum is fixed.
+    NATURAL: lse2 is in natural units."""
     h = tl.program_id(0).to(tl.int64)
-    sink = tl.load(sinks + h * step).to(tl.float32)
+    sink = tl.load(tensors.sinks + h * tensors.stride).to(tl.float32)
     if not NATURAL:
         sink *= LOG2E
     if OVERLAP:
         gdc_wait()
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(batch):
-        line = tl.cast(b, tl.int64) * lse2.strides[0] + h * lse2.strides[1]
+        line = tl.cast(b, tl.int64) * tensors.lse2.strides[0] + h * tensors.lse2.strides[1]
         for first in range(0, rows, BLOCK):
             i = first + tl.arange(0, BLOCK)
-            x = sink - tl.load(lse2.ptr + line + i, mask=i < rows, other=float("inf"))
+            x = sink - tl.load(tensors.lse2.ptr + line + i, mask=i < rows, other=float("inf"))
             p = tl.exp(x) if NATURAL else tl.exp2(x)
-            acc += p * tl.load(delta.ptr + line + i, mask=i < rows, other=0.0)
+            acc += p * tl.load(tensors.delta.ptr + line + i, mask=i < rows, other=0.0)
     tl.store(total + h, -tl.sum(acc))
 
 
@@ -67,8 +74,8 @@ def sink_launches(
     statistics = row_statistics(together, memory)
     prepare, saved = prepare_launch(together, bwd_inputs, statistics, overlap)
     batch, heads, rows = statistics[0].shape
-    options = {"NATURAL": is_far(request), "BLOCK": BLOCK, "num_warps": 8} | overlapped(overlap)
-    args = saved.lse2, saved.delta, sinks, sinks.stride(0), total, batch, rows
+    options = {"NATURAL": is_far(request), "num_warps": 8} | overlapped(overlap)
+    args = SinkTensors(saved.lse2, saved.delta, sinks, sinks.stride(0)), total, batch, rows
     return [*first, prepare, Launch(sink_kernel, heads, args, options)]
 
 

@@ -10,13 +10,13 @@ tile, and summed by whoever owns the sum, in one fixed order and without atomics
 import triton
 import triton.language as tl
 
-from .device.gradients import weights
-from .device.mask import place, seen
-from .device.matmul import inner
-from .device.score import dropped
-from .device.structs import ANY_SIZE, Law, Rows, Work
+from .device.gradients import recompute_p
+from .device.mask import mod_indices, visible
+from .device.matmul import dot_nt
+from .device.score import dropout
+from .device.structs import ANY_SIZE, Grid, Pairs, Rows, ScoreParams, Sequences, Work
 from .device.tile_io import load_rows, row_pointers, statistic_pointers
-from .device.tile_range import band, locate, sequence
+from .device.tile_range import key_range, locate, packed_tile, query_range
 
 
 @triton.jit
@@ -24,12 +24,12 @@ def product_of(a, b, D: tl.constexpr, COLS: tl.constexpr, PLAN: tl.constexpr):
     """a b^T of BLOCK_M rows at a and BLOCK_N at b."""
     a_tile = load_rows(a, D, PLAN.BLOCK_M, COLS, False)
     b_tile = load_rows(b, D, PLAN.BLOCK_N, COLS, False)
-    return inner(a_tile, b_tile, a, b, D, PLAN)
+    return dot_nt(a_tile, b_tile, a, b, D, PLAN)
 
 
 @triton.jit
-def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
-    """g (queries, keys) of the tile at (i0, j0), 0 for pairs that do not see each other."""
+def gradient(saved, w, h, i0, j0, params, SITE: tl.constexpr, PLAN: tl.constexpr):
+    """g (queries, keys) of the tile at (i0, j0), 0 for hidden pairs."""
     h_kv = h // PLAN.GROUP
     q_rows = Rows(saved.q, w.b, h, w.q0, i0, w.n_q)
     do_rows = Rows(saved.do, w.b, h, w.q0, i0, w.n_q)
@@ -39,34 +39,51 @@ def gradient(saved, w, h, i0, j0, law, SITE: tl.constexpr, PLAN: tl.constexpr):
     delta_i = tl.load(statistic_pointers(saved.delta, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
     i = i0 + tl.arange(0, PLAN.BLOCK_M)[:, None]
     j = j0 + tl.arange(0, PLAN.BLOCK_N)[None, :]
-    p, _ = weights(product, w, h, i, j, lse2_i[:, None], True, True, law, PLAN.FOLD)
-    g = p * (dropped(dp, w, h, i, j, law.terms) - delta_i[:, None])
+    pairs = Pairs(w, h, i, j)
+    p, _ = recompute_p(product, pairs, lse2_i[:, None], True, True, params, PLAN.FOLD)
+    g = p * (dropout(dp, pairs, params.terms) - delta_i[:, None])
     if SITE is not None:
-        at = place(i, j, w, h, law.terms)
-        g *= SITE(product * law.scale, at.b, at.h, at.i, at.j, at.n_q, at.n_k, law.terms.score)
-    return tl.where(seen(i, j, w, h, law), g, 0.0)
+        at = mod_indices(pairs, params.terms)
+        g *= SITE(product * params.scale, at.b, at.h, at.i, at.j, at.n_q, at.n_k, params.terms.score)
+    return tl.where(visible(pairs, params), g, 0.0)
 
 
 @triton.jit(**ANY_SIZE)
 def line_sums_kernel(
-    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, KEYS: tl.constexpr, PLAN: tl.constexpr,
-):  # fmt: skip
+    saved,  # BackwardTensors
+    sums,
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    tiles,
+    heads,
+    batch,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    SITE: tl.constexpr,
+    KEYS: tl.constexpr,
+    PLAN: tl.constexpr,
+):
     """sums[b, h, query], or with KEYS sums[b, h, key]."""
     BLOCK_M: tl.constexpr = PLAN.BLOCK_M
     BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    grid = Grid(tiles, heads, batch)
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
     if KEYS:
-        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_k, BLOCK_N)
-        at = w.first + w.n_q - w.n_k
-        span = band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
+        w = locate(tl.program_id(0), grid, seqs, cu_k, BLOCK_N)
+        span = query_range(w, before, after, BLOCK_M, BLOCK_N)
         j = w.first + tl.arange(0, BLOCK_N)
         n = w.n_k
         acc = tl.zeros([BLOCK_N], tl.float32)
         STEP: tl.constexpr = BLOCK_M
     else:
-        w = locate(tl.program_id(0), tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
-        at = w.first + w.n_k - w.n_q
-        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        w = locate(tl.program_id(0), grid, seqs, cu_q, BLOCK_M)
+        span = key_range(w, before, after, BLOCK_M, BLOCK_N)
         i = w.first + tl.arange(0, BLOCK_M)
         n = w.n_q
         acc = tl.zeros([BLOCK_M], tl.float32)
@@ -80,8 +97,8 @@ def line_sums_kernel(
                 i0 = w.first
                 j0 = first
             g = gradient(
-                saved, w, w.h, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, PLAN
-            )  # fmt: skip
+                saved, w, w.h, i0, j0, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, PLAN
+            )
             acc += tl.sum(g, 0 if KEYS else 1)
         if KEYS:
             tl.store(row_pointers(sums, n_k, heads, w.b, w.h, w.k0, j, PLAN.PACKED), acc, mask=j < w.n_k)
@@ -91,10 +108,28 @@ def line_sums_kernel(
 
 @triton.jit(**ANY_SIZE)
 def tile_sums_kernel(
-    saved, sums, cu_q, cu_k, n_q, n_k, before, after, scale, row0, rows, columns, batch, heads, terms,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, SITE: tl.constexpr, BATCHES: tl.constexpr, HEADS: tl.constexpr,
+    saved,  # BackwardTensors
+    sums,  # Bias
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    row0,
+    rows,
+    columns,
+    batch,
+    heads,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    SITE: tl.constexpr,
+    BATCHES: tl.constexpr,
+    HEADS: tl.constexpr,
     PLAN: tl.constexpr,
-):  # fmt: skip
+):
     """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
     BLOCK_M: tl.constexpr = PLAN.BLOCK_M
     BLOCK_N: tl.constexpr = PLAN.BLOCK_N
@@ -112,15 +147,21 @@ def tile_sums_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for x in range(1 if BATCHES else batch):
         b = b_out + x
-        w = Work(b, 0, i0, 0, n_q, 0, n_k, 0) if cu_q is None else sequence(b, 0, i0, cu_q, cu_k, n_q, n_k)
-        at = i0 + w.n_k - w.n_q
-        span = band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+        seqs = Sequences(cu_q, cu_k, n_q, n_k)
+        w = Work(b, 0, i0, 0, n_q, 0, n_k, 0) if cu_q is None else packed_tile(b, 0, i0, seqs)
+        span = key_range(w, before, after, BLOCK_M, BLOCK_N)
         if (i0 < w.n_q) & (j0 >= span.lo) & (j0 < span.hi):
             for y in range(1 if HEADS else heads):
                 acc += gradient(
-                    saved, w, h_out + y, i0, j0, Law(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE,
+                    saved,
+                    w,
+                    h_out + y,
+                    i0,
+                    j0,
+                    ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                    SITE,
                     PLAN,
-                )  # fmt: skip
+                )
     p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
     p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]
     keep = (i < row0 + rows)[:, None] & (j < columns)[None, :]

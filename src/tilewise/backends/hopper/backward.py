@@ -18,9 +18,9 @@ too, and here it does so while dV is being multiplied.
 
 from typing import NamedTuple
 
-from ..common.device.score import steepened
+from ..common.device.score import times_derivative
 from ..common.device.structs import ANY_SIZE
-from ..common.device.tile_range import listed
+from ..common.device.tile_range import block_at
 from .backward_tiles import (  # fmt: skip
     DQ_STORED,
     Call,
@@ -157,7 +157,7 @@ def sum_block(
     p = gl.exp2(s)
     if not TALL:
         p16 = gl.convert_layout(narrow(p, DTYPE), dv_operand, assert_trivial=True)
-    p = steepened(p, slope, call.terms)
+    p = times_derivative(p, slope, call.terms)
     if PLAN.LATE:
         dp = product_t(v, do)
     mbarrier.wait(keys.full.index(0), phase(turn, 1))  # true since long: the branch keeps the next wait after the exp2
@@ -215,7 +215,7 @@ def sum_blocks(
     at_keys = w.first + 64 * WG + here(w.n_q) - here(w.n_k)
     left = w.n_k - w.first - 64 * WG
     place = visit.start
-    i0, picky = listed(place, call.terms.blocks, BLOCK_M)
+    i0, picky = block_at(place, call.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
     h = w.h * PLAN.GROUP
     mbarrier.wait(queries.full.index(n & 1), (n >> 1) & 1)
@@ -229,7 +229,7 @@ def sum_blocks(
     for m in range(n + 1, end):
         tile = visit.tile + g * (call.padded // BLOCK_M) + i0 // BLOCK_M
         place, g = after_block(visit, place, g, PLAN)
-        i0, picky = listed(place, call.terms.blocks, BLOCK_M)
+        i0, picky = block_at(place, call.terms.blocks, BLOCK_M)
         s, dk, dv = sum_block(
             hold, outputs.sums, s, dk, dv, m, turn, tile, w, h + g, at_keys, left, i0, is_edge(visit, i0, PLAN),
             picky, m + 1 < end, call, SCORE_MOD, MASK_MOD, WG, False, PLAN,

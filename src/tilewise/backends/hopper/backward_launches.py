@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
-from ..common.device.gradients import Saved
+from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, View
 from ..common.kernel_call import KernelCall
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, target_of
@@ -161,7 +161,9 @@ def backward_launches(
         repair_backward_kernel,
         min(max(q_total, k_total), processors),
         (
-            Saved(*(view(x) for x in (q, k, v, dout)), *statistics), *(view(x) for x in (dq, dk, dv)), flag, *packing,
+            BackwardTensors(
+                view(q), view(k), view(v), view(dout), statistics[0], statistics[1], view(dq), view(dk), view(dv), flag
+            ), *packing,
             spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
             size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch,
             device_terms(request, GPU, (ROWS, STEP)), device_terms(request, GPU, (STEP, ROWS), by_key=True),

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.device.score import worth_and_slope
+from ..common.device.score import scores_and_derivative
 from ..common.device.softmax import exponent
-from ..common.device.structs import PAD, Work
-from ..common.device.tile_range import band, listed, locate, walk
+from ..common.device.structs import PAD, Grid, Pairs, Sequences, Work
+from ..common.device.tile_range import band, block_at, locate, loop_range
 from .gluon_compat import (  # fmt: skip
     add_out,
     await_previous,
@@ -115,8 +115,8 @@ class RowRing(NamedTuple):
 
 class Visit(NamedTuple):
     """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on, `step` at a
-    time (of a block mask, as `walk` counts them); those inside [full_lo, full_hi) need no mask. `tile` is the place of
-    the first head's query 0 among all blocks, in the padded statistics and in dQ."""
+    time (of a block mask, as `loop_range` counts them); those inside [full_lo, full_hi) need no mask. `tile` is the
+    place of the first head's query 0 among all blocks, in the padded statistics and in dQ."""
 
     start: tl.tensor
     step: tl.tensor
@@ -157,9 +157,8 @@ def find(ticket, queue, call, PLAN: tl.constexpr):
     tile, head = order(ticket, queue)
     tile = tl.where(is_rising(head, call, PLAN), tile, queue.tiles - 1 - tile)
     pid = head * queue.tiles + tile
-    return locate(
-        pid, queue.tiles, queue.heads, queue.batch, call.cu_q, call.cu_k, call.n_q, call.n_k, call.cu_k, PLAN.BLOCK_N
-    )
+    grid = Grid(queue.tiles, queue.heads, queue.batch)
+    return locate(pid, grid, Sequences(call.cu_q, call.cu_k, call.n_q, call.n_k), call.cu_k, PLAN.BLOCK_N)
 
 
 @gluon.jit
@@ -170,7 +169,7 @@ def visit_of(w, queue, call, PLAN: tl.constexpr):
     at = w.first + here(w.n_q) - here(w.n_k)
     # the forward's band, sideways
     span = band(at, at + PLAN.BLOCK_N - 1, here(w.n_q), call.after, call.before, BLOCK_M)
-    lo, hi = walk(span, w, w.h * PLAN.GROUP, call.terms.blocks, BLOCK_M)
+    lo, hi = loop_range(span, w, w.h * PLAN.GROUP, call.terms.blocks, BLOCK_M)
     hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     line = w.h
     if call.cu_q is None:
@@ -243,8 +242,8 @@ def exponents(
         w = Work(w.b, w.h, w.first, w.q0, here(w.n_q), w.k0, here(w.n_k), w.r0)
         i = columns(i0, s)[None, :]
         j = (w.n_k - left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
-        s, slope = worth_and_slope(s, w, h, i, j, call.scale, call.terms, PLAN.FOLD, SCORE_MOD)
-    s = exponent(s, lse2, call.unit, call.terms.far)
+        s, slope = scores_and_derivative(s, Pairs(w, h, i, j), call.scale, call.terms, SCORE_MOD, PLAN.FOLD)
+    s = exponent(s, lse2, call.unit, call.terms.large_scores)
     if MASK_MOD is not None:
         s = unless_hidden(s, picky, i, j, w, h, call.terms, MASK_MOD)
     if edge:
@@ -328,7 +327,7 @@ def fill_tile(hold, inputs, w, visit, n, turn, call, PLAN: gl.constexpr):
     place = visit.start
     g = gl.to_tensor(0)
     for m in range(n, n + blocks_of(visit, PLAN)):
-        i0, _picky = listed(place, call.terms.blocks, BLOCK_M)
+        i0, _picky = block_at(place, call.terms.blocks, BLOCK_M)
         h = w.h * PLAN.GROUP + g
         q_at = at(inputs.q, w.b, h, w.q0, w.n_q, i0)
         fill_rows(hold.queries, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
@@ -392,7 +391,7 @@ def add_tiles(out, outputs, semaphores, work, call, queue, WARP: gl.constexpr, P
         place = visit.start
         g = gl.to_tensor(0)
         for _ in range(blocks_of(visit, PLAN)):
-            i0, _picky = listed(place, call.terms.blocks, BLOCK_M)
+            i0, _picky = block_at(place, call.terms.blocks, BLOCK_M)
             tile = visit.tile + g * (here(call.padded) // BLOCK_M) + i0 // BLOCK_M
             if not PLAN.ORDERED:
                 wait_turn(DQ_STORED + WARP, 160)

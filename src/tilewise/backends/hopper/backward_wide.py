@@ -17,7 +17,7 @@ tiles, for which two more warps ask and tell.
 
 from typing import NamedTuple
 
-from ..common.device.score import steepened
+from ..common.device.score import times_derivative
 from ..common.device.structs import ANY_SIZE
 from .backward_tiles import (  # fmt: skip
     BLOCK_M,
@@ -125,9 +125,9 @@ def probabilities(
     s, slope = exponents(s, lse2, w, h, i0, edge, True, at_keys, left, call, SCORE_MOD, MASK_MOD, PLAN)
     p = gl.exp2(s)
     p16 = narrow(p, hold.ds.dtype)
-    if call.terms.steep is not None:
+    if call.terms.has_derivative is not None:
         hold.ds.index(stage).store(p16)
-    hold.p.store(in_register_order(steepened(p, slope, call.terms)))
+    hold.p.store(in_register_order(times_derivative(p, slope, call.terms)))
     pass_turn(P_STORED, 256)
     return p16
 
@@ -205,7 +205,7 @@ def attend_1(hold, sums, order, dp, dk, dv, n, tile, more, call, PLAN: gl.conste
     wait_turn(P_STORED, 256)
     p = from_register_order(hold.p.load(flat), layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
-    p16 = hold.ds.index(cur).load(layout) if call.terms.steep is not None else narrow(p, DTYPE)
+    p16 = hold.ds.index(cur).load(layout) if call.terms.has_derivative is not None else narrow(p, DTYPE)
     p16 = gl.convert_layout(p16, dv_operand, assert_trivial=True)
     dv = warpgroup_mma(p16, half(do, 1), dv, is_async=True)
     ds = narrow(p * (dp - delta), DTYPE)

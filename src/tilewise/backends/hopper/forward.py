@@ -15,8 +15,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.device.softmax import gap, measured, unit_of
-from ..common.device.structs import ANY_SIZE, LN2, LOG2E, Work
+from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
+from ..common.device.structs import ANY_SIZE, LN2, LOG2E, Grid, Sequences, Work
 from ..common.device.tile_io import row_pointers
 from ..common.device.tile_range import locate
 from .forward_tiles import (
@@ -128,7 +128,7 @@ def consume(
     WG: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    unit = unit_of(scale, PLAN.FOLD)
+    unit = log2_scale(scale, PLAN.FOLD)
     if PLAN.TURNS and WG == 0:
         pass_turn(TURN, 256)
     n = gl.to_tensor(0)  # blocks so far: use n of both rings is the next one
@@ -169,7 +169,7 @@ def attend(
     s = warpgroup_mma_wait(0, deps=(product(pipes.q, WG, pipes.k, start, PLAN),))
     release(pipes.k, start, STAGES)
     s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
-    m = measured(row_max(s), unit, terms.far)
+    m = row_maximum(row_max(s), unit, terms.large_scores)
     left, right = halves(s)
     p_left = weights(left, origin(m), unit, terms)
     p_right = weights(right, origin(m), unit, terms)
@@ -188,9 +188,9 @@ def attend(
         release(pipes.k, use, STAGES)
         s = score(s, w, span, first, key, picky, before, after, scale, terms, SCORE_MOD, MASK_MOD, PLAN)
         m_before = m
-        m = gl.maximum(m, measured(row_max(s), unit, terms.far))
+        m = gl.maximum(m, row_maximum(row_max(s), unit, terms.large_scores))
         pivot = origin(m)
-        factor = gl.exp2(gap(m_before, pivot, unit, terms.far))
+        factor = gl.exp2(rescale_exponent(m_before, pivot, unit, terms.large_scores))
         left, right = halves(s)
         p_left = weights(left, pivot, unit, terms)
         l = l * by_row(factor, l) + lane_sums(p_left)
@@ -222,7 +222,7 @@ def finish(
     kept = 1.0
     if terms.sinks.ptr is not None:  # a key without a value, seen after all others
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
-        kept, m, total = with_sink(m, total, measured(sink, LOG2E, terms.far), terms)
+        kept, m, total = with_sink(m, total, row_maximum(sink, LOG2E, terms.large_scores), terms)
     some = gl.where(total == 0.0, 1.0, total)
     WIDTH: gl.constexpr = PLAN.BLOCK_DV // PLAN.PARTS
     if o.full.ptr is not None:
@@ -254,7 +254,7 @@ def finish(
     log = gl.log2(some)
     log += (some * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
     seen = gl.convert_layout(total, m.type.layout) != 0.0
-    log = (m + log) * LN2 if terms.far is None else m + log * LN2
+    log = (m + log) * LN2 if terms.large_scores is None else m + log * LN2
     rows = row_pointers(lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
     gl.store(rows, gl.where(seen, log, float("-inf")), mask=i < w.n_q)
 
@@ -335,7 +335,8 @@ def find(ticket, queue, cu_q, cu_k, n_q, n_k, cache, BLOCK_M: tl.constexpr, FEW:
     most FEW queries has none."""
     tile, line = order(ticket, queue)
     pid = line * queue.tiles + tile
-    w = locate(pid, queue.tiles, queue.heads, queue.batch, cu_q, cu_k, n_q, n_k, cu_q, BLOCK_M)
+    grid = Grid(queue.tiles, queue.heads, queue.batch)
+    w = locate(pid, grid, Sequences(cu_q, cu_k, n_q, n_k), cu_q, BLOCK_M)
     if cache.lengths is None:
         return w
     else:

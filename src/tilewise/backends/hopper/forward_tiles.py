@@ -6,9 +6,9 @@ values of a row meet other threads' only in its maximum and its sum.
 
 from typing import NamedTuple
 
-from ..common.device.score import worth
-from ..common.device.softmax import exponent, gap
-from ..common.device.structs import LOG2E
+from ..common.device.score import scores
+from ..common.device.softmax import exponent, rescale_exponent
+from ..common.device.structs import LOG2E, Pairs
 from .gluon_compat import gl, gluon, here, hide_from, hide_until, narrow, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import matrix, unless_hidden
 
@@ -62,7 +62,7 @@ def score(
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    s = worth(s, w, w.h, i, j, scale, terms, PLAN.FOLD, SCORE_MOD)
+    s = scores(s, Pairs(w, w.h, i, j), scale, terms, SCORE_MOD, PLAN.FOLD)
     if MASK_MOD is not None:
         s = unless_hidden(s, picky, i, j, w, w.h, terms, MASK_MOD)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
@@ -89,7 +89,7 @@ def origin(m):
 
 @gluon.jit
 def weights(s, pivot, unit, terms):
-    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.far))
+    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.large_scores))
 
 
 @gluon.jit
@@ -108,8 +108,9 @@ def with_sink(m, total, sink, terms):
     m_new = gl.maximum(m, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     lanes: gl.constexpr = total.type.layout
-    factor = gl.convert_layout(gl.exp2(gap(m, pivot, LOG2E, terms.far)), lanes)
-    return factor, m_new, total * factor + gl.convert_layout(gl.exp2(gap(sink, pivot, LOG2E, terms.far)), lanes)
+    factor = gl.convert_layout(gl.exp2(rescale_exponent(m, pivot, LOG2E, terms.large_scores)), lanes)
+    weight = gl.exp2(rescale_exponent(sink, pivot, LOG2E, terms.large_scores))
+    return factor, m_new, total * factor + gl.convert_layout(weight, lanes)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
+from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target
 from ..common.repair import repair_forward_kernel
@@ -90,7 +91,7 @@ def forward_launches(
         repair_forward_kernel,
         min(total, processors),
         (
-            *(view(x) for x in (q, k, v, out)), lse, state.flag, cu_q, cu_k, size.n_q, size.n_k,
+            Tensors(view(q), view(k), view(v), view(out), lse, state.flag), cu_q, cu_k, size.n_q, size.n_k,
             spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
             device_terms(request, GPU, (block_m, STEP)), total,
         ),

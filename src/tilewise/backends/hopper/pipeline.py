@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.device.mask import pleases
-from ..common.device.structs import Work
-from ..common.device.tile_range import band, clamp, listed, walk
+from ..common.device.mask import mask_mod_visible
+from ..common.device.structs import Pairs, Work
+from ..common.device.tile_range import band, block_at, clamp, loop_range
 from .gluon_compat import arrive, copy_in, gl, gluon, mbarrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
@@ -343,7 +343,7 @@ def blocks(first, w, before, after, lists, ROWS: tl.constexpr, BLOCK: tl.constex
     block mask's lists, blocks are counted as `walk` does, through the listed tiles; where none is listed, -1 is."""
     at = first + w.n_k - w.n_q
     span = band(at, at + ROWS - 1, w.n_k, before, after, BLOCK)
-    lo, hi = walk(span, w, w.h, lists, BLOCK)
+    lo, hi = loop_range(span, w, w.h, lists, BLOCK)
     if lists.offsets is not None:
         hi = tl.where(lo < hi, hi, 0)
         lo = tl.where(lo < hi, lo, -BLOCK)
@@ -354,7 +354,7 @@ def blocks(first, w, before, after, lists, ROWS: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def keys_of(n, w, lists, BLOCK: tl.constexpr):
     """The first key of block n, and whether the mask mod may hide some of its pairs."""
-    first, picky = listed(n * BLOCK, lists, BLOCK, False)
+    first, picky = block_at(n * BLOCK, lists, BLOCK, False)
     if lists.offsets is not None:
         first = tl.where(n < 0, w.n_k, first)  # past the last key, where nobody sees one
     return first, picky
@@ -364,6 +364,6 @@ def keys_of(n, w, lists, BLOCK: tl.constexpr):
 def unless_hidden(s, picky, i, j, w, h, terms, MASK_MOD: gl.constexpr):
     """s, but -inf where the mask mod hides key j from query i. It is asked of blocks that are `picky`."""
     if picky:
-        seen = (i == i) & (j == j) & pleases(i, j, w, h, terms, MASK_MOD)
+        seen = (i == i) & (j == j) & mask_mod_visible(Pairs(w, h, i, j), terms, MASK_MOD)
         s = gl.where(seen, s, float("-inf"))
     return s

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from ..common.device.structs import ANY_SIZE, PAD, Rows
+from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
 from ..common.device.tile_io import store_rows
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
-from ..common.preprocess import prepare_kernel
+from ..common.preprocess import RowConfig, RowTensors, store_row_statistics
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
@@ -25,9 +25,10 @@ def start_kernel(
     pid = tl.program_id(0)
     tl.store(sums + tl.cast(pid, tl.int64) * BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
     tl.store(counts + 4 * pid + tl.arange(0, 64), 0)
-    prepare_kernel(
-        o, do, lse, dlse, lse2, delta, cu_q, cu_k, n_q, n_k, tiles, heads, batch, DV, BLOCK_M, BLOCK_DV, NATURAL
-    )  # fmt: skip
+    tensors = RowTensors(o, do, lse, dlse, lse2, delta)
+    grid = Grid(tiles, heads, batch)
+    CONFIG: tl.constexpr = RowConfig(DV, BLOCK_M, BLOCK_DV, NATURAL)
+    store_row_statistics(tensors, grid, Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
 
 
 @triton.jit(**ANY_SIZE)
@@ -44,7 +45,7 @@ def finish_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    w = locate(pid // 2, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu_q, PAD)
+    w = locate(pid // 2, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu_q, PAD)
     first = w.first + pid % 2 * ROWS
     if first < w.n_q:
         b = w.b if cu_q is None else 0

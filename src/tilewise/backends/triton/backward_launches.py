@@ -1,4 +1,4 @@
-"""From a request to the launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
+"""The launches of the portable backward: row statistics, the gradients, and the NaN repair pass."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,10 @@ from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
 from ..common.score_terms import device_terms, folded, mask_mod
-from ..common.shapes import new_gradients, problem, view
+from ..common.shapes import new_gradients, problem, sequences_and_window, view
 from .backward import key_kernel, query_kernel
 
-FEW_ROWS = 32  # that are repaired at a time
+FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -38,7 +38,7 @@ def build_backward(spec: Spec) -> Build:
 def named_launches(
     request: Request, bwd_inputs: BackwardInputs, grads: Grads, target: Target, memory: Memory
 ) -> dict[str, Launch]:
-    """The launches by name, in order. Names in parentheses are of small kernels that nearly always do nothing."""
+    """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, target.gpu, memory)
     flags = flag_count(request, both=True)
     flag = memory.empty((flags,), torch.int32) if flags else None
@@ -54,15 +54,20 @@ def named_launches(
 
 
 def backward_launches(
-    request: Request, bwd_inputs: BackwardInputs, grads: Grads, statistics: tuple[Tensor, Tensor], flags: Tensor | None,
+    request: Request,
+    bwd_inputs: BackwardInputs,
+    grads: Grads,
+    statistics: tuple[Tensor, Tensor],
+    flags: Tensor | None,
     gpu: Gpu,
-) -> list[Launch]:  # fmt: skip
-    q, spec, size = request.q, request.spec, problem(request)
+) -> list[Launch]:
+    """The launches of the row statistics, of dK and dV (one kernel or two), and of dQ."""
+    q, size = request.q, problem(request)
     dq, dk, dv = grads
     overlap = can_overlap(gpu)
     prepare, saved = prepare_launch(request, bwd_inputs, statistics, overlap)
     scoring, scale, rate = folded(request, gpu, slope=True)
-    scalars = request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, scale, rate
+    scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
     term = costly_term(request, gpu)
     tile = tile_of("query", q.element_size(), size, gpu, term)
@@ -70,55 +75,58 @@ def backward_launches(
         query_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
         (
-            saved, view(dq), flags, *scalars, size.tiles(size.n_q, tile.block_m), size.heads, size.batch,
+            saved._replace(dq=view(dq), flags=flags),
+            *scalars,
+            *size.grid(size.n_q, size.heads, tile.block_m),
             device_terms(request, gpu, tile.block),
         ),
         options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
-    )  # fmt: skip
+    )
     tile = tile_of("key", q.element_size(), size, gpu, term)
     programs = size.programs(size.n_k, size.kv_heads, tile.block_n)
+    even = is_even(size, size.n_q, tile.block_m)
     sums = [(True, False), (False, True)] if tile.apart else [(True, True)]
-    starts = (_lined(query.programs) + n * _lined(programs) for n in range(len(sums)))
+    starts = (_padded(query.programs) + n * _padded(programs) for n in range(len(sums)))
     keys = [
         Launch(
             key_kernel,
             programs,
             (
-                saved, view(dk), view(dv), None if flags is None else flags[start:], *scalars,
-                size.tiles(size.n_k, tile.block_n), size.kv_heads, size.batch,
+                saved._replace(dk=view(dk), dv=view(dv), flags=None if flags is None else flags[start:]),
+                *scalars,
+                *size.grid(size.n_k, size.kv_heads, tile.block_n),
                 device_terms(request, gpu, tile.block, by_key=True),
             ),
-            options_of(
-                request, tile, gpu, **program, EVEN=is_even(size, size.n_q, tile.block_m), SUM_K=sum_k, SUM_V=sum_v
-            ),
+            options_of(request, tile, gpu, **program, EVEN=even, SUM_K=sum_k, SUM_V=sum_v),
         )
         for (sum_k, sum_v), start in zip(sums, starts, strict=True)
-    ]  # fmt: skip
+    ]
     return [prepare, *keys, query]
 
 
-def _lined(flags: int) -> int:
+def _padded(flags: int) -> int:
+    """The flags of a kernel, rounded up to a multiple of LINE."""
     return int(-(-flags // LINE.value) * LINE.value)
 
 
 def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
-    """What follows the launches of a backward, `backward_launches`, that raise flags."""
+    """The NaN repair pass of the launches of `backward_launches`, if they set flags."""
     _, key, *values, query = passes
-    saved, dq, flags, *scalars, q_tiles, heads, batch, q_terms = query.args
-    _, dk, dv, *_, k_tiles, kv_heads, _, k_terms = key.args
-    if flags is None:
+    tensors, *scalars, q_tiles, heads, batch, q_terms = query.args
+    of_keys, *_, k_tiles, kv_heads, _, k_terms = key.args
+    if tensors.flags is None:
         return []
     totals = query.programs, key.programs
     counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
-    args = saved, dq, dk, dv, flags, *scalars, *counts, q_terms, k_terms
+    args = tensors._replace(dk=of_keys.dk, dv=of_keys.dv), *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, target, query, key)
     plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
-    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"VALUE": None}
+    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"EACH": True, "VALUE": None}
     options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
     return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
 
 
 def _few_rows(name: str, plan: Plan) -> Plan:
-    """For so few rows of its own side that the product is no warpgroup's."""
+    """The same with at most FEW_ROWS rows: too few for the matrix instructions of a warpgroup (wgmma)."""
     side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
     return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})

@@ -1,4 +1,4 @@
-"""From a request to the launches of the portable forward."""
+"""The launches of the portable forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from ...request import BackwardInputs, Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches
+from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
 from ..common.kernel_config import (
     costly_term,
@@ -19,16 +20,16 @@ from ..common.kernel_config import (
     options_of,
     shares_tiles,
 )
-from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, overlapped
+from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
-from ..common.repair_launches import repair
+from ..common.repair_launches import repairs
 from ..common.score_terms import device_terms, folded, is_bounded, is_far, mask_mod
-from ..common.shapes import new_gradients, new_results, padded, problem, view
+from ..common.shapes import new_gradients, new_results, padded, problem, sequences_and_window, view
 from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
-from .forward import forward_kernel, merge_kernel
+from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
 
-OFFLINE_PROCESSORS = 132  # of an H100, where no GPU is here to ask
+OFFLINE_PROCESSORS = 132  # those of an H100
 
 
 def build_forward(spec: Spec) -> Build:
@@ -37,95 +38,93 @@ def build_forward(spec: Spec) -> Build:
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
-        return Built((out, lse), forward_launches(request, out, lse, target, memory))
+        splits = splits_of_keys(request, target)
+        return Built((out, lse), list(forward_launches(request, out, lse, target, memory, splits).values()))
 
     return build
 
 
-def forward_launches(request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory) -> list[Launch]:
-    """The forward over all keys, or over parts of them which are then merged; with the NaN repair pass where a mask may
-    hide keys."""
-    gpu, splits = target.gpu, splits_of_keys(request, target)
+def forward_launches(
+    request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, splits: int
+) -> dict[str, Launch]:
+    """The launches by name, in order: the forward over all keys, or over parts of them which are then merged; and the
+    NaN repair pass if a mask may hide keys. Names in parentheses are of small kernels."""
+    gpu = target.gpu
     flags = flag_count(request, splits)
-    flag = None if flags == 0 else memory.empty((flags,), torch.int32)
+    flag = memory.empty((flags,), torch.int32) if flags else None
     if splits == 1:
         first = forward_launch(request, out, lse, gpu, flags=flag)
-        return [
-            first,
-            *repairs(first, target),
-            *clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf),
-        ]
-    far = is_far(request)
-    out_parts = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
-    lse_parts = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)  # or m and l
-    first = forward_launch(request, out_parts, lse_parts, gpu, splits, flag)
-    return [first, *repairs(first, target), merge_launch(out_parts, lse_parts, out, lse, splits, gpu, far)]
+        cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
+        last = named("(forward clear)", cleared)
+    else:
+        far = is_far(request)  # then m and l are stored instead of lse
+        out_splits = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
+        lse_splits = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
+        first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag)
+        last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, far)}
+    repair = repairs(repair_forward_kernel, first, target, EACH=True)
+    return {"forward": first} | named("(forward repair)", repair) | last
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
-    """All launches of a forward or backward by name. Nothing runs, and the tensors may be meta tensors."""
+    """All launches of a forward (without splits) or backward by name. Nothing runs; tensors may be meta tensors."""
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
-    if backward:
-        bwd_inputs = BackwardInputs(out, lse, out, None)
-        found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
-        return found | named_sink_launches(request, bwd_inputs, target, memory)
-    flags = flag_count(request)
-    first = forward_launch(request, out, lse, gpu, flags=memory.empty((flags,), torch.int32) if flags else None)
-    found = {"forward": first} | named("(forward repair)", repairs(first, target))
-    cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
-    return found | named("(forward clear)", cleared)
+    if not backward:
+        return forward_launches(request, out, lse, target, memory, 1)
+    bwd_inputs = BackwardInputs(out, lse, out, None)
+    found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
+    return found | named_sink_launches(request, bwd_inputs, target, memory)
 
 
 def forward_launch(
-    request: Request, out: Tensor, lse: Tensor, gpu: Gpu, parts: int = 1, flags: Tensor | None = None
+    request: Request, out: Tensor, lse: Tensor, gpu: Gpu, splits: int = 1, flags: Tensor | None = None
 ) -> Launch:
-    """`parts` of the keys by a program each: out and lse then have that many times the batch, part by part."""
-    q, k, v, spec = request[:4]
+    """The forward over all keys, or over `splits` parts of them: out and lse then have splits * batch rows."""
+    q, k, v, _ = request[:4]
     size = problem(request)
     tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares_tiles(request))
     rows = size.in_rows(heads)
     scoring, scale, _ = folded(request, gpu, slope=False)
     return Launch(
         forward_kernel,
-        parts * rows.programs(rows.n_q, rows.heads, tile.block_m),
+        splits * rows.programs(rows.n_q, rows.heads, tile.block_m),
         (
-            *(view(x) for x in (q, k, v, out)), lse, flags, request.cu_q, request.cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, scale, rows.tiles(rows.n_q, tile.block_m), rows.heads, size.batch,
-            parts if parts > 1 else None, device_terms(request, gpu, tile.block),
+            Tensors(view(q), view(k), view(v), view(out), lse, flags),
+            *sequences_and_window(request),
+            scale,
+            *rows.grid(rows.n_q, rows.heads, tile.block_m),
+            splits if splits > 1 else None,
+            device_terms(request, gpu, tile.block),
         ),
         options_of(
-            request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), HEADS=heads,
+            request,
+            tile,
+            gpu,
+            **scoring,
+            MASK_MOD=mask_mod(request),
+            HEADS=heads,
             BOUNDED=scoring["FOLD"] and is_bounded(request, scale),
-            OVERLAP=(size.packed or parts > 1 or flags is not None) and can_overlap(gpu),
+            OVERLAP=(size.packed or splits > 1 or flags is not None) and can_overlap(gpu),
             EVEN=is_even(size, size.n_k, tile.block_n),
         ),
-    )  # fmt: skip
-
-
-def repairs(of: Launch, target: Target) -> list[Launch]:
-    """The NaN repair pass of a forward that sets flags."""
-    if of.args[5] is None:
-        return []
-    return [repair(repair_forward_kernel, of.programs, (*of.args, of.programs), target, of)]
-
-
-def merge_launch(
-    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, parts: int, gpu: Gpu, far: bool = False
-) -> Launch:
-    batch, n_q, heads, dv = out.shape
-    rows, columns = triton.next_power_of_2(parts), padded(dv)
-    options = {
-        "DV": dv, "BLOCK_P": rows, "BLOCK_DV": columns, "num_warps": 4 if rows * columns <= 8192 else 8,
-        "FAR": far, **overlapped(can_overlap(gpu)),
-    }  # fmt: skip
-    return Launch(
-        merge_kernel, batch * n_q * heads, (out_parts, lse_parts, out, lse, parts, batch, n_q, heads), options
     )
 
 
+def merge_launch(
+    out_splits: Tensor, lse_splits: Tensor, out: Tensor, lse: Tensor, splits: int, gpu: Gpu, far: bool = False
+) -> Launch:
+    batch, n_q, heads, dv = out.shape
+    rows, columns = triton.next_power_of_2(splits), padded(dv)
+    overlap = can_overlap(gpu)
+    options: dict[str, Any] = {"CONFIG": MergeConfig(dv, rows, columns, far, overlap)}
+    options |= {"num_warps": 4 if rows * columns <= 8192 else 8, **pdl_option(overlap)}
+    tensors = MergeTensors(out_splits, lse_splits, out, lse)
+    return Launch(merge_kernel, batch * n_q * heads, (tensors, splits, batch, n_q, heads), options)
+
+
 def splits_of_keys(request: Request, target: Target) -> int:
-    """Into how many parts the keys are split: several where the queries alone would leave most of the GPU idle."""
+    """The number of splits of the keys: more than 1 if the queries alone would leave most of the GPU idle."""
     q = request.q
     if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1

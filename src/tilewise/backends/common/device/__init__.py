@@ -1,14 +1,16 @@
-"""What every attention kernel shares, on the device: a file for each question.
+"""Device functions that all attention kernels share.
 
-    tuples    what functions hand each other
-    walk      which program am I, which tiles do I visit
-    sight     who sees whom
-    memory    tiles from memory and back
-    product   products of tiles
-    score     what one pair is worth
-    softmax   scores become weights
+    structs      the NamedTuples that functions exchange
+    tile_range   which tile a program computes, and over which columns it loops
+    mask         which pairs of a query and a key are visible
+    tile_io      loads and stores of tiles
+    matmul       products of tiles
+    score        the score of a pair, and its derivative
+    softmax      online softmax
+    attend       the forward of one tile of queries
+    gradients    the gradients of one tile
 
-Names: `q k v` are views (pointer and strides), `q_tile` values; i counts queries and j keys of one sequence, both from
-0; n_q and n_k are its lengths; SHOUT is known at compile time. Absence is the flag: cu_q=None is a dense batch,
-before=None an unbounded band.
+`q`, `k`, `v` are views (pointer and strides) and `q_tile` is a value. i counts the queries and j the keys of a
+sequence, from 0; n_q and n_k are its lengths. Names in capitals are known at compile time. An absent argument is None
+and specialises the kernel: cu_q=None is a dense batch, before=None an unbounded window.
 """

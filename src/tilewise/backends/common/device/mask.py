@@ -1,15 +1,15 @@
-"""Who sees whom: the band and the mask mod, for the pairs of one tile."""
+"""Which pairs of a query and a key are visible: the window and the mask mod."""
 
 import triton
 import triton.language as tl
 
-from .structs import Place
+from .structs import ModIndices
 
 
 @triton.jit
-def visible(i, j, w, before, after):
-    """Which keys j the band shows the queries i: those that exist and lie in it. (Queries that do not exist see what
-    the last one's neighbours would; their weights are 0 for other reasons.)"""
+def in_window(i, j, w, before, after):
+    """Which keys j exist and lie in the window of the queries i. Queries past the end of the sequence are treated like
+    the others: their p is 0 because their lse is +inf, or they are not stored."""
     at = i + (w.n_k - w.n_q)
     last = w.n_k - 1
     if after is not None:
@@ -21,44 +21,44 @@ def visible(i, j, w, before, after):
 
 
 @triton.jit
-def pleases(i, j, w, h, terms, MASK_MOD: tl.constexpr):
-    """Which keys j the mask mod shows the queries i."""
-    at = place(i, j, w, h, terms)
+def mask_mod_visible(pairs, terms, MASK_MOD: tl.constexpr):
+    """Which pairs the mask mod shows."""
+    at = mod_indices(pairs, terms)
     return MASK_MOD(None, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.mask)
 
 
 @triton.jit
-def seen(i, j, w, h, law):
-    """Which keys j the queries i see: both exist, the band shows the key, and the mask mod does."""
-    keep = visible(i, j, w, law.before, law.after) & (i < w.n_q)
-    if law.MASK_MOD is not None:
-        keep &= pleases(i, j, w, h, law.terms, law.MASK_MOD)
+def visible(pairs, params):
+    """Which pairs are visible: query and key exist, the key is in the window, and the mask mod shows it."""
+    keep = in_window(pairs.i, pairs.j, pairs.w, params.before, params.after) & (pairs.i < pairs.w.n_q)
+    if params.MASK_MOD is not None:
+        keep &= mask_mod_visible(pairs, params.terms, params.MASK_MOD)
     return keep
 
 
 @triton.jit
-def masked(x, hidden, edge, picky, i, j, w, h, law):
-    """x, with `hidden` for the pairs that do not see each other. The branches are the same for the whole program: the
-    mask mod is asked only where it hides something, and where nothing is hidden nothing is done."""
-    if law.MASK_MOD is None:
+def masked(x, value, pairs, edge, partial, params):
+    """x, with `value` for hidden pairs. `edge`: the window may hide some; `partial`: the mask mod may. Both are the
+    same for the whole program, so that tiles without hidden pairs skip the mask."""
+    if params.MASK_MOD is None:
         if edge:
-            x = tl.where(visible(i, j, w, law.before, law.after), x, hidden)
+            x = tl.where(in_window(pairs.i, pairs.j, pairs.w, params.before, params.after), x, value)
     else:
-        if edge or picky:
-            if picky:
-                x = tl.where(pleases(i, j, w, h, law.terms, law.MASK_MOD), x, hidden)
-            x = tl.where(visible(i, j, w, law.before, law.after), x, hidden)
+        if edge or partial:
+            if partial:
+                x = tl.where(mask_mod_visible(pairs, params.terms, params.MASK_MOD), x, value)
+            x = tl.where(in_window(pairs.i, pairs.j, pairs.w, params.before, params.after), x, value)
     return x
 
 
 @triton.jit
-def place(i, j, w, h, terms):
-    """Where mods and dropout find the pair: here, or where `origin` says that this call lies in a larger one."""
+def mod_indices(pairs, terms):
+    """The indices that mods and dropout get: those of this call, or those of the larger call in `origin`."""
     if terms.origin is None:
-        return Place(w.b, h, i, j, w.n_q, w.n_k)
+        return ModIndices(pairs.w.b, pairs.h, pairs.i, pairs.j, pairs.w.n_q, pairs.w.n_k)
     else:
-        row = terms.origin + w.b * 7
+        row = terms.origin + pairs.w.b * 7
         step = tl.load(row + 4)
-        i = tl.load(row + 2) + step * i
-        j = tl.load(row + 3) + step * j
-        return Place(tl.load(row), tl.load(row + 1) + h, i, j, tl.load(row + 5), tl.load(row + 6))
+        i = tl.load(row + 2) + step * pairs.i
+        j = tl.load(row + 3) + step * pairs.j
+        return ModIndices(tl.load(row), tl.load(row + 1) + pairs.h, i, j, tl.load(row + 5), tl.load(row + 6))

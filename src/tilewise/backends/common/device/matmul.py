@@ -1,4 +1,4 @@
-"""Products of tiles, of wide ones too, and beside values that are not finite."""
+"""Products of tiles."""
 
 import triton
 import triton.language as tl
@@ -7,9 +7,10 @@ from .tile_io import load_columns
 
 
 @triton.jit
-def inner(a_tile, b_tile, a, b, D: tl.constexpr, PLAN: tl.constexpr):
-    """a b^T of the tiles at a and b; of more than CHUNK columns, so many at a time, read when their turn comes: wide
-    operands, of float32 in two halves each, would not fit into the registers. Then nobody needs the whole tiles."""
+def dot_nt(a_tile, b_tile, a, b, D: tl.constexpr, PLAN: tl.constexpr):
+    """a b^T of the tiles of the rows a and b. Tiles of more than CHUNK columns are loaded again, CHUNK columns at a
+    time: the operands, in float32 two halves each, would not fit into the registers. a_tile and b_tile are
+    then not used."""
     A: tl.constexpr = a_tile.shape[0]
     B: tl.constexpr = b_tile.shape[0]
     CHUNK: tl.constexpr = PLAN.CHUNK
@@ -24,26 +25,25 @@ def inner(a_tile, b_tile, a, b, D: tl.constexpr, PLAN: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, acc, met, PLAN: tl.constexpr):
-    """acc + a @ b. With `met` (which rows of a meet which rows of b), a non-finite row of b makes the rows that see it
-    nan and leaves the others alone. A matrix product by itself cannot keep that promise: 0 * nan is nan.
-    """
-    if met is None:
+def dot(a, b, acc, visible, PLAN: tl.constexpr):
+    """acc + a @ b. `visible` (None, or which row of a sees which row of b): rows of b that are not finite make the rows
+    that see them nan, and no others. tl.dot alone cannot do that: 0 * nan is nan."""
+    if visible is None:
         return tl.dot(a, b, acc, input_precision=PLAN.PRECISION)
     else:
         finite = tl.abs(b.to(tl.float32)) < float("inf")
         acc = tl.dot(a, tl.where(finite, b, 0.0).to(b.dtype), acc, input_precision=PLAN.PRECISION)
         bad = tl.max(tl.where(finite, 0, 1), 1)
-        spoilt = tl.max(tl.where(met, bad[None, :], 0), 1)
-        return tl.where(spoilt[:, None] > 0, float("nan"), acc)
+        sees_bad = tl.max(tl.where(visible, bad[None, :], 0), 1)
+        return tl.where(sees_bad[:, None] > 0, float("nan"), acc)
 
 
 @triton.jit
 def raise_flag(flag, x):
-    """*flag, which this program has set to 0, = 1 where the sum of some row is nan: where an element is, and where
-    infinities of both signs meet. Nothing is reduced over the warps, which would cost time, and the compiler for
-    sm_100 (Triton 3.6) its life."""
+    """Set *flag, which this program has set to 0, to 1 if the sum of some row of x is nan: if an element is, or if
+    infinities of both signs meet. Every row stores for itself: a reduction over warps takes time, and crashes Triton
+    3.6 for sm_100."""
     rows = tl.sum(x, 1)
     bad = rows != rows
-    tl.debug_barrier()  # the 0 first
+    tl.debug_barrier()  # the store of 0 comes first
     tl.store(flag + bad.to(tl.int32) * 0, 1, mask=bad)

@@ -1,18 +1,15 @@
-"""What one pair is worth: its score with the terms, the slope of that, and whether dropout keeps its weight."""
+"""The score of a pair, its derivative by q.k, and dropout."""
 
 import triton
 import triton.language as tl
 
-from .mask import place
+from .mask import mod_indices
 
 
 @triton.jit
-def scores(product, w, h, i, j, scale, FOLD: tl.constexpr):
-    """From q.k to what the softmax exponentiates, up to the factor `unit_of`.
-
-    FOLD: the scale is positive and nothing stands between the product and the softmax, so scale, log2(e) and the
-    subtraction of the maximum become one multiply-add.
-    """
+def scaled(product, scale, FOLD: tl.constexpr):
+    """scale * product. FOLD: the product as it is, because the scale is positive and no term comes between it and the
+    softmax: scale, log2(e) and the subtraction of the maximum are one multiply-add there (`log2_scale`)."""
     if FOLD:
         return product
     else:
@@ -20,62 +17,61 @@ def scores(product, w, h, i, j, scale, FOLD: tl.constexpr):
 
 
 @triton.jit
-def worth(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """`scores`, then the score mod and the bias."""
-    s = scores(product, w, h, i, j, scale, FOLD)
+def scores(product, pairs, scale, terms, SCORE_MOD: tl.constexpr, FOLD: tl.constexpr):
+    """scale * q.k, then the score mod and the bias."""
+    s = scaled(product, scale, FOLD)
     if SCORE_MOD is not None:
-        at = place(i, j, w, h, terms)
+        at = mod_indices(pairs, terms)
         s = SCORE_MOD(s, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms.bias, w, h, i, j)
+        s += load_bias(terms.bias, pairs)
     return s
 
 
 @triton.jit
-def worth_and_slope(product, w, h, i, j, scale, terms, FOLD: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """`worth`, and the slope of the score mod, which returns both (of nothing where there is none)."""
-    s = scores(product, w, h, i, j, scale, FOLD)
-    slope = s
+def scores_and_derivative(product, pairs, scale, terms, SCORE_MOD: tl.constexpr, FOLD: tl.constexpr):
+    """The same, with a score mod that returns its value and its derivative. Without a mod, the latter is not used."""
+    s = scaled(product, scale, FOLD)
+    derivative = s
     if SCORE_MOD is not None:
-        at = place(i, j, w, h, terms)
-        s, slope = SCORE_MOD(s, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.score)
+        at = mod_indices(pairs, terms)
+        s, derivative = SCORE_MOD(s, at.b, at.h, at.i, at.j, at.n_q, at.n_k, terms.score)
     if terms.bias.ptr is not None:
-        s += biases(terms.bias, w, h, i, j)
-    return s, slope
+        s += load_bias(terms.bias, pairs)
+    return s, derivative
 
 
 @triton.jit
-def steepened(p, slope, terms):
-    """p * slope: what a weight passes on to the score that went into the mod. A weight of 0 passes on nothing, though
-    its slope be infinite, as those of rows that do not exist may be."""
-    if terms.steep is None:
+def times_derivative(p, derivative, terms):
+    """p * derivative; 0 where p is 0 although the derivative is infinite, as past the end of a sequence."""
+    if terms.has_derivative is None:
         return p
-    elif terms.wild is None:
-        return p * slope
+    elif terms.infinite_derivative is None:
+        return p * derivative
     else:
-        return tl.where(p == 0.0, 0.0, p * slope)
+        return tl.where(p == 0.0, 0.0, p * derivative)
 
 
 @triton.jit
-def biases(bias, w, h, i, j):
-    """bias[b, h, i, j]; nothing is read outside the sequence, nor outside the bias: 0 there."""
-    p = bias.ptr + tl.cast(w.b, tl.int64) * bias.strides[0] + tl.cast(h, tl.int64) * bias.strides[1]
-    p = p + i.to(tl.int64) * bias.strides[2] + j.to(tl.int64) * bias.strides[3]
-    rows = tl.minimum(w.n_q, bias.rows // 16)
-    columns = tl.minimum(w.n_k, bias.columns // 16)
-    return tl.load(p, mask=(i < rows) & (j < columns), other=0.0).to(tl.float32)
+def load_bias(bias, pairs):
+    """bias[b, h, i, j]; 0 past the end of the sequence or of the bias, where nothing is read."""
+    p = bias.ptr + tl.cast(pairs.w.b, tl.int64) * bias.strides[0] + tl.cast(pairs.h, tl.int64) * bias.strides[1]
+    p = p + pairs.i.to(tl.int64) * bias.strides[2] + pairs.j.to(tl.int64) * bias.strides[3]
+    rows = tl.minimum(pairs.w.n_q, bias.rows // 16)
+    columns = tl.minimum(pairs.w.n_k, bias.columns // 16)
+    return tl.load(p, mask=(pairs.i < rows) & (pairs.j < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def dropped(p, w, h, i, j, terms):
-    """p with every weight either dropped or divided by the probability to stay; see `tilewise.mods.dropout`."""
+def dropout(p, pairs, terms):
+    """p / (1 - dropout_p) where the pair is kept, and 0 where it is dropped; see `tilewise.mods.dropout`."""
     if terms.seed is None:
         return p
     else:
         seed = tl.load(terms.seed)
         word = mix((seed & 0xFFFFFFFF).to(tl.uint32))
         word = mix(word ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-        at = place(i, j, w, h, terms)
+        at = mod_indices(pairs, terms)
         word = mix(word ^ tl.cast(at.b, tl.uint32))
         word = mix(word ^ tl.cast(at.h, tl.uint32))
         word = mix(word ^ at.i.to(tl.uint32))

@@ -1,4 +1,9 @@
-"""Scores become weights, tile by tile, in log2 units."""
+"""Online softmax in log2 units.
+
+The running maximum m is kept in log2 units, m = qk_scale * max(s), so that s * qk_scale - m is one multiply-add. With
+`large_scores` (1, or None) m stays in the units of s: qk_scale * max(s) could overflow, or be rounded by more than the
+scores of a row differ, as where they are all torch.finfo(dtype).min.
+"""
 
 import triton
 import triton.language as tl
@@ -7,8 +12,8 @@ from .structs import LN2, LOG2E
 
 
 @triton.jit
-def unit_of(scale, FOLD: tl.constexpr):
-    """Log2 units per unit of what `scores` returns."""
+def log2_scale(scale, FOLD: tl.constexpr):
+    """The factor from what `scores` returns to log2 units."""
     if FOLD:
         return scale * LOG2E
     else:
@@ -16,67 +21,64 @@ def unit_of(scale, FOLD: tl.constexpr):
 
 
 @triton.jit
-def measured(x, unit, far):
-    """What scores are measured from, x being one of them: in log2 units, so that `exponent` is one multiply-add. Where
-    scores may be `far` out (1, or None), -3e38 for a whole row, it stays as it is: the product would be infinite, or
-    rounded by more than scores differ."""
-    if far is None:
-        return x * unit
+def row_maximum(x, qk_scale, large_scores):
+    """The maximum score x in the units of m."""
+    if large_scores is None:
+        return x * qk_scale
     else:
         return x
 
 
 @triton.jit
-def exponent(s, origin, unit, far):
-    """By how many log2 units a score lies above what is `measured`."""
-    if far is None:
-        return s * unit - origin
+def exponent(s, m, qk_scale, large_scores):
+    """log2(p) of the score s."""
+    if large_scores is None:
+        return s * qk_scale - m
     else:
-        return (s - origin) * unit
+        return (s - m) * qk_scale
 
 
 @triton.jit
-def gap(a, b, unit, far):
-    """By how many log2 units one that is `measured` lies above another."""
-    if far is None:
-        return a - b
+def rescale_exponent(m_old, m, qk_scale, large_scores):
+    """log2(alpha) where the maximum changes from m_old to m."""
+    if large_scores is None:
+        return m_old - m
     else:
-        return (a - b) * unit
+        return (m_old - m) * qk_scale
 
 
 @triton.jit
-def softmax_step(m, l, s, unit, far, BOUNDED: tl.constexpr):
-    """Fold one tile of scores into the running (maximum, sum). A row that has seen nothing keeps m = -inf, l = 0.
+def softmax_step(m, l, s, qk_scale, large_scores, BOUNDED: tl.constexpr):
+    """(p, alpha, m, l) after a tile of scores. A row without visible keys keeps m = -inf and l = 0.
 
-    m is `measured`, as it was subtracted: a product of s and unit once more would be fused with the difference, not
-    rounded, and alpha would not be 1 where the maximum stays, an error that grows with every tile.
+    alpha is computed from m as it was subtracted: with s * qk_scale once more, the compiler would fuse the product with
+    the difference, and alpha would not be exactly 1 where the maximum stays, an error that grows with every tile.
 
-    BOUNDED: the weights of such scores fit into a float as they are; m stays 0 and nothing is ever rescaled. Then the
-    largest weight is not 1, and 16 bits round it: see `unrounded`.
+    BOUNDED: p fits into a float without a maximum, so m stays 0 and nothing is rescaled (see `rounding_correction`).
     """
     if BOUNDED:
-        p = tl.exp2(s * unit)
+        p = tl.exp2(s * qk_scale)
         return p, tl.full([s.shape[0]], 1.0, tl.float32), m, l + tl.sum(p, 1)
-    m_new = tl.maximum(m, measured(tl.max(s, 1), unit, far))
+    m_new = tl.maximum(m, row_maximum(tl.max(s, 1), qk_scale, large_scores))
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(exponent(s, pivot[:, None], unit, far))
-    alpha = tl.exp2(gap(m, pivot, unit, far))
+    p = tl.exp2(exponent(s, pivot[:, None], qk_scale, large_scores))
+    alpha = tl.exp2(rescale_exponent(m, pivot, qk_scale, large_scores))
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def unrounded(l, rounded):
-    """l / sum(bf16(p)): what acc = sum(bf16(p) v) is multiplied by before it is divided by l = sum(p). With a maximum
-    subtracted, the largest p is 1, which is exact. Without, each p is off by up to 2^-9: of a row that sees one key,
-    out would be v * bf16(p) / p. lse needs l as it is."""
+def rounding_correction(l, rounded):
+    """l / sum(bf16(p)), the factor of acc = sum(bf16(p) v) before it is divided by l = sum(p). With a maximum
+    subtracted, the largest p is 1, which is exact. Without, each p is off by up to 2^-9: for a row that sees one key,
+    out would be v * bf16(p) / p. lse needs l without the correction."""
     return l / tl.where(rounded == 0.0, 1.0, rounded)
 
 
 @triton.jit
 def logsumexp(m, l):
-    """What the running (maximum, sum) amount to, in natural units.
+    """m + log2(l) in natural units, for m in log2 units.
 
-    The hardware's log2 is off by up to 2^-22 of its result; one Newton step against its exp2 mends that.
+    The hardware's log2 is off by up to 2^-22 of its result; one Newton step against its exp2 corrects that.
     """
     some = tl.where(l == 0.0, 1.0, l)
     y = tl.log2(some)
@@ -85,9 +87,9 @@ def logsumexp(m, l):
 
 
 @triton.jit
-def row_logsumexp(m, l, far):
-    """The same, m being `measured`."""
-    if far is None:
+def row_logsumexp(m, l, large_scores):
+    """The logsumexp of rows in natural units."""
+    if large_scores is None:
         return logsumexp(m, l)
     else:
         return m + logsumexp(0.0, l)

@@ -1,4 +1,4 @@
-"""What the functions of a kernel hand each other, and the constants that they share."""
+"""The NamedTuples that device functions exchange, and the constants that they share."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,25 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-FAR = 2**30  # beyond every sequence, in sixteenths too
-# How a kernel is compiled once for calls of all sizes: Triton would make other ones for a 1, or where 16 divides.
+FAR = 2**30  # longer than any sequence, also after a division by 16
+PAD: tl.constexpr = tl.constexpr(128)  # in the padded row statistics, sequences start at multiples of PAD
+# Triton compiles another kernel for an integer that is 1 or a multiple of 16, unless it is named here. This works for
+# integers that are arguments of their own only: Triton 3.6 specialises every integer inside a tuple. Hence kernels take
+# sizes one by one, and pass them on as `Grid` and `Sequences`.
+SIZES = """
+    n_q n_k before after tiles q_tiles k_tiles heads kv_heads batch splits total q_total k_total padded rising rows row0
+    columns lines cohort x_size y_size z_size new most line count step_k step_v
+"""
 ANY_SIZE = {
-    "do_not_specialize": [
-        "n_q", "n_k", "before", "after", "tiles", "q_tiles", "k_tiles", "heads", "kv_heads", "batch", "parts", "total",
-        "q_total", "k_total", "padded", "rising", "rows", "row0", "columns", "lines", "cohort", "x_size", "y_size",
-        "z_size", "new", "most", "line", "count", "step_k", "step_v",
-    ],
+    "do_not_specialize": SIZES.split(),
     "do_not_specialize_on_alignment": ["cu_q", "cu_k", "cu_x", "cu_y"],
-}  # fmt: skip
-PAD: tl.constexpr = tl.constexpr(128)  # row statistics of the backward start at multiples of this, in every sequence
+}
 
 
 class View(NamedTuple):
-    """A (batch, token, head, dim) tensor; or the padded row statistics, (batch, head).
+    """A (batch, token, head, dim) tensor; or padded row statistics, (batch, head, row) with the last stride 1.
 
-    Offsets inside a tile are 32-bit, which saves the backward its last registers, unless the view is `wide`.
+    Offsets inside a tile are 32-bit, which saves registers in the backward, unless the view is `wide`.
     """
 
     ptr: tl.tensor
@@ -30,8 +32,26 @@ class View(NamedTuple):
     wide: tl.constexpr = None
 
 
+class Grid(NamedTuple):
+    """The programs of a launch: tiles per head (of packed sequences, of all of them), heads, batch rows."""
+
+    tiles: tl.tensor
+    heads: tl.tensor
+    batch: tl.tensor
+
+
+class Sequences(NamedTuple):
+    """cu_seqlens, or None for a dense batch; the lengths, or of packed sequences the number of tokens of all."""
+
+    cu_q: tl.tensor
+    cu_k: tl.tensor
+    n_q: tl.tensor
+    n_k: tl.tensor
+
+
 class Work(NamedTuple):
-    """One program's share: batch row, head, first row of its tile, where both sequences and its row statistics lie."""
+    """The tile of one program: batch row, head, first row; the start and length of both sequences; and the start of the
+    sequence in the padded row statistics."""
 
     b: tl.tensor
     h: tl.tensor
@@ -43,8 +63,17 @@ class Work(NamedTuple):
     r0: tl.tensor
 
 
-class Place(NamedTuple):
-    """A pair as mods and dropout count it: batch row, head, query, key; and the lengths."""
+class Pairs(NamedTuple):
+    """The pairs of a tile of scores: the sequence (a Work), the head, and the queries i and keys j, which broadcast."""
+
+    w: tl.tuple
+    h: tl.tensor
+    i: tl.tensor
+    j: tl.tensor
+
+
+class ModIndices(NamedTuple):
+    """The indices of pairs as mods and dropout count them: batch row, head, query, key; and the lengths."""
 
     b: tl.tensor
     h: tl.tensor
@@ -55,8 +84,8 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where a tile lies: rows `first` and on of the sequence that starts at token t, which has n of them. Of several
-    `heads`, row r is token r // heads of head h * heads + r % heads; None: of one."""
+    """The rows of a tile: from row `first` of a sequence that starts at token t and has n rows. If `heads` is not None,
+    row r is token r // heads of head h * heads + r % heads."""
 
     x: tl.tuple
     b: tl.tensor
@@ -68,7 +97,7 @@ class Rows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Columns [lo, hi) are visited, tile by tile; those in [full_lo, full_hi) need no mask."""
+    """A program loops over the columns [lo, hi); those in [full_lo, full_hi) need no mask."""
 
     lo: tl.tensor
     full_lo: tl.tensor
@@ -77,9 +106,9 @@ class Span(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows`, `columns`: its sizes,
-    for packed sequences, any of which may be longer than the caller says; FAR where that cannot be. In sixteenths, and
-    never None beside a pointer: of a tuple with a None or a 1 in it Triton 3.6 may hand on the wrong ones."""
+    """A (batch, head, query, key) tensor; axes along which it broadcasts have stride 0. `rows` and `columns` are 16
+    times its sizes for packed sequences, which may be longer than the bias, and FAR otherwise. Never 1, and never None
+    beside a pointer: Triton 3.6 may read the wrong fields of a tuple that has either."""
 
     ptr: tl.tensor = None
     rows: tl.tensor = None
@@ -88,10 +117,10 @@ class Bias(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The tile lists of a block mask, seen from one side: row r of tiles visits entries[offsets[r] : offsets[r + 1]],
-    each 4 * position + its kind, which has a 2 where the mask mod hides nothing that the band shows. Tiles are 2^own
-    rows by 2^other columns. The rows of a head, and by how many a batch row and a head move, are counted in sixteenths:
-    Triton 3.6 loses a 1 in a tuple that a loop within a loop reads."""
+    """The tile lists of a block mask, by queries or by keys: row r of tiles has entries[offsets[r] : offsets[r + 1]],
+    each 4 * position + kind; bit 1 of the kind is set where the mask mod hides nothing (a full tile). Tiles have 2^own
+    rows and 2^other columns. `rows` of tiles per head, and the steps from one batch row and head to the next, are 16
+    times their values: Triton 3.6 loses a 1 in a tuple that a nested loop reads."""
 
     offsets: tl.tensor = None
     entries: tl.tensor = None
@@ -110,10 +139,13 @@ class Sinks(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a call has beside q, k, v and the band; None where it does not (in a pointer: of a tuple, Triton cannot ask
-    whether it is None). `score` and `mask` are read by the mods; `steep`: the slope of the score mod is not 1;
-    `wild`: it may be infinite. `far`: scores may be so large that no multiply-add may round them (see `measured`).
-    `origin`: see tilewise.request.ORIGIN."""
+    """The score terms of a call. Absent ones are None (bias, sinks and blocks: their pointer, because Triton cannot
+    compare a tuple with None).
+
+    `score` and `mask` are the arguments of the mods. `has_derivative`: the derivative of the score mod is not 1;
+    `infinite_derivative`: it may be infinite. `large_scores`: scores may be so large that a fused multiply-add would
+    round them by more than they differ (see `softmax.py`). `origin`: see tilewise.request.ORIGIN.
+    """
 
     bias: tl.tuple = Bias()
     sinks: tl.tuple = Sinks()
@@ -123,15 +155,16 @@ class Terms(NamedTuple):
     score: tl.tuple = ()
     mask: tl.tuple = ()
     blocks: tl.tuple = Blocks()
-    steep: tl.constexpr = None
-    wild: tl.constexpr = None
-    far: tl.constexpr = None
+    has_derivative: tl.constexpr = None
+    infinite_derivative: tl.constexpr = None
+    large_scores: tl.constexpr = None
     origin: tl.tensor = None
 
 
-class Law(NamedTuple):
-    """What holds for every pair of a query and a key: the band and the mask mod say who sees whom, the scale, the score
-    mod and the other terms what a score is worth. Made where it is handed on: a kernel cannot give functions a name."""
+class ScoreParams(NamedTuple):
+    """What decides the score of a pair. Query i, at key position p = i + n_k - n_q, sees the keys p - before ..
+    p + after that the mask mod shows. Kernels build it in the call that takes it: Triton has no variables that hold
+    functions."""
 
     before: tl.tensor
     after: tl.tensor
@@ -142,25 +175,22 @@ class Law(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for: query heads per KV head; head dims, and the powers of two that hold them; queries
-    and keys of a tile; how `scores` and `inner` work; whether the tiles of the other side all lie inside the sequence
-    (EVEN), sequences are packed, scores so small that nobody needs a maximum (BOUNDED), kernels overlap; of the owner
-    of keys, which sums it takes; and of the forward, how many HEADS have their queries in one tile: one, or a group."""
+    """The compile-time configuration of a kernel."""
 
-    GROUP: int
-    D: int
+    GROUP: int  # query heads per KV head
+    D: int  # head dims of q and k, and of v
     DV: int
-    BLOCK_M: int
+    BLOCK_M: int  # queries and keys of a tile
     BLOCK_N: int
-    BLOCK_D: int
+    BLOCK_D: int  # powers of two that hold D and DV
     BLOCK_DV: int
-    FOLD: bool
-    PRECISION: str
-    CHUNK: int
-    EVEN: bool = False
-    PACKED: bool = False
-    BOUNDED: bool = False
-    OVERLAP: bool = False
-    SUM_K: bool = True
+    FOLD: bool  # scale and log2(e) are one factor: see `scaled`
+    PRECISION: str  # of tl.dot
+    CHUNK: int  # columns of a product at a time: see `dot_nt`
+    EVEN: bool = False  # the loop's tiles end with the sequence
+    PACKED: bool = False  # packed sequences
+    BOUNDED: bool = False  # scores are so small that softmax needs no maximum
+    OVERLAP: bool = False  # programmatic dependent launch
+    SUM_K: bool = True  # which of dK and dV a key kernel computes
     SUM_V: bool = True
-    HEADS: int = 1
+    HEADS: int = 1  # query heads whose queries share a tile: 1 or GROUP

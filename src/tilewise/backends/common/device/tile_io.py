@@ -1,4 +1,4 @@
-"""Tiles from memory and back, at any strides."""
+"""Loads and stores of tiles, at any strides."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """ROWS of them: zero past the sequence's end and past D columns."""
+    """A (ROWS, COLS) tile: zero past the end of the sequence and past D columns."""
     p = tile_pointers(rows, ROWS, COLS)
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
@@ -43,7 +43,7 @@ def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVE
 
 @triton.jit
 def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Columns c .. c + COLS of ROWS rows; zero past the sequence's end and past D columns."""
+    """The same of the columns c .. c + COLS."""
     p = tile_pointers(rows, ROWS, COLS) + c * rows.x.strides[3]
     r = tl.arange(0, ROWS)[:, None]
     d = c + tl.arange(0, COLS)[None, :]
@@ -52,9 +52,11 @@ def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexp
 
 @triton.jit
 def store_rows(rows, tile, D: tl.constexpr):
+    """Store the D columns of a tile whose rows exist."""
     ROWS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = tile.shape[1]
-    first = rows.first * tl.num_programs(1)  # times 1: addresses are computed here, not kept since the tile was loaded
+    # num_programs(1) is 1, which the compiler does not know: addresses are computed again, not kept in registers
+    first = rows.first * tl.num_programs(1)
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, COLS)[None, :]
     p = tile_pointers(Rows(rows.x, rows.b, rows.h, rows.t, first, rows.n, rows.heads), ROWS, COLS)
@@ -63,8 +65,8 @@ def store_rows(rows, tile, D: tl.constexpr):
 
 @triton.jit
 def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
-    """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor; packed sequences have one batch row. Of
-    strides among the arguments Triton would compile one kernel for those that 16 divides, and one for the others."""
+    """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor, or (heads, tokens) if PACKED. Its
+    strides are no arguments: Triton would compile a kernel for multiples of 16 and another for the others."""
     line = tl.cast(h, tl.int64)
     if not PACKED:
         line += tl.cast(b, tl.int64) * heads
@@ -73,7 +75,7 @@ def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
 
 @triton.jit
 def statistic_pointers(x, w, h, first, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Pointers to ROWS of the padded row statistics of head h, from row `first` of the sequence."""
+    """Pointers to ROWS padded row statistics of head h, from row `first` of the sequence."""
     b = 0 if PACKED else w.b
     return (
         x.ptr

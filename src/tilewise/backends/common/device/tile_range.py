@@ -1,4 +1,4 @@
-"""Which program am I, and which tiles do I visit?"""
+"""Which tile a program computes, and over which columns it loops."""
 
 import triton
 import triton.language as tl
@@ -7,41 +7,41 @@ from .structs import PAD, Span, Work
 
 
 @triton.jit
-def locate(pid, tiles, heads, batch, cu_q, cu_k, n_q, n_k, cu, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
-    """The pid-th of tiles * heads * batch programs; the tiles of one head are neighbours, so its K and V stay in L2.
+def locate(pid, grid, seqs, cu, BLOCK: tl.constexpr, HEADS: tl.constexpr = 1):
+    """The tile of program pid. The tiles of one head are neighbours, so that its K and V stay in L2.
 
-    `cu` is the cu_seqlens of the side being tiled, whose tokens have ROWS each. Packed sequences share one row of
-    tiles: sequence b starts at tile cu[b] * ROWS // BLOCK + b, which leaves it as many tiles as it needs, and tells the
-    grid's size without its lengths. Then n_q and n_k are the tokens of all, which no sequence leaves, whatever cu_q and
-    cu_k say.
+    `cu` is the cu_seqlens of the side that is tiled, whose tokens have HEADS rows each. Packed sequences share one row
+    of tiles: sequence b starts at tile cu[b] * HEADS // BLOCK + b, which leaves it as many tiles as it needs, and the
+    size of the grid does not depend on the lengths. No sequence extends past the tokens that exist, whatever cu_seqlens
+    say.
     """
-    tile = pid % tiles
-    h = pid // tiles % heads
-    b = pid // tiles // heads
+    tile = pid % grid.tiles
+    h = pid // grid.tiles % grid.heads
+    b = pid // grid.tiles // grid.heads
     if cu is None:
-        return Work(b, h, tile * BLOCK, 0, n_q, 0, n_k, 0)
+        return Work(b, h, tile * BLOCK, 0, seqs.n_q, 0, seqs.n_k, 0)
     else:
-        above = batch
+        above = grid.batch
         while above - b > 1:  # the last b whose first tile is not past this one
             mid = (b + above) // 2
-            past = tl.load(cu + mid) * ROWS // BLOCK + mid > tile
+            past = tl.load(cu + mid) * HEADS // BLOCK + mid > tile
             b = tl.where(past, b, mid)
             above = tl.where(past, mid, above)
-        start = tl.where(b == 0, 0, tl.load(cu + b) * ROWS // BLOCK)
-        return sequence(b, h, (tile - start - b) * BLOCK, cu_q, cu_k, n_q, n_k)
+        start = tl.where(b == 0, 0, tl.load(cu + b) * HEADS // BLOCK)
+        return packed_tile(b, h, (tile - start - b) * BLOCK, seqs)
 
 
 @triton.jit
-def sequence(b, h, first, cu_q, cu_k, n_q, n_k):
-    """The Work at row `first` of the packed sequence b, in buffers of n_q and n_k tokens."""
-    q0, n_q = stretch(cu_q + b, n_q)
-    k0, n_k = stretch(cu_k + b, n_k)
+def packed_tile(b, h, first, seqs):
+    """The tile at row `first` of packed sequence b."""
+    q0, n_q = sequence_bounds(seqs.cu_q + b, seqs.n_q)
+    k0, n_k = sequence_bounds(seqs.cu_k + b, seqs.n_k)
     return Work(b, h, first, q0, n_q, k0, n_k, (q0 // PAD + b) * PAD)
 
 
 @triton.jit
-def stretch(cu, n):
-    """The tokens from cu[0] to cu[1], of the n that exist: the first, and how many; fewer than 0 are none."""
+def sequence_bounds(cu, n):
+    """The first token and the length (which may be negative) of the sequence from cu[0] to cu[1], of n tokens."""
     start = tl.minimum(tl.maximum(tl.load(cu), 0), n)
     return start, tl.minimum(tl.load(cu + 1), n) - start
 
@@ -53,7 +53,7 @@ def clamp(x, lo, hi):
 
 @triton.jit
 def head_of(w, r, HEADS: tl.constexpr):
-    """Of row r: the program's or, of several, its own."""
+    """The query head of row r."""
     if HEADS == 1:
         return w.h
     else:
@@ -62,7 +62,7 @@ def head_of(w, r, HEADS: tl.constexpr):
 
 @triton.jit
 def band(first, last, n, before, after, BLOCK: tl.constexpr):
-    """The columns that rows first..last see when row r sees the columns r - before .. r + after of 0 .. n - 1."""
+    """The columns that rows first..last see, if row r sees the columns r - before .. r + after of 0 .. n - 1."""
     lo = 0
     full_lo = 0
     hi = n
@@ -78,22 +78,36 @@ def band(first, last, n, before, after, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def share(span, part, parts, BLOCK: tl.constexpr):
-    """One of so many parts of the columns, as even as whole blocks allow."""
-    each = tl.cdiv(tl.cdiv(span.hi - span.lo, parts), BLOCK) * BLOCK
-    lo = tl.minimum(span.lo + part * each, span.hi)
+def key_range(w, before, after, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The keys that the tile of queries at w sees."""
+    at = w.first + w.n_k - w.n_q
+    return band(at, at + BLOCK_M - 1, w.n_k, before, after, BLOCK_N)
+
+
+@triton.jit
+def query_range(w, before, after, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The queries that see the tile of keys at w: the same window with its sides swapped."""
+    at = w.first + w.n_q - w.n_k
+    return band(at, at + BLOCK_N - 1, w.n_q, after, before, BLOCK_M)
+
+
+@triton.jit
+def split_range(span, split, splits, BLOCK: tl.constexpr):
+    """One of `splits` parts of the columns, as even as whole blocks allow."""
+    each = tl.cdiv(tl.cdiv(span.hi - span.lo, splits), BLOCK) * BLOCK
+    lo = tl.minimum(span.lo + split * each, span.hi)
     return Span(lo, span.full_lo, span.full_hi, tl.minimum(lo + each, span.hi))
 
 
 @triton.jit
-def walk(span, w, h, blocks, BLOCK: tl.constexpr):
-    """What the loop over columns counts: columns, or with tile lists the columns of the listed tiles, end to end. The
-    band may begin within the first of them and end within the last (the upper half of a causal tile's rows see nothing
-    of its right half)."""
+def loop_range(span, w, h, blocks, BLOCK: tl.constexpr):
+    """The range of the loop over columns: the columns, or with a block mask those of the listed tiles, concatenated.
+    The window may start inside the first tile and end inside the last (the upper rows of a causal tile see nothing of
+    its right half)."""
     if blocks.offsets is None:
         return span.lo, span.hi
     else:
-        tile = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # of sequences that it was not made for, some
+        tile = tl.minimum(w.first >> blocks.own, blocks.rows // 16 - 1)  # stay inside the lists, whatever w.first is
         row = blocks.offsets + (tile + (w.b * blocks.batch_rows + h * blocks.head_rows) // 16)
         lo = tl.load(row)
         hi = tl.load(row + 1)
@@ -106,20 +120,21 @@ def walk(span, w, h, blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def listed(at, blocks, BLOCK: tl.constexpr, SOME: tl.constexpr = True):
-    """The first column of the tile at this place of the walk, and whether the mask mod may hide some pair of it
-    (`picky`). Not SOME: at places below 0, of rows that list nothing, there is none."""
+def block_at(at, blocks, BLOCK: tl.constexpr, NOT_EMPTY: tl.constexpr = True):
+    """The first column of the tile at position `at` of the loop, and whether the mask mod may hide some of its pairs.
+    Not NOT_EMPTY: `at` may be negative, for rows without tiles."""
     if blocks.offsets is None:
         return at, True
     else:
-        entry = tl.load(blocks.entries + (at >> blocks.other), mask=None if SOME else at >= 0)
+        entry = tl.load(blocks.entries + (at >> blocks.other), mask=None if NOT_EMPTY else at >= 0)
         first = tl.multiple_of((entry >> 2 << blocks.other) + (at & ((1 << blocks.other) - 1)), BLOCK)
         return first, entry & 2 == 0
 
 
 @triton.jit
-def column(at, span, blocks, BLOCK: tl.constexpr, CAREFUL: tl.constexpr):
-    """`listed`, and whether the band may hide some pair of the tile (`edge`)."""
-    first, picky = listed(at, blocks, BLOCK)
-    edge = CAREFUL or (first < span.full_lo) or (first + BLOCK > span.full_hi)
-    return first, edge, picky
+def tile_at(at, span, blocks, BLOCK: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """(first column, edge, partial) of the tile at position `at` of the loop. `edge`: the window may hide some of its
+    pairs; `partial`: the mask mod may."""
+    first, partial = block_at(at, blocks, BLOCK)
+    edge = NAN_SAFE or (first < span.full_lo) or (first + BLOCK > span.full_hi)
+    return first, edge, partial

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mask import masked, seen
+from ..device.mask import masked, visible
 from ..device.matmul import dot, raise_flag
-from ..device.score import worth
-from ..device.softmax import row_logsumexp, softmax_step, unit_of, unrounded
-from ..device.structs import Law, Work
+from ..device.score import scores
+from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
+from ..device.structs import Pairs, ScoreParams, Work
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
@@ -192,7 +192,7 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend(q_tile, keys, w, rows, law, tree, CONFIG: tl.constexpr):
+def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     """(acc, m, l) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N. The tree mask of this
     sequence begins at its row w.r0."""
     N: tl.constexpr = CONFIG.BLOCK_N
@@ -203,11 +203,11 @@ def attend(q_tile, keys, w, rows, law, tree, CONFIG: tl.constexpr):
     last_position = tl.minimum((w.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, w.n_q - 1) + offset
     full_lo = keys.start  # keys in [full_lo, full_hi) are visible to all rows
     full_hi = w.n_k
-    if law.before is not None:
-        full_lo = tl.maximum(full_lo, last_position - law.before)
-    if law.after is not None:
-        full_hi = tl.minimum(full_hi, first_position + law.after + 1)
-    unit = unit_of(law.scale, CONFIG.FOLD)
+    if params.before is not None:
+        full_lo = tl.maximum(full_lo, last_position - params.before)
+    if params.after is not None:
+        full_hi = tl.minimum(full_hi, first_position + params.after + 1)
+    unit = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
@@ -222,27 +222,28 @@ def attend(q_tile, keys, w, rows, law, tree, CONFIG: tl.constexpr):
         else:
             page = load_pages(keys, at, PAGE_SIZE, N)
         inside = at + tl.arange(0, N) < keys.hi
-        if CONFIG.HAS_STARTS or law.before is not None:
+        if CONFIG.HAS_STARTS or params.before is not None:
             inside = inside & (at + tl.arange(0, N) >= keys.first)
         base, offsets = key_offsets(cache.k, page, w.h, at, PAGE_SIZE, N)
         k_tile = load_keys(cache.k, base, offsets, inside, CONFIG.D, CONFIG.BLOCK_D)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=CONFIG.PRECISION)
-        s = worth(product, w, h, i, j, law.scale, law.terms, CONFIG.FOLD, law.SCORE_MOD)
+        pairs = Pairs(w, h, i, j)
+        s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
-        s = masked(s, float("-inf"), edge, True, i, j, w, h, law)
+        s = masked(s, float("-inf"), pairs, edge, True, params)
         if CONFIG.HAS_STARTS:
             if edge:
                 s = tl.where(j >= keys.start, s, float("-inf"))
         if tree.ptr is not None:
             if at + N > offset:
                 s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit, law.terms.far, CONFIG.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, unit, params.terms.large_scores, CONFIG.BOUNDED)
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
         v_tile = load_keys(cache.v, base, offsets, inside, CONFIG.DV, CONFIG.BLOCK_DV)
         mask = None
         if CONFIG.REPAIR:
-            mask = seen(i, j, w, h, law)
+            mask = visible(pairs, params)
             if CONFIG.HAS_STARTS:
                 mask = mask & (j >= keys.start)
             if tree.ptr is not None:
@@ -254,7 +255,7 @@ def attend(q_tile, keys, w, rows, law, tree, CONFIG: tl.constexpr):
         if CONFIG.PREFETCH_PAGES:
             page = next_page
     if CONFIG.BOUNDED:
-        acc *= unrounded(l, rounded)[:, None]
+        acc *= rounding_correction(l, rounded)[:, None]
     return acc, m, l
 
 
@@ -321,7 +322,7 @@ def decode_kernel(
             KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
             w,
             at,
-            Law(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+            ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
             TreeMask(tree, tree_words),
             CONFIG,
         )

@@ -126,7 +126,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
         BOUNDED=scoring["FOLD"] and is_bounded(call, scale),
-        FAR=terms.far is not None,
+        FAR=terms.large_scores is not None,
         OVERLAP=can_overlap(target.gpu),
         PAGE_SIZE=None if places.table is None else k.shape[1],
         KV_HEADS=k.shape[-2],
@@ -188,7 +188,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         BLOCK_DV=columns,
         FIXED_SPLIT=request.split is not None,
         OVERLAP=can_overlap(target.gpu),
-        FAR=terms.far is not None,
+        FAR=terms.large_scores is not None,
     )
     sizes = (partition.programs, partition.items, partition.slots, partition.rows, request.places.batch)
     args = (buffers_of(kv), terms.sinks, *sizes)
