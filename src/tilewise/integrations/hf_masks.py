@@ -279,9 +279,20 @@ def _parts(
     return found
 
 
-def _conjuncts(function: Any) -> list[Any]:
-    if function.__qualname__ == "and_masks.<locals>.and_mask" and function.__module__ == masking_utils.__name__:
-        return [part for f in function.__closure__[0].cell_contents for part in _conjuncts(f)]
+REMAPPED = "remap_positions_for_packed_sequence"  # transformers 5.23
+
+
+def _conjuncts(function: Any, packed: bool = False) -> list[Any]:
+    """The mask functions of which `and_masks` made this one. `packed`: beside it is a mask of packed sequences, within
+    which positions count tokens: a band of positions is then the same band of indices."""
+    if function.__module__ != masking_utils.__name__:
+        return [function]
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        parts = function.__closure__[0].cell_contents
+        packed = packed or any(f.__qualname__.startswith("packed_sequence_mask_function.") for f in parts)
+        return [part for f in parts for part in _conjuncts(f, packed)]
+    if packed and function.__qualname__.startswith(REMAPPED):
+        return _conjuncts(function.__closure__[0].cell_contents)
     return [function]
 
 

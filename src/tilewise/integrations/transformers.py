@@ -5,8 +5,8 @@
     model.set_attn_implementation("tilewise")                    # or a model that is there already
     serve(model).generate_batch(prompts)                         # continuous batching
 
-Tested with transformers 5.17 and 5.22; with others it warns once, and works or raises. What a model asks for and cannot
-be had (attention weights, a mask of unknown kind) raises; nothing is left out silently.
+Tested with transformers 5.17, 5.22 and 5.23; with others it warns once, and works or raises. What a model asks for and
+cannot be had (attention weights, a mask of unknown kind) raises; nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .hf_sharded import attend, check_positions
 
 NAME = "tilewise"
 SERVING = "tilewise_flash"  # since 5.22 only "sdpa", "eager" and names with "flash" in them may serve
-TESTED = ((5, 17), (5, 22))
+TESTED = ((5, 17), (5, 23))
 
 
 def register(*, look: bool = True) -> None:
