@@ -29,8 +29,7 @@ class Handle:
         self.libraries = libraries
 
     def remove(self) -> None:
-        for library in self.libraries:
-            library._destroy()
+        """Dropping the last reference to a Library takes its implementations out of the dispatcher."""
         self.libraries = ()
 
 
