@@ -34,9 +34,16 @@ def from_top_left(b, h, q_idx, kv_idx, window):  # type: ignore[no-untyped-def]
 
 
 def memory_efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
-    op: Any = None, output_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
     """(B, M, H, K), or (B, M, K) of one head, or (B, M, G, H, K) of grouped heads; `attn_bias` a tensor to add, or one
     of the classes. `op` says which kernel of xformers' to take, and is not needed.
 

@@ -34,10 +34,17 @@ def register() -> None:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
     _parallel_config: Any = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What diffusers calls: (B, S, H, D), with a mask as for torch's attention, or (B, Sk) of keys."""
     if return_lse or _parallel_config is not None:
         raise AttentionError("diffusers' context parallelism", "asked for", "one device")

@@ -73,11 +73,25 @@ WAYS = {
 
 
 def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
     _refuse(seqused_k=seqused_k, block_table=block_table)
     state = _random(query, dropout_p)
@@ -101,11 +115,25 @@ def flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_flash_attention_backward."""
     options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
     options |= {"scale": scale, "dropout_p": dropout_p}
@@ -125,9 +153,15 @@ def _gradients(grad_out: Tensor, out: Tensor, lse: Tensor, request: Request) -> 
 
 
 def sdpa_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch takes it with is_causal for equal lengths
     alone."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -147,23 +181,54 @@ def _like(query: Tensor, out: Tensor) -> Tensor:
 
 
 def sdpa_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward."""
     d, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     found = flash_backward(
-        d, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset,
+        d,
+        q,
+        k,
+        v,
+        o,
+        logsumexp,
+        None,
+        None,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
         scale=scale,
-    )  # fmt: skip
+    )
     return tuple(x.transpose(1, 2) for x in found)
 
 
 def _cpu_options(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    mask: Tensor | None,
     scale: float | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """torch takes it with any lengths: aligned top left, keys past the last query's are seen by none."""
     if dropout_p:
         raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
@@ -173,9 +238,15 @@ def _cpu_options(
 
 
 def cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu."""
     (q, k, v), options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -183,9 +254,18 @@ def cpu_forward(
 
 
 def cpu_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float,
-    is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
     tensors, options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
     request = checks.dense(*tensors, checks.options_of(options))  # type: ignore[arg-type]

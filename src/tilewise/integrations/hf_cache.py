@@ -37,9 +37,14 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
 
 
 def attend(
-    pool: Pool, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], others: dict[str, Any],
+    pool: Pool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    others: dict[str, Any],
     **options: Any,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None where nothing was
     cached before, and the new keys are all there are."""
     read, write = (others[name][pool.group] for name in ("read_index", "write_index"))

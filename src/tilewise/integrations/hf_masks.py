@@ -62,10 +62,16 @@ class Mask(BlockMask):
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], *, keys: int | None = None,
-        window: tuple[int | None, int | None] | None = None, mod: Mod | None = None,
-        segments: tuple[Tensor, Tensor] | None = None, plan: Plan | None = None, checked: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: tuple[int, int, int, int],
+        *,
+        keys: int | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        mod: Mod | None = None,
+        segments: tuple[Tensor, Tensor] | None = None,
+        plan: Plan | None = None,
+        checked: bool = True,
+    ) -> None:
         self.sizes, self.keys, self.window, self.mod, self.segments = shape, keys, window, mod, segments
         self.plan, self.checked = plan, checked
 
@@ -106,10 +112,19 @@ class Mask(BlockMask):
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
-    local_size: int | None = None, use_vmap: bool = False, config: Any = None, look: bool = True, **others: Any,
-) -> Mask | Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    look: bool = True,
+    **others: Any,
+) -> Mask | Tensor | None:
     """transformers' mask of a forward. None means what it means to its "sdpa": nothing is hidden but by causality, with
     query 0 at key 0 if there are several.
 
@@ -167,8 +182,11 @@ def _sharded(
     """The mask of layers whose tokens are sharded. Document ids are left out: they come from positions that jump where
     this rank's tokens do; the plan knows the documents."""
     if parts is None:
-        raise AttentionError("the attention mask of a model in use(plan)", "one that only a table of its pairs says",
-                             "causal, windowed or full attention; plan(mask=...) adds a mask mod to it")  # fmt: skip
+        raise AttentionError(
+            "the attention mask of a model in use(plan)",
+            "one that only a table of its pairs says",
+            "causal, windowed or full attention; plan(mask=...) adds a mask mod to it",
+        )
     before, after, _ = _band(parts)
     band = None if before >= FAR else before, None if after >= FAR else after
     whole = whole_padding(plan, padding)
@@ -255,9 +273,12 @@ def _band(parts: list[tuple[str, Any]]) -> tuple[int, int, Any]:
 
 
 KNOWN = {
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay", "packed_sequence_mask_function",
-}  # fmt: skip
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+}
 
 
 def _parts(
@@ -322,13 +343,26 @@ def _documents(function: Any, batch: int, n: int, device: Any) -> Tensor:
 
 
 def _pairs(
-    shape: tuple[int, int, int, int], q_offset: Any, kv_offset: Any, mask_function: Any, attention_mask: Any,
-    use_vmap: bool, others: dict[str, Any],
-) -> Tensor:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    q_offset: Any,
+    kv_offset: Any,
+    mask_function: Any,
+    attention_mask: Any,
+    use_vmap: bool,
+    others: dict[str, Any],
+) -> Tensor:
     """What has no shorter form: every pair, as transformers evaluates its function."""
     seen: Tensor = masking_utils.sdpa_mask(
-        batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=others.get("device", "cpu"),
-    )  # fmt: skip
+        batch_size=shape[0],
+        q_length=shape[2],
+        kv_length=shape[3],
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=others.get("device", "cpu"),
+    )
     return seen

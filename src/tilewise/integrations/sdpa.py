@@ -22,9 +22,17 @@ TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, recognise: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recognise: bool = False,
+) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by tilewise.
 
     >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))

@@ -80,21 +80,42 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             step.words["cu_seqlens_q"][1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
 
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
 
     def _forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save: bool,
-        sinks: Tensor | None, others: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save: bool,
+        sinks: Tensor | None,
+        others: dict[str, Any],
+    ) -> Tensor:
         """q (tokens, H D) -> (tokens, H Dv)."""
         _check(layer, others)
         if save and k is not None:
@@ -105,9 +126,16 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         window = layer.sliding_window_size
         assert self.forward_metadata is not None, "init_forward_metadata comes first"
         self.forward_metadata.attend(
-            q, k_cache, v_cache, out, scale=layer.scaling, softcap=layer.logit_cap or None, sinks=sinks,
-            causal=layer.attn_type.value == "decoder", window=None if window is None or window < 0 else (window, 0),
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            out,
+            scale=layer.scaling,
+            softcap=layer.logit_cap or None,
+            sinks=sinks,
+            causal=layer.attn_type.value == "decoder",
+            window=None if window is None or window < 0 else (window, 0),
+        )
         return out.flatten(1)
 
 

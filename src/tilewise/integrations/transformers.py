@@ -59,12 +59,24 @@ def serve(model: Any) -> Any:
 
 
 def attention_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Any = None, cache: Any = None,
-    output_attentions: bool | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """What transformers calls in every layer: q (B, H, Sq, D), k and v (B, Hk, Sk, D); returns (B, Sq, H, Dv).
 
     The mask is one of `make_mask`, a 4-D tensor of the user's (bools: True is seen; floats: added), or None. With

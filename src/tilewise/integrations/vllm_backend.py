@@ -77,11 +77,20 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
     supports_dcp = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: Any = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: Any = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
         if attn_type != AttentionType.DECODER:
             raise AttentionError("attn_type", attn_type, "a decoder: others have no cache")
         unknown = [name for name, x in others.items() if isinstance(x, Tensor) or x not in (None, False, -1)]
@@ -93,10 +102,12 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
         self.options = {
-            "scale": self.scale, "softcap": logits_soft_cap or None, "sinks": sinks,
+            "scale": self.scale,
+            "softcap": logits_soft_cap or None,
+            "sinks": sinks,
             "split": SPLIT if invariant else None,
             "window": None if sliding_window is None else (sliding_window - 1, 0),
-        }  # fmt: skip
+        }
         self.write = Writer()
 
     def do_kv_cache_update(
@@ -107,9 +118,17 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.write(key[:tokens], value[:tokens], *caches(kv_cache, self.head_size), slot_mapping)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Metadata | None,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """query (tokens, H, D) over the cache, into the output; rows that no sequence has become 0."""
         if attn_metadata is None:  # a dry run, to measure memory
             return output.fill_(0)
