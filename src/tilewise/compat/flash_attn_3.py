@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
-from ..integrations.kv_plans import Plans
+from ..integrations.kv_steps import Plans
 from ..merge import merge
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
