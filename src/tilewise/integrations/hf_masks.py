@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,11 +137,24 @@ def make_mask(
     plan = current()
     if plan is not None:
         return _sharded(plan, shape, parts, attention_mask)
-    asked = (shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+    pairs: Callable[[], Any] = partial(  # the mask of every pair, as transformers evaluates its function
+        masking_utils.sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=others.get("device", "cpu"),
+    )
     if getattr(config, "model_type", None) in TABLES:
-        return _pairs(*asked)
+        return pairs()  # type: ignore[no-any-return]
     if parts is None:
-        return Mask(shape, mod=table(_pairs(*asked)))
+        return Mask(shape, mod=table(pairs()))
     tracing = torch.compiler.is_compiling() or isinstance(attention_mask, torch.fx.Proxy)
     valid = _valid(attention_mask, kv_length, kv_offset)
     shift = q_offset - kv_offset
@@ -172,7 +186,7 @@ def make_mask(
     late = shift - ((kv_length if keys is None else keys) - q_length)  # how far past the bottom right corner
     window = tuple(None if side >= FAR else side for side in (before - late, after + late))
     if min(side for side in (*window, 0) if side is not None) < 0:
-        return Mask(shape, mod=table(_pairs(*asked)))
+        return Mask(shape, mod=table(pairs()))
     return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
 
 
@@ -272,13 +286,13 @@ def _band(parts: list[tuple[str, Any]]) -> tuple[int, int, Any]:
     return before, after, ids
 
 
-KNOWN = {
+KNOWN = [
     "causal_mask_function",
     "bidirectional_mask_function",
     "sliding_window_overlay",
     "sliding_window_bidirectional_overlay",
     "packed_sequence_mask_function",
-}
+]
 
 
 def _parts(
@@ -340,29 +354,3 @@ def _documents(function: Any, batch: int, n: int, device: Any) -> Tensor:
     b = torch.arange(batch, device=device)[:, None]
     begins = ~function(b, torch.zeros_like(b), i, i - 1).expand(batch, n - 1)
     return torch.nn.functional.pad(begins.int().cumsum(1, dtype=torch.int32), (1, 0))
-
-
-def _pairs(
-    shape: tuple[int, int, int, int],
-    q_offset: Any,
-    kv_offset: Any,
-    mask_function: Any,
-    attention_mask: Any,
-    use_vmap: bool,
-    others: dict[str, Any],
-) -> Tensor:
-    """What has no shorter form: every pair, as transformers evaluates its function."""
-    seen: Tensor = masking_utils.sdpa_mask(
-        batch_size=shape[0],
-        q_length=shape[2],
-        kv_length=shape[3],
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        device=others.get("device", "cpu"),
-    )
-    return seen
