@@ -195,7 +195,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _parts(packed: Tensor, name: str, axis: int, n: int) -> tuple[Tensor, ...]:
+def _parts(packed: Tensor, name: str, axis: int, n: int) -> Any:
     if tensor(name, packed).dim() != axis + 3 or packed.shape[axis] != n:
         raise AttentionError(f"shape of {name}", tuple(packed.shape), f"{axis + 3} axes, {n} along axis {axis}")
     return packed.unbind(axis)

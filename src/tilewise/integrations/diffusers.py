@@ -47,7 +47,9 @@ def attention(
 ) -> Tensor:
     """What diffusers calls: (B, S, H, D), with a mask as for torch's attention, or (B, Sk) of keys."""
     if return_lse or _parallel_config is not None:
-        raise AttentionError("diffusers' context parallelism", "asked for", "one device")
+        raise AttentionError(
+            "diffusers' context parallelism", "return_lse or _parallel_config", "neither: not supported"
+        )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -1,9 +1,8 @@
 """torch's registry of flash attentions: `torch.nn.attention.activate_flash_attention_impl("tilewise")`.
 
-Then torch's own flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a
-GPU, no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, as torch's context parallelism.
-`restore_flash_attention_impl()` undoes it; torch 2.10 has none, there it is for good. On a CPU, where torch's flash op
-takes a mask, so does ours.
+Then torch's flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a GPU,
+no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, such as torch's context parallelism.
+`restore_flash_attention_impl()` undoes it; torch 2.10 has no such function. On a CPU a mask is supported, as in torch.
 
 Tested with torch 2.10, 2.11 and 2.13.
 """
@@ -23,7 +22,7 @@ from ..validation import dense as checks
 
 
 class Handle:
-    """What torch keeps while ours is active."""
+    """What torch keeps while tilewise is active."""
 
     def __init__(self, *libraries: Any) -> None:
         self.libraries = libraries
@@ -34,10 +33,10 @@ class Handle:
 
 
 def activate() -> Handle:
-    """Put our functions in the place of torch's, for both kinds of device."""
+    """Replace torch's flash attention ops on GPUs and CPUs."""
     made = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # it is meant so
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # overriding is intended
         for key in ("CUDA", "CPU"):
             library = torch.library.Library("aten", "IMPL", key)
             for name, function in OPS.items():
@@ -53,23 +52,19 @@ def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any
 
 
 def _random(q: Tensor, dropout_p: float) -> Tensor:
-    """As torch returns its state of randomness: two uint64; the first is our seed."""
+    """Two integers, as torch's random state; the first is the seed of `tilewise.attention`."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state[:1].random_(2**62)
     return state
 
 
-def _refuse(**asked: Any) -> None:
-    for name, x in asked.items():
+def _check_no_cache(**given: Any) -> None:
+    for name, x in given.items():
         if x is not None:
-            raise AttentionError(f"{name} of torch's flash attention", "one", f"none; {WAYS[name]}")
-
-
-WAYS = {
-    "seqused_k": "tilewise.attention_kv takes lengths",
-    "block_table": "tilewise.attention_kv takes page tables",
-}
+            raise AttentionError(
+                f"{name} of torch's flash attention", "a tensor", "None; tilewise.attention_kv takes it"
+            )
 
 
 def flash_forward(
@@ -93,7 +88,7 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
-    _refuse(seqused_k=seqused_k, block_table=block_table)
+    _check_no_cache(seqused_k=seqused_k, block_table=block_table)
     state = _random(query, dropout_p)
     options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
     options |= {"scale": scale, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True}
@@ -162,8 +157,8 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch takes it with is_causal for equal lengths
-    alone."""
+    """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch calls it with is_causal only for
+    equal lengths."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, state, unused, mask = flash_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale
@@ -172,7 +167,7 @@ def sdpa_forward(
 
 
 def _like(query: Tensor, out: Tensor) -> Tensor:
-    """(B, S, H, D) -> (B, H, S, D), laid out as the query: torch.compile relies on it."""
+    """(B, S, H, D) -> (B, H, S, D) with the strides of the query, which torch.compile expects."""
     out = out.transpose(1, 2)
     if out.shape != query.shape:
         return out
@@ -187,37 +182,12 @@ def sdpa_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
+    *rest: Any,
+    **scale: Any,
 ) -> tuple[Tensor, ...]:
-    """aten::_scaled_dot_product_flash_attention_backward."""
-    d, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = flash_backward(
-        d,
-        q,
-        k,
-        v,
-        o,
-        logsumexp,
-        None,
-        None,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        philox_seed,
-        philox_offset,
-        scale=scale,
-    )
-    return tuple(x.transpose(1, 2) for x in found)
+    """aten::_scaled_dot_product_flash_attention_backward. `rest` as in `flash_backward`, without offsets."""
+    tensors: Any = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+    return tuple(x.transpose(1, 2) for x in flash_backward(*tensors, logsumexp, None, None, *rest[2:], **scale))
 
 
 def _cpu_options(
@@ -229,7 +199,7 @@ def _cpu_options(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """torch takes it with any lengths: aligned top left, keys past the last query's are seen by none."""
+    """(q, k, v) and options. torch aligns is_causal top left: keys after the last query are not visible."""
     if dropout_p:
         raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
     n = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]

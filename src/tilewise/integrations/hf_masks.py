@@ -286,13 +286,13 @@ def _band(parts: list[tuple[str, Any]]) -> tuple[int, int, Any]:
     return before, after, ids
 
 
-KNOWN = [
+KNOWN = {
     "causal_mask_function",
     "bidirectional_mask_function",
     "sliding_window_overlay",
     "sliding_window_bidirectional_overlay",
     "packed_sequence_mask_function",
-]
+}
 
 
 def _parts(
