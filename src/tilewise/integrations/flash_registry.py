@@ -186,8 +186,9 @@ def sdpa_backward(
     **scale: Any,
 ) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward. `rest` as in `flash_backward`, without offsets."""
-    tensors: Any = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
-    return tuple(x.transpose(1, 2) for x in flash_backward(*tensors, logsumexp, None, None, *rest[2:], **scale))
+    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    given: Any = (*tensors, logsumexp, None, None, *rest[2:])
+    return tuple(x.transpose(1, 2) for x in flash_backward(*given, **scale))
 
 
 def _cpu_options(
