@@ -343,6 +343,83 @@ def test_hopper_is_named_in_its_folder_and_in_the_registry_alone():
     assert not found, "\n".join(found)
 
 
+INTERNALS = "torch_internals"  # the only module that uses private names of torch
+MOST_PRIVATE = 12
+OTHERS_PRIVATE = {  # private names of other libraries
+    "integrations.diffusers": {"_AttentionBackendRegistry"},
+    "integrations.transformers": {"_attn_implementation"},
+    "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
+}
+
+
+def private_names(source: str) -> set[str]:
+    """Names with one underscore at their front that a module reads from something other than self: attributes, and what
+    it imports or passes to getattr, hasattr or `private`, whose whole argument is one name."""
+    found, whole = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                found.add(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+            full = [start + name.name for name in node.names]
+            found |= {part for name in full if name.startswith("torch.") for part in name.split(".")}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            given = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+            if node.func.id in ("getattr", "hasattr"):
+                found |= set(given)
+            elif node.func.id == "private":
+                whole |= set(given)
+    return whole | {
+        name for name in found if name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+    }
+
+
+def own_names(source: str) -> set[str]:
+    """What a module defines: functions, classes, fields and attributes of self."""
+    found = {"_replace", "_asdict", "_fields", "_make"}  # named tuples
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and node.value == "_tilewise":
+            found.add("_tilewise")  # an attribute that compat.flex sets on the user's function
+    return found
+
+
+def test_private_names_of_torch_are_few_and_in_one_file():
+    library = {module: path.read_text() for module, path in MODULES.items() if not is_in(module, "lab")}
+    own = set().union(*map(own_names, library.values()))
+    for module, source in library.items():
+        found = private_names(source) - own - OTHERS_PRIVATE.get(module, set())
+        if module == INTERNALS:
+            assert len(found) <= MOST_PRIVATE, sorted(found)
+        else:
+            assert not found, f"{module}: {sorted(found)} belong in {INTERNALS}"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch._C._len_torch_dispatch_stack()", {"_C", "_len_torch_dispatch_stack"}),
+        ("x._version", {"_version"}),
+        ("from torch.utils._python_dispatch import x", {"_python_dispatch"}),
+        ("from torch.nn.attention import _impl", {"_impl"}),
+        ("import torch._dynamo", {"_dynamo"}),
+        ('getattr(x, "_ragged_idx", 1)', {"_ragged_idx"}),
+        ('private("_C._functorch.is_batchedtensor", None)', {"_C._functorch.is_batchedtensor"}),
+        ("self._kept; cls._made; x.__class__; names._value2member_map_; from_x = x.y", set()),
+    ],
+)
+def test_private_names_are_seen(source, found):
+    assert private_names(source) == found
+
+
 NO_EXAMPLES = (
     "backends.common", "backends.hopper", "backends.triton", "lab.interpreter", "lab.learn.kernels",
     "lab.explore.hopper", "lab.__main__", "integrations.vllm_backend", "integrations.sglang_backend",

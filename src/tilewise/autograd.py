@@ -76,7 +76,9 @@ def results_of(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | Non
         return tuple(plan.forward(tensors))
     request = Request.of(spec, tensors)
     if is_dtensor(*request[:3]):
-        from .ops import dtensor  # noqa: F401 - registers sharding rules
+        from .ops import dtensor
+
+        return dtensor.forward(request)
     return ops.registered("forward")(*arguments(request))
 
 
@@ -201,7 +203,12 @@ def gradients_of(
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
     if plan is None or is_traced(bwd_inputs.dout, *tensors[:3]):
         request = Request.of(spec, tensors)
-        grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
+        if is_dtensor(*request[:3]):
+            from .ops import dtensor
+
+            grads = dtensor.backward(bwd_inputs, request)
+        else:
+            grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
     bwd_inputs = ops.aligned(bwd_inputs)
     grads = plan.backward(tensors, bwd_inputs)

@@ -109,7 +109,7 @@ def layouts(tensors: Sequence[Tensor]) -> list[Any]:
         names = [*map(id, tensors)]
         found += map(names.index, names)
     if tensors[0].dtype is torch.float32:
-        found.append(torch.backends.cuda.matmul.allow_tf32)
+        found.append(torch.backends.cuda.matmul.fp32_precision)
     return found
 
 
@@ -175,7 +175,7 @@ class CallPlan:
         the strides of all of them. (A KernelCall checks the alignment.)"""
         key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs)])
         if self.uses_tf32:
-            key = (*key, torch.backends.cuda.matmul.allow_tf32)
+            key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
             request = Request.of(self.spec, tensors)

@@ -166,13 +166,13 @@ def test_a_launch_hook_sees_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tf32_is_as_torch_says_now() -> None:
     """A plan is for one setting; a float32 call with the other is another plan."""
     tensors = [torch.randn(1, 256, 2, 128, device="cuda") for _ in range(3)]
-    before = torch.backends.cuda.matmul.allow_tf32
+    before = torch.backends.cuda.matmul.fp32_precision
     found = {}
     try:
-        for allowed in (False, True, False, True):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
+        for setting in ("ieee", "tf32", "ieee", "tf32"):
+            torch.backends.cuda.matmul.fp32_precision = setting
             out = tilewise.attention(*tensors, backend="triton")
-            assert torch.equal(found.setdefault(allowed, out), out)
+            assert torch.equal(found.setdefault(setting, out), out)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    assert not torch.equal(found[False], found[True])
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert not torch.equal(found["ieee"], found["tf32"])

@@ -1,5 +1,5 @@
-"""flash_attn.bert_padding: from padded batches to packed sequences and back. As there, finding the tokens waits for the
-GPU: their number is a shape."""
+"""flash_attn.bert_padding: from padded batches to packed sequences and back. As in flash-attn, unpadding synchronizes
+with the GPU: the number of tokens is a shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros of so many rows, with the values at the indices.
+    """A tensor of first_axis_dim rows with the values at the indices and zeros elsewhere.
 
     >>> index_put_first_axis(torch.ones(2), torch.tensor([0, 2]), 4)
     tensor([1., 0., 1., 0.])
@@ -50,10 +50,7 @@ def unpad_input(
 
     unused_mask: tokens that are allocated and not attended to; they are kept.
     """
-    if tensor("attention_mask", attention_mask).shape != tensor("hidden_states", hidden_states).shape[:2]:
-        raise AttentionError(
-            "shape of attention_mask", tuple(attention_mask.shape), f"{tuple(hidden_states.shape[:2])}, (B, S)"
-        )
+    _check_shape("attention_mask", attention_mask, hidden_states, 2)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     places = kept.flatten().nonzero().flatten()
@@ -73,12 +70,7 @@ def unpad_input_for_concatenated_sequences(
     >>> tokens, cu.tolist(), longest
     (tensor([0., 1., 2., 4., 5., 6.]), [0, 2, 3, 6], 3)
     """
-    if (
-        tensor("attention_mask_in_length", attention_mask_in_length).shape
-        != tensor("hidden_states", hidden_states).shape[:2]
-    ):
-        found, rows = tuple(attention_mask_in_length.shape), tuple(hidden_states.shape[:2])
-        raise AttentionError("shape of attention_mask_in_length", found, f"{rows}, (B, S)")
+    _check_shape("attention_mask_in_length", attention_mask_in_length, hidden_states, 2)
     n = attention_mask_in_length.shape[-1]
     total = attention_mask_in_length.sum(-1)
     kept = torch.arange(n, device=total.device) < total[:, None]
@@ -96,9 +88,14 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     tensor([[1., 1., 0.],
             [1., 0., 0.]])
     """
-    if tensor("indices", indices).shape != tensor("hidden_states", hidden_states).shape[:1]:
-        raise AttentionError("shape of indices", tuple(indices.shape), f"{tuple(hidden_states.shape[:1])}, one a token")
+    _check_shape("indices", indices, hidden_states, 1)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_shape(name: str, x: Tensor, hidden_states: Tensor, axes: int) -> None:
+    wanted = tuple(tensor("hidden_states", hidden_states).shape[:axes])
+    if tensor(name, x).shape != wanted:
+        raise AttentionError(f"shape of {name}", tuple(x.shape), f"{wanted}, the first axes of hidden_states")
 
 
 def _ends(lengths: Any) -> Tensor:

@@ -1,10 +1,10 @@
 """flash-attn 2.8's functions, same names and arguments.
 
     from tilewise.compat.flash_attn import flash_attn_func       in the place of `from flash_attn import ...`
-    tilewise.compat.flash_attn.install()                         or once, before whoever imports flash_attn
+    tilewise.compat.flash_attn.install()                         or once, before anything imports flash_attn
 
-What differs: any dtype, head dims to 512, a CPU will do; queries that see no key give 0 and lse -inf; the lse has a
-gradient. What cannot be honoured raises.
+Differences: any dtype, head dims to 512, any device; rows without a visible key give 0 and lse -inf; lse has a
+gradient. Arguments that are not supported raise AttentionError.
 """
 
 from __future__ import annotations
@@ -21,27 +21,34 @@ from ..api import attention, attention_varlen
 from ..errors import AttentionError
 from ..validation.dense import tensor
 from . import bert_padding, flash_attn_3
-from .flash_words import BOTH_WAYS, Window, options_of, over_cache
+from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
 from .segments import used
 
 VERSION = "2.8.3"
-NOT_TURNED: dict[str, Any] = {"cos": None, "sin": None}
 
 
 def _returned(out: Tensor, lse: Tensor, probs: bool, dropout_p: float) -> Any:
-    """(out, lse, None) if they are asked for: of the weights flash-attn gives none either, unless there is dropout."""
+    """out, or (out, lse, None) with return_attn_probs. The weights are None, as in flash-attn without dropout."""
     if probs and dropout_p:
         raise AttentionError(
-            "return_attn_probs", "True beside dropout_p", "one of them; tilewise.dropout_mask says what is dropped"
+            "return_attn_probs", "True with dropout_p", "one of them; tilewise.dropout_mask returns what is dropped"
         )
     return (out, lse, None) if probs else out
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = BOTH_WAYS,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
     """q (B, Sq, H, D), k and v (B, Sk, Hk, D) -> (B, Sq, H, D); causal aligned bottom right.
 
     >>> import torch
@@ -49,39 +56,41 @@ def flash_attn_func(
     >>> flash_attn_func(q, q, q, causal=True, window_size=(2, -1)).shape
     torch.Size([1, 5, 4, 16])
     """
-    words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
-    out, lse = attention(q, k, v, **words)
+    options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
+    out, lse = attention(q, k, v, **options)
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
-    """kv (B, Sk, 2, Hk, D); the rest as `flash_attn_func`."""
-    k, v = _parts(kv, "kv", 2, 2)
-    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *words)
+@unpacks("q kv", flash_attn_func, slice(3, None))
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+    """kv (B, Sk, 2, Hk, D); the other arguments as in `flash_attn_func`."""
+    return flash_attn_func(q, *_parts(kv, "kv", 2, 2), *args, **options)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
-    """qkv (B, S, 3, H, D); the rest as `flash_attn_func`."""
-    q, k, v = _parts(qkv, "qkv", 2, 3)
-    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *words)
+@unpacks("qkv", flash_attn_func, slice(3, None))
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
+    """qkv (B, S, 3, H, D); the other arguments as in `flash_attn_func`."""
+    return flash_attn_func(*_parts(qkv, "qkv", 2, 3), *args, **options)
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS,
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = BOTH_WAYS,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
     """q (T, H, D), k and v (Tk, Hk, D), sequences one after the other.
 
     >>> import torch
@@ -89,25 +98,25 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True).shape
     torch.Size([7, 4, 16])
 
-    With block_table k and v are pages, (pages, tokens, Hk, D). Where a gradient is asked for, they are gathered first.
+    With block_table k and v are pages, (pages, tokens, Hk, D). They are gathered first if a gradient is needed.
     """
-    words = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
     if block_table is not None:
         if dropout_p:
-            raise AttentionError("dropout_p", f"{dropout_p} beside block_table", "0: over a cache there is none")
+            raise AttentionError("dropout_p", f"{dropout_p} with block_table", "0: a paged cache has no dropout")
         lengths = tensor("cu_seqlens_k", cu_seqlens_k).diff()
         if torch.is_grad_enabled() and any(tensor(name, x).requires_grad for name, x in (("q", q), ("k", k), ("v", v))):
-            out, lse = _over_pages(q, k, v, cu_seqlens_q, lengths, block_table, words)
+            out, lse = _over_pages(q, k, v, cu_seqlens_q, lengths, block_table, options)
         else:
             pages = {"page_table": block_table, "cu_seqlens_q": cu_seqlens_q}
-            out, lse = over_cache(q, k, v, None, None, lengths, NOT_TURNED, words | pages)
+            out, lse = over_cache(q, k, v, lengths, options | pages)
     else:
-        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **words)
+        out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
 def _over_pages(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor, words: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor, options: dict[str, Any]
 ) -> Any:
     """(out, lse) with gradients: all pages of a sequence side by side, of which the first `lengths` tokens are used."""
     if tensor("block_table", table).dim() != 2 or table.is_floating_point() or table.shape[0] != lengths.shape[0]:
@@ -118,50 +127,55 @@ def _over_pages(
         if x.dim() != 4:
             raise AttentionError(f"shape of {name}", tuple(x.shape), "(pages, tokens, heads, dim), with block_table")
     pages = table.long().clamp(0, max(k.shape[0] - 1, 0))
-    room = table.shape[1] * k.shape[1]
-    cu_k = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * room
+    capacity = table.shape[1] * k.shape[1]
+    cu_k = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=q.device) * capacity
     cu_q, cu_k = used(cu_q, cu_k, None, lengths)  # three sequences for each
-    slopes = words["alibi_slopes"]
+    slopes = options["alibi_slopes"]
     if slopes is not None and tensor("alibi_slopes", slopes).dim() == 2:
-        words = words | {"alibi_slopes": slopes.repeat_interleave(3, 0)}
+        options = options | {"alibi_slopes": slopes.repeat_interleave(3, 0)}
     k, v = (x[pages].flatten(0, 2) for x in (k, v))
-    return attention_varlen(q, k, v, cu_q, cu_k, **words)
+    return attention_varlen(q, k, v, cu_q, cu_k, **options)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
-    """kv (Tk, 2, Hk, D); the rest as `flash_attn_varlen_func`."""
-    k, v = _parts(kv, "kv", 1, 2)
-    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *words)
+@unpacks("q kv", flash_attn_varlen_func, slice(3, -1))
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+    """kv (Tk, 2, Hk, D); the other arguments as in `flash_attn_varlen_func`."""
+    return flash_attn_varlen_func(q, *_parts(kv, "kv", 1, 2), *args, **options)
 
 
+@unpacks("qkv cu_seqlens max_seqlen", flash_attn_varlen_func, slice(7, -1))
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = BOTH_WAYS, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
-    """qkv (T, 3, H, D); the rest as `flash_attn_varlen_func`, with one cu_seqlens and one max_seqlen."""
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Any:
+    """qkv (T, 3, H, D); the other arguments as in `flash_attn_varlen_func`, with one cu_seqlens and one max_seqlen."""
     q, k, v = _parts(qkv, "qkv", 1, 3)
-    words = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *words)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = BOTH_WAYS, softcap: float = 0.0,
-    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = BOTH_WAYS,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention over a KV cache, after new keys and values were written into it: see `tilewise.attention_kv`, which has
-    no gradient. cache_seqlens: tokens in the cache before the call; without, it is full. With num_splits=1 the keys of
-    a sequence are never divided; other numbers say how to compute, and are not needed.
+    no gradient. cache_seqlens: tokens in the cache before the call; None if it is full. With num_splits=1 the keys of
+    a sequence are never split; other values are ignored.
 
     >>> import torch
     >>> cache, q, new = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
@@ -169,29 +183,22 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
     torch.Size([2, 1, 4, 16])
     """
-    words = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
-    new = k, v, rotary_cos, rotary_sin
-    plain = all(x is None for x in (*new, cache_seqlens, cache_batch_idx, cache_leftpad, block_table))
-    if plain:  # with a gradient
-        out, lse = attention(q, k_cache, v_cache, **words)
+    options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
+    of_cache = k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+    if all(x is None for x in of_cache):  # with a gradient
+        out, lse = attention(q, k_cache, v_cache, **options)
     else:
         cache: dict[str, Any] = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
         cache["split"] = 0 if num_splits == 1 else None
-        turned = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-        out, lse = over_cache(q, k_cache, v_cache, k, v, cache_seqlens, turned, words | cache)
+        rotary = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
+        out, lse = over_cache(q, k_cache, v_cache, cache_seqlens, options | cache, new=(k, v), rotary=rotary)
     return (out, lse) if return_softmax_lse else out
 
 
-def _parts(packed: Tensor, name: str, axis: int, n: int) -> tuple[Tensor, ...]:
+def _parts(packed: Tensor, name: str, axis: int, n: int) -> Any:
     if tensor(name, packed).dim() != axis + 3 or packed.shape[axis] != n:
         raise AttentionError(f"shape of {name}", tuple(packed.shape), f"{axis + 3} axes, {n} along axis {axis}")
     return packed.unbind(axis)
-
-
-FUNCTIONS = (
-    flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
-)  # fmt: skip
 
 
 def install() -> None:
@@ -202,22 +209,21 @@ def install() -> None:
         from flash_attn import flash_attn_func
         from flash_attn.bert_padding import pad_input, unpad_input
 
-    Other parts of that package (its layers, models and fused operations) are not there: importing them fails.
+    Other parts of that package (layers, models, fused operations) do not exist: importing them fails.
     """
     there = sys.modules.get("flash_attn")
     if there is not None and getattr(there, "__file__", None):
-        raise AttentionError("install()", "flash_attn, imported already", "a call before anything imports it")
-    interface = _module("flash_attn.flash_attn_interface", {f.__name__: f for f in FUNCTIONS})
+        raise AttentionError("install()", "flash_attn is imported already", "a call before anything imports it")
+    functions = {name: x for name, x in globals().items() if name.startswith("flash_attn_") and callable(x)}
+    interface = _module("flash_attn.flash_attn_interface", functions)
     padding = _module("flash_attn.bert_padding", vars(bert_padding))
-    names = {f.__name__: f for f in FUNCTIONS} | {
-        "__version__": VERSION, "__path__": [], "flash_attn_interface": interface, "bert_padding": padding,
-    }  # fmt: skip
-    _module("flash_attn", names)
+    names = {"__version__": VERSION, "__path__": [], "flash_attn_interface": interface, "bert_padding": padding}
+    _module("flash_attn", functions | names)
     _module("flash_attn_interface", vars(flash_attn_3))
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    """A module of this name that has the public ones of the names."""
+    """A module of this name with the public ones of the names."""
     made = ModuleType(name, "flash-attn's functions, by tilewise: see tilewise.compat.flash_attn")
     vars(made).update({k: x for k, x in names.items() if not k.startswith("_") or k in ("__version__", "__path__")})
     made.__spec__ = ModuleSpec(name, None, is_package="__path__" in names)

@@ -34,6 +34,7 @@ from ..mods.program import Program, joined, register
 from ..mods.source import is_called, name_of
 from ..mods.trace import followed
 from ..request import LIMIT
+from ..torch_internals import version_of
 from ..validation.dense import tensor
 from ..validation.versions import check_version
 
@@ -234,7 +235,7 @@ def _recorded(x: Tensor | None) -> Any:
         return ABSENT
     if not x.is_cuda:
         return x.detach().clone()
-    return None if x.is_inference() else (x, x.data_ptr(), x._version)
+    return None if x.is_inference() else (x, x.data_ptr(), version_of(x))
 
 
 def _is_unchanged(x: Tensor | None, before: Any) -> bool:
@@ -242,7 +243,7 @@ def _is_unchanged(x: Tensor | None, before: Any) -> bool:
         return x is None and before is ABSENT
     if isinstance(before, Tensor):
         return x.device == before.device and x.dtype == before.dtype and torch.equal(x, before)
-    return x is before[0] and not x.is_inference() and (x.data_ptr(), x._version) == before[1:]
+    return x is before[0] and not x.is_inference() and (x.data_ptr(), version_of(x)) == before[1:]
 
 
 ABSENT = object()

@@ -34,9 +34,16 @@ def from_top_left(b, h, q_idx, kv_idx, window):  # type: ignore[no-untyped-def]
 
 
 def memory_efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
-    op: Any = None, output_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
     """(B, M, H, K), or (B, M, K) of one head, or (B, M, G, H, K) of grouped heads; `attn_bias` a tensor to add, or one
     of the classes. `op` says which kernel of xformers' to take, and is not needed.
 
@@ -49,15 +56,15 @@ def memory_efficient_attention(
         raise AttentionError("output_dtype", repr(output_dtype), "a torch.dtype, or None")
     if query.dim() == 5 and k.shape[2] == q.shape[2] and key.stride(3) == value.stride(3) == 0:
         k, v = key[:, :, :, 0], value[:, :, :, 0]  # heads of a group, which share what is expanded
-    words: dict[str, Any] = {"scale": scale, "dropout_p": p}
+    options: dict[str, Any] = {"scale": scale, "dropout_p": p}
     named = type(attn_bias).__name__ in BANDS  # some of xformers' classes were tensors once
     if attn_bias is None or (isinstance(attn_bias, Tensor) and not named):
-        words["bias"] = None if attn_bias is None else _bias(attn_bias, query)
-        out = attention(q, k, v, **words)
+        options["bias"] = None if attn_bias is None else _bias(attn_bias, query)
+        out = attention(q, k, v, **options)
     else:
         if type(attn_bias).__module__.startswith("xformers."):
             check_version("xformers", sys.modules["xformers"].__version__, TESTED, TESTED)
-        out = _of_class(q, k, v, attn_bias, words, query)
+        out = _of_class(q, k, v, attn_bias, options, query)
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     return out if output_dtype is None else out.to(output_dtype)  # type: ignore[no-any-return]
 
@@ -80,26 +87,26 @@ def _bias(x: Tensor, query: Tensor) -> Tensor:
     return x.flatten(1, 2)
 
 
-def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any], query: Tensor) -> Any:
+def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, options: dict[str, Any], query: Tensor) -> Any:
     name = type(bias).__name__
     if name.startswith("BlockDiagonal") and name in BANDS:
-        return _packed(q, k, v, bias, words | BANDS[name](bias))
+        return _packed(q, k, v, bias, options | BANDS[name](bias))
     if name in BANDS:
-        words = words | BANDS[name](bias)
-        if "bias" in words:
-            words["bias"] = _bias(tensor("bias of attn_bias", words["bias"]), query)
-        if "mask_mod" not in words:
-            return attention(q, k, v, **words)
+        options = options | BANDS[name](bias)
+        if "bias" in options:
+            options["bias"] = _bias(tensor("bias of attn_bias", options["bias"]), query)
+        if "mask_mod" not in options:
+            return attention(q, k, v, **options)
         n = min(k.shape[1], q.shape[1])  # aligned top left: keys past the last query's are seen by none
-        words["window"] = None, q.shape[1] - n
-        added = words.get("bias")
-        words["bias"] = added if added is None or added.shape[-1] == 1 else added[..., :n]
-        del words["mask_mod"]
-        return attention(q, k[:, :n], v[:, :n], **words)
+        options["window"] = None, q.shape[1] - n
+        added = options.get("bias")
+        options["bias"] = added if added is None or added.shape[-1] == 1 else added[..., :n]
+        del options["mask_mod"]
+        return attention(q, k[:, :n], v[:, :n], **options)
     raise AttentionError("attn_bias", name, f"None, a tensor, or one of {', '.join(BANDS)}")
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, options: dict[str, Any]) -> Tensor:
     if q.shape[0] != 1 or k.shape[0] != 1:
         raise AttentionError("batch beside a block-diagonal bias", q.shape[0], "1: sequences one after the other")
     for name, x, info in (("query", q, bias.q_seqinfo), ("key", k, bias.k_seqinfo)):
@@ -110,7 +117,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, words: dict[str, Any]) -
     lengths = getattr(bias.k_seqinfo, "seqlen", None)
     if lengths is not None:  # of padded keys: what is used of each
         cu_q, cu_k = used(cu_q, cu_k, None, lengths.to(q.device))
-    out: Tensor = attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **words)
+    out: Tensor = attention_varlen(q[0], k[0], v[0], cu_q, cu_k, **options)
     return out[None]
 
 
@@ -139,7 +146,7 @@ def _size(bias: Any) -> int | None:
     return size
 
 
-# What each class says in tilewise's words.
+# What each class says in tilewise's options.
 BANDS: dict[str, Any] = {
     "LowerTriangularMask": _top_left,
     "LowerTriangularMaskWithTensorBias": lambda bias: _top_left(bias) | {"bias": bias._bias},

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import AttentionError
-from ..torch_internals import flattened
 
 
 class Exchange(NamedTuple):
@@ -43,6 +42,20 @@ def group_of(mesh: Any) -> tuple[int, Any, int | None]:
         group = flattened(mesh)
         return dist.get_world_size(group), group, node
     raise AttentionError("mesh of a plan", type(mesh).__name__, "a DeviceMesh, a ProcessGroup, None, or an int")
+
+
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()  # of each world, by their ranks
+
+
+def flattened(mesh: Any) -> Any:
+    """The process group of all ranks of a DeviceMesh of one or two axes."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    known = _groups.setdefault(dist.group.WORLD, {tuple(range(dist.get_world_size())): dist.group.WORLD})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
 
 
 _initialised: WeakSet[Any] = WeakSet()  # groups in which all ranks have communicated once

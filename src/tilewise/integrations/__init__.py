@@ -1,4 +1,4 @@
-"""tilewise under the models that people have: torch's own attention, Hugging Face's libraries, vLLM and SGLang.
+"""tilewise in existing models: torch's own attention, Hugging Face's libraries, vLLM and SGLang.
 
-Nothing is imported until it is asked for; each module says which versions it was tested with.
+Modules are imported on use; each says which versions it was tested with.
 """

@@ -1,4 +1,4 @@
-"""What a table of bools says more cheaply: a band, or which of its tiles nobody sees."""
+"""A bool mask as a window, or as a block mask that skips tiles without a visible pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..mods.modifier import mask_mod
 
 @mask_mod
 def table(b, h, q_idx, kv_idx, seen):  # type: ignore[no-untyped-def]
-    """A mask of bools (B, H, Sq, Sk), each axis possibly 1: an index past the end reads the last element.
+    """A bool mask (B, H, Sq, Sk), each axis possibly 1: an index past the end reads the last element.
 
     >>> table(torch.tensor([[[[True, False]]]]))(0, 0, torch.arange(2)[:, None], torch.arange(2)).int()
     tensor([[1, 0],
@@ -30,7 +30,7 @@ def recognised(seen: Tensor, n_q: int, n_k: int) -> dict[str, Any]:
     >>> recognised(torch.arange(6)[None, None, None] < 4, 4, 6)["mask_mod"]  # doctest: +ELLIPSIS
     block mask of ...
 
-    Reads the mask once and waits for the answer: nothing is done so unless it is asked for.
+    Reads the mask, which synchronizes with the GPU.
     """
     if 0 in (seen.numel(), n_q, n_k):
         return {}

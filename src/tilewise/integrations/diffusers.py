@@ -34,13 +34,22 @@ def register() -> None:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
     _parallel_config: Any = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What diffusers calls: (B, S, H, D), with a mask as for torch's attention, or (B, Sk) of keys."""
     if return_lse or _parallel_config is not None:
-        raise AttentionError("diffusers' context parallelism", "asked for", "one device")
+        raise AttentionError(
+            "diffusers' context parallelism", "return_lse or _parallel_config", "neither: not supported"
+        )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -1,9 +1,8 @@
 """torch's registry of flash attentions: `torch.nn.attention.activate_flash_attention_impl("tilewise")`.
 
-Then torch's own flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a
-GPU, no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, as torch's context parallelism.
-`restore_flash_attention_impl()` undoes it; torch 2.10 has none, there it is for good. On a CPU, where torch's flash op
-takes a mask, so does ours.
+Then torch's flash backend is tilewise: scaled_dot_product_attention where torch chooses flash (16-bit dtypes on a GPU,
+no mask), `torch.nn.attention.varlen.varlen_attn`, and what is built on them, such as torch's context parallelism.
+`restore_flash_attention_impl()` undoes it; torch 2.10 has no such function. On a CPU a mask is supported, as in torch.
 
 Tested with torch 2.10, 2.11 and 2.13.
 """
@@ -23,22 +22,21 @@ from ..validation import dense as checks
 
 
 class Handle:
-    """What torch keeps while ours is active."""
+    """What torch keeps while tilewise is active."""
 
     def __init__(self, *libraries: Any) -> None:
         self.libraries = libraries
 
     def remove(self) -> None:
-        for library in self.libraries:
-            library._destroy()
+        """Dropping the last reference to a Library takes its implementations out of the dispatcher."""
         self.libraries = ()
 
 
 def activate() -> Handle:
-    """Put our functions in the place of torch's, for both kinds of device."""
+    """Replace torch's flash attention ops on GPUs and CPUs."""
     made = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # it is meant so
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # overriding is intended
         for key in ("CUDA", "CPU"):
             library = torch.library.Library("aten", "IMPL", key)
             for name, function in OPS.items():
@@ -54,33 +52,43 @@ def _band(is_causal: bool, left: int | None, right: int | None) -> dict[str, Any
 
 
 def _random(q: Tensor, dropout_p: float) -> Tensor:
-    """As torch returns its state of randomness: two uint64; the first is our seed."""
+    """Two integers, as torch's random state; the first is the seed of `tilewise.attention`."""
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if dropout_p:
         state[:1].random_(2**62)
     return state
 
 
-def _refuse(**asked: Any) -> None:
-    for name, x in asked.items():
+def _check_no_cache(**given: Any) -> None:
+    for name, x in given.items():
         if x is not None:
-            raise AttentionError(f"{name} of torch's flash attention", "one", f"none; {WAYS[name]}")
-
-
-WAYS = {
-    "seqused_k": "tilewise.attention_kv takes lengths",
-    "block_table": "tilewise.attention_kv takes page tables",
-}
+            raise AttentionError(
+                f"{name} of torch's flash attention", "a tensor", "None; tilewise.attention_kv takes it"
+            )
 
 
 def flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Any, ...]:
     """aten::_flash_attention_forward: (B, S, H, D), or packed (T, H, D) with offsets."""
-    _refuse(seqused_k=seqused_k, block_table=block_table)
+    _check_no_cache(seqused_k=seqused_k, block_table=block_table)
     state = _random(query, dropout_p)
     options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
     options |= {"scale": scale, "dropout_p": dropout_p, "alibi_slopes": alibi_slopes, "return_lse": True}
@@ -102,11 +110,25 @@ def flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """aten::_flash_attention_backward."""
     options: dict[str, Any] = _band(is_causal, window_size_left, window_size_right)
     options |= {"scale": scale, "dropout_p": dropout_p}
@@ -126,11 +148,17 @@ def _gradients(grad_out: Tensor, out: Tensor, lse: Tensor, request: Request) -> 
 
 
 def sdpa_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch takes it with is_causal for equal lengths
-    alone."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_flash_attention, on (B, H, S, D); torch calls it with is_causal only for
+    equal lengths."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, state, unused, mask = flash_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask, scale=scale
@@ -139,7 +167,7 @@ def sdpa_forward(
 
 
 def _like(query: Tensor, out: Tensor) -> Tensor:
-    """(B, S, H, D) -> (B, H, S, D), laid out as the query: torch.compile relies on it."""
+    """(B, S, H, D) -> (B, H, S, D) with the strides of the query, which torch.compile expects."""
     out = out.transpose(1, 2)
     if out.shape != query.shape:
         return out
@@ -148,24 +176,31 @@ def _like(query: Tensor, out: Tensor) -> Tensor:
 
 
 def sdpa_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """aten::_scaled_dot_product_flash_attention_backward."""
-    d, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = flash_backward(
-        d, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset,
-        scale=scale,
-    )  # fmt: skip
-    return tuple(x.transpose(1, 2) for x in found)
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *rest: Any,
+    **scale: Any,
+) -> tuple[Tensor, ...]:
+    """aten::_scaled_dot_product_flash_attention_backward. `rest` as in `flash_backward`, without offsets."""
+    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    given: Any = (*tensors, logsumexp, None, None, *rest[2:])
+    return tuple(x.transpose(1, 2) for x in flash_backward(*given, **scale))
 
 
 def _cpu_options(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    mask: Tensor | None,
     scale: float | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
-    """torch takes it with any lengths: aligned top left, keys past the last query's are seen by none."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """(q, k, v) and options. torch aligns is_causal top left: keys after the last query are not visible."""
     if dropout_p:
         raise AttentionError("dropout_p of torch's flash attention on a CPU", dropout_p, "0")
     n = query.shape[2] if is_causal and key.shape[2] > query.shape[2] else key.shape[2]
@@ -174,9 +209,15 @@ def _cpu_options(
 
 
 def cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu."""
     (q, k, v), options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -184,9 +225,18 @@ def cpu_forward(
 
 
 def cpu_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, dropout_p: float,
-    is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
     tensors, options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
     request = checks.dense(*tensors, checks.options_of(options))  # type: ignore[arg-type]

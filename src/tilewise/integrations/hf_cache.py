@@ -37,16 +37,19 @@ def pool_of(cache: Any, layer: int) -> Pool | None:
 
 
 def attend(
-    pool: Pool, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], others: dict[str, Any],
+    pool: Pool,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    named: dict[str, Any],
     **options: Any,
-) -> Tensor | None:  # fmt: skip
-    """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None where nothing was
-    cached before, and the new keys are all there are."""
-    read, write = (others[name][pool.group] for name in ("read_index", "write_index"))
+) -> Tensor | None:
+    """q (1, H, T, D), new k and v (1, Hk, T, D) -> (1, T, H, Dv), written and attended in place; None if nothing was
+    cached before, and the new keys are the only ones."""
+    read, write = (named[name][pool.group] for name in ("read_index", "write_index"))
     if not read.numel():
         return None
     cu_q, cu_k = (x.int() for x in offsets)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
     lengths = cu_k.diff()
     append_kv(k, v, pool.k, pool.v, lengths, cu_seqlens_new=cu_q, slots=write)
     pages = (cu_k, read.int())
@@ -54,11 +57,11 @@ def attend(
     return out[None]
 
 
-def gathered(cache: Any, key: Tensor, value: Tensor, layer: int, others: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The cache takes the new keys and values and gives all that are asked about, (1, Hk, T, D)."""
+def gathered(cache: Any, key: Tensor, value: Tensor, layer: int, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """All keys and values of the sequences, (1, Hk, T, D), after the new ones were written."""
     if "kwargs" in inspect.signature(cache.update).parameters:
-        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=others)
+        k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=named)
         return k, v
-    places = {"read_index": others["read_index"], "write_index": others["write_index"]}
+    places = {"read_index": named["read_index"], "write_index": named["write_index"]}
     k, v = cache.update(key_states=key, value_states=value, layer_idx=layer, **places)  # before 5.22: (T, Hk, D)
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,10 +63,16 @@ class Mask(BlockMask):
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], *, keys: int | None = None,
-        window: tuple[int | None, int | None] | None = None, mod: Mod | None = None,
-        segments: tuple[Tensor, Tensor] | None = None, plan: Plan | None = None, checked: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: tuple[int, int, int, int],
+        *,
+        keys: int | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        mod: Mod | None = None,
+        segments: tuple[Tensor, Tensor] | None = None,
+        plan: Plan | None = None,
+        checked: bool = True,
+    ) -> None:
         self.sizes, self.keys, self.window, self.mod, self.segments = shape, keys, window, mod, segments
         self.plan, self.checked = plan, checked
 
@@ -106,10 +113,19 @@ class Mask(BlockMask):
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
-    local_size: int | None = None, use_vmap: bool = False, config: Any = None, look: bool = True, **others: Any,
-) -> Mask | Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    look: bool = True,
+    **others: Any,
+) -> Mask | Tensor | None:
     """transformers' mask of a forward. None means what it means to its "sdpa": nothing is hidden but by causality, with
     query 0 at key 0 if there are several.
 
@@ -121,11 +137,24 @@ def make_mask(
     plan = current()
     if plan is not None:
         return _sharded(plan, shape, parts, attention_mask)
-    asked = (shape, q_offset, kv_offset, mask_function, attention_mask, use_vmap, others)
+    pairs: Callable[[], Any] = partial(  # the mask of every pair, as transformers evaluates its function
+        masking_utils.sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=others.get("device", "cpu"),
+    )
     if getattr(config, "model_type", None) in TABLES:
-        return _pairs(*asked)
+        return pairs()  # type: ignore[no-any-return]
     if parts is None:
-        return Mask(shape, mod=table(_pairs(*asked)))
+        return Mask(shape, mod=table(pairs()))
     tracing = torch.compiler.is_compiling() or isinstance(attention_mask, torch.fx.Proxy)
     valid = _valid(attention_mask, kv_length, kv_offset)
     shift = q_offset - kv_offset
@@ -157,7 +186,7 @@ def make_mask(
     late = shift - ((kv_length if keys is None else keys) - q_length)  # how far past the bottom right corner
     window = tuple(None if side >= FAR else side for side in (before - late, after + late))
     if min(side for side in (*window, 0) if side is not None) < 0:
-        return Mask(shape, mod=table(_pairs(*asked)))
+        return Mask(shape, mod=table(pairs()))
     return Mask(shape, keys=keys, window=window, mod=_mod(valid, ids), segments=segments)  # type: ignore[arg-type]
 
 
@@ -167,8 +196,11 @@ def _sharded(
     """The mask of layers whose tokens are sharded. Document ids are left out: they come from positions that jump where
     this rank's tokens do; the plan knows the documents."""
     if parts is None:
-        raise AttentionError("the attention mask of a model in use(plan)", "one that only a table of its pairs says",
-                             "causal, windowed or full attention; plan(mask=...) adds a mask mod to it")  # fmt: skip
+        raise AttentionError(
+            "the attention mask of a model in use(plan)",
+            "one that only a table of its pairs says",
+            "causal, windowed or full attention; plan(mask=...) adds a mask mod to it",
+        )
     before, after, _ = _band(parts)
     band = None if before >= FAR else before, None if after >= FAR else after
     whole = whole_padding(plan, padding)
@@ -255,9 +287,12 @@ def _band(parts: list[tuple[str, Any]]) -> tuple[int, int, Any]:
 
 
 KNOWN = {
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay", "packed_sequence_mask_function",
-}  # fmt: skip
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+}
 
 
 def _parts(
@@ -279,9 +314,20 @@ def _parts(
     return found
 
 
-def _conjuncts(function: Any) -> list[Any]:
-    if function.__qualname__ == "and_masks.<locals>.and_mask" and function.__module__ == masking_utils.__name__:
-        return [part for f in function.__closure__[0].cell_contents for part in _conjuncts(f)]
+REMAPPED = "remap_positions_for_packed_sequence"  # transformers 5.23
+
+
+def _conjuncts(function: Any, packed: bool = False) -> list[Any]:
+    """The mask functions of which `and_masks` made this one. `packed`: beside it is a mask of packed sequences, within
+    which positions count tokens: a band of positions is then the same band of indices."""
+    if function.__module__ != masking_utils.__name__:
+        return [function]
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        parts = function.__closure__[0].cell_contents
+        packed = packed or any(f.__qualname__.startswith("packed_sequence_mask_function.") for f in parts)
+        return [part for f in parts for part in _conjuncts(f, packed)]
+    if packed and function.__qualname__.startswith(REMAPPED):
+        return _conjuncts(function.__closure__[0].cell_contents)
     return [function]
 
 
@@ -308,16 +354,3 @@ def _documents(function: Any, batch: int, n: int, device: Any) -> Tensor:
     b = torch.arange(batch, device=device)[:, None]
     begins = ~function(b, torch.zeros_like(b), i, i - 1).expand(batch, n - 1)
     return torch.nn.functional.pad(begins.int().cumsum(1, dtype=torch.int32), (1, 0))
-
-
-def _pairs(
-    shape: tuple[int, int, int, int], q_offset: Any, kv_offset: Any, mask_function: Any, attention_mask: Any,
-    use_vmap: bool, others: dict[str, Any],
-) -> Tensor:  # fmt: skip
-    """What has no shorter form: every pair, as transformers evaluates its function."""
-    seen: Tensor = masking_utils.sdpa_mask(
-        batch_size=shape[0], q_length=shape[2], kv_length=shape[3], q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=others.get("device", "cpu"),
-    )  # fmt: skip
-    return seen

@@ -38,9 +38,10 @@ def attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
             raise AttentionError(f"{name} of a layer in use(plan)", found, f"none: {WHY[name]}")
     if q.shape[2] != k.shape[2]:
         raise AttentionError(
-            "keys of a layer in use(plan)", k.shape[2],
+            "keys of a layer in use(plan)",
+            k.shape[2],
             f"this rank's {q.shape[2]} tokens alone: no cache; layers that see something else belong in use(None)",
-        )  # fmt: skip
+        )
     out: Tensor = attention_over(q, k, v, plan=plan, layout="bhsd", **options)
     return out.transpose(1, 2)
 
@@ -61,6 +62,7 @@ def check_positions(plan: Plan, given: Any) -> None:
     if given.shape[1] != len(expected) or not bool((given == expected).all()):
         found = f"{given[0, :4].tolist()}, ..." if given.numel() else tuple(given.shape)
         raise AttentionError(
-            "position_ids", found,
+            "position_ids",
+            found,
             f"plan.positions()[None], here {expected[:4].tolist()}, ... (others only beside an attention_mask)",
-        )  # fmt: skip
+        )

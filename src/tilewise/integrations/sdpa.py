@@ -22,9 +22,17 @@ TORCHS: Any = functional.scaled_dot_product_attention  # as it was when this was
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, recognise: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    recognise: bool = False,
+) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, by tilewise.
 
     >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
@@ -33,17 +41,17 @@ def scaled_dot_product_attention(
     True
 
     query (..., H, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev); leading axes broadcast. As in torch, `is_causal`
-    is aligned top left (query i sees the keys up to i); a mask of bools is True where a pair is seen, a mask of floats
+    is aligned top left (query i sees the keys up to i); a bool mask is True where a pair is visible, a float mask
     is added to the scores and gets a gradient if it wants one, and both broadcast to (..., H, L, S); a row that is
     masked out entirely gives 0. Dropout draws from torch's generator, and drops other pairs than torch's kernels do.
 
-    recognise: look at a mask of bools (which waits for the GPU) and use what it says: a band costs nothing, and of
-        any other mask the tiles that nobody sees are skipped. Without, every pair is asked about.
+    recognise: read a bool mask, which synchronizes with the GPU: a band becomes a window, and tiles of any other mask
+        without a visible pair are skipped. If False, the mask is applied to every pair.
     """
     if not isinstance(is_causal, bool):
         raise AttentionError("is_causal", repr(is_causal), "True or False")
     if attn_mask is not None and is_causal:
-        raise AttentionError("attn_mask", "one beside is_causal=True", "one of the two")
+        raise AttentionError("attn_mask", "a mask with is_causal=True", "one of the two")
     if getattr(query, "layout", None) is torch.jagged:
         return _nested(query, key, value, attn_mask, is_causal, {"scale": scale, "dropout_p": dropout_p})
     q, k, v, lead, rank = _four_axes(query, key, value, enable_gqa)
@@ -80,9 +88,11 @@ def _corner(bias: Any, n_q: int, n_k: int) -> tuple[bool, bool]:
 def _nested(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool, options: dict[str, Any]) -> Tensor:
     """Jagged (B, H, j, E)."""
     if mask is not None:
-        raise AttentionError("attn_mask", "one beside nested tensors", "none: their lengths say what is seen")
+        raise AttentionError("attn_mask", "a mask with nested tensors", "None")
     if is_causal and any(x.layout is not torch.jagged or x.shape[2] != query.shape[2] for x in (key, value)):
-        raise AttentionError("is_causal", "queries and keys of unlike lengths", "nested tensors made with one offsets")
+        raise AttentionError(
+            "is_causal", "queries and keys of different lengths", "nested tensors with the same offsets"
+        )
     out: Tensor = attention(query, key, value, layout="bhsd", causal=is_causal, **options)
     return out
 
@@ -127,7 +137,7 @@ def _four_axes(
 
 
 def _what(x: Any) -> Any:
-    """What was found where a dense tensor was wanted."""
+    """What an error says about an argument that is not a dense tensor."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     return "nested" if x.is_nested else tuple(x.shape) if x.layout is torch.strided else x.layout

@@ -1,4 +1,4 @@
-"""What SGLang asks of an attention backend, answered by `attention_kv`: see `sglang`."""
+"""SGLang's attention backend on `attention_kv`: see `sglang`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from ..errors import AttentionError
-from .steps import Step
+from .kv_steps import Step
 
 
 class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     """Decoding and prefill over SGLang's pool of tokens, in pages of the server's page size.
 
-    What a step changes is written by a few operations on the device (`init_forward_metadata_in_graph`), which a CUDA
-    graph records with the layers; no length is read by the host.
+    `init_forward_metadata_in_graph` writes the lengths and tables of a step on the device; a CUDA graph records it with
+    the layers. The host reads no length.
     """
 
     needs_cpu_seq_lens = False
@@ -29,37 +29,39 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
             raise AttentionError("the model's attention", "MLA", "keys and values of every head")
         if hasattr(self.pool, "translate_loc_from_full_to_swa"):
             raise AttentionError(
-                "the KV pool", "one for windows beside one for all tokens", "--disable-hybrid-swa-memory"
+                "the KV pool", "a hybrid pool with separate memory for windows", "--disable-hybrid-swa-memory"
             )
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.forward_metadata: Step | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.buffers = self._room(max_bs, self.req_to_token.shape[1])
+        self.buffers = self._empty(max_bs, self.req_to_token.shape[1])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    def _room(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Lengths, and a table of pages for so many tokens of each sequence."""
+    def _empty(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Lengths, and a page table for this many tokens of each sequence."""
         new = self.req_to_token.new_zeros
         return new(batch, dtype=torch.int32), new((batch, -(-tokens // self.page)), dtype=torch.int32)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """What the step is made of; its numbers come in the graph. A graph's are where the next replay finds them."""
+        """Allocates what a step needs, which is written in the graph. Tensors of a graph are kept for its replays."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_idle():
             self.forward_metadata = None
             return
         if mode.is_target_verify():
-            raise AttentionError("the step", "one that verifies drafts", "decoding or prefill: there is no tree here")
+            raise AttentionError(
+                "the step", "one that verifies drafts", "decoding or prefill: tree masks are not supported"
+            )
         if in_capture:
             assert self.buffers is not None, "init_cuda_graph_state comes first"
             lengths, table = (x[:batch] for x in self.buffers)
         else:
             known = forward_batch.seq_lens_cpu
             longest = self.req_to_token.shape[1] if known is None else max([*known.tolist(), 1])
-            lengths, table = self._room(batch, longest)
+            lengths, table = self._empty(batch, longest)
         if mode.is_decode():
             cu, most = torch.arange(batch + 1, dtype=torch.int32, device=lengths.device), 1
         else:
@@ -70,55 +72,52 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         step = self.forward_metadata
         if step is None:
             return
-        table = step.words["page_table"]
+        table = step.options["page_table"]
         step.lengths.copy_(forward_batch.seq_lens)
         first = self.req_to_token[:, :: self.page][:, : table.shape[1]]  # of every page, the slot of its first token
         table.copy_(first.index_select(0, forward_batch.req_pool_indices))
         if self.page > 1:
             table.floor_divide_(self.page)
         if not forward_batch.forward_mode.is_decode():
-            step.words["cu_seqlens_q"][1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
+            step.options["cu_seqlens_q"][1:].copy_(forward_batch.extend_seq_lens.cumsum(0))
 
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
-    def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **others: Any,
-    ) -> Tensor:  # fmt: skip
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
-    def _forward(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save: bool,
-        sinks: Tensor | None, others: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
         """q (tokens, H D) -> (tokens, H Dv)."""
         _check(layer, others)
-        if save and k is not None:
+        if save_kv_cache and k is not None:
             self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         k_cache, v_cache = (x.unflatten(0, (-1, self.page)) for x in self.pool.get_kv_buffer(layer.layer_id))
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         window = layer.sliding_window_size
+        options: dict[str, Any] = {"scale": layer.scaling, "softcap": layer.logit_cap or None, "sinks": sinks}
+        options["causal"] = layer.attn_type.value == "decoder"
+        options["window"] = None if window is None or window < 0 else (window, 0)
         assert self.forward_metadata is not None, "init_forward_metadata comes first"
-        self.forward_metadata.attend(
-            q, k_cache, v_cache, out, scale=layer.scaling, softcap=layer.logit_cap or None, sinks=sinks,
-            causal=layer.attn_type.value == "decoder", window=None if window is None or window < 0 else (window, 0),
-        )  # fmt: skip
+        self.forward_metadata.attend(q, k_cache, v_cache, out, **options)
         return out.flatten(1)
+
+    forward_extend = forward_decode  # the step has the number of queries
 
 
 def _check(layer: Any, others: dict[str, Any]) -> None:
-    """What only some models ask for, and is not here."""
+    """Raises if the layer needs something that is not supported."""
     if layer.is_cross_attention or layer.attn_type.value == "encoder_only":
-        raise AttentionError("the layer", "one of an encoder", "one of a decoder")
+        raise AttentionError("the layer", "a layer of an encoder", "a layer of a decoder")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         raise AttentionError("logit_capping_method", layer.logit_capping_method, "tanh")
     if getattr(layer, "xai_temperature_len", -1) > 0:
-        raise AttentionError("xai_temperature_len", layer.xai_temperature_len, "none")
+        raise AttentionError("xai_temperature_len", layer.xai_temperature_len, "-1: not supported")
     unknown = [name for name, x in others.items() if x is not None and x is not False]
     if unknown:
-        raise AttentionError("arguments of the attention layer", ", ".join(unknown), "sinks at most")
+        raise AttentionError("arguments of the attention layer", ", ".join(unknown), "no argument but sinks")

@@ -1,4 +1,4 @@
-"""What vLLM asks of an attention backend, answered by `attention_kv`: see `vllm`."""
+"""vLLM's attention backend on `attention_kv`: see `vllm`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from vllm.v1.attention.backend import (
 from ..errors import AttentionError
 from ..mods.modifier import mask_mod
 from ..request import MAX_HEAD_DIM
-from .steps import Step, Writer
+from .kv_steps import Step, Writer
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SPLIT = 4096  # keys summed at a time where vLLM wants bits that do not depend on the batch
+SPLIT = 4096  # keys in a split if vLLM requires results that do not depend on the batch
 
 
 @mask_mod
 def causal_where(b, h, q_idx, kv_idx, causal, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """causal (B,): which sequences are."""
+    """causal (B,): nonzero for causal sequences."""
     return (kv_idx - q_idx <= kv_len - q_len) | (causal[b] == 0)
 
 
 def caches(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (blocks, tokens, Hk, D), whatever the strides: of (blocks, Hk, tokens, 2 D), or before vLLM 0.29
-    of (blocks, 2, tokens, Hk, D)."""
+    """Views of keys and values (blocks, tokens, Hk, D): of (blocks, Hk, tokens, 2 D), or before vLLM 0.29 of
+    (blocks, 2, tokens, Hk, D)."""
     if kv_cache.dim() == 5:
         k, v = kv_cache.unbind(1)
     else:
@@ -44,13 +44,13 @@ def caches(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 class Metadata(Step, AttentionMetadata):  # type: ignore[misc]
-    def __init__(self, told: Any) -> None:
-        super().__init__(told.seq_lens, told.query_start_loc, told.block_table_tensor, told.max_query_len)
-        self.tokens, self.causal, self.slots = told.num_actual_tokens, told.causal, told.slot_mapping
+    def __init__(self, common: Any) -> None:
+        super().__init__(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.max_query_len)
+        self.tokens, self.causal, self.slots = common.num_actual_tokens, common.causal, common.slot_mapping
 
 
 class TilewiseBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Nothing is computed here, and nothing read from the device: the layers plan, in the graph if there is one."""
+    """Makes metadata without reading from the device. The layers plan, in the CUDA graph if there is one."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -62,14 +62,14 @@ class TilewiseBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return Metadata(common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
-        """vLLM captures with the longest of lengths, which would take long; any others will do."""
+        """vLLM captures with the largest lengths, which is slow; the graph is the same for any."""
         common_attn_metadata.seq_lens.fill_(1)
         return self.build(0, common_attn_metadata)
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
-        """Of layers that keep the same tokens in other blocks: the plan is the same, if their shapes are."""
+        """Metadata of layers that keep the same tokens in other blocks."""
         other = copy(metadata)
-        other.words, other.slots = metadata.words | {"page_table": blk_table}, slot_mapping
+        other.options, other.slots = metadata.options | {"page_table": blk_table}, slot_mapping
         return other
 
 
@@ -77,13 +77,22 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
     supports_dcp = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: Any = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: Any = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
         if attn_type != AttentionType.DECODER:
-            raise AttentionError("attn_type", attn_type, "a decoder: others have no cache")
+            raise AttentionError("attn_type", attn_type, "a decoder: encoders have no cache")
         unknown = [name for name, x in others.items() if isinstance(x, Tensor) or x not in (None, False, -1)]
         if unknown:
             raise AttentionError("arguments of the attention layer", unknown, "those of a plain decoder")
@@ -93,28 +102,38 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
         self.options = {
-            "scale": self.scale, "softcap": logits_soft_cap or None, "sinks": sinks,
+            "scale": self.scale,
+            "softcap": logits_soft_cap or None,
+            "sinks": sinks,
             "split": SPLIT if invariant else None,
             "window": None if sliding_window is None else (sliding_window - 1, 0),
-        }  # fmt: skip
+        }
         self.write = Writer()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Of a padded batch, the first tokens have slots."""
+        """Writes the tokens that have slots: the first of a padded batch."""
         tokens = slot_mapping.shape[0]
         self.write(key[:tokens], value[:tokens], *caches(kv_cache, self.head_size), slot_mapping)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Metadata | None,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """query (tokens, H, D) over the cache, into the output; rows that no sequence has become 0."""
-        if attn_metadata is None:  # a dry run, to measure memory
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of query (tokens, H, D) over the cache, written into output. Rows of no sequence become 0."""
+        if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
-            raise AttentionError("output_scale", "one", "none: outputs are not quantised here")
+            raise AttentionError("output_scale", "a tensor", "None: quantised outputs are not supported")
         if self.slopes is not None and self.slopes.device != query.device:
             self.slopes = self.slopes.to(query.device)
         causal, tokens = attn_metadata.causal, attn_metadata.tokens
@@ -155,7 +174,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Asked before vLLM 0.29; since then the cache is vLLM's own."""
+        """Called before vLLM 0.29, which defines the shape itself."""
         return num_blocks, 2, block_size, num_kv_heads, head_size
 
     @classmethod

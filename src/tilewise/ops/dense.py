@@ -15,7 +15,7 @@ from ..backends.protocol import Backend
 from ..backends.registry import choose
 from ..plan_cache import CallPlan, plan_of
 from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_of
-from .flops import count_them
+from .flops import register_formulas
 
 _library = torch.library.Library("tilewise", "DEF")
 _upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
@@ -27,7 +27,7 @@ _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (T
 
 def registered(name: str) -> Callable[..., Any]:
     """A registered op. Tells active FLOP counters what it costs."""
-    count_them()
+    register_formulas()
     op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
     return op
 

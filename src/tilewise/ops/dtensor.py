@@ -1,5 +1,5 @@
-"""How the registered ops are computed on DTensors: whole batch rows or whole heads to a rank, never parts of a sequence
-(that is for tilewise.distributed). Imported when a DTensor is first met.
+"""Attention on DTensors: each rank calls the registered ops on whole batch rows or whole heads, never on a part of a
+sequence (tilewise.distributed does that). Imported by the first call with a DTensor.
 
     q, k, v = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))    # heads, as in tensor parallel models
     out = tilewise.attention(q, k, v, causal=True)                           # out: Shard(2)
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..errors import AttentionError
 from ..mods import PROGRAMS
-from ..request import ARGUMENTS, BackwardInputs, Request, arguments, request_of
-from ..torch_internals import register_sharding
+from ..request import BackwardInputs, Request, arguments
+from .dense import registered
 
 ALL = Replicate()
 
 
 def _ways(request: Request, ranks: int) -> list[tuple[Any, list[Any], Any]]:
-    """Placements of q, k, v and out, of the other tensors, and of lse: for each way."""
+    """The ways to shard a call along one axis of the mesh, the last the best: placements of q, k, v and out, of the
+    other tensors, and of lse."""
     given = request.tensors()[3:]
     ways: list[tuple[Any, list[Any], Any]] = [(ALL, [None if x is None else ALL for x in given], ALL)]
     keys = (request.spec.score_mod, request.spec.mask_mod)
@@ -45,55 +47,60 @@ def _placed(request: Request, bias_axis: int, sinks_axis: int | None) -> list[An
     return [own, None if sinks is None else ALL if sinks_axis is None else Shard(sinks_axis), *rest]
 
 
-def _forward(*call: Any) -> Any:
-    request = request_of(*call)
-    scalars = [None] * (ARGUMENTS - 4)
-    return [([qkv, lse], [qkv, qkv, qkv, *others, *scalars]) for qkv, others, lse in _ways(request, _ranks(request))]
+class _Placements:
+    """Where the tensors of a call that each rank computes by itself lie: for each axis of the mesh as q does there, or
+    else by the last of `_ways`. `rows` of q, k, v and out, `lines` of lse, `others` of the other tensors."""
+
+    def __init__(self, request: Request) -> None:
+        q: Any = request.q
+        ways = _ways(request, q.device_mesh.size())
+        chosen = [next((way for way in ways if way[0] == place), ways[-1]) for place in q.placements]
+        self.mesh = q.device_mesh
+        self.rows, self.lines = [way[0] for way in chosen], [way[2] for way in chosen]
+        self.others = [[way[1][n] for way in chosen] for n in range(len(request.tensors()) - 3)]
+
+    def call(self, request: Request) -> tuple[Any, ...]:
+        """The arguments of an op on this rank's part of a call."""
+        places = [self.rows] * 3 + self.others
+        tensors = [_local(x, p) for x, p in zip(request.tensors(), places, strict=True)]
+        return arguments(Request.of(request.spec, tensors))
+
+    def bwd_inputs(self, bwd_inputs: BackwardInputs) -> list[Any]:
+        return [_local(x, p) for x, p in zip(bwd_inputs, (self.rows, self.lines) * 2, strict=True)]
+
+    def wrapped(self, x: Any, places: list[Any]) -> Any:
+        return DTensor.from_local(x, self.mesh, places, run_check=False)
 
 
-def _backward(out: Any, lse: Any, dout: Any, dlse: Any, *call: Any) -> Any:
-    request = request_of(*call)
-    scalars = [None] * (ARGUMENTS - 4)
-    return [
-        ([qkv] * 3, [qkv, row, qkv, None if dlse is None else row, qkv, qkv, qkv, *others, *scalars])
-        for qkv, others, row in _ways(request, _ranks(request))
-    ]
+def _local(x: Any, places: list[Any]) -> Any:
+    """This rank's part. A plain tensor of one element, such as a seed, is the same on every rank."""
+    if isinstance(x, DTensor):
+        return x.redistribute(placements=places).to_local()
+    if x is not None and x.numel() > 1:
+        raise AttentionError("arguments", f"a plain tensor {tuple(x.shape)} beside DTensors", "distribute_tensor(...)")
+    return x
 
 
-def _ranks(request: Request) -> int:
-    mesh = request.q.device_mesh if isinstance(request.q, DTensor) else request.q.mesh  # type: ignore[attr-defined]
-    return int(mesh.size())
+def forward(request: Request) -> Any:
+    """(out, lse)"""
+    at = _Placements(request)
+    out, lse = registered("forward")(*at.call(request))
+    return at.wrapped(out, at.rows), at.wrapped(lse, at.lines)
+
+
+def backward(bwd_inputs: BackwardInputs, request: Request) -> Any:
+    """[dq, dk, dv]"""
+    at = _Placements(request)
+    return [at.wrapped(x, at.rows) for x in registered("backward")(*at.bwd_inputs(bwd_inputs), *at.call(request))]
 
 
 def term_gradients(bwd_inputs: BackwardInputs, wanted: list[bool], request: Request) -> list[Any]:
-    """The op of this name, which gives a list that torch has no rules for: each rank computes its part. What all ranks
-    have of a term, they have parts of its gradient; their sum is taken."""
-    q: Any = request.q
-    ways = _ways(request, _ranks(request))
-    # for each axis of the mesh: as q lies there, if that is a way
-    chosen = [next((way for way in ways if way[0] == place), ways[0]) for place in q.placements]
-
-    def local(x: Any, places: list[Any]) -> Any:
-        return None if x is None else x.redistribute(placements=places).to_local()
-
-    rows, lines = [way[0] for way in chosen], [way[2] for way in chosen]
-    places = [[way[1][n] for way in chosen] for n in range(len(request.tensors()) - 3)]
-    own = BackwardInputs(*(local(x, p) for x, p in zip(bwd_inputs, (rows, lines) * 2, strict=True)))
-    tensors = [local(x, p) for x, p in zip(request.tensors(), [rows] * 3 + places, strict=True)]
-    call = arguments(Request.of(request.spec, tensors))
-    found = torch.ops.tilewise.term_gradients(*own, wanted, *call)
+    """The gradients of the wanted terms. Of a replicated term each rank computes a part; the parts are summed."""
+    at = _Placements(request)
+    found = torch.ops.tilewise.term_gradients(*at.bwd_inputs(bwd_inputs), wanted, *at.call(request))
     grads = []
-    terms = zip((request.bias, request.sinks, *request.score), places, wanted, strict=False)
+    terms = zip((request.bias, request.sinks, *request.score), at.others, wanted, strict=False)
     for g, (x, of_x) in zip(found, ((x, p) for x, p, wants in terms if wants), strict=True):
-        sums = [Partial() if p == ALL and q_place != ALL else p for p, q_place in zip(of_x, rows, strict=True)]
-        part = DTensor.from_local(g, q.device_mesh, sums, run_check=False)
-        grads.append(part.redistribute(placements=x.placements))  # type: ignore[union-attr]
+        sums = [Partial() if p == ALL and place != ALL else p for p, place in zip(of_x, at.rows, strict=True)]
+        grads.append(at.wrapped(g, sums).redistribute(placements=x.placements))  # type: ignore[union-attr]
     return grads
-
-
-def register() -> None:
-    register_sharding(torch.ops.tilewise.forward.default, _forward)
-    register_sharding(torch.ops.tilewise.backward.default, _backward)
-
-
-register()

@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode counts of the registered ops, by its own convention: every pair, seen or not."""
+"""FLOPs of the registered ops for torch's FlopCounterMode, which counts every (query, key) pair, visible or not."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ import torch
 from torch import Tensor
 
 from ..request import ARGUMENTS, request_of
+from ..torch_internals import dispatch_modes
 
 COUNTER = "torch.utils.flop_counter"
-
-
-FORMULAS: dict[str, Callable[..., int]] = {}
+FORMULAS: dict[str, Callable[..., int]] = {}  # by the name of the op
 
 
 def counted(op: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Marks a function that says what a call of the op costs."""
+    """Decorates the function that returns the FLOPs of a call of the op."""
 
-    def marked(formula: Callable[..., int]) -> Callable[..., int]:
-        formula._get_raw = True  # type: ignore[attr-defined]  # given the tensors, not their shapes
+    def decorate(formula: Callable[..., int]) -> Callable[..., int]:
         FORMULAS[op] = formula
         return formula
 
-    return marked
+    return decorate
 
 
-def count_them() -> None:
-    """Tell the FLOP counters at work what the ops cost; those that come later find it in torch's registry. (It is not
-    done on import: torch.utils.flop_counter takes longer to import than all of this.)"""
+def register_formulas() -> None:
+    """Register the formulas with torch and with the active FLOP counters, which have copied torch's registry. Not done
+    on import: torch.utils.flop_counter imports Triton."""
     if torch.compiler.is_compiling() or COUNTER not in sys.modules:
         return
-    known = {getattr(torch.ops.tilewise, name): formula for name, formula in FORMULAS.items()}
-    sys.modules[COUNTER].flop_registry.update(known)
-    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+    counter = sys.modules[COUNTER]
+    ops = [getattr(torch.ops.tilewise, name) for name in FORMULAS]
+    for op, formula in zip(ops, FORMULAS.values(), strict=True):
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
+    for mode in dispatch_modes():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
-        if isinstance(registry, dict):  # a copy of torch's, as it was
-            registry.update(known)
+        if isinstance(registry, dict):
+            for op in ops:
+                registry.setdefault(op, counter.flop_registry[op])
 
 
 @counted("forward")
@@ -50,31 +52,25 @@ def _forward(*call: Any, out_val: Any = None, **_: Any) -> int:
 
 @counted("backward")
 def _backward(*call: Any, out_val: Any = None, **_: Any) -> int:
-    """Five: the scores again, dP, dV, dQ, dK."""
+    """Five products: the scores again, dp, dv, dq, dk."""
     call = call[-ARGUMENTS:]
     q, v = call[0], call[2]
     return 2 * pairs(*call) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def pairs(*call: Any) -> int:
-    """(query, key) pairs of a call, over batch and heads. Of packed sequences their lengths are read; where there is
-    nothing to read (meta and fake tensors), they are taken for equal."""
+    """(query, key) pairs of a call, over batch and heads. The lengths of packed sequences are read; if they cannot be
+    (meta and fake tensors), all sequences count as equally long."""
     request = request_of(*call)
     q, k = request.q, request.k
     if request.cu_q is None or request.cu_k is None:
         return int(q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1])
     if not readable(request.cu_q, request.cu_k):
         return int(q.shape[1] * q.shape[0] * k.shape[0] // max(1, request.cu_q.shape[0] - 1))
-    with unwatched():
-        lengths = (x.diff().tolist() for x in (request.cu_q, request.cu_k))
-        return int(q.shape[1] * sum(a * b for a, b in zip(*lengths, strict=True)))
+    lengths = (x.diff().tolist() for x in (request.cu_q, request.cu_k))
+    return int(q.shape[1] * sum(a * b for a, b in zip(*lengths, strict=True)))
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the tensors have numbers in them."""
+    """Whether the tensors have values."""
     return not any(x is not None and (x.is_meta or type(x).__name__ == "FakeTensor") for x in tensors)
-
-
-def unwatched() -> Any:
-    """To read lengths in a formula, which the counter is not to see."""
-    return torch.utils._python_dispatch._disable_current_modes()

@@ -24,7 +24,7 @@ from ..kv_request import (
 )
 from ..plan_cache import plans, structure_signature
 from ..request import Spec
-from .flops import count_them, counted, readable, unwatched
+from .flops import counted, readable, register_formulas
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")
@@ -127,10 +127,9 @@ def _flops(out: Tensor, lse: Tensor, workspace: Tensor, schedule: Tensor, *given
         pages = 1 if places.table is None else places.table.shape[-1]
         pairs = q.shape[:-2].numel() * pages * request.k.shape[1]
     else:
-        with unwatched():
-            queries = q.shape[1] if cu_q is None else cu_q.diff()
-            keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())
-            pairs = int((keys.long() * queries).sum())
+        queries = q.shape[1] if cu_q is None else cu_q.diff()
+        keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())
+        pairs = int((keys.long() * queries).sum())
     return 2 * pairs * int(q.shape[-2] * (q.shape[-1] + request.v.shape[-1]))
 
 
@@ -155,7 +154,7 @@ def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
     q, v = request.call.q, request.call.v
     out = q.new_empty((*q.shape[:-1], v.shape[-1])) if call.out is None else call.out
     lse = new_lse(q)
-    count_them()
+    register_formulas()
     torch.ops.tilewise.attend_kv(out, lse, workspace, memory, *given)
     return out, lse
 

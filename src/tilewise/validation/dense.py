@@ -23,7 +23,7 @@ from ..mods.dropout import as_seed, is_whole
 from ..mods.program import Mod, bound, check_filled, indexed, rows
 from ..options import Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
-from ..torch_internals import any_autocast, has_address
+from ..torch_internals import has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST = 3.4e38  # of a float32
@@ -411,16 +411,18 @@ def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
             )
 
 
+def is_autocast(x: Any) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if not isinstance(layout, str) or layout != "bshd":
         q, k, v = swapped(layout, q, k, v)
-    if not any_autocast() or not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not is_autocast(q) or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(q.device.type)
     if q.dtype == k.dtype == v.dtype == dtype:
         return q, k, v
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))

@@ -16,10 +16,9 @@ def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tup
         if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
             found = "dense" if isinstance(x, Tensor) and not x.is_nested else getattr(x, "layout", type(x).__name__)
             raise AttentionError(f"layout of {name}", found, "torch.jagged of q, k and v, or of none of them")
-        jagged: Any = x
-        if x.dim() != 4 or jagged._ragged_idx != 1:
+        if x.dim() != 4 or not isinstance(x.shape[1], torch.SymInt):  # the jagged axis has a symbolic length
             raise AttentionError(f"shape of {name}", tuple(x.shape), "(batch, tokens, heads, dim), tokens jagged")
-        if jagged.lengths() is not None:
+        if x.lengths() is not None:  # type: ignore[attr-defined]
             raise AttentionError(f"layout of {name}", "jagged with holes", "none: call .contiguous()")
     if k.shape[1] != v.shape[1]:
         raise AttentionError("sequences of v", "other lengths", "k's")
@@ -29,6 +28,5 @@ def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tup
 def packed(out: Tensor, lse: Tensor | None, q: Any) -> tuple[Tensor, Tensor | None]:
     """out (T, H, D) and lse (H, T) as nested (B, j, H, D) and (B, H, j), of the same sequences as q."""
     like: Any = torch.nested.nested_tensor_from_jagged
-    bounds = {"min_seqlen": getattr(q, "_maybe_min_seqlen", None), "max_seqlen": getattr(q, "_maybe_max_seqlen", None)}
-    stacked = None if lse is None else like(lse.mT, q.offsets(), **bounds).transpose(1, 2)
-    return like(out, q.offsets(), **bounds), stacked
+    stacked = None if lse is None else like(lse.mT, q.offsets()).transpose(1, 2)
+    return like(out, q.offsets()), stacked

@@ -129,14 +129,14 @@ def zeros() -> Found:
 def precision() -> Found:
     """TFLOP/s of a 4096 product by dtype."""
     rates = {}
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    for name, dtype, tf32 in (
-        ("float32", torch.float32, False), ("tf32", torch.float32, True),
-        ("bfloat16", torch.bfloat16, False), ("float16", torch.float16, False),
+    before = torch.backends.cuda.matmul.fp32_precision
+    for name, dtype, setting in (
+        ("float32", torch.float32, "ieee"), ("tf32", torch.float32, "tf32"),
+        ("bfloat16", torch.bfloat16, "ieee"), ("float16", torch.float16, "ieee"),
     ):  # fmt: skip
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cuda.matmul.fp32_precision = setting
         rates[name] = _matmul_rate(_normal(4096, 4096, dtype=dtype), _normal(4096, 4096, dtype=dtype))
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cuda.matmul.fp32_precision = before
     return rates
 
 

@@ -155,11 +155,17 @@ def test_float32_stays_float32() -> None:
     def precision() -> str:
         return launch.forward_launch(request, q, lse, Gpu("cuda", 90)).options["PLAN"].PRECISION
 
-    assert not torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
     assert precision() == "tf32x3"
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
     try:
+        matmul.allow_tf32 = True
+        assert precision() == "tf32"
+        matmul.allow_tf32 = False
+        assert precision() == "tf32x3"
+        matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix"):  # torch no longer answers to the old name
+            _ = matmul.allow_tf32
         assert precision() == "tf32"
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        matmul.fp32_precision = before

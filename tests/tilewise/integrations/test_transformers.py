@@ -306,6 +306,9 @@ def mask_functions() -> dict[str, Any]:
     packed = masking_utils.packed_sequence_mask_function(ids)
     window = masking_utils.sliding_window_causal_mask_function(WINDOW)
     causal = masking_utils.causal_mask_function
+    places = torch.tensor([[*range(5), *range(4), *range(3)], [*range(12)]])
+    remapped = getattr(masking_utils, "packed_sequence_compatibility_function", None)  # transformers 5.23
+    remap = remapped or (lambda mask, positions, ids: masking_utils.and_masks(mask, packed))
     return {
         "causal": causal,
         "bidirectional": masking_utils.bidirectional_mask_function,
@@ -314,6 +317,8 @@ def mask_functions() -> dict[str, Any]:
         "chunks": masking_utils.chunked_causal_mask_function(4, torch.tensor([1, 0])),
         "packed": masking_utils.and_masks(causal, packed),
         "packed window": masking_utils.and_masks(window, packed),
+        "packed by positions": remap(causal, places, ids),
+        "packed window by positions": remap(window, places, ids),
         "blocks": masking_utils.or_masks(causal, masking_utils.blockwise_overlay(ids)),
         "the user's": masking_utils.and_masks(causal, lambda b, h, q, k: (q + k) % 3 > 0),
     }
@@ -366,6 +371,7 @@ def test_masks_show_what_transformers_shows(kind: str, place: str, padding: str 
 @pytest.mark.parametrize(
     ("kind", "padding", "short"),
     [("causal", None, True), ("window", None, True), ("window", "left", True), ("packed", None, True),
+     ("packed by positions", None, True), ("packed window by positions", None, True),
      ("causal", "holes", True), ("blocks", None, False), ("the user's", None, False)],
 )  # fmt: skip
 def test_no_table_where_numbers_say_it(kind: str, padding: str | None, short: bool) -> None:
@@ -377,6 +383,23 @@ def test_no_table_where_numbers_say_it(kind: str, padding: str | None, short: bo
     assert mask is not None
     largest = max((x.numel() for x in mask.mod.tensors), default=0) if mask.mod is not None else 0
     assert (largest <= 2 * 12) is short
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.23 remaps positions"
+)
+def test_positions_without_packed_sequences_need_the_table() -> None:
+    """Positions that jump are no indices, unless the mask of packed sequences hides what lies before the jump."""
+    places = torch.tensor([[0, 1, 2, 7, 8, 9]])
+    causal = masking_utils.sliding_window_causal_mask_function(3)
+    words: dict[str, Any] = {
+        "batch_size": 1, "q_length": 6, "kv_length": 6, "device": torch.device("cpu"),
+        "mask_function": masking_utils.remap_positions_for_packed_sequence(causal, places),
+    }  # fmt: skip
+    found = make_mask(**words)
+    assert isinstance(found, Mask)
+    expected = masking_utils.sdpa_mask(**words, allow_is_causal_skip=False)
+    assert torch.equal(seen_by(found, (1, 1, 6, 6), causal=True), expected)
 
 
 def test_a_looked_at_mask_without_padding_is_left_out() -> None:

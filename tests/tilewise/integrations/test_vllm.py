@@ -123,8 +123,8 @@ def test_other_blocks_share_the_plan(backend: Any) -> None:
     one = builder.build(0, told(x))
     table, slots = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(15, dtype=torch.int64)
     other = builder.update_block_table(one, table, slots)
-    assert other.words["page_table"] is table
-    assert one.words["page_table"] is x.options["page_table"]
+    assert other.options["page_table"] is table
+    assert one.options["page_table"] is x.options["page_table"]
     assert other.slots is slots
     assert other.plans is one.plans
 

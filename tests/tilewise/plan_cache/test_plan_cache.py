@@ -216,13 +216,13 @@ def test_the_plan_of_a_call_with_one_tensor_as_q_and_k_serves_any_other() -> Non
 
 
 @contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+def fp32_precision(setting: str) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = setting
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.usefixtures("spied")
@@ -233,7 +233,7 @@ def test_settings_of_torch_count() -> None:
         assert signature_of() not in (None, plain)
     finally:
         torch.use_deterministic_algorithms(False)
-    with tf32(not torch.backends.cuda.matmul.allow_tf32):
+    with fp32_precision("tf32"):
         assert signature_of() == plain  # no bfloat16 kernel uses TF32
         assert signature_of(dtype=torch.float32) not in (None, single)
 
@@ -717,9 +717,9 @@ def test_runners_of_a_backward_are_bounded(
 
 def test_the_tf32_setting_of_the_backward_is_the_current_one(third: ThirdBackend, kept: PlanCache) -> None:
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
-    for allowed in (False, True, False, True):
+    for setting in ("ieee", "tf32", "ieee", "tf32"):
         out = tilewise.attention(q, k, v)
-        with tf32(allowed):
+        with fp32_precision(setting):
             torch.autograd.grad(out.sum(), q)
     assert third.made.count("backward") == 2
 

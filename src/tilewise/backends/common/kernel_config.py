@@ -68,7 +68,7 @@ def precision(q: Tensor, gpu: Gpu) -> str:
     allows TF32. AMD's matrix units multiply float32."""
     if q.dtype != torch.float32 or gpu.kind == "hip":
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def is_even(size: Problem, n: int, block: int) -> bool:
