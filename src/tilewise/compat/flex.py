@@ -5,10 +5,10 @@
 
     out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
 
-There is nothing to compile (within torch.compile it is a graph break): the function's text is read (see docs/mods.md)
-or, where that has more in it than a mod's (tuples, loops, an `if` over numbers), it is called to see what it does.
-Tensors and numbers that it has closed over are captured, and float tensors of a score mod get gradients. Tested with
-the FlexAttention of torch 2.10 to 2.15; with others it warns once.
+There is nothing to compile (within torch.compile it is a graph break): the function is traced as a mod (see
+docs/mods.md) or, if it contains more than a mod may (tuples, loops, an `if` over numbers), traced as it is at every
+call. Tensors and numbers in its closure are captured, and float tensors of a score mod get gradients. Tested with the
+FlexAttention of torch 2.10 to 2.15; with other versions it warns once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..mods.bands import FAR, split
 from ..mods.blocks import listed
 from ..mods.expr import SCORE, Expr, as_bool, as_float, const, load, nodes, substitute
 from ..mods.modifier import PAIR, Modifier, mask_mod
-from ..mods.program import Program, joined, register
-from ..mods.source import is_called, name_of
-from ..mods.trace import followed
+from ..mods.program import Program, combine_masks, register
+from ..mods.snapshot import is_callable_object, name_of
+from ..mods.trace import trace
 from ..request import LIMIT
 from ..torch_internals import version_of
 from ..validation.dense import tensor
@@ -46,10 +46,18 @@ BOTH = {"and_masks.<locals>.and_mask": "and", "or_masks.<locals>.or_mask": "or"}
 
 @torch.compiler.disable
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Function | None = None, block_mask: Any = None,
-    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
     return_aux: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, by tilewise: query (B, H, L, E), key and value (B, Hk, S, E).
 
     >>> slopes = torch.rand(4, requires_grad=True)
@@ -61,9 +69,9 @@ def flex_attention(
     >>> slopes.grad.shape
     torch.Size([4])
 
-    A mask of which a part is a band (causal, a window) is computed as one, and the tiles that a BlockMask does not list
-    are skipped. Its lists are read when it is first used and when they have changed, which waits for the GPU. Its
-    mask_mod is read at every call. `kernel_options` say how torch should compute, and are not needed.
+    The part of a mask that is a band (causal, a window) is computed as a band, and the tiles that a BlockMask does not
+    list are skipped. Its lists are read when it is first used and when they have changed, which waits for the GPU. Its
+    mask_mod is traced at every call. `kernel_options` are for torch's kernels, and have no effect.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if tensor(name, x).dim() != 4:
@@ -95,28 +103,28 @@ def flex_attention(
 
 
 def mod_of(function: Any, kind: str) -> Mod:
-    """The mod that a plain function is: `tilewise.score_mod` or `mask_mod` of it, called."""
+    """The mod of a plain function, as `tilewise.score_mod(function)()` or `tilewise.mask_mod(function)()`."""
     if isinstance(function, Mod):
         return function
     op = BOTH.get(getattr(function, "__qualname__", ""))
     if op is not None and function.__module__ == torchs.__name__:
-        return joined(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
-    if not isinstance(function, (FunctionType, MethodType, partial)) and not is_called(function):
+        return combine_masks(op, [mod_of(f, kind) for f in function.__closure__[0].cell_contents])
+    if not isinstance(function, (FunctionType, MethodType, partial)) and not is_callable_object(function):
         raise AttentionError(f"{kind}_mod", repr(function), "a function, a method, or an object that can be called")
     _check_parameters(function, kind)
     try:
         mod: Mod | None = _modifier(function, kind)() if isinstance(function, FunctionType) else None
     except AttentionError:
         mod = None
-    mod = _from_the_end(mod or _followed(function, kind))
+    mod = _count_from_the_end(mod or _traced(function, kind))
     if mod.program.root.deps & {"n_q", "n_k"}:
         raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
     return mod
 
 
-def _from_the_end(mod: Mod) -> Mod:
-    """The mod whose constant negative indices count from a tensor's end, as torch's do. (Mods of tilewise read the
-    nearest element, the first one.)"""
+def _count_from_the_end(mod: Mod) -> Mod:
+    """The mod with constant negative indices that count from a tensor's end, as in torch. (In mods of tilewise they
+    read the nearest element, the first one.)"""
     if not _has_negative_index(mod.key):
         return mod
 
@@ -140,7 +148,7 @@ def _is_negative(index: Expr) -> bool:
 
 
 def _check_parameters(function: Any, kind: str) -> None:
-    """A function has to have these and no others; what else can be called, to do with these."""
+    """Raises unless a function has FlexAttention's parameters and no others, or another callable accepts them."""
     wanted = PARAMETERS[kind].split(", ")
     if isinstance(function, FunctionType):
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -157,8 +165,8 @@ def _check_parameters(function: Any, kind: str) -> None:
 
 
 def _modifier(function: Any, kind: str) -> Modifier:
-    """Kept with the function, and for no longer than it; not if it closes over anything, which would wait with both for
-    the garbage collector."""
+    """The Modifier of the function, stored on the function. Not stored if the function has a closure: the cycle would
+    keep the closure's tensors until the garbage collector runs."""
     kept: Modifier | None = getattr(function, "_tilewise", None)
     if kept is not None and kept.function is function and kept.kind == kind:  # functools.wraps copies attributes
         return kept
@@ -168,11 +176,11 @@ def _modifier(function: Any, kind: str) -> Modifier:
     return made
 
 
-def _followed(function: Any, kind: str) -> Mod:
-    """The mod of a function whose text says more than a mod may: tuples, loops, an `if` over numbers. It is called with
-    values that note what is done to them, every time anew, for what it rests on is not known."""
+def _traced(function: Any, kind: str) -> Mod:
+    """The mod of a function that contains more than a mod may: tuples, loops, an `if` over numbers. It is traced at
+    every call: what it depends on is not known."""
     values = [*([SCORE] if kind == "score" else []), *PAIR]
-    root, tensors = followed(function, values)
+    root, tensors = trace(function, values)
     root = as_float(root) if kind == "score" else as_bool(root)
     key = register(Program(root, tuple(x.dim() for x in tensors), 0))
     return Mod(kind, key, tuple(tensors), (), name_of(function))
@@ -182,7 +190,7 @@ PARAMETERS = {"score": "(score, b, h, q_idx, kv_idx)", "mask": "(b, h, q_idx, kv
 
 
 class Converted(NamedTuple):
-    """A torch BlockMask in tilewise's words; `keys`: how many of them anybody sees, at most."""
+    """The window and the block mask of a torch BlockMask. Keys from `keys` on are visible to no query."""
 
     window: tuple[int | None, int | None] | None
     mask: BlockMask | None
@@ -190,7 +198,7 @@ class Converted(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A conversion, and what it was made from. `extra`: tensors of its mask that come before the mask function's."""
+    """A conversion and its inputs. `extra`: tensors of its mask that come before those of the mask function."""
 
     key: tuple[Any, ...]
     lists: list[Any]
@@ -199,28 +207,28 @@ class Kept(NamedTuple):
 
 
 def _converted(block_mask: Any, n_q: int, n_k: int) -> Converted:
-    """The mask function is read again at every call: it may depend on anything (globals, helpers, objects, dicts), and
-    only reading it tells. Its program, and the contents of the block lists, are all that a conversion depends on; it is
-    stored on the BlockMask with both. The tensors that the function reads are always those of this call."""
+    """The conversion of a torch BlockMask, stored on the BlockMask with all that it depends on: the program of the mask
+    function and the contents of the block lists. The function is traced at every call, for it may read anything
+    (globals, helpers, objects, dicts). The tensors that it reads are always those of this call."""
     if not isinstance(block_mask, torchs.BlockMask):
         raise AttentionError("block_mask", type(block_mask).__name__, "torch's BlockMask, from create_block_mask")
     sizes = tuple(block_mask.seq_lengths)
     if sizes != (n_q, n_k):
         raise AttentionError("lengths of the block mask", sizes, f"those of query and key, {(n_q, n_k)}")
     function = block_mask.mask_mod
-    mod = ALL_SEEN() if function is None or function is torchs.noop_mask else mod_of(function, "mask")
+    mod = _all_visible() if function is None or function is torchs.noop_mask else mod_of(function, "mask")
     key = mod.key, n_q, n_k, *block_mask.BLOCK_SIZE
     lists = [getattr(block_mask, f"{full}kv_{name}") for full in ("", "full_") for name in ("num_blocks", "indices")]
     kept: Kept | None = vars(block_mask).get("_tilewise")
     if kept is None or kept.key != key or not all(map(_is_unchanged, lists, kept.lists)):
-        copies = [_recorded(x) for x in lists]
+        recorded = [_recorded(x) for x in lists]
         with torch.inference_mode(False):  # its tensors may be used by a call with a gradient later
             made = _convert(block_mask, mod, n_q, n_k)
         extra: tuple[Tensor, ...] = ()
         if made.mask is not None:
             extra = made.mask.mod.tensors[: len(made.mask.mod.tensors) - len(mod.tensors)]
             made = made._replace(mask=made.mask._replace(mod=made.mask.mod._replace(tensors=(), numbers=())))
-        kept = vars(block_mask)["_tilewise"] = Kept(key, copies, made, extra)
+        kept = vars(block_mask)["_tilewise"] = Kept(key, recorded, made, extra)
     made = kept.converted
     if made.mask is None:
         return made
@@ -229,7 +237,7 @@ def _converted(block_mask: Any, n_q: int, n_k: int) -> Converted:
 
 
 def _recorded(x: Tensor | None) -> Any:
-    """What tells later whether a block list has changed: a copy on a CPU; on a GPU, where comparing would wait, the
+    """What `_is_unchanged` compares a block list with later: a copy on a CPU; on a GPU, where comparing would wait, the
     tensor, its address and its version counter. None if there is no counter: tensors made in inference mode."""
     if x is None:
         return ABSENT
@@ -266,7 +274,7 @@ def _convert(block_mask: Any, mod: Mod, n_q: int, n_k: int) -> Converted:
 
 
 @mask_mod
-def ALL_SEEN(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: N802
+def _all_visible(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return True
 
 
@@ -280,7 +288,7 @@ def _kinds(block_mask: Any, rows: int, columns: int) -> Tensor:
 
 
 def _dense(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
-    """1 at the first so many of each row's indices, (B, H, rows, columns); tiles past the end are nowhere."""
+    """(B, H, rows, columns) int8: 1 at the first `counts` indices of each row. Tiles past the end are ignored."""
     if counts.dim() != 3 or counts.shape[2] < rows or indices.shape[:3] != counts.shape:
         found = f"counts {tuple(counts.shape)}, indices {tuple(indices.shape)}"
         raise AttentionError("lists of the block mask", found, f"(B, H, {rows}) and (B, H, {rows}, tiles)")
@@ -292,8 +300,8 @@ def _dense(counts: Tensor, indices: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _band(kinds: Tensor, before: int, after: int, n_q: int, n_k: int, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which tiles the band touches, and which lie within it: a BlockMask may list fewer than its mask_mod would show,
-    and call full what the band cuts."""
+    """Which tiles the band touches, and which lie within it. (A BlockMask may list fewer tiles than its mask_mod shows,
+    and may list a tile as full that the band cuts.)"""
     rows, columns = (torch.arange(n, device=kinds.device) for n in kinds.shape[-2:])
     first, top = columns * block[1], (rows * block[0])[:, None]
     last, bottom = (first + block[1]).clamp(max=n_k) - 1, (top + block[0]).clamp(max=n_q) - 1

@@ -1,4 +1,4 @@
-"""What of a mask is a band around the diagonal, outside of which kernels do nothing, and what is left to ask."""
+"""Masks as bands around the diagonal, which kernels compute without a mask mod, and the rest of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
 
 def split(mod: Mod) -> tuple[int, int, Mod | None]:
-    """(before, after, rest): the mask is true where j >= i - before, j <= i + after and the rest is (None: always).
+    """(before, after, rest): the mask is true where j >= i - before, j <= i + after and `rest` is true (None: always).
 
     >>> from tilewise.mods.modifier import mask_mod
     >>> @mask_mod

@@ -1,7 +1,7 @@
-"""Block masks: which tiles of a mask are empty, partly seen or full, worked out once and used by every call.
+"""Block masks: which tiles of a mask are empty, partial or full, computed once and used by every call.
 
-Per row of tiles, a list of the tiles that somebody sees; the kernels walk the lists instead of the whole row, mask the
-partial tiles and leave the full ones alone. The backward has the lists of the transpose.
+Each row of tiles has a list of its tiles that are not empty. The kernels visit the tiles in the list, and apply the
+mask mod to the partial ones. The backward uses the lists of the transpose.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from tilewise.mods.expr import B, Expr, H, I, J, Place, arithmetic, compare, con
 from tilewise.mods.program import Mod, Program, check_filled, register
 from tilewise.request import Request, band
 
-PAIRS = 1 << 24  # pairs looked at together while a mask is made
-LARGE = 128  # queries and keys of a tile that every kernel has
+PAIRS = 1 << 24  # pairs for which the mod is evaluated at a time
+LARGE = 128  # queries and keys of a tile that every kernel supports
+Lists = tuple[Tensor, Tensor, Tensor, Tensor]
+Band = tuple[int | None, int | None]
 
 
 class BlockMask(NamedTuple):
-    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k; of
-    packed sequences, of which n_q and n_k are the longest, also the tokens in all and the cu_seqlens.
+    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k. For
+    packed sequences n_q and n_k are the longest lengths, and there are the numbers of tokens and the cu_seqlens, too.
 
     lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
-    written 4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing does.
+    4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing does.
     """
 
     mod: Mod
-    lists: tuple[Tensor, Tensor, Tensor, Tensor]
+    lists: Lists
     block: tuple[int, int]
     shape: tuple[int, int, int, int]
-    band: tuple[int | None, int | None]
+    band: Band
     tokens: tuple[int, int] | None = None
     cu_seqlens: tuple[Tensor, Tensor] | None = None
 
     @property
     def tiles(self) -> Tensor:
-        """(B, H, Tq, Tk) int8: 0 nobody sees anything, 1 partly seen, 2 full."""
+        """(B, H, Tq, Tk) int8: 0 empty, 1 partial, 2 full."""
         kinds = kinds_of(self.lists, self.shape[:2])
         return kinds.clamp(max=1) + kinds // 3
 
     def density(self) -> float:
-        """The part of all tiles that is visited."""
+        """The fraction of the tiles that is not empty."""
         batch, heads, t_q, t_k = self._grid()
         return len(self.lists[1]) / (batch * heads * t_q * t_k)
 
@@ -74,7 +76,7 @@ class BlockMask(NamedTuple):
 
 
 def kinds_of(lists: Sequence[Tensor], lines: Sequence[int]) -> Tensor:
-    """(B, H, Tq, Tk) int8 of the lists of `lines`, B and H: the kinds of the tiles, 0 where none is listed."""
+    """(B, H, Tq, Tk) int8: the kinds of the tiles, 0 for those that are not in the lists. `lines`: B and H."""
     offsets, entries, columns, _ = lists
     batch, heads = lines
     device, width = entries.device, (len(columns) - 1) // (batch * heads)
@@ -85,16 +87,16 @@ def kinds_of(lists: Sequence[Tensor], lines: Sequence[int]) -> Tensor:
 
 
 def spelled_out(mod: Mod, kinds: Tensor, block: Sequence[int]) -> Mod:
-    """A mod that says by itself what the tiles say: hides those that are not listed, and asks `mod` of partial ones."""
+    """A mask mod that does what the tiles do: it hides those that are not listed and applies `mod` to partial ones."""
     at = (arithmetic("floordiv", x, const(size)) for x, size in zip((I, J), block, strict=True))
     kind = load(0, B, H, *at, kind="int")
-    asked = mod.program.after(Program(compare("eq", kind, const(1)), (4,), 0))
-    root = logic("or", compare("gt", kind, const(1)), asked.root)
-    return mod._replace(key=register(Program(root, asked.ranks, asked.numbers)), tensors=(kinds, *mod.tensors))
+    partial = mod.program.after(Program(compare("eq", kind, const(1)), (4,), 0))
+    root = logic("or", compare("gt", kind, const(1)), partial.root)
+    return mod._replace(key=register(Program(root, partial.ranks, partial.numbers)), tensors=(kinds, *mod.tensors))
 
 
 def without_lists(request: Request) -> Request:
-    """The same call, for whoever walks no lists: the mask mod says what they do."""
+    """The same request for kernels without tile lists: the mask mod does what the lists do."""
     if not request.blocks:
         return request
     spec = request.spec
@@ -105,15 +107,12 @@ def without_lists(request: Request) -> Request:
     return request._replace(spec=spec, mask=mod.tensors, blocks=())
 
 
-def restored_block_mask(
-    mod: Mod, lists: tuple[Tensor, Tensor, Tensor, Tensor], block: tuple[int, int], shape: tuple[int, int, int, int],
-    band: tuple[int | None, int | None], tokens: tuple[int, int] | None, cu_seqlens: tuple[Tensor, Tensor] | None,
-) -> BlockMask:  # fmt: skip
-    """A block mask from its pickled fields. The kernels go where its lists say: they are checked to stay inside."""
-    _check(mod, block, {})
-    mask = BlockMask(mod, lists, block, shape, band, tokens, cu_seqlens)
+def restored_block_mask(*fields: Any) -> BlockMask:
+    """A block mask from its pickled fields. The lists are checked: the kernels would read out of bounds otherwise."""
+    mask = BlockMask(*fields)
+    _check(mask.mod, mask.block, {})
     batch, heads, t_q, t_k = mask._grid()
-    for (offsets, entries), rows, columns in ((lists[:2], t_q, t_k), (lists[2:], t_k, t_q)):
+    for (offsets, entries), rows, columns in ((mask.lists[:2], t_q, t_k), (mask.lists[2:], t_k, t_q)):
         fits = (
             offsets.dtype == entries.dtype == torch.int32
             and offsets.shape == (batch * heads * rows + 1,)
@@ -135,7 +134,7 @@ def block_mask(
     batch: int = 1,
     heads: int = 1,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Band | None = None,
     block: tuple[int, int] = (128, 128),
     device: torch.device | str | None = None,
 ) -> BlockMask:
@@ -149,29 +148,28 @@ def block_mask(
             [0, 0, 0, 2]], dtype=torch.int8)
 
     batch and heads are 1 where the mask does not depend on them, that is, where the mod reads `b` (or `h`) at most to
-    index axes of size 1. `causal` and `window`, if the call has them,
-    leave out the tiles they hide. The mask is looked at a strip of rows at a time: O(tiles) memory, one pass.
+    index axes of size 1. `causal` and `window`, if the call has them, leave out the tiles they hide. The mod is
+    evaluated for a strip of rows at a time: O(tiles) memory, one pass.
     """
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
     _check(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
     _check_devices(mod, device)
-    kinds = torch.stack([
-        torch.stack([_kinds(mod, b, h, n_q, n_k, band(causal, window), block, device) for h in range(heads)])
-        for b in range(batch)
-    ])  # fmt: skip
-    return BlockMask(mod, _both_lists(kinds, block), block, (batch, heads, n_q, n_k), band(causal, window))
+    edges = band(causal, window)
+    all_heads = [(b, h) for b in range(batch) for h in range(heads)]
+    kinds = torch.stack([_kinds(mod, head, (n_q, n_k), edges, block, device) for head in all_heads])
+    lists = _both_lists(kinds.unflatten(0, (batch, heads)), block)
+    return BlockMask(mod, lists, block, (batch, heads, n_q, n_k), edges)
 
 
 def listed(
-    mod: Mod, kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int,
-    edges: tuple[int | None, int | None] = (None, None),
-) -> BlockMask:  # fmt: skip
-    """A block mask from what is known of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`, for calls with this band:
-    whoever says that a tile is empty or full is believed. Tiles that no kernel has lie in larger ones, whose pairs are
-    asked; and all are asked on AMD's GPUs, where lists are not walked."""
-    if not _is_kernels(block, kinds.device):
+    mod: Mod, kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int, edges: Band = (None, None)
+) -> BlockMask:
+    """A block mask from the kinds of its tiles, (B, H, Tq, Tk) int8 as in `BlockMask`, for calls with this band. The
+    mod is not evaluated: a tile is empty or full if its kind is. Tiles that no kernel supports are put into larger
+    ones, where the mod looks their kinds up; so are all tiles on AMD's GPUs, whose kernels do not use lists."""
+    if not _is_supported(block, kinds.device):
         mod, kinds, block = spelled_out(mod, kinds, block), _enlarged(kinds, block, n_q, n_k), (LARGE, LARGE)
     elif torch.version.hip:
         mod = spelled_out(mod, kinds, block)
@@ -181,14 +179,15 @@ def listed(
     return BlockMask(mod, _both_lists(kinds, (block_q, block_k)), (block_q, block_k), shape, edges)
 
 
-def _is_kernels(block: tuple[int, ...], device: torch.device) -> bool:
+def _is_supported(block: tuple[int, ...], device: torch.device) -> bool:
+    """Whether the kernels of the device visit tiles of this size."""
     if device.type == "cpu":
         return all(x % 16 == 0 for x in block)
     return all(x >= 64 and x & (x - 1) == 0 for x in block)
 
 
 def _enlarged(kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int) -> Tensor:
-    """The kinds of tiles of LARGE x LARGE: partial ones are those of which not all is empty, and not all is full."""
+    """The kinds of tiles of LARGE x LARGE: empty or full if all small tiles in it are, else partial."""
     rows, columns = (
         _overlaps(n, size, tiles, kinds.device)
         for n, size, tiles in zip((n_q, n_k), block, kinds.shape[2:], strict=True)
@@ -198,7 +197,7 @@ def _enlarged(kinds: Tensor, block: tuple[int, ...], n_q: int, n_k: int) -> Tens
 
 
 def _overlaps(n: int, size: int, tiles: int, device: torch.device) -> Tensor:
-    """(large, small): 1 where tiles along n tokens, of LARGE and of `size`, have tokens in common."""
+    """(large, small): 1 where tiles of LARGE and of `size` tokens, along n tokens, have tokens in common."""
     first = torch.arange(0, n, LARGE, device=device)[:, None]
     own = torch.arange(tiles, device=device) * size
     return ((own < first + LARGE) & (own + size > first)).float()
@@ -211,7 +210,7 @@ def block_mask_varlen(
     *,
     heads: int = 1,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Band | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> BlockMask:
     """`block_mask` for packed sequences of these lengths, for use as `attention_varlen(..., mask_mod=...)`.
@@ -228,33 +227,35 @@ def block_mask_varlen(
              [0, 0, 0]]], dtype=torch.int8)
 
     Every sequence has its own tiles, counted from its first token. Making the mask reads the lengths on the host, once;
-    the calls that use it do not. It is for these sequences alone: with others a call on a CPU raises, and
+    the calls that use it do not. It is for these sequences alone: with other ones a call on a CPU raises, and so does
     `tilewise.check` on a GPU.
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():
-            said = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise AttentionError(name, said, "a tensor of ints (B + 1,), as attention_varlen takes it")
+            found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(name, found, "a tensor of ints (B + 1,), as attention_varlen takes it")
     lengths = [x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
     batch = len(lengths[0])
     if batch < 1 or len(lengths[1]) != batch:
         raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
     _check(mod, block, {"h": heads})
     _check_devices(mod, cu_seqlens_q.device)
+    edges = band(causal, window)
     n_q, n_k = (max(1, *x) for x in lengths)
     tiles = (batch, heads, -(-n_q // block[0]), -(-n_k // block[1]))
     kinds = torch.zeros(tiles, dtype=torch.int8, device=cu_seqlens_q.device)
     for b, (rows, keys) in enumerate(zip(*lengths, strict=True)):
         for h in range(heads if min(rows, keys) > 0 else 0):
-            found = _kinds(mod, b, h, rows, keys, band(causal, window), block, kinds.device)
-            kinds[b, h, : found.shape[0], : found.shape[1]] = found
+            own = _kinds(mod, (b, h), (rows, keys), edges, block, kinds.device)
+            kinds[b, h, : own.shape[0], : own.shape[1]] = own
     tokens = int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1])
     shape = (batch, heads, n_q, n_k)
-    cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # as they are now
-    return BlockMask(mod, _both_lists(kinds, block), block, shape, band(causal, window), tokens, cu)
+    cu = cu_seqlens_q.clone(), cu_seqlens_k.clone()  # the caller may change the tensors later
+    return BlockMask(mod, _both_lists(kinds, block), block, shape, edges, tokens, cu)
 
 
 def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
+    """Raises for a mod, a tile or sizes (by `b`, `h`) that a block mask cannot have."""
     if not isinstance(mod, Mod) or mod.kind != "mask":
         raise AttentionError("the mask of a block mask", repr(mod), "a tilewise.mask_mod, called")
     check_filled(mod)
@@ -271,15 +272,15 @@ def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
 
 
 def _depends(mod: Mod, axis: str) -> bool:
-    """Whether the mod reads the axis, other than to index axes of size 1."""
+    """Whether the mod reads the index b or h, other than at axes of size 1."""
 
-    def settle(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+    def at_0(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
         if x.op != "load":
             return None
         sizes = mod.tensors[x.value].shape
         return load(x.value, *(const(0) if n == 1 else a for a, n in zip(args, sizes, strict=True)), kind=x.kind)
 
-    return axis in substitute(mod.program.root, settle).deps
+    return axis in substitute(mod.program.root, at_0).deps
 
 
 def _check_devices(mod: Mod, device: torch.device) -> None:
@@ -289,27 +290,25 @@ def _check_devices(mod: Mod, device: torch.device) -> None:
 
 
 def _kinds(
-    mod: Mod, b: int, h: int, n_q: int, n_k: int, edges: tuple[int | None, int | None], block: tuple[int, int],
-    device: torch.device,
-) -> Tensor:  # fmt: skip
-    """(Tq, Tk) int8 of one head: 0 nobody sees anything, 1 the mod hides some pairs, 2 only the band does, 3 full."""
-    block_q, block_k = block
-    before, after = edges
+    mod: Mod, head: tuple[int, int], lengths: tuple[int, int], edges: Band, block: tuple[int, int], device: torch.device
+) -> Tensor:
+    """(Tq, Tk) int8 of one head (b, h): 0 empty, 1 the mod hides some pairs, 2 only the band does, 3 full."""
+    (n_q, n_k), (block_q, block_k), (before, after) = lengths, block, edges
     t_k = -(-n_k // block_k)
     j = torch.arange(n_k, device=device)
     strip = max(1, PAIRS // (n_k * block_q)) * block_q
     kinds = []
     for start in range(0, n_q, strip):
         i = torch.arange(start, min(start + strip, n_q), device=device)[:, None]
-        place = Place(b, h, i, j, n_q, n_k)
-        (pleases,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
-        pleases = torch.as_tensor(pleases, device=device).expand(len(i), n_k)
-        at = i + (n_k - n_q)
-        banded = torch.ones_like(pleases)
+        place = Place(*head, i, j, n_q, n_k)
+        (shown,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
+        shown = torch.as_tensor(shown, device=device).expand(len(i), n_k)
+        q_pos = i + (n_k - n_q)
+        in_band = torch.ones_like(shown)
         if before is not None:
-            banded &= j >= at - before
+            in_band &= j >= q_pos - before
         if after is not None:
-            banded &= j <= at + after
+            in_band &= j <= q_pos + after
         rows = -(-len(i) // block_q)
         padding = (0, t_k * block_k - n_k, 0, rows * block_q - len(i))
 
@@ -317,14 +316,14 @@ def _kinds(
             whole = torch.nn.functional.pad(x, padding, value=fill)
             return whole.view(rows, block_q, t_k, block_k)
 
-        some = tiles(pleases & banded, False).any(3).any(1)
-        pleased = tiles(pleases | ~banded, True).all(3).all(1)
-        full = pleased & tiles(banded, True).all(3).all(1)
-        kinds.append(some * (1 + pleased.to(torch.int8) + full.to(torch.int8)))
+        some = tiles(shown & in_band, False).any(3).any(1)
+        all_shown = tiles(shown | ~in_band, True).all(3).all(1)
+        full = all_shown & tiles(in_band, True).all(3).all(1)
+        kinds.append(some * (1 + all_shown.to(torch.int8) + full.to(torch.int8)))
     return torch.cat(kinds)
 
 
-def _both_lists(kinds: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _both_lists(kinds: Tensor, block: tuple[int, int]) -> Lists:
     lists = (*_lists(kinds.flatten(0, 2)), *_lists(kinds.mT.flatten(0, 2)))
     if len(lists[1]) * max(block) >= 2**31:
         raise AttentionError("visited tiles of a block mask", len(lists[1]), f"fewer than {2**31 // max(block)}")

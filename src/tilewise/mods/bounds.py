@@ -1,8 +1,11 @@
-"""How large the integers of an expression can be, so that kernels count with 32 bits wherever these are enough."""
+"""What is known of an expression without evaluating it: the bounds of its integers (kernels use 32 bits for those that
+fit), and whether it depends on two indices by their difference alone."""
 
 from __future__ import annotations
 
-from tilewise.mods.expr import Expr, nodes
+from collections.abc import Sequence
+
+from tilewise.mods.expr import Expr, const, nodes, substitute
 
 TOKENS = 1 << 30  # the longest sequence for which the bounds hold
 INT32 = (-(1 << 31), (1 << 31) - 1)
@@ -12,7 +15,7 @@ Bounds = tuple[int, int]  # the least and the greatest
 
 
 def bounds(*roots: Expr) -> dict[Expr, Bounds]:
-    """Of every int below the roots. Tensors are taken for 32-bit ones: what is made of a wider one is wide anyway.
+    """The bounds of every int node of the roots. Tensors count as int32: results of wider ones are wide in any case.
 
     >>> from tilewise.mods.expr import I, J, arithmetic
     >>> distance, product = arithmetic("sub", I, J), arithmetic("mul", I, J)
@@ -23,7 +26,7 @@ def bounds(*roots: Expr) -> dict[Expr, Bounds]:
     for x in nodes(*roots):
         if x.kind == "int":
             least, most = _bounds(x, [found[a] for a in x.args if a in found])
-            found[x] = (least, most) if INT64[0] <= least and most <= INT64[1] else INT64  # what overflows is anything
+            found[x] = (least, most) if INT64[0] <= least and most <= INT64[1] else INT64  # an overflow: any value
     return found
 
 
@@ -71,4 +74,28 @@ def _bounds(x: Expr, args: list[Bounds]) -> Bounds:
             steps = (c, d) if c >= 0 and d < 64 else (0, 64)
             ends = [n << by if x.op == "bitwise_left_shift" else n >> by for n in (a, b) for by in steps]
             return min(ends), max(ends)
-    return INT32  # of a tensor, or cut from a float
+    return INT32  # a load, or int() of a float
+
+
+def only_difference(roots: Sequence[Expr], a: Expr, b: Expr) -> bool:
+    """Whether the expressions depend on two indices by their difference alone, each possibly shifted by a term without
+    them.
+
+    >>> from tilewise.mods.expr import I, J, Q_POS, arithmetic
+    >>> only_difference([arithmetic("sub", Q_POS, J)], I, J), only_difference([arithmetic("add", I, J)], I, J)
+    (True, False)
+    """
+    names = {a.value, b.value}
+
+    def moved(x: Expr) -> Expr:
+        while x.op in ("float", "add", "sub"):
+            inside = [y for y in x.args if y.deps & names]
+            if len(inside) != 1 or (x.op == "sub" and inside[0] is x.args[1]):
+                break
+            (x,) = inside
+        return x
+
+    def mark(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
+        return const(0) if x.op == "sub" and {moved(y) for y in x.args} == {a, b} else None
+
+    return not any(substitute(x, mark).deps & names for x in roots)

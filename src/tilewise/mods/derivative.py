@@ -8,7 +8,7 @@ from tilewise.mods.expr import Expr, arithmetic, compare, const, function, is_ve
 
 
 def derivative(root: Expr, by: Expr) -> Expr:
-    """d root / d by, where `by` is the score or a load; of the load of a row a vector, by each of its numbers."""
+    """d root / d by, where `by` is the score or a load; for the load of a row a vector, one value for each r."""
     zero, one = const(0.0), const(1.0)
     d: dict[Expr, Expr] = {}
     for x in nodes(root):

@@ -1,16 +1,16 @@
-"""The language of mods: expressions over one pair (query, key), and their torch value.
+"""The language of mods: expressions over one pair (query, key), and their value in torch.
 
     score                   the score so far, scale * q.k
-    b h i j                 batch, head, query and key index; n_q n_k the two lengths; Q_POS, made of these, is the key
-                            position at which the query sits
-    number                  a float that the mod was called with
-    load                    a tensor that the mod was called with, at integer indices
-    const                   a number written in the function
-    r                       the position in a row: an expression that knows it is a vector, one value for each r
-    sum any                 of a vector, over the positions that an axis of a tensor has
+    b h i j                 batch, head, query and key index; n_q n_k the two lengths; Q_POS = i + n_k - n_q, the key
+                            position of the query
+    number                  a float argument of the mod
+    load                    a tensor of the mod at integer indices
+    const                   a number in the function's source
+    r                       the position in a row: an expression that depends on r is a vector, one value for each r
+    sum any                 of a vector, over the positions of an axis of a tensor
 
-Expressions are shared: two that look the same are the same object, so a graph costs what it has of distinct nodes.
-Their integers have 64 bits; what is shifted further than that is gone (>> leaves the sign).
+Equal expressions are one object, so the cost of a graph is its number of distinct nodes. Integers have 64 bits; a shift
+by 64 or more gives 0 (>> of a negative number: -1).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch import Tensor
 INDICES = ("b", "h", "i", "j", "n_q", "n_k", "r")
 REDUCTIONS = ("sum", "any")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-FUNCTIONS = ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "atan",
-             "floor")  # fmt: skip
+EXPONENTIALS = ("exp", "exp2", "expm1")
+LOGARITHMS = ("log", "log2", "log1p")
+FUNCTIONS = (*EXPONENTIALS, *LOGARITHMS, "sqrt", "tanh", "erf", "sigmoid", "sin", "cos", "atan", "floor")
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift")
 BITWISE = ("bitwise_and", "bitwise_or", "bitwise_xor", *SHIFTS)  # of ints
 
@@ -96,8 +97,8 @@ def is_vector(x: Expr) -> bool:
 
 
 def reduced(op: str, x: Expr, extent: tuple[int, int] | None = None) -> Expr:
-    """The sum of x over r, or whether any of it is true, r the positions that an axis of a tensor has: `extent`, or the
-    one along which the vector x is read; without both x is a number, and itself what is asked."""
+    """The sum of x over r, or whether any of it is true. r runs over an axis of a tensor: `extent`, (tensor, axis), or
+    the axis along which the vector x is read. A number x is returned as it is."""
     x = as_bool(x) if op == "any" else _counted(x)
     if extent is None:
         if not is_vector(x):
@@ -109,12 +110,12 @@ def reduced(op: str, x: Expr, extent: tuple[int, int] | None = None) -> Expr:
 
 
 def vectors(x: Expr) -> list[Expr]:
-    """Of the nodes below x those that are other for another r, arguments first."""
+    """The nodes of x that depend on r, arguments first."""
     return nodes(x, through=is_vector) if is_vector(x) else []
 
 
 def lengths(x: Expr) -> list[tuple[int, int]]:
-    """The tensors and axes along which a vector is read: all of one length."""
+    """The (tensor, axis) pairs along which a vector is read: they must have one length."""
     loads = [y for y in vectors(x) if y.op == "load"]
     return list({(y.value, n): None for y in loads for n, index in enumerate(y.args) if index is R})
 
@@ -172,21 +173,21 @@ def _folded(op: str, x: Any, y: Any) -> Any:
     try:
         result = _PYTHON[op](x, y)
     except ArithmeticError as error:
-        raise ArithmeticError(f"{op} of {x} and {y}, which no number is") from error
+        raise ArithmeticError(f"{op} of {x} and {y}, which has no value") from error
     if isinstance(result, complex):
         raise ArithmeticError(f"the complex number {x}**{y}")
     return result
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """a / b as torch has it, also of Python's numbers: by 0 infinite, or nan, where Python raises."""
+    """a / b, for Python's numbers as in torch: a division by 0 is infinite or nan, where Python raises."""
     if isinstance(a, Tensor) or isinstance(b, Tensor) or b != 0:
         return a / b
     return math.copysign(math.inf, a) * math.copysign(1.0, b) if a != 0 and a == a else math.nan
 
 
 def _counted(x: Expr) -> Expr:
-    """Python counts with bools: True is 1."""
+    """A bool as an int: True is 1."""
     return where(x, const(1), const(0)) if x.kind == "bool" else x
 
 
@@ -246,13 +247,8 @@ def function(name: str, x: Expr) -> Expr:
 
 
 _PYTHON: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "floordiv", "mod", "pow")},
     "div": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
     "min": min,
     "max": max,
     "bitwise_and": operator.and_,
@@ -264,7 +260,7 @@ _PYTHON: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def substitute(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr | None]) -> Expr:
-    """root with every node n, its arguments already replaced, exchanged for leaf(n, args) where that is not None."""
+    """root with every node x replaced by leaf(x, args), args its replaced arguments, unless that is None."""
     done: dict[Expr, Expr] = {}
     for x in nodes(root):
         args = tuple(done[a] for a in x.args)
@@ -273,7 +269,7 @@ def substitute(root: Expr, leaf: Callable[[Expr, tuple[Expr, ...]], Expr | None]
 
 
 def nodes(*roots: Expr, through: Callable[[Expr], bool] = lambda _: True) -> list[Expr]:
-    """Every node once, arguments first; of arguments, those that `through` lets through."""
+    """Every node once, arguments first. Arguments for which `through` is false are left out."""
     order: dict[Expr, None] = {}
     stack = list(reversed(roots))
     while stack:
@@ -300,7 +296,7 @@ class Place(NamedTuple):
     r: Any = None
 
     def within(self, origin: Tensor | None) -> Place:
-        """The same pairs as the larger call counts them that this one is a part of, if it is one (see spec.ORIGIN)."""
+        """The same pairs in the indices of the larger call that this one is a part of (see spec.ORIGIN), if any."""
         if origin is None:
             return self
         b, h, i, j, step, n_q, n_k = origin[self.b].long().unbind(-1)
@@ -317,7 +313,7 @@ def evaluate(
     known: dict[Expr, Any] | None = None,
 ) -> list[Any]:
     """The value of each root in torch, floats in `dtype`. An index outside a tensor reads its nearest element. `known`:
-    values of what is no vector, found before at another r, to which those that are found now are added."""
+    values of nodes that do not depend on r, from another r; the new ones are added."""
     known = {} if known is None else known
     of_vectors: dict[Expr, Any] = {}
     for x in nodes(*roots):
@@ -326,11 +322,11 @@ def evaluate(
             continue
         if x.op in REDUCTIONS:
             n, axis = x.value
-            of_places = (
+            terms = (
                 evaluate(x.args, at, score, tensors, numbers, dtype, known)[0]
                 for at in positions(place, tensors[n].shape[axis])
             )
-            values[x] = reduce(operator.or_ if x.op == "any" else operator.add, of_places)
+            values[x] = reduce(operator.or_ if x.op == "any" else operator.add, terms)
             continue
         args = [of_vectors[a] if is_vector(a) else known[a] for a in x.args]
         if x.op == "score":
@@ -358,7 +354,7 @@ def positions(place: Place, length: int) -> Iterator[Place]:
 
 
 def sites(load: Expr, place: Place, tensors: Sequence[Tensor]) -> Iterator[Place]:
-    """The place at which a load reads; of the load of a row, every one of them."""
+    """The places at which a load reads: one; for the load of a row, one for each r."""
     if not is_vector(load):
         return iter((place,))
     n, axis = lengths(load)[0]
@@ -373,7 +369,7 @@ def gather(tensor: Tensor, indices: Sequence[Any], dtype: torch.dtype) -> Tensor
 
 
 def truncated(x: Tensor) -> Tensor:
-    """int(x): the fraction cut off; beyond 32 bits the nearest that has them, and 0 of nan."""
+    """int(x): rounded towards 0, clamped to 32 bits; 0 for nan."""
     return x.nan_to_num(nan=0.0).clamp(*INT_RANGE).to(torch.int64)
 
 
@@ -403,7 +399,7 @@ def scatter_(
 def scattered(
     total: Tensor, load: Expr, ds: Tensor, place: Place, tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> Tensor:
-    """The same, out of place, for torch to differentiate."""
+    """`scatter_` out of place, for torch to differentiate."""
     indices, ds = _summands(total, load, ds, place, tensors, numbers)
     return total.index_put(indices, ds, accumulate=True) if indices else total + ds
 
@@ -417,28 +413,6 @@ def _summands(
     shape = torch.broadcast_shapes(*(x.shape for x in indices))
     ds = ds.sum_to_size((1,) * (ds.dim() - len(shape)) + tuple(shape)).reshape(shape)
     return tuple(x.expand(shape) for x in indices), ds
-
-
-def only_difference(roots: Sequence[Expr], a: Expr, b: Expr) -> bool:
-    """Whether the expressions know two indices only by their difference, each perhaps moved by what knows neither.
-
-    >>> only_difference([arithmetic("sub", Q_POS, J)], I, J), only_difference([arithmetic("add", I, J)], I, J)
-    (True, False)
-    """
-    names = {a.value, b.value}
-
-    def moved(x: Expr) -> Expr:
-        while x.op in ("float", "add", "sub"):
-            inside = [y for y in x.args if y.deps & names]
-            if len(inside) != 1 or (x.op == "sub" and inside[0] is x.args[1]):
-                break
-            (x,) = inside
-        return x
-
-    def mark(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
-        return const(0) if x.op == "sub" and {moved(y) for y in x.args} == {a, b} else None
-
-    return not any(substitute(x, mark).deps & names for x in roots)
 
 
 def _tensors(args: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:

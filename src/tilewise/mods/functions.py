@@ -11,54 +11,61 @@ import torch
 from tilewise.mods import expr
 from tilewise.mods.expr import Expr
 
-NAMES = {"minimum": "min", "maximum": "max", "absolute": "abs", "logical_and": "and", "logical_or": "or",
-         "logical_not": "not", "fabs": "abs", "remainder": "mod", "floor_divide": "floordiv",
-         "true_divide": "div", "truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
-         "negative": "neg", "expit": "sigmoid", "arctan": "atan", "greater": "gt", "greater_equal": "ge",
-         "less": "lt", "less_equal": "le", "not_equal": "ne", "double": "float", "half": "float",
-         "bfloat16": "float"}  # fmt: skip
-BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift",
-        "rshift": "bitwise_right_shift", "invert": "bitwise_not"}  # as Python's operators have them  # fmt: skip
-WORDS = {"clamp": ("min", "max"), "clip": ("min", "max"), "div": ("rounding_mode",), "gelu": ("approximate",),
-         "sum": ("dim",), "any": ("dim",), "all": ("dim",), "unsqueeze": ("dim",)}  # fmt: skip
+ALIASES = """
+    minimum:min maximum:max absolute:abs logical_and:and logical_or:or logical_not:not fabs:abs remainder:mod
+    floor_divide:floordiv true_divide:div truediv:div divide:div multiply:mul subtract:sub negative:neg expit:sigmoid
+    arctan:atan greater:gt greater_equal:ge less:lt less_equal:le not_equal:ne double:float half:float bfloat16:float
+"""
+NAMES = dict(pair.split(":") for pair in ALIASES.split())
+BITS = {  # by the names of Python's operators
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "invert": "bitwise_not",
+}
+ARGUMENTS = {  # that may be given by keyword
+    **dict.fromkeys(("clamp", "clip"), ("min", "max")),
+    **dict.fromkeys(("sum", "any", "all", "unsqueeze"), ("dim",)),
+    "div": ("rounding_mode",),
+    "gelu": ("approximate",),
+}
 COMPOSED: dict[str, Callable[[Sequence[Expr], Mapping[str, Any]], Expr | None]] = {}  # filled by `composed`
 PRODUCTS = ("dot", "inner", "vdot", "matmul", "linalg_vecdot")
-Word = Expr | str | None  # what stands behind a keyword
-PLACES = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
-KNOWN = ", ".join(
-    ("abs", "min", "max", "where", "clamp", "pow", "int", "float", "relu", "gelu", *expr.FUNCTIONS, "dot", "sum", "any",
-     "all, or another of torch's elementary functions (docs/mods.md)")
-)  # fmt: skip
-NO_NUMBER = "a row of a tensor", "a number: .sum(), .any() or .all() of it, torch.dot with another, or an index more"
+Argument = Expr | str | None  # given by keyword
+KEYWORDS = {"q_len": expr.N_Q, "kv_len": expr.N_K, "q_pos": expr.Q_POS}  # keyword-only parameters that a mod may have
+PARAMETERS = {expr.B: "b", expr.H: "h", expr.I: "q_idx", expr.J: "kv_idx", expr.Q_POS: "q_pos"}  # as errors name them
+KNOWN = (
+    f"abs, min, max, where, clamp, pow, int, float, relu, gelu, {', '.join(expr.FUNCTIONS)}, dot, sum, any, all, or"
+    " another of torch's elementary functions (docs/mods.md)"
+)
 
 
 class Captured:
-    """A tensor that the mod reads: worth something only at an index, or alone if it has no axes. `rank` counts the axes
-    that have no index yet; `table[b][h]` has got one after the other. With one axis left it is a row: a vector."""
+    """A tensor that the mod reads, at the indices that it has so far: `table[b][h]` gets one after the other. `rank` is
+    the number of axes that have no index yet. With one of them left it is a row: a vector."""
 
     def __init__(self, position: int, name: str, rank: int, kind: str, indices: tuple[Expr, ...] = ()) -> None:
         self.position, self.name, self.rank, self.kind, self.indices = position, name, rank, kind, indices
 
     def at(self, indices: Sequence[Expr]) -> Captured:
+        shown = ", ".join(PARAMETERS.get(x, "...") for x in indices)
         rest = self.rank - len(indices)
-        return Captured(self.position, self.name, rest, self.kind, (*self.indices, *indices))
+        return Captured(self.position, f"{self.name}[{shown}]", rest, self.kind, (*self.indices, *indices))
 
     def load(self) -> Expr:
         return expr.load(self.position, *self.indices, *[expr.R] * self.rank, kind=self.kind)
 
 
-def spoken(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> str:
-    return f"a call of {name} with {', '.join([f'{len(args)} arguments', *named])}"
-
-
-def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Word]) -> Expr | None:
+def elementary(name: str, args: Sequence[Expr], named: Mapping[str, Argument]) -> Expr | None:
     """The function of this name, as Python, math or torch call it; None if there is none, or not of such arguments."""
     name = name.removeprefix("special_")
     name = NAMES.get(name, name)
     named = {word: x for word, x in named.items() if x is not None and x is not expr.const(False)}  # as if left out
     if name in COMPOSED:
         return COMPOSED[name](args, named)
-    if any(word not in WORDS.get(name, ()) for word in named):
+    if any(word not in ARGUMENTS.get(name, ()) for word in named):
         return None
     match name, list(args):
         case (("min" | "max"), [first, _, *_]):
@@ -125,7 +132,7 @@ def filled(kind: str, value: int) -> Expr:
 
 
 def conversion(dtype: torch.dtype) -> str | None:
-    """What a mod calls the conversion to a dtype: floats are those of the scores, ints have 64 bits."""
+    """The name of the conversion to a dtype: float (the scores' dtype), int (64 bits) or bool; None for others."""
     if dtype.is_floating_point:
         return "float"
     return {torch.bool: "bool", torch.int32: "int", torch.int64: "int"}.get(dtype)
@@ -135,7 +142,7 @@ def dtype_of(value: Expr | Captured) -> torch.dtype:
     return {"float": torch.float32, "int": torch.int64, "bool": torch.bool}[value.kind]
 
 
-def _along(name: str, x: Expr, axis: Word = None) -> Expr | None:
+def _along(name: str, x: Expr, axis: Argument = None) -> Expr | None:
     """Of a row, along its one axis. A number, unsqueezed, is a row of one, which meets others as the number does."""
     if axis not in (None, expr.const(-1), expr.const(0)):
         return None
@@ -146,7 +153,7 @@ def _along(name: str, x: Expr, axis: Word = None) -> Expr | None:
     return expr.reduced(name, x)
 
 
-def _rounded(mode: Word, a: Expr, b: Expr) -> Expr | None:
+def _rounded(mode: Argument, a: Expr, b: Expr) -> Expr | None:
     """torch.div: to the lower integer, or towards 0."""
     if mode == "floor":
         return expr.arithmetic("floordiv", a, b)
@@ -161,7 +168,7 @@ def _rounded(mode: Word, a: Expr, b: Expr) -> Expr | None:
     return expr.where(below, expr.negative(size), size)
 
 
-def _gelu(approximate: Word, x: Expr) -> Expr | None:
+def _gelu(approximate: Argument, x: Expr) -> Expr | None:
     """x times how much of a normal distribution lies below x."""
 
     def times(a: float, b: Expr) -> Expr:

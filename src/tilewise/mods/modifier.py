@@ -6,10 +6,10 @@
 
     attention(q, k, v, score_mod=relative(slopes))
 
-Calling the decorated function binds it: tensors are read (and get gradients) where the mod indexes them, floats are
-passed to the kernel when it runs, ints and bools are compiled in. What comes back is a `Mod`: a program, and its
-tensors and floats. Numbers and tensors that the function reads from outside are those of the moment of the call; the
-numbers are compiled in.
+Calling the decorated function returns a `Mod`: a program, with its tensors and floats. Tensors are read (and get
+gradients) where the mod indexes them, floats are passed to the kernel when it runs, ints and bools are compiled in.
+Numbers and tensors that the function reads from outside have their values of the time of the call; the numbers are
+compiled in.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import AttentionError
-from tilewise.mods import expr, parse
+from tilewise.mods import expr, trace
 from tilewise.mods.expr import Expr
 from tilewise.mods.functions import Captured
 from tilewise.mods.program import Mod, Program, kind_of, register
-from tilewise.mods.source import Closed, Path, closed, found_at, is_still, paths, snapshot
+from tilewise.mods.snapshot import Closed, Path, closed, is_unchanged, paths, snapshot, value_at
 from tilewise.request import LIMIT
 from tilewise.torch_internals import constant
 
 PAIR = (expr.B, expr.H, expr.I, expr.J)
 
 _modifiers: WeakValueDictionary[str, Modifier] = WeakValueDictionary()
-_programs: dict[Any, str | tuple[str, ...]] = {}  # by all that they depend on; what cannot be read: the error's args
+_programs: dict[Any, str | tuple[str, ...]] = {}  # by all that they depend on; the args of the error, if there is one
 _numbers = count()
 
 
@@ -64,13 +64,12 @@ class Modifier:
         signature = tuple(_signature(a) for a in args)
         if torch.compiler.is_dynamo_compiling():
             functions: Any = (self.function, self.grad)
-            reads = tuple([found_at(functions[n], path) for n, path in _reads(self.id)])
+            reads = tuple([value_at(functions[n], path) for n, path in _reads(self.id)])
             key = _compiled(self.id, signature, reads)
             if not key:
-                raise AttentionError(
-                    f"the mod {self.__name__!r} in torch.compile", "tensors from outside, or what cannot be compiled",
-                    "a mod that works outside of it, and whose tensors are its arguments",
-                )  # fmt: skip
+                found = "tensors from outside, or what cannot be compiled"
+                expected = "a mod that works outside of it, and whose tensors are its arguments"
+                raise AttentionError(f"the mod {self.__name__!r} in torch.compile", found, expected)
             return Mod(self.kind, key, tensors, numbers, self.__name__)
         key, more = _bind(self, signature)
         if more:
@@ -100,9 +99,9 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
     >>> softcapped(2.0)(torch.tensor([0.0, 100.0]), 0, 0, 0, 0)
     tensor([0., 2.])
 
-    Its derivative by the score is derived; `grad=` gives it instead, a function of the same parameters. Indices count
-    from 0 within the sequence. For the asking, as keyword-only parameters: the lengths q_len and kv_len, and q_pos, the
-    key position at which the query sits, q_idx + kv_len - q_len (as in `causal`; what decoding with a cache needs).
+    Its derivative by the score is derived; `grad=`, a function of the same parameters, replaces it. Indices count from
+    0 within the sequence. Optional keyword-only parameters: the lengths q_len and kv_len, and q_pos, the key position
+    of the query, q_idx + kv_len - q_len (as in `causal`; decoding with a cache needs it).
 
     On every backend integers have 64 bits, floats those of the scores, and an index outside a tensor reads its nearest
     element: -1 reads the first.
@@ -127,31 +126,31 @@ def mask_mod(function: Callable[..., Any]) -> Modifier:
 
 
 def _signature(argument: Any) -> str:
-    """How an argument is compiled in: a tensor's kind and rank, the value of an int, nothing of a float."""
+    """What is compiled in for an argument: a tensor's kind and rank, the value of an int, nothing of a float."""
     if isinstance(argument, Tensor):
         return f"{kind_of(argument)} {argument.dim()}"
     if isinstance(argument, (bool, int)):
         if not -(2**63) <= argument < 2**63:
             raise AttentionError("an argument of a mod", argument, "an int of 64 bits")
-        return f"value {operator.index(argument)}"  # which torch.compile, unlike int, takes for a constant
+        return f"value {operator.index(argument)}"  # unlike int, a constant to torch.compile
     if isinstance(argument, float):
         return "number"
     raise AttentionError("an argument of a mod", type(argument).__name__, "a tensor, a float, an int or a bool")
 
 
 def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Tensor, ...]]:
-    """The key of the program, and the tensors that it reads from outside. The function is read once for all that it
-    depends on: its code, and what its names stand for."""
+    """The key of the program, and the tensors that it reads from outside. The function is traced once for each value of
+    what it depends on: its code, and the values of its names."""
     functions = [f for f in (modifier.function, modifier.grad) if f is not None]
     known = modifier.known.get(signature)
-    if known is not None and all(map(is_still, functions, known[1])):
+    if known is not None and all(map(is_unchanged, functions, known[1])):
         return known[0], ()
     found: dict[int, Tensor] = {}
     file = modifier.function.__code__.co_filename  # named in errors
     state = modifier.kind, signature, file, *(snapshot(f, found) for f in functions)
     tensors = tuple(found.values())
     for x in tensors:
-        kind_of(x)  # raises for layouts and sizes that no mod reads: a snapshot does not hold these
+        kind_of(x)  # raises for layouts and dtypes that no mod reads; layouts are not in the snapshot
     key = _programs.get(state)
     if key is None:
         try:
@@ -172,15 +171,15 @@ def _bind(modifier: Modifier, signature: tuple[str, ...]) -> tuple[str, tuple[Te
 
 @constant
 def _reads(modifier: str) -> tuple[tuple[int, Path], ...]:
-    """What a mod's function, or the other that gives its slope, reads from outside."""
+    """The paths to what a mod's function (0), and its `grad` (1), read from outside."""
     functions = _modifiers[modifier].function, _modifiers[modifier].grad
     return tuple((n, path) for n, f in enumerate(functions) if f is not None for path in paths(f))
 
 
 @constant
 def _compiled(modifier: str, signature: tuple[str, ...], reads: tuple[Any, ...]) -> str:
-    """The key of a program that reads no tensors from outside, or nothing. With what it reads else (`reads`), another:
-    torch.compile watches what it has seen on the way to it."""
+    """The key of the program; empty if it reads tensors from outside, or if there is none. `reads`: what it reads else;
+    torch.compile calls this again if that has changed."""
     try:
         key, tensors = _bind(_modifiers[modifier], signature)
     except AttentionError:
@@ -189,6 +188,7 @@ def _compiled(modifier: str, signature: tuple[str, ...], reads: tuple[Any, ...])
 
 
 def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor, ...]) -> str:
+    """The key of the program that tracing the function gives. `tensors`: those that it reads from outside."""
     names = modifier.parameters
     if len(names) != len(signature):
         raise AttentionError(
@@ -211,7 +211,7 @@ def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor,
     for x in tensors:
         outside[id(x)] = Captured(len(ranks), f"tensor {tuple(x.shape)}", x.dim(), kind_of(x))
         ranks.append(x.dim())
-    root = parse.read(modifier.function, values, outside)
+    root = trace.read(modifier.function, values, outside)
     root = expr.as_float(root) if modifier.kind == "score" else expr.as_bool(root)
-    slope = None if modifier.grad is None else expr.as_float(parse.read(modifier.grad, values, outside))
+    slope = None if modifier.grad is None else expr.as_float(trace.read(modifier.grad, values, outside))
     return register(Program(root, tuple(ranks), numbers, slope))

@@ -1,7 +1,6 @@
-"""Programs: what mods compute, known by what they say; and `Mod`, a program with its tensors and floats.
+"""Programs: what mods compute; and `Mod`, a program with its tensors and floats.
 
-The key of a program is its text (see `text`), so whoever holds a key has the program: a saved graph, a pickled model
-and a worker process need nothing else.
+The key of a program is its text (see `text`): a saved graph, a pickled model and a worker process need nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from tilewise.errors import AttentionError
 from tilewise.mods import expr, text
+from tilewise.mods.bounds import only_difference
 from tilewise.mods.derivative import derivative
 from tilewise.mods.expr import Expr, Place
 from tilewise.request import LIMIT
@@ -28,7 +28,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What a mod computes: an expression, the number of its tensors and floats, and d expression / d score if given."""
+    """What a mod computes: an expression, the ranks of its tensors, the number of its floats, and d root / d score if
+    the caller gave it."""
 
     root: Expr
     ranks: tuple[int, ...]  # of its tensors
@@ -46,12 +47,12 @@ class Program:
 
     @cached_property
     def sites(self) -> list[tuple[Expr, Expr]]:
-        """Every place where a tensor of floats is read, with the derivative of the program by it."""
+        """Every load of a float tensor, with the derivative of the program by it."""
         loads = [x for x in expr.nodes(self.root) if x.op == "load" and x.kind == "float"]
         return [(x, derivative(self.root, x)) for x in loads]
 
     def after(self, first: Program) -> Program:
-        """This program applied to what `first` returns; of masks, what both show."""
+        """This program applied to the result of `first`; for masks, the pairs that both show."""
 
         def move(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return first.root if x is expr.SCORE else _behind(first, x, args)
@@ -67,7 +68,7 @@ class Program:
 
 
 def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:
-    """A node that reads a tensor or a number, where those of `first` come before them."""
+    """The node x with its tensor or number counted after those of `first`; None if it reads none."""
     if x.op in expr.REDUCTIONS:
         n, axis = x.value
         return expr.node(x.op, *args, value=(n + len(first.ranks), axis), kind=x.kind)
@@ -78,7 +79,7 @@ def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:
 
 
 class Programs(dict[str, Program]):
-    """Programs by their keys. One that this process has not seen is read from its key."""
+    """Programs by their keys. A missing one is read from its key."""
 
     def __missing__(self, key: str) -> Program:
         return self[register(Program(*text.read(key)))]
@@ -88,13 +89,14 @@ PROGRAMS = Programs()
 
 
 def register(program: Program) -> str:
+    """The key of the program, which is added to PROGRAMS."""
     if len(PROGRAMS) >= LIMIT:
         PROGRAMS.clear()
     return PROGRAMS.setdefault(program.key, program).key
 
 
 class Mod(NamedTuple):
-    """A mod with its arguments: `kind` is score or mask, `key` its program, `name` what its author called it."""
+    """A mod with its arguments: `kind` is score or mask, `key` its program, `name` that of the function."""
 
     kind: str
     key: str
@@ -107,14 +109,14 @@ class Mod(NamedTuple):
         return PROGRAMS[self.key]
 
     def __call__(self, *place: Any, q_len: Any = None, kv_len: Any = None) -> Any:
-        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast. A mod that
-        knows where the query sits (`q_pos`) takes both lengths for equal unless they are given."""
+        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast. For a mod that
+        reads `q_pos` alone the lengths are equal unless they are given."""
         score = place[0] if self.kind == "score" else None
         b, h, i, j = place[-4:]
         dtype = torch.float32 if score is None else score.dtype
         root = self.program.root
         if q_len is None or kv_len is None:
-            if not expr.only_difference([root], expr.N_Q, expr.N_K):
+            if not only_difference([root], expr.N_Q, expr.N_K):
                 raise AttentionError(f"a call of {self.name!r} in torch", "no q_len=, kv_len=", "both: it reads them")
             q_len = kv_len = 0
         (value,) = expr.evaluate([root], Place(b, h, i, j, q_len, kv_len), score, self.tensors, self.numbers, dtype)
@@ -152,7 +154,7 @@ def restored_mod(kind: str, key: str, tensors: tuple[Tensor, ...], numbers: tupl
 
 
 def kind_of(x: Tensor) -> str:
-    """float, int or bool: what a mod reads of a tensor."""
+    """float, int or bool: the kind of a tensor's elements in a mod. Raises for other dtypes and layouts."""
     kind = "bool" if x.dtype == torch.bool else "int" if x.dtype in INTEGERS else "float" if x.dtype in FLOATS else ""
     if not kind or x.layout != torch.strided:
         names = ", ".join(str(x).removeprefix("torch.") for x in (torch.bool, *INTEGERS, *FLOATS))
@@ -161,8 +163,7 @@ def kind_of(x: Tensor) -> str:
 
 
 def check_filled(mod: Mod) -> None:
-    """Raise for a tensor without elements: only calls without batch rows, heads or tokens, which read none, may have
-    one."""
+    """Raises for a tensor without elements. (Calls without batch rows, heads or tokens read none, and may have one.)"""
     for x in mod.tensors:
         if x.numel() == 0:
             raise AttentionError(
@@ -172,7 +173,7 @@ def check_filled(mod: Mod) -> None:
 
 @constant
 def indexed(key: str) -> tuple[tuple[int, int, str], ...]:
-    """Where a program indexes its tensors by a place alone: (tensor, axis, which of b, h, i, j; j where a query sits).
+    """(tensor, axis, index) of every axis that a program indexes by b, h, i or j itself; j also stands for `q_pos`.
 
     >>> from tilewise.mods import alibi
     >>> indexed(alibi(torch.ones(4)).key)
@@ -190,7 +191,7 @@ def _indexed(key: str) -> tuple[tuple[int, int, str], ...]:
 
 @constant
 def rows(key: str) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Of each sum over a row: the tensors and axes along which it reads, which have to be of one length."""
+    """For each sum over a row, the (tensor, axis) pairs along which it reads: they must have one length."""
     return _rows(key)
 
 
@@ -202,7 +203,7 @@ def _rows(key: str) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 @constant
 def chain(keys: tuple[str, ...]) -> str:
-    """The key of one program that applies the given ones in order; of masks, that shows what all of them do."""
+    """The key of one program that applies the given ones in order; for masks, that shows the pairs that all show."""
     return _chain(keys)
 
 
@@ -215,7 +216,7 @@ def _chain(keys: tuple[str, ...]) -> str:
 
 
 def bound(mods: Sequence[Mod]) -> Mod | None:
-    """One mod that applies the given ones in order; of masks, one that shows what all of them do."""
+    """One mod that applies the given ones in order; for masks, one that shows the pairs that all show."""
     if not mods:
         return None
     if len(mods) == 1:
@@ -226,8 +227,8 @@ def bound(mods: Sequence[Mod]) -> Mod | None:
     return Mod(mods[0].kind, chain(tuple(m.key for m in mods)), tensors, numbers, name)
 
 
-def joined(op: str, mods: Sequence[Mod]) -> Mod:
-    """One mask mod: the "and", or the "or", of the given ones."""
+def combine_masks(op: str, mods: Sequence[Mod]) -> Mod:
+    """One mask mod: the "and" or the "or" of the given ones."""
     first, *rest = mods
     for mod in rest:
         a, b = first.program, mod.program

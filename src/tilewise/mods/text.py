@@ -1,10 +1,10 @@
-"""Programs as text, one node after the other, and back: how a mod travels to another process, and what it is known by.
+"""Programs as text and back: the key of a mod, and its form in pickles, saved graphs and other processes.
 
     tilewise1;;1;4;score;number:0;div 0 1;tanh 2;mul 1 3          cap * tanh(score / cap)
 
-The version, the ranks of the tensors, how many floats, which node is the result (and which the slope, if that was
-given), the nodes. A node is its operation, the value of a leaf, and the numbers of its arguments. Reading runs nothing:
-operations are looked up, and every node's arguments are checked to be of the kinds that it takes.
+The version, the ranks of the tensors, the number of floats, the node of the result (and of the slope, if that was
+given), the nodes. A node is its operation, the value of a leaf, and the numbers of its arguments. Reading executes
+nothing: operations are looked up in tables, and the kinds of every node's arguments are checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST = 1 << 18  # characters
 RANK = 16
 
 NUMBERS = ("int", "float")
-# operation -> the kinds of arguments that it takes, in each way that it takes them
+# operation -> the kinds of its arguments, one tuple for each form
 SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **{op: tuple((kind, kind) for kind in NUMBERS) for op in ("add", "sub", "mul", "floordiv", "mod", "min", "max")},
     **{op: tuple((kind, kind) for kind in NUMBERS) for op in COMPARISONS},
@@ -39,7 +39,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 class Parts(NamedTuple):
-    """What a program is made of: see `Program`."""
+    """The fields of a `Program`."""
 
     root: Expr
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 
 def write(parts: Parts) -> str:
-    """One text for one program, whatever its names were."""
+    """The text of a program. Equal programs have equal texts."""
     results = [x for x in (parts.root, parts.slope) if x is not None]
     order = {x: n for n, x in enumerate(expr.nodes(*results))}
     if len(order) > NODES:
@@ -70,7 +70,7 @@ def _spelled(x: Expr, order: dict[Expr, int]) -> str:
 
 
 def read(text: str) -> Parts:
-    """The program of a text that `write` made; anything else is refused."""
+    """The program of a text that `write` returned. Raises AttentionError for any other text."""
     if not isinstance(text, str) or len(text) > LONGEST or not text.startswith(f"{VERSION};"):
         _refuse(text, f"one that begins with {VERSION};")
     try:

@@ -12,7 +12,7 @@ from tests.conftest import DEVICE
 from tilewise import mods
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.mod_source import bound as largest
-from tilewise.backends.common.mod_source import factors, is_wild, slope_factors, value_of
+from tilewise.backends.common.mod_source import factors, has_unbounded_slope, slope_factors, value_of
 from tilewise.backends.common.score_terms import folded
 from tilewise.backends.triton import launches as launch
 from tilewise.mods.expr import Place, evaluate, nodes
@@ -83,9 +83,9 @@ def test_a_capped_score_is_bounded() -> None:
 
 
 def test_which_slopes_may_be_infinite() -> None:
-    assert not is_wild(mods.softcap(2.0).key)
-    assert not is_wild(twice().key)
-    assert is_wild(rooted().key)
+    assert not has_unbounded_slope(mods.softcap(2.0).key)
+    assert not has_unbounded_slope(twice().key)
+    assert has_unbounded_slope(rooted().key)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

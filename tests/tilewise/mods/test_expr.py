@@ -9,6 +9,7 @@ from torch import Tensor
 import tilewise
 from tests import features
 from tilewise import mods
+from tilewise.mods import bounds
 
 S = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -80,6 +81,6 @@ def test_forward_mode_of_every_term() -> None:
 def test_the_t5_table_is_read_by_distance_alone() -> None:
     """What lets its gradient be summed along diagonals, a table of one head at a time and not of every pair."""
     (load, _), *_ = mods.t5_relative(torch.ones(8, 2)).program.sites
-    assert mods.expr.only_difference(load.args, mods.expr.I, mods.expr.J)
-    assert mods.expr.only_difference(load.args, mods.expr.N_Q, mods.expr.N_K)
-    assert not mods.expr.only_difference([mods.alibi(torch.ones(2)).program.root], mods.expr.I, mods.expr.N_Q)
+    assert bounds.only_difference(load.args, mods.expr.I, mods.expr.J)
+    assert bounds.only_difference(load.args, mods.expr.N_Q, mods.expr.N_K)
+    assert not bounds.only_difference([mods.alibi(torch.ones(2)).program.root], mods.expr.I, mods.expr.N_Q)

@@ -18,7 +18,7 @@ import tilewise
 from tests import features
 from tests.tilewise.mods.test_expr import PLACE, S, everything
 from tilewise import AttentionError, mods
-from tilewise.mods import modifier, parse, program
+from tilewise.mods import modifier, program, trace
 
 this = sys.modules[__name__]
 
@@ -52,8 +52,8 @@ def by_helper(score, b, h, q_idx, kv_idx):
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A line for each time that a function is read."""
     found: list[object] = []
-    read = parse.read
-    monkeypatch.setattr(parse, "read", lambda *args: (found.append(args), read(*args))[1])
+    read = trace.read
+    monkeypatch.setattr(trace, "read", lambda *args: (found.append(args), read(*args))[1])
     return found
 
 

@@ -1,11 +1,11 @@
 """Mods in Triton: the source of a function for each program, generated from its expression and compiled like any other.
 
-A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile whichever way it
-lies, and `aux`, the program's tensors (as `Captured`) followed by its floats, of which the last is the scale. It is
-named by its content. Sums over a row are loops. The derivative by what is read of a row is one at a time, the one whose
-position follows in `aux`.
+A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile or to its
+transpose, and `aux`, the program's tensors (as `Captured`) followed by its floats, of which the last is the scale. Its
+name is a hash of the program. Sums over a row are loops. The derivative by a row is that by one element, whose position
+is the last of `aux`.
 
-Integers have 64 bits; where 32 are enough for whatever the indices can be, the functions count with these.
+Integers have 64 bits; the functions use 32 bits for those that fit for all possible indices.
 """
 
 import hashlib
@@ -22,8 +22,10 @@ from torch import Tensor
 from ...mods import PROGRAMS, Program
 from ...mods.bounds import Bounds, bounds, is_narrow
 from ...mods.expr import (
+    EXPONENTIALS,
     FUNCTIONS,
     INT_RANGE,
+    LOGARITHMS,
     REDUCTIONS,
     Expr,
     R,
@@ -80,13 +82,13 @@ def fast_tanh(x):
 
 @triton.jit
 def whole(x, score):
-    """x in the shape of the scores, and in their layout, which only an operation on them knows."""
+    """x in the shape and the layout of the scores. (Only an operation on the scores has their layout.)"""
     return tl.where(score == score, x, x)
 
 
 @triton.jit
 def integer(x):
-    """What was read of a tensor, with 32 bits at least."""
+    """An integer from a tensor, with at least 32 bits."""
     return x + tl.cast(0, tl.int32)
 
 
@@ -96,7 +98,7 @@ MOST = tl.constexpr(INT_RANGE[1])
 
 @triton.jit
 def truncated(x):
-    """int(x); beyond 32 bits the nearest that has them, and 0 of nan."""
+    """int(x), clamped to 32 bits; 0 for nan."""
     x = tl.where(x == x, x, 0.0)
     return tl.cast(tl.minimum(tl.maximum(x, LEAST), MOST), tl.int32)
 
@@ -108,14 +110,14 @@ def sigmoid(x):
 
 @triton.jit
 def log1p(x):
-    """log(u), u the rounded 1 + x, times x over the u - 1 that is left of it."""
+    """log(u) * x / (u - 1), u the rounded 1 + x: the rounding errors of u cancel."""
     u = 1.0 + x
     return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / (u - 1.0)))
 
 
 @triton.jit
 def expm1(x):
-    """The same the other way round: u - 1, u the rounded exp(x), times x over log(u)."""
+    """(u - 1) * x / log(u), u the rounded exp(x): the rounding errors of u cancel."""
     u = tl.exp(x)
     return tl.where(u == 1.0, x, tl.where((u == 0.0) | (u == float("inf")), u - 1.0, (u - 1.0) * (x / tl.log(u))))
 
@@ -145,85 +147,83 @@ def right_shift(x, n):
     return tl.cast(x, tl.int64) >> tl.where((n >= 0) & (n < 64), tl.cast(n, tl.int64), 63)
 
 
-NAMESPACE = {
-    "triton": triton, "tl": tl, "floor_divide": floor_divide, "floor_remainder": floor_remainder, "tanh": tanh,
-    "fast_tanh": fast_tanh, "sigmoid": sigmoid, "whole": whole, "integer": integer, "truncated": truncated,
-    "log1p": log1p, "expm1": expm1, "atan": atan, "left_shift": left_shift, "right_shift": right_shift,
-}  # fmt: skip
+ARITHMETIC = (floor_divide, floor_remainder, integer, truncated, left_shift, right_shift, whole)
+ELEMENTARY = (tanh, fast_tanh, sigmoid, log1p, expm1, atan)
+NAMESPACE = {"triton": triton, "tl": tl, **{f.__name__: f for f in (*ARITHMETIC, *ELEMENTARY)}}
 PARAMETERS = "score, b, h, i, j, n_q, n_k, aux"
 LARGE = float(1 << 14)  # up to it, rounding lse to float32 changes weights by 7e-4 at most
 
 
 def short(key: str) -> str:
-    """A name for a program, the same in every process."""
+    """A hash of a program, the same in every process."""
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 @cache
 def value(key: str, fast: bool) -> Any:
-    """The program: a score, or whether the pair is seen."""
+    """The Triton function of the program: a score, or whether the pair is visible."""
     return _function(f"value_{short(key)}", [PROGRAMS[key].root], len(PROGRAMS[key].ranks), fast)
 
 
 @cache
 def value_and_slope(key: str, fast: bool) -> Any:
-    """The score and its derivative by the score that went in."""
+    """The Triton function of the score and of its derivative by the score that is its argument."""
     program = PROGRAMS[key]
     return _function(f"slope_{short(key)}", [program.root, program.slope], len(program.ranks), fast)
 
 
-def is_steep(key: str) -> bool:
-    """Whether the program does more to a score than to add to it."""
+def has_slope(key: str) -> bool:
+    """Whether the derivative by the score is not 1 everywhere."""
     return PROGRAMS[key].slope is not const(1.0)
 
 
 @cache
-def is_wild(key: str) -> bool:
-    """Whether the slope may be infinite where the score is not."""
+def has_unbounded_slope(key: str) -> bool:
+    """Whether the derivative by the score may be infinite where the score is finite."""
     return any(
-        x.op in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt")
-        or (x.op == "div" and not _is_number(x.args[1]))
+        x.op in (*EXPONENTIALS, *LOGARITHMS, "sqrt") or (x.op == "div" and not _is_number(x.args[1]))
         for x in nodes(PROGRAMS[key].slope)
     )
 
 
 @cache
 def is_far(key: str, numbers: tuple[float, ...]) -> bool:
-    """Whether it may make scores as large as -1e30: it says such a number, or exp, or reads one by query or by key, as
-    of a mask that was written as numbers. (-inf takes a pair away, and is nowhere.)"""
+    """Whether scores may be as large as -1e30: the program contains such a number or exp, or reads floats by query or
+    by key, which may be a mask written as numbers. (-inf hides a pair, and is not large.)"""
     return any(LARGE < abs(x) < inf for x in numbers) or _is_far(key)
 
 
 @cache
 def _is_far(key: str) -> bool:
-    said = [x.value for x in nodes(PROGRAMS[key].root) if x.op == "const" and x.kind == "float"]
-    return any(LARGE < abs(x) < inf for x in said) or any(
-        x.op in ("exp", "exp2", "expm1") or (x.op == "load" and x.kind == "float" and _is_of_tokens(x))
+    constants = [x.value for x in nodes(PROGRAMS[key].root) if x.op == "const" and x.kind == "float"]
+    return any(LARGE < abs(x) < inf for x in constants) or any(
+        x.op in EXPONENTIALS or (x.op == "load" and x.kind == "float" and _is_of_tokens(x))
         for x in nodes(PROGRAMS[key].root)
     )
 
 
 def _is_of_tokens(load: Expr) -> bool:
-    """Whether an index knows the query alone, or the key alone. (A table of distances has one that knows both.)"""
+    """Whether an index depends on the query alone, or on the key alone. (That of a table of distances: on both.)"""
     return any(len(index.deps & {"i", "j"}) == 1 for index in load.args)
 
 
 @cache
 def site(key: str, n: int, fast: bool) -> Any:
-    """The derivative by what the program reads at its n-th site."""
+    """The Triton function of the derivative by the value that the program reads at its n-th site."""
     program = PROGRAMS[key]
     return _function(f"site{n}_{short(key)}", [program.sites[n][1]], len(program.ranks), fast)
 
 
 @cache
 def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
-    """The program divided by a number: a function of q.k itself, and the number, of the program's own and the scale.
+    """(function of q.k, factor, factor of its slope): the program is the factor times the function. The factor is a
+    product of the program's floats and the scale.
 
     cap * tanh(scale * q.k / cap)   cap      tanh((scale / cap) * q.k)
     scale * q.k - slope * |i - j|   scale    q.k - (slope / scale) * |i - j|
 
-    Every pair is spared the multiplications; the softmax multiplies by its unit anyway. With its slope, the function
-    returns that divided by a number too, which comes last.
+    This saves a multiplication for every pair; the softmax multiplies by a factor anyway. With `slope` the function
+    also returns the derivative by the score, divided by the last factor.
     """
     program = PROGRAMS[key]
     unit, rest = factors(program)
@@ -234,17 +234,17 @@ def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
 
 @cache
 def bound(key: str) -> float:
-    """What the function that `folded` returns cannot exceed, up or down."""
+    """The largest absolute value of the function that `folded` returns."""
     return 1.0 if factors(PROGRAMS[key])[1].op in ("tanh", "erf", "sigmoid", "sin", "cos") else inf
 
 
 def factors(program: Program) -> tuple[Expr, Expr]:
-    """The number, and what the function returns; the scale is the number after the program's own."""
+    """(factor, rest) of the program; the scale is the number after the program's own."""
     return _factors(program.root, number(program.numbers))
 
 
 def slope_factors(program: Program) -> tuple[Expr, Expr]:
-    """The same of its slope."""
+    """(factor, rest) of its slope."""
     return _factors(program.slope, number(program.numbers))
 
 
@@ -271,19 +271,19 @@ def _factors(x: Expr, scale: Expr) -> tuple[Expr, Expr]:
 
 
 def _times(u: Expr, x: Expr) -> Expr:
-    """u * x, with u multiplied into what is the same for the whole tile."""
+    """u * x, with u multiplied into a factor of x that is constant in the tile, if there is one."""
     if x.op == "mul" and not x.args[0].deps & {"score", "i", "j"}:
         return arithmetic("mul", arithmetic("mul", u, x.args[0]), x.args[1])
     return arithmetic("mul", u, x)
 
 
 def _is_number(x: Expr) -> bool:
-    """Whether `value_of` can tell."""
+    """Whether x is a product of numbers, of which `value_of` returns the value."""
     return x.op in ("number", "const") or (x.op in ("mul", "div") and all(map(_is_number, x.args)))
 
 
 def value_of(x: Expr, numbers: tuple[float, ...]) -> float:
-    """A product of numbers, on the host; infinite or nan where it divides by zero, as in torch."""
+    """The value of a product of numbers; infinite or nan after a division by zero, as in torch."""
     if x.op in ("number", "const"):
         return float(numbers[x.value] if x.op == "number" else x.value)
     a, b = (value_of(y, numbers) for y in x.args)
@@ -325,7 +325,7 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
         return names[vector]
 
     def state_loop(x: Expr) -> None:
-        """The first of the row, then the others: only what is added tells the shape of the sum."""
+        """The sum starts with the first element of the row: its shape is that of the elements."""
         (body,), (n, axis) = x.args, x.value
         form, sign = "tl.cast({}, tl.int64)" if x.kind == "int" else "{}", "|" if x.op == "any" else "+"
         first = state_at("0", body, "    ")
@@ -346,9 +346,11 @@ def write(name: str, roots: list[Expr], tensors: int, fast: bool) -> str:
     return "\n".join([*lines, f"    return {', '.join(results)}", ""])
 
 
-BINARY = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-          "and": "&", "or": "|", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
-          "bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}  # fmt: skip
+OPERATORS = """
+    add:+ sub:- mul:* lt:< le:<= gt:> ge:>= eq:== ne:!= and:& or:| bitwise_and:& bitwise_or:| bitwise_xor:^
+    bitwise_left_shift:<< bitwise_right_shift:>>
+"""
+BINARY = dict(pair.split(":") for pair in OPERATORS.split())
 
 
 def _wide(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the kernels are told of a request's score terms: tensors and numbers, functions, and how they fold together."""
+"""The kernel arguments for a request's score terms: tensors and numbers, functions, and factors folded into them."""
 
 from math import isfinite
 from typing import Any
@@ -14,12 +14,12 @@ from .device import structs as device
 from .gpu import Gpu
 from .launch import INTERPRETED
 
-LARGEST = 55.0  # exp(55) is 2^79: of the 127 powers of two that a float has, 48 are left for values and their sums
+LARGEST = 55.0  # exp(55) is 2^79; float32 reaches 2^127, so values and their sums may be as large as 2^48
 
 
 def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None, by_key: bool = False) -> device.Terms:
-    """The terms; of a kernel that walks the lists of a block mask, `tile` is the queries and keys that it takes at a
-    time, and `by_key` whether its programs own keys."""
+    """The terms. For a kernel that uses the lists of a block mask, `tile` is the size of its tiles (queries, keys), and
+    `by_key` is True if a program computes a tile of keys."""
     if request.is_plain:
         return device.Terms()
     spec, bias = request.spec, request.bias
@@ -33,16 +33,16 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
-        has_derivative=1 if spec.score_mod and mods.is_steep(spec.score_mod) else None,
-        infinite_derivative=1 if spec.score_mod and mods.is_wild(spec.score_mod) else None,
+        has_derivative=1 if spec.score_mod and mods.has_slope(spec.score_mod) else None,
+        infinite_derivative=1 if spec.score_mod and mods.has_unbounded_slope(spec.score_mod) else None,
         large_scores=1 if is_far(request) else None,
         origin=request.origin,
     )
 
 
 def lists_tiles(gpu: Gpu) -> bool:
-    """Whether the lists of a block mask are used: without them the mask mod is asked of every tile; with them Triton
-    cannot translate it for AMD."""
+    """Whether the lists of a block mask are used. Triton cannot compile kernels with lists for AMD: there the mask mod
+    is applied to every tile."""
     return gpu.kind != "hip"
 
 
@@ -65,7 +65,7 @@ def _bias(x: Tensor, packed: bool) -> device.Bias:
 
 
 def is_fast(q: Tensor, gpu: Gpu) -> bool:
-    """Whether a hardware approximation as fine as the inputs will do; the interpreter and AMD have none."""
+    """Whether hardware approximations, as exact as 16-bit inputs, are used; the interpreter and AMD have none."""
     return q.element_size() == 2 and gpu.kind == "cuda" and not INTERPRETED
 
 
@@ -82,8 +82,8 @@ def mask_mod(request: Request) -> Any:
 
 
 def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], float, float]:
-    """How scores are made of q.k: the score mod (with its slope) and whether it takes q.k itself; the factor of what
-    comes out; and the factor of the gradients of q.k."""
+    """(options, factor of the scores, factor of the gradients of q.k). The options are the score mod, with its slope if
+    `slope`, and whether its argument is q.k instead of the score."""
     q, spec = request.q, request.spec
     if spec.score_mod and not is_far(request) and q.element_size() == 2:
         numbers = *spec.score_numbers, spec.scale
@@ -96,7 +96,7 @@ def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], flo
 
 
 def is_bounded(request: Request, scale: float) -> bool:
-    """Whether exp(score) and its sums surely fit into float32 and bfloat16, so that no maximum is needed. Not with
+    """Whether exp(score) and its sums always fit into float32 and bfloat16, so that no maximum is needed. False with
     dropout, which scales weights before they are rounded."""
     return (
         request.q.dtype == torch.bfloat16
@@ -115,5 +115,5 @@ def is_far(request: Request) -> bool:
 
 
 def is_linear(request: Request) -> bool:
-    """Whether nothing but a positive factor stands between q.k and the softmax."""
+    """Whether the score is q.k times a positive factor."""
     return request.spec.scale > 0 and request.spec.score_mod is None and request.bias is None

@@ -1,10 +1,10 @@
-"""The gradients of biases and captured tensors: which sums to launch, and how their results become gradients. Of sinks
-they are in `sinks`.
+"""The gradients of biases and captured tensors: the launches that sum ds, and the reduction of their results. Those of
+sinks are in `sinks`.
 
 A tensor read at (b, h), at a query or at a key costs one more pass over the scores and O(S) memory. One read at both
-(a full bias, a table of distances) has its sums over batch rows and heads taken by the owner of each tile: into the
-bias itself, or, for a table, into strips of at most STRIP floats that torch then adds up by index; where the index
-knows only i - j, each strip is summed along its diagonals first. All orders are fixed: two runs agree bit for bit.
+(a full bias, a table of distances) is summed over batch rows and heads by the program of each tile: into the bias
+itself, or, for a table, into strips of at most STRIP floats, which torch adds by index; where the index depends on
+i - j alone, each strip is summed along its diagonals first. All orders are fixed: two runs agree bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...mods import PROGRAMS
 from ...mods.blocks import without_lists
-from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, only_difference, scatter_, sites
+from ...mods.bounds import only_difference
+from ...mods.expr import N_K, N_Q, B, Expr, H, I, J, Place, const, load, scatter_, sites
 from ...request import BackwardInputs, Request
 from . import mod_source as mods
 from .device.structs import FAR, Bias
@@ -37,7 +38,8 @@ NOWHERE = Place(*[None] * 6)
 def term_gradients(
     request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]
 ) -> Callable[[Sequence[Tensor | None]], list[Tensor]]:
-    """A runner (see `backends.protocol`) for the wanted ones among bias, sinks and the score mod's tensors."""
+    """A runner (see `backends.protocol`) of the gradients of bias, sinks and the score mod's tensors, of those
+    that are `wanted`."""
     spec, (bias, sinks, *others) = request.spec, wanted
     of_sinks = None
     if sinks:
@@ -104,13 +106,13 @@ class Sums:
             self._tiles(Bias(total, FAR, FAR, total.stride()), 0, n_q, n_k, batch > 1, heads > 1, None)
             return total
         axes = (n if size > 1 else const(0) for n, size in zip((B, H, I, J), bias.shape, strict=True))
-        room = [n + (self.size.packed and n > 1) for n in (n_q, n_k)]  # the last is for tokens past the end of the bias
-        total = bias.new_zeros((batch, heads, *room), dtype=torch.float32)
+        sizes = [n + (self.size.packed and n > 1) for n in (n_q, n_k)]  # the last: tokens past the end of the bias
+        total = bias.new_zeros((batch, heads, *sizes), dtype=torch.float32)
         self.add(total, load(0, *axes, kind="float"), None)
         return total[:, :, :n_q, :n_k]
 
     def add(self, total: Tensor, where: Expr, site: Any) -> None:
-        """total[the indices of `where`] += the gradient of what the program reads there; of a row, one by one."""
+        """Adds to total[indices of `where`] the gradient of the value read there; for a row, one position at a time."""
         deps = frozenset().union(*(x.deps for x in where.args))
         for at in sites(where, NOWHERE, self.request.score):
             self.r = at.r
@@ -123,18 +125,15 @@ class Sums:
         x = self.k if by_key else self.q
         sums = x.new_zeros((*x.shape[:-3], self.size.heads, x.shape[-3]), dtype=torch.float32)  # (B, H, S) or (H, T)
         n, block = (self.size.n_k, self.tile.block_n) if by_key else (self.size.n_q, self.tile.block_m)
-        size, spec = self.size, self.spec
+        size = self.size
         Launch(
             line_sums_kernel,
             size.programs(n, size.heads, block),
-            (
-                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after,
-                spec.scale, size.tiles(n, block), size.heads, size.batch, self._device_terms(),
-            ),
+            (*self._shared_args(sums), size.tiles(n, block), size.heads, size.batch, self._device_terms()),
             self._options(site) | {"KEYS": by_key},
-        )()  # fmt: skip
+        )()
         place = self._line_place(by_key, sums)
-        scatter_(total, where, sums, place, self.request.score, spec.score_numbers)
+        scatter_(total, where, sums, place, self.request.score, self.spec.score_numbers)
 
     def _line_place(self, by_key: bool, sums: Tensor) -> Place:
         def count(n: int) -> Tensor:
@@ -154,15 +153,14 @@ class Sums:
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
-        n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if nobody says how long a sequence may be
+        n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if the longest sequence is not known
         if self.spec.longest is not None:
             n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         moved = self.request.origin is not None
-        aligned = (
-            not moved and self._is_aligned() and only_difference(where.args, N_Q, N_K)
-        )  # then the lengths are none of its business
+        # of equal lengths, an index that depends on n_q - n_k alone is the same for all sequences
+        aligned = not moved and self._is_aligned() and only_difference(where.args, N_Q, N_K)
         per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})) and not aligned)
         lines = (size.batch if per_batch else 1, size.heads if "h" in deps else 1)
         rows = min(max(128, STRIP // (lines[0] * lines[1] * n_k) // 128 * 128), -(-n_q // 128) * 128)
@@ -198,17 +196,20 @@ class Sums:
     def _tiles(
         self, sums: Bias, row0: int, rows: int, columns: int, per_batch: bool, per_head: bool, site: Any
     ) -> None:
-        size, spec, tile = self.size, self.spec, self.tile
+        size, tile = self.size, self.tile
         lines = (size.batch if per_batch else 1) * (size.heads if per_head else 1)
         Launch(
             tile_sums_kernel,
             -(-rows // tile.block_m) * -(-columns // tile.block_n) * lines,
-            (
-                self.saved, sums, self.cu_q, self.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale,
-                row0, rows, columns, size.batch, size.heads, self._device_terms(),
-            ),
+            (*self._shared_args(sums), row0, rows, columns, size.batch, size.heads, self._device_terms()),
             self._options(site) | {"BATCHES": per_batch, "HEADS": per_head},
-        )()  # fmt: skip
+        )()
+
+    def _shared_args(self, sums: Tensor | Bias) -> tuple[Any, ...]:
+        """The first arguments of both kernels."""
+        size, spec = self.size, self.spec
+        lengths = (self.cu_q, self.cu_k, size.n_q, size.n_k)
+        return self.saved, sums, *lengths, spec.before, spec.after, spec.scale
 
     def _device_terms(self) -> Any:
         terms = device_terms(self.request, self.gpu)
