@@ -118,7 +118,7 @@ def mod_of(function: Any, kind: str) -> Mod:
         mod = None
     mod = _count_from_the_end(mod or _traced(function, kind))
     if mod.program.root.deps & {"n_q", "n_k"}:
-        raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which knows these names")
+        raise AttentionError(f"{kind}_mod", "q_len or kv_len in it", "tilewise.attention, which has these parameters")
     return mod
 
 

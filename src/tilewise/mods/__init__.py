@@ -1,11 +1,11 @@
-"""Mods: plain Python functions that change a score or hide a pair, understood by every backend.
+"""Mods: plain Python functions that change a score or hide a pair, on every backend.
 
-`score_mod` and `mask_mod` decorate a function; the rest are built-ins, each an ordinary mod.
+`score_mod` and `mask_mod` decorate a function; the others are built-in mods.
 """
 
 import torch
 
-from tilewise.mods import composed  # noqa: F401  # which makes its functions known
+from tilewise.mods import composed  # noqa: F401  # registers its functions
 from tilewise.mods.blocks import BlockMask, block_mask, block_mask_varlen, restored_block_mask
 from tilewise.mods.builtin import (
     alibi,

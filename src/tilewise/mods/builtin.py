@@ -1,7 +1,7 @@
-"""Mods that people ask for by name. Each is an ordinary mod: the text below is all there is to it.
+"""The built-in mods. Each is an ordinary mod.
 
-Where they speak of the query's place they mean `q_pos`, the key position at which it sits: i + Sk - Sq, as in `causal`
-and `window`. So a query that is decoded alone, against a cache of keys, sees what it saw in the whole sequence.
+The position of a query is `q_pos`, its key position: i + Sk - Sq, as in `causal` and `window`. So a query that is
+decoded alone, with a cache of keys, sees the same keys as in the whole sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
 
 @score_mod
 def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_pos):  # type: ignore[no-untyped-def]
-    """score - slopes[h] * |distance|; the last query sits at the last key.
+    """score - slopes[h] * |distance|; the last query is at the position of the last key.
 
     >>> from tilewise_lab.picture import heat
     >>> heat(alibi(torch.tensor([0.5])), 2, 3).values
@@ -83,7 +83,7 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 
 @mask_mod
 def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped-def]
-    """All see the first `prefix[b]` keys; past them, causal. prefix (B,).
+    """Every query sees the first `prefix[b]` keys; the others causally. prefix (B,).
 
     >>> prefix_lm(torch.tensor([2]))(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
     tensor([[1, 1, 0, 0],
@@ -95,7 +95,7 @@ def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped
 
 @mask_mod
 def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens, *, q_pos):  # type: ignore[no-untyped-def]
-    """Keys within `width` of the query, and the first `global_tokens` tokens, which see and are seen by all.
+    """Keys within `width` of the query, and all pairs of which one is in the first `global_tokens` tokens.
 
     >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
     tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
@@ -116,7 +116,7 @@ def dilated_window(b, h, q_idx, kv_idx, width, dilation, *, q_pos):  # type: ign
 
 @mask_mod
 def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius, *, q_pos):  # type: ignore[no-untyped-def]
-    """Tokens are pixels, row by row of an image with so many columns; a pixel sees those within `radius` both ways.
+    """Tokens are the pixels of an image, row by row; a pixel sees those within `radius` in both directions.
 
     >>> neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12)).int().view(3, 4)
     tensor([[1, 1, 1, 0],
@@ -129,7 +129,7 @@ def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius, *, q_pos):  # type: i
 
 @mask_mod
 def block_diagonal(b, h, q_idx, kv_idx, block, *, q_pos):  # type: ignore[no-untyped-def]
-    """Blocks of so many tokens, each seeing itself only.
+    """Every query sees the keys of its own block of `block` tokens.
 
     >>> block_diagonal(2)(0, 0, torch.tensor([2]), torch.arange(6)).int()
     tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32)
@@ -154,7 +154,7 @@ def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach, *, q_pos):  # type: i
 
 def t5_relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
     """T5's relative position bias, score + table[bucket(kv_idx - q_pos), h]: near distances have a bucket each, far
-    ones share buckets by their logarithm. table (buckets, H) is learned: it gets a gradient if it wants one.
+    ones share buckets by their logarithm. table (buckets, H) gets a gradient if it requires one.
 
     >>> mod = t5_relative(torch.arange(8.0)[:, None], max_distance=8)
     >>> mod(torch.zeros(1), 0, 0, 4, torch.arange(9))

@@ -1,8 +1,8 @@
 """Which weights dropout keeps: a hash of (seed, batch, head, query, key), the same on every backend and for every tile.
 
-A generator of the SplitMix family, one stream per row: the row's start is mixed from the seed, the batch row (or packed
-sequence), the head and the query; key j is the j-th step of the stream. 32-bit integers, written here in int64 since
-torch has no other that wraps around.
+A generator of the SplitMix family with one stream per row: the seed, the batch row (or packed sequence), the head and
+the query are mixed into the row's start; key j is the j-th step of the stream. 32-bit integers, here in int64, because
+torch has no 32-bit integers that wrap around.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def threshold(p: float) -> int:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which every bit of x moves about half the bits of the result."""
+    """A bijection of 32-bit integers in which every bit of x changes about half the bits of the result."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & LOW
     x = x ^ (x >> 15)
@@ -64,7 +64,7 @@ def is_whole(x: Any) -> bool:
     >>> is_whole(3), is_whole(True), is_whole(3.0), is_whole([3])
     (True, False, False, False)
     """
-    if isinstance(x, (int, float, Tensor)):  # first: of torch.compile's symbols this is all that can be asked
+    if isinstance(x, (int, float, Tensor)):  # first: torch.compile's symbols support no other test
         return isinstance(x, int) and not isinstance(x, bool)
     return hasattr(x, "__index__") and not hasattr(x, "__len__")
 

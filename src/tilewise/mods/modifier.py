@@ -1,4 +1,4 @@
-"""Mods: plain Python functions of one score (or one pair) that every backend understands.
+"""The decorators `score_mod` and `mask_mod`: from a plain Python function of one pair to a `Mod`.
 
     @score_mod
     def relative(score, b, h, q_idx, kv_idx, slopes):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple, NoReturn
@@ -61,7 +62,7 @@ def rewritten(function: Callable[..., Any]) -> Rewritten | None:
 @lru_cache(256)
 def _rewritten(code: CodeType, file: str) -> Rewritten | None:
     found = definition(code)
-    return None if found is None else _Rewriter(code, found.lines).function(found.node)
+    return None if found is None else _Rewriter(code, found.lines).function(deepcopy(found.node))
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -174,10 +175,10 @@ class _Rewriter(ast.NodeTransformer):
 
 def definition(code: CodeType) -> Definition | None:
     """The definition of a function by its code; None if Python has no source: of `python -c`, of its standard input, of
-    `exec`. The tree is new: it may be changed."""
+    `exec`."""
     try:
         lines, _ = inspect.findsource(code)
-        tree = ast.parse("".join(lines))
+        tree = _tree("".join(lines))
     except (OSError, TypeError, SyntaxError):
         return None
     if code.co_name != "<lambda>":
@@ -196,6 +197,11 @@ def definition(code: CodeType) -> Definition | None:
         line = lines[code.co_firstlineno - 1].strip()
         raise UnsupportedError("lambdas that cannot be told apart", "one to a line, or a `def`", f"in `{line}`")
     return Definition(lambdas[0], lines)
+
+
+@lru_cache(8)
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _position(x: ast.expr) -> tuple[int, int, int, int]:
