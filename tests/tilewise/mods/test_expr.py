@@ -51,9 +51,20 @@ def test_slope_and_sites_are_what_autograd_says() -> None:
 
 def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor, slopes: Tensor, table: Tensor) -> Tensor:
     out, lse = tilewise.attention(
-        q, k, v, causal=True, softcap=2.0, score_mod=features.distance_table(table), alibi_slopes=slopes, bias=bias,
-        sinks=sinks, mask_mod=mods.window_with_globals(3, 1), dropout_p=0.2, seed=5, return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        causal=True,
+        softcap=2.0,
+        score_mod=features.distance_table(table),
+        alibi_slopes=slopes,
+        bias=bias,
+        sinks=sinks,
+        mask_mod=mods.window_with_globals(3, 1),
+        dropout_p=0.2,
+        seed=5,
+        return_lse=True,
+    )
     return out.sum(-1).transpose(1, 2) + lse
 
 

@@ -103,10 +103,13 @@ def test_each_function_is_one_of_them() -> None:
 
 
 WITHIN = {  # where each is computed by kernels: inside its domain, away from 0 where it is infinite
-    "acosh": (1.0, 50.0), "arccosh": (1.0, 50.0), "log10": (1e-3, 50.0), "logit": (0.01, 0.99),
+    "acosh": (1.0, 50.0),
+    "arccosh": (1.0, 50.0),
+    "log10": (1e-3, 50.0),
+    "logit": (0.01, 0.99),
     "reciprocal": (0.1, 9.0),
     **dict.fromkeys(("asin", "acos", "arcsin", "arccos", "atanh", "arctanh"), (-0.999, 0.999)),
-}  # fmt: skip
+}
 ONE = [  # that need one argument, and are called by this name
     name
     for name, f in composed.FUNCTIONS.items()

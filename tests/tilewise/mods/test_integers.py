@@ -102,7 +102,8 @@ CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
         ((2**30 + J_) * J_ > 2**40).expand(N, N),
     ),
     "an index past both ends": (
-        lambda: indexed(torch.tensor([3, 0, 0, 3], device=DEVICE)), torch.ones(N, N, dtype=torch.bool)
+        lambda: indexed(torch.tensor([3, 0, 0, 3], device=DEVICE)),
+        torch.ones(N, N, dtype=torch.bool),
     ),
     "a float cut": (cut, I_ > J_),
     "order": (in_order, PLACES[:, None] >= PLACES),
@@ -112,9 +113,9 @@ CASES: dict[str, tuple[Callable[[], Mod], Tensor]] = {
     ),
     "a shift past the end": (
         lambda: shifted_out(BY.to(DEVICE)),
-        ((BY < 0) | (BY >= 64) | ((BY == 63) & (I_ % 2 == 1))).expand(N, N)
+        ((BY < 0) | (BY >= 64) | ((BY == 63) & (I_ % 2 == 1))).expand(N, N),
     ),
-}  # fmt: skip
+}
 
 
 def seen_by(mod: Mod, backend: str, block: int | None) -> Tensor:

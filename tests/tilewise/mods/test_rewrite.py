@@ -70,7 +70,7 @@ PLACE = (0, 1, torch.arange(3)[:, None], torch.arange(3))
 Z = torch.zeros(3, 3)
 SEEN = torch.ones(3, 3).tril().bool()
 
-LAMBDAS = [lambda score, b, h, q, k: score + 2, lambda score, b, h, q, k: score if q >= k else score + 3]  # fmt: skip
+LAMBDAS = [lambda score, b, h, q, k: score + 2, lambda score, b, h, q, k: score if q >= k else score + 3]
 
 
 def test_two_lambdas_on_one_line() -> None:

@@ -40,9 +40,14 @@ def chosen_tiles(b, h, q_idx, kv_idx, chosen):
 def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(0)
     shapes = {
-        "q": (1, N, HEADS, DIM), "k": (1, N, HEADS, DIM), "v": (1, N, HEADS, DIM), "queries": (1, HEADS, N, LENGTH),
-        "keys": (1, 1, N, LENGTH), "table": (2 * N, LENGTH), "gains": (HEADS,),
-    }  # fmt: skip
+        "q": (1, N, HEADS, DIM),
+        "k": (1, N, HEADS, DIM),
+        "v": (1, N, HEADS, DIM),
+        "queries": (1, HEADS, N, LENGTH),
+        "keys": (1, 1, N, LENGTH),
+        "table": (2 * N, LENGTH),
+        "gains": (HEADS,),
+    }
     return {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 
