@@ -98,9 +98,9 @@ def _truncated(a: Any, b: Any) -> Tensor:
     return torch.div(torch.as_tensor(a), torch.as_tensor(b), rounding_mode="trunc")
 
 
-OPERATORS = {name: getattr(operator, f"__{name}__") for name in (
-    "add", "sub", "mul", "truediv", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor",
-)} | {"floordiv": _truncated, "mod": lambda a, b: torch.fmod(torch.as_tensor(a), torch.as_tensor(b))}  # fmt: skip
+OPERATORS = {name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")}
+OPERATORS |= {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+OPERATORS |= {"floordiv": _truncated, "mod": lambda a, b: torch.fmod(torch.as_tensor(a), torch.as_tensor(b))}
 for _name, _f in OPERATORS.items():
     setattr(Value, f"__{_name}__", _value_operator(_f, False))
     if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -346,19 +346,16 @@ def map_elementwise(f: Callable[..., Any], *tensors: Value, pack: int = 1) -> tu
     return tuple(done[::pack])
 
 
-def _hide(keep: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Value, Value], Value]:
-    def apply(s: Value, limit: Value) -> Value:
-        c = torch.arange(s.shape[1])
-        return Value(s.data.masked_fill(~keep(c[None, :], limit.data[:, None]), -torch.inf))
-
-    return apply
+def _keep_columns(s: Value, compare: str, limit: Value) -> Value:
+    keep = getattr(torch, compare)(torch.arange(s.shape[1])[None, :], limit.data[:, None])
+    return Value(s.data.masked_fill(~keep, -torch.inf))
 
 
-def _copy_in(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory) -> None:
+def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory) -> None:
     machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
 
 
-def _copy_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
+def _tma_store(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     inside = descriptor.locate(at)[1]
 
     def used(x: Tensor) -> Tensor:
@@ -367,7 +364,7 @@ def _copy_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     machine.copy_out(source.shared, lambda tile: descriptor.write(at, tile), descriptor.name, used)
 
 
-def _recast(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) -> Memory:
+def _reinterpret(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) -> Memory:
     """The same bytes as another type. Their state stays as fine as it was: one entry for 4 bytes remains one."""
     *outer, inner = shape
     data = memory.shared.data.view(-1).view(dtype).view(list(shape))
@@ -376,8 +373,16 @@ def _recast(memory: Memory, dtype: torch.dtype, shape: list[int], _layout: Any) 
     return Memory(Shared(memory.shared.name, data, state))
 
 
-def _add_out(descriptor: Descriptor, at: list[int], source: Memory) -> None:
+def _tma_reduce_add(descriptor: Descriptor, at: list[int], source: Memory) -> None:
     machine.copy_out(source.shared, lambda tile: descriptor.add(at, tile), descriptor.name)
+
+
+def _bar_sync(ident: int, threads: int) -> None:
+    machine.named_barrier(ident, threads, wait=True)
+
+
+def _bar_arrive(ident: int, threads: int) -> None:
+    machine.named_barrier(ident, threads, wait=False)
 
 
 def _semaphore_wait(pointer: Pointer, value: int) -> None:
@@ -435,20 +440,31 @@ WORDS = SimpleNamespace(
     abs=lambda x: Value(x.data.abs()) if isinstance(x, Value) else abs(x),
 )  # fmt: skip
 
-# every other name that a kernel may have imported from Gluon or from compat
+# every other name that a kernel may have imported from Gluon or from gluon_compat
 NAMES: dict[str, Any] = {
-    "mbarrier": mbarrier, "tma": tma, "copy_in": _copy_in, "copy_out": _copy_out, "barrier": lambda: None,
-    "fence_async_shared": machine.fence, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "mbarrier": mbarrier,
+    "tma": tma,
+    "tma_load": _tma_load,
+    "tma_store": _tma_store,
+    "tma_reduce_add": _tma_reduce_add,
+    "barrier": lambda: None,
+    "fence_async_shared": machine.fence,
+    "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
     "arrive": lambda bar: bar.arrive(),
-    "wait_turn": lambda ident, threads: machine.turn(ident, threads, wait=True),
-    "pass_turn": lambda ident, threads: machine.turn(ident, threads, wait=False),
-    "meet": lambda ident, threads: machine.turn(ident, threads, wait=True),
-    "signal": lambda ident, threads: machine.turn(ident, threads, wait=False),
-    "add_out": _add_out, "recast": _recast, "semaphore_wait": _semaphore_wait, "semaphore_release": _semaphore_release,
-    "let_next_start": lambda: None,
-    "await_previous": lambda: None, "here": lambda x: x, "fast_tanh": _unary(torch.tanh, "exp2"),
-    "narrow": lambda x, dtype: x.to(dtype),
-    "columns": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
-    "hide_from": _hide(torch.lt), "hide_until": _hide(torch.ge),
+    "bar_sync": _bar_sync,
+    "bar_sync_dynamic": _bar_sync,
+    "bar_arrive": _bar_arrive,
+    "bar_arrive_dynamic": _bar_arrive,
+    "reinterpret": _reinterpret,
+    "semaphore_wait": _semaphore_wait,
+    "semaphore_release": _semaphore_release,
+    "gdc_launch_dependents": lambda: None,
+    "gdc_wait": lambda: None,
+    "opaque": lambda x: x,
+    "fast_tanh": _unary(torch.tanh, "exp2"),
+    "downcast": lambda x, dtype: x.to(dtype),
+    "column_indices": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
+    "keep_columns": _keep_columns,
     "range": _range,
-}  # fmt: skip
+}

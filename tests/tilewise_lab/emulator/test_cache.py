@@ -60,7 +60,7 @@ def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.hopper import kv_launches as kv_launch
 
-    monkeypatch.setattr(kv_launch, "FEW", 60)  # of packed sequences, which the portable kernels compute
+    monkeypatch.setattr(kv_launch, "MAX_DECODE_QUERIES", 60)  # of packed sequences, which the portable kernels compute
     x = inputs(CASES[name], torch.bfloat16)
     compare(attend(x), x)
 

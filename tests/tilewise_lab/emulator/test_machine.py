@@ -103,7 +103,7 @@ def nothing(*_: Any) -> None: ...
 
 
 BUGS = {
-    "nobody waits for a copy": ({"await_full": nothing}, RaceError),
+    "nobody waits for a copy": ({"wait_full": nothing}, RaceError),
     "a stage is released before its product is done": ({"warpgroup_mma_wait": finished_early}, RaceError),
     "a stage is never released": ({"release": nothing}, DeadlockError),
     "a stage is released twice": (
@@ -125,8 +125,8 @@ BUGS = {
     ),
     "no fence before a tile leaves": ({"fence_async_shared": nothing}, RaceError),
     "no wait for a tile to leave": ({"tma": SimpleNamespace(store_wait=nothing)}, RaceError),
-    "the board is never handed back": ({"hand_back": nothing}, DeadlockError),
-    "turns are not passed on": ({"pass_turn": nothing}, DeadlockError),
+    "the tile info is never released": ({"release_tile_info": nothing}, DeadlockError),
+    "the ping-pong barrier is never arrived at": ({"bar_arrive": nothing}, DeadlockError),
 }
 
 

@@ -15,7 +15,7 @@ from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
-MANY_QUERIES = 256  # of a sequence, from which on products and not memory are what a cache waits for
+MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 BLOCK = 128  # queries and keys of the least tile that a block mask may have
 BOX = 8  # rows of a page that a copy must have, at least: as many as shared memory's pattern repeats after
 FAR_TOKENS = 2**30  # that a cache may be long
@@ -90,7 +90,7 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
         if places is None:
             return "new tokens alone, which wait for memory"
         most = request.most or q.shape[0] // max(places.batch, 1)  # if nobody knows, an average
-        return "few queries, which wait for memory" if most < MANY_QUERIES else None
+        return "few queries, which wait for memory" if most < MIN_PREFILL_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:
         return "few queries, whose keys the portable kernels divide among programs"
     return None

@@ -13,7 +13,7 @@ import triton
 
 import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.hopper.kv_launches import many_launch
+from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.kv_request import KvRequest, Places
 from tilewise.mods.builtin import alibi, softcap
@@ -71,7 +71,7 @@ def main(
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
         places = Places(torch.empty(batch, dtype=torch.int32), table)
         cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
-        launches = [many_launch(cached, out, lse, state, 132)]
+        launches = [prefill_launch(cached, out, lse, state, 132)]
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(
         json.dumps(
