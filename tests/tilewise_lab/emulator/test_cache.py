@@ -86,9 +86,12 @@ def test_what_it_leaves_to_others() -> None:
     assert kept_by(BASE) is None
     assert kept_by(BASE.but(page=0)) is None
     for case, options in (
-        (BASE.but(page=3), {}), (BASE.but(csr=True), {}), (BASE.but(starts=(1, 0, 0, 2)), {}), (BASE, {"split": 128}),
+        (BASE.but(page=3), {}),
+        (BASE.but(csr=True), {}),
+        (BASE.but(starts=(1, 0, 0, 2)), {}),
+        (BASE, {"split": 128}),
         (BASE.but(dim=20), {}),
-    ):  # fmt: skip
+    ):
         found = kept_by(case, **options)
         assert found is not None, (case, options)
 

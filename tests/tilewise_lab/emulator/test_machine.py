@@ -37,10 +37,22 @@ CASES = {
 
 
 def run(
-    *, n_q: int = 0, n_k: int = 0, d: int = 128, dv: int | None = None, heads: int = 2, before: int | None = None,
-    after: int | None = None, scale: float | None = None, lengths: Any = None, dtype: Any = torch.bfloat16,
-    programs: int = 2, seed: int = 0, replace: dict[str, Any] | None = None, poison: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    *,
+    n_q: int = 0,
+    n_k: int = 0,
+    d: int = 128,
+    dv: int | None = None,
+    heads: int = 2,
+    before: int | None = None,
+    after: int | None = None,
+    scale: float | None = None,
+    lengths: Any = None,
+    dtype: Any = torch.bfloat16,
+    programs: int = 2,
+    seed: int = 0,
+    replace: dict[str, Any] | None = None,
+    poison: int | None = None,
+) -> tuple[Any, ...]:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.launches import forward_launches, new_state
 

@@ -21,10 +21,18 @@ from .compile_one import with_terms
 
 
 def main(
-    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
-    packed: bool = False, group: int = 1, deterministic: bool = False, dtype: str = "bfloat16",
-    terms: str = "", partial: bool = False,
-) -> None:  # fmt: skip
+    d: int,
+    dv: int | None = None,
+    n: int = 4096,
+    before: int | None = None,
+    after: int | None = None,
+    packed: bool = False,
+    group: int = 1,
+    deterministic: bool = False,
+    dtype: str = "bfloat16",
+    terms: str = "",
+    partial: bool = False,
+) -> None:
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
     outer = (n,) if packed else (batch, n)

@@ -53,7 +53,7 @@ CASES = {
 
 def gradients(
     inputs: Inputs, *, deterministic: bool = False, seed: int = 0, processors: int = 2, **replaced: Any
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
@@ -175,9 +175,7 @@ def test_sums_that_come_late_change_nothing() -> None:
         wait(*args)
 
     inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")
-    even, uneven = (
-        gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late})
-    )  # fmt: skip
+    even, uneven = (gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late}))
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 

@@ -160,10 +160,10 @@ def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
 @pytest.mark.parametrize(
     ("d", "expected"),
     [
-        (64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16)),
-        (192, (128, 64)), (193, (256,)), (256, (256,)),
+        *((64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16))),
+        *((192, (128, 64)), (193, (256,)), (256, (256,))),
     ],
-)  # fmt: skip
+)
 def test_columns_are_cut_into_powers_of_two(d, expected):
     assert tiles.widths(d) == expected
 
