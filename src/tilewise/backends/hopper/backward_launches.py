@@ -102,9 +102,11 @@ class Backward(NamedTuple):
         return self.space.flag if self.request.is_masked else None
 
     @property
-    def statistics(self) -> list[View]:
+    def statistics(self) -> tuple[View, View]:
+        """lse2 and delta."""
         tokens = self.space.padded_tokens
-        return [View(x, (self.size.heads * tokens, tokens)) for x in (self.space.lse2, self.space.delta)]
+        strides = self.size.heads * tokens, tokens
+        return View(self.space.lse2, strides), View(self.space.delta, strides)
 
 
 def backward_launches(
@@ -216,7 +218,7 @@ def repair_launch(call: Backward, processors: int) -> Launch:
     q_total = size.programs(size.n_q, size.heads, rows)
     k_total = size.programs(size.n_k, size.kv_heads, rows)
     args = (
-        Saved(*(view(x) for x in (q, k, v, bwd_inputs.dout)), *call.statistics),
+        Saved(view(q), view(k), view(v), view(bwd_inputs.dout), *call.statistics),
         *(view(x) for x in grads),
         *(call.flag, *call.lengths, spec.before, spec.after, spec.scale, spec.scale, q_total, k_total),
         *(size.tiles(size.n_q, rows), size.tiles(size.n_k, rows), size.heads, size.kv_heads, size.batch),
