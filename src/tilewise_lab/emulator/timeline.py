@@ -40,7 +40,7 @@ BACKWARD = {
     "compute": ("#4caf7d", "compute"),
     "wait": ("#e3e3e3", "wait"),
 }
-SAME = {"load v": "load k", "load lse2": "load q", "load delta": "load do"}
+SAME = {"load v": "load k", "load lse2": "load q", "load delta": "load do", "store dq_acc_desc": "reduce"}
 
 
 def to_json(spans: Iterable[Span]) -> str:
