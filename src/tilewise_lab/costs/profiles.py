@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tilewise.backends.common import tiles
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.tiles import Tile, padded
-from tilewise.backends.hopper.support import takes
+from tilewise.backends.hopper.support import supports_backward
 from tilewise.backends.hopper.tiles import forward_tile, widths
 from tilewise.backends.registry import BACKENDS
 from tilewise_lab.costs.cost import Call
@@ -118,7 +118,7 @@ def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
 
 def hopper_backward(call: Call, gpu: Gpu) -> list[Profile]:
     """One kernel. Small kernels around it read O and dO, and clear, read and store dQ in float32."""
-    if not takes(call.d, call.dv, listed=call.has_lists, deterministic=call.deterministic):
+    if not supports_backward(call.d, call.dv, listed=call.has_lists, deterministic=call.deterministic):
         return []  # the next backend computes it
     width = _width(call)
     q, accumulated = call.rows("q"), 4 * call.rows("q") // call.itemsize

@@ -9,14 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from .language import NAMES, WORDS, Descriptor, Int, Pointer
+from .language import NAMES, WORDS
 from .machine import Machine, Partition, Program
+from .values import Descriptor, Int, Pointer
 
 
 def launch(
-    kernel: Any, programs: int, args: tuple[Any, ...], options: dict[str, Any], *, seed: int = 0,
-    replace: dict[str, Any] | None = None, **machine_options: Any,
-) -> Machine:  # fmt: skip
+    kernel: Any,
+    programs: int,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    *,
+    seed: int = 0,
+    replace: dict[str, Any] | None = None,
+    **machine_options: Any,
+) -> Machine:
     """Run `programs` programs of a Gluon kernel on CPU tensors, side by side.
 
     The arguments are those of a launch on a GPU. `replace` maps names that the kernel's functions use to other values:

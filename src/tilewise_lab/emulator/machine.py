@@ -195,18 +195,18 @@ def current() -> Partition:
 
 
 class Program:
-    """One thread block: its shared memory, its hardware barriers, its tensor cores."""
+    """One thread block: its shared memory, its named barriers, its tensor cores."""
 
     def __init__(self, machine: Machine, index: int, count: int) -> None:
         self.machine, self.index, self.count = machine, index, count
-        self.turns: dict[int, Turn] = {}
+        self.named_barriers: dict[int, NamedBarrier] = {}
         self.barriers: list[Barrier] = []
         self.mma_free = 0.0
         self.allocations = 0
 
 
-class Turn:
-    """A hardware barrier: `bar.sync` and `bar.arrive` on a number of threads."""
+class NamedBarrier:
+    """A named barrier: `bar.sync` and `bar.arrive` on a number of threads."""
 
     def __init__(self) -> None:
         self.come, self.generation = 0, 0
@@ -215,20 +215,20 @@ class Turn:
         generation = self.generation
         self.come += threads
         if self.come > of:
-            raise RaceError(f"{self.come} threads came to a hardware barrier of {of}")
+            raise RaceError(f"{self.come} threads came to a named barrier of {of}")
         if self.come == of:
             self.come = 0
             self.generation += 1
         return generation
 
 
-def turn(ident: int, threads: int, *, wait: bool) -> None:
+def named_barrier(ident: int, threads: int, *, wait: bool) -> None:
     p = current()
     p.step()
-    bar = p.program.turns.setdefault(ident, Turn())
+    bar = p.program.named_barriers.setdefault(ident, NamedBarrier())
     generation = bar.arrive(32 * p.warps, threads)
     if wait:
-        p.wait(f"turn {ident}", lambda: bar.generation != generation)
+        p.wait(f"named barrier {ident}", lambda: bar.generation != generation)
 
 
 class Barrier:

@@ -40,7 +40,7 @@ BACKWARD = {
     "compute": ("#4caf7d", "compute"),
     "wait": ("#e3e3e3", "wait"),
 }
-SAME = {"load v": "load k", "load lse2": "load q", "load delta": "load do"}
+SAME = {"load v": "load k", "load lse2": "load q", "load delta": "load do", "store dq_acc_desc": "reduce"}
 
 
 def to_json(spans: Iterable[Span]) -> str:
@@ -110,7 +110,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
 
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.common.shapes import problem
-    from tilewise.backends.hopper.backward_launches import backward_launches, new_space
+    from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
     from tilewise.request import BackwardInputs, Request, Spec
 
     from .launch import launch
@@ -119,11 +119,13 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.full((1, 1, 512), 9.0)
     request = Request(q, k, v, Spec(128**-0.5, None, None))
-    space = new_space(DeviceMemory(torch.device("cpu")), problem(request))
+    space = new_workspace(DeviceMemory(torch.device("cpu")), problem(request))
     space.lse2.fill_(13.0)
-    for x in (space.delta, space.sums, space.counts):
+    for x in (space.delta, space.dq_acc, space.counters):
         x.zero_()
-    _prepare, job, _finish = backward_launches(request, BackwardInputs(out, lse, dout, None), (dq, dk, dv), space, 1)
+    _preprocess, job, _postprocess = backward_launches(
+        request, BackwardInputs(out, lse, dout, None), (dq, dk, dv), space, 1
+    )
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return named(spans), {"produce 2": "producer"}
 

@@ -17,7 +17,7 @@ from tilewise.backends.common.launcher import parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper.backward_launches import build_backward
-from tilewise.backends.hopper.kv_launches import many_launch
+from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import launches as portable
 from tilewise.kv_request import KvRequest, Places
 from tilewise.request import Request, Spec
@@ -53,13 +53,19 @@ def caches() -> list[int]:
         places = Places(lengths, table, new=rng.choice((0, 1, 2, 16)))
         request = KvRequest(Request(q, k, k.clone(), Spec(0.1, None, 0)), places)
         state = hopper.new_state(DeviceMemory(torch.device("meta")))
-        seen.add(specialised(90, many_launch(request, q.clone(), lse, state, 132)))
+        seen.add(specialised(90, prefill_launch(request, q.clone(), lse, state, 132)))
         found.append(len(seen))
     return found
 
 
 SIZES = {"u64": 8, "s64": 8, "f64": 8, "b64": 8, "u32": 4, "s32": 4, "f32": 4, "b32": 4, "u16": 2, "b16": 2, "u8": 1}
-COMPILED = ("forward_kernel", "start_kernel", "finish_kernel", "repair_forward_kernel", "repair_backward_kernel")
+COMPILED = (
+    "forward_kernel",
+    "preprocess_kernel",
+    "postprocess_kernel",
+    "repair_forward_kernel",
+    "repair_backward_kernel",
+)
 
 
 def ptx_sizes(ptx: str) -> list[int]:

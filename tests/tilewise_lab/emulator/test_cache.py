@@ -60,7 +60,7 @@ def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.hopper import kv_launches as kv_launch
 
-    monkeypatch.setattr(kv_launch, "FEW", 60)  # of packed sequences, which the portable kernels compute
+    monkeypatch.setattr(kv_launch, "MAX_DECODE_QUERIES", 60)  # of packed sequences, which the portable kernels compute
     x = inputs(CASES[name], torch.bfloat16)
     compare(attend(x), x)
 
@@ -86,9 +86,12 @@ def test_what_it_leaves_to_others() -> None:
     assert kept_by(BASE) is None
     assert kept_by(BASE.but(page=0)) is None
     for case, options in (
-        (BASE.but(page=3), {}), (BASE.but(csr=True), {}), (BASE.but(starts=(1, 0, 0, 2)), {}), (BASE, {"split": 128}),
+        (BASE.but(page=3), {}),
+        (BASE.but(csr=True), {}),
+        (BASE.but(starts=(1, 0, 0, 2)), {}),
+        (BASE, {"split": 128}),
         (BASE.but(dim=20), {}),
-    ):  # fmt: skip
+    ):
         found = kept_by(case, **options)
         assert found is not None, (case, options)
 

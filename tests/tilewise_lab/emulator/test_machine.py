@@ -37,10 +37,22 @@ CASES = {
 
 
 def run(
-    *, n_q: int = 0, n_k: int = 0, d: int = 128, dv: int | None = None, heads: int = 2, before: int | None = None,
-    after: int | None = None, scale: float | None = None, lengths: Any = None, dtype: Any = torch.bfloat16,
-    programs: int = 2, seed: int = 0, replace: dict[str, Any] | None = None, poison: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    *,
+    n_q: int = 0,
+    n_k: int = 0,
+    d: int = 128,
+    dv: int | None = None,
+    heads: int = 2,
+    before: int | None = None,
+    after: int | None = None,
+    scale: float | None = None,
+    lengths: Any = None,
+    dtype: Any = torch.bfloat16,
+    programs: int = 2,
+    seed: int = 0,
+    replace: dict[str, Any] | None = None,
+    poison: int | None = None,
+) -> tuple[Any, ...]:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.launches import forward_launches, new_state
 
@@ -103,7 +115,7 @@ def nothing(*_: Any) -> None: ...
 
 
 BUGS = {
-    "nobody waits for a copy": ({"await_full": nothing}, RaceError),
+    "nobody waits for a copy": ({"wait_full": nothing}, RaceError),
     "a stage is released before its product is done": ({"warpgroup_mma_wait": finished_early}, RaceError),
     "a stage is never released": ({"release": nothing}, DeadlockError),
     "a stage is released twice": (
@@ -125,8 +137,8 @@ BUGS = {
     ),
     "no fence before a tile leaves": ({"fence_async_shared": nothing}, RaceError),
     "no wait for a tile to leave": ({"tma": SimpleNamespace(store_wait=nothing)}, RaceError),
-    "the board is never handed back": ({"hand_back": nothing}, DeadlockError),
-    "turns are not passed on": ({"pass_turn": nothing}, DeadlockError),
+    "the tile info is never released": ({"release_tile_info": nothing}, DeadlockError),
+    "the ping-pong barrier is never arrived at": ({"bar_arrive": nothing}, DeadlockError),
 }
 
 

@@ -1,4 +1,4 @@
-"""From tensors to the launches of the Hopper backward: statistics, the sums, dQ from its sums, repair."""
+"""From tensors to the launches of the Hopper backward: preprocess, dK, dV and the sums of dQ, postprocess, repair."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,177 +19,231 @@ from ..common.repair import repair_backward_kernel
 from ..common.score_terms import device_terms, folded, is_far, mask_mod, slope_mod
 from ..common.shapes import Problem, new_gradients, padded, problem, view
 from .backward import backward_kernel
-from .backward_tiles import Plan
-from .backward_wide import backward_wide_kernel
-from .descriptors import descriptor, full
+from .backward_tiles import BackwardConfig
+from .descriptors import descriptor, float32_output
 from .gluon_compat import TensorDescriptor, gl
-from .postprocess import finish_kernel, start_kernel
-from .repair_config import STEP, careful
+from .postprocess import (
+    PostprocessConfig,
+    PreprocessConfig,
+    PreprocessTensors,
+    postprocess_kernel,
+    preprocess_kernel,
+)
+from .repair_plan import STEP, repair_plan
 from .support import GPU, is_uneven
 from .tiles import backward_tile
 
-ROWS = 32  # of a tile that is repaired
-L2_BYTES = 16 << 20  # of Q, dO and dQ that may be alive at once
-COPY = 350  # queries that a program could see in the time it takes to copy its keys, to store and add its gradients
-PLAIN = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+REPAIR_ROWS = 32
+L2_BYTES = 16 << 20  # of Q, dO and dQ that may be in use at once
+TILE_OVERHEAD = 350  # queries that a program could visit in the time it takes to load its keys and store dK and dV
+UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-class Space(NamedTuple):
-    """What a call needs beside its arguments, and gives back, all in one memory: the row statistics (line of a head,
-    padded token); and, zero once `start_kernel` has run, dQ in float32 in rows of 256 and counts: of the tickets drawn,
-    in its place 16 a flag, and from 32 on a semaphore for each dQ tile."""
+class Workspace(NamedTuple):
+    """The memory that a call needs beside its arguments, in one allocation: the row statistics (batch and head, padded
+    token); and, zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler,
+    the flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ."""
 
     lse2: Tensor
     delta: Tensor
-    sums: Tensor
-    counts: Tensor
+    dq_acc: Tensor
+    counters: Tensor
     flag: Tensor
     semaphores: Tensor
 
     @property
-    def tokens(self) -> int:
+    def padded_tokens(self) -> int:
         return self.lse2.shape[1]
 
 
-def new_space(memory: Memory, size: Problem) -> Space:
-    sizes = space_sizes(size)
-    lse2, delta, sums, counts = memory.empty((sum(sizes),), torch.float32).split(sizes)
-    lines, counts = lines_of(size), counts.view(torch.int32)
-    return Space(lse2.view(lines, -1), delta.view(lines, -1), sums.view(-1, 256), counts, counts[16:], counts[32:])
+def new_workspace(memory: Memory, size: Problem) -> Workspace:
+    sizes = workspace_sizes(size)
+    lse2, delta, dq_acc, counters = memory.empty((sum(sizes),), torch.float32).split(sizes)
+    rows, counters = statistics_rows(size), counters.view(torch.int32)
+    return Workspace(
+        lse2.view(rows, -1), delta.view(rows, -1), dq_acc.view(-1, 256), counters, counters[16:], counters[32:]
+    )
 
 
 @cache
-def space_sizes(size: Problem) -> list[int]:
-    """Of the statistics, the sums and the counts."""
-    rows = lines_of(size) * size.tiles(size.n_q, PAD.value) * PAD.value
-    return [rows, rows, rows * block_dims(size)[0], rows // PAD.value * 4 + 64]
+def workspace_sizes(size: Problem) -> list[int]:
+    """Float32 numbers of lse2, delta, dq_acc and the counters."""
+    tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
+    return [tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64]
 
 
-def lines_of(size: Problem) -> int:
+def statistics_rows(size: Problem) -> int:
     return size.heads * (1 if size.packed else size.batch)
 
 
 def block_dims(size: Problem) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO: dV leaves through memory made for dQ; in the wide form each of
-    two warpgroups has a multiple of 64 of them."""
+    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
+    each of two warpgroups has a multiple of 64 of them."""
     d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
     return d, max(dv, 128) if d > 128 else dv
 
 
+class Backward(NamedTuple):
+    """A backward call: request (without sinks, which lse contains), bwd_inputs gradients, results, workspace."""
+
+    request: Request
+    bwd_inputs: BackwardInputs
+    grads: tuple[Tensor, Tensor, Tensor]
+    space: Workspace
+    size: Problem
+
+    @property
+    def lengths(self) -> tuple[Any, ...]:
+        return self.request.cu_q, self.request.cu_k, self.size.n_q, self.size.n_k
+
+    @property
+    def flag(self) -> Tensor | None:
+        """None where every row sees every key, and nothing is repaired."""
+        return self.space.flag if self.request.is_masked else None
+
+    @property
+    def statistics(self) -> tuple[View, View]:
+        """lse2 and delta."""
+        tokens = self.space.padded_tokens
+        strides = self.size.heads * tokens, tokens
+        return View(self.space.lse2, strides), View(self.space.delta, strides)
+
+
 def backward_launches(
-    request: Request, bwd_inputs: BackwardInputs, grads: tuple[Tensor, Tensor, Tensor], space: Space, processors: int
+    request: Request,
+    bwd_inputs: BackwardInputs,
+    grads: tuple[Tensor, Tensor, Tensor],
+    space: Workspace,
+    processors: int,
 ) -> list[Launch]:
-    request = request._replace(sinks=None)  # which are in lse
-    q, k, v, spec = request[:4]
-    out, lse, dout, dlse = bwd_inputs
-    dq, dk, dv = grads
-    size = problem(request)
+    """Preprocess, backward and postprocess; and the NaN repair where some rows do not see some keys."""
+    call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, problem(request))
+    score, unit, scale = folded(call.request, GPU, slope=True)
+    launches = [
+        preprocess_launch(call),
+        main_launch(call, score, unit, scale, processors),
+        postprocess_launch(call, scale),
+    ]
+    return [*launches, repair_launch(call, processors)] if call.request.is_masked else launches
+
+
+def preprocess_launch(call: Backward) -> Launch:
+    size, space = call.size, call.space
+    out, lse, dout, dlse = call.bwd_inputs
     block_d, block_dv = block_dims(size)
-    group = size.heads // size.kv_heads
-    masked = request.is_masked
-    flag = space.flag if masked else None
-    with_terms = not request.is_plain
-    score, unit, rate = folded(request, GPU, slope=True)
-    if with_terms and not score["FOLD"]:  # then the scores have been multiplied
-        unit = 1.0
-    mask = {"MASK_MOD": mask_mod(request)}
-    packing = request.cu_q, request.cu_k, size.n_q, size.n_k
-    statistics = [View(x, (size.heads * space.tokens, space.tokens)) for x in (space.lse2, space.delta)]
-    dims = {"D": size.d, "BLOCK_D": block_d}
-    overlap = {"OVERLAP": not INTERPRETED, "launch_pdl": not INTERPRETED}
+    tiles = space.padded_tokens // PAD.value
+    tensors = PreprocessTensors(view(out), view(dout), lse, dlse, *call.statistics, space.dq_acc, space.counters)
+    config = PreprocessConfig(size.dv, PAD.value, block_d, block_dv, is_far(call.request), not INTERPRETED)
+    args = tensors, *call.lengths, tiles, size.heads, size.batch
+    options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4}
+    return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
-    pads = space.tokens // PAD.value
-    prepare = Launch(
-        start_kernel,
-        size.programs(size.n_q, size.heads, PAD.value),
-        (
-            view(out), view(dout), lse, dlse,
-            *statistics, space.sums, space.counts, *packing, pads, size.heads, size.batch,
-        ),
-        {
-            "DV": size.dv, "BLOCK_M": PAD.value, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-            "NATURAL": is_far(request), "OVERLAP": not INTERPRETED, "num_warps": 8 if size.dv > 128 else 4,
-        },
-    )  # fmt: skip
 
-    wide = block_d > 128
-    row = backward_tile(block_d, plain=not with_terms)
-    plan = Plan(
-        block_d, block_dv, row.block_m, row.block_n, group, ORDERED=spec.deterministic,
-        COPIED=row.copied or (spec.deterministic and not wide), TERMS=with_terms, FOLD=score["FOLD"],
-        LATE=with_terms and block_d > 64,
-    )  # fmt: skip
-    tiles = size.tiles(size.n_k, plan.BLOCK_N)
-    lines = size.kv_heads * (1 if size.packed else size.batch)
-    cohort = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
-    if spec.deterministic:  # so that few programs wait for one another's sums; a power of two, as the heads mostly are
-        cohort = max(cohort, 1 << (processors // tiles).bit_length())
-    rising = max(0, lines // cohort - 1) * cohort if spec.deterministic else 0
-    sums = Launch(
-        backward_wide_kernel if wide else backward_kernel,
-        min(tiles * lines, processors),
-        (
-            descriptor(q, plan.BLOCK_M, block_d), descriptor(k, 64, block_d), descriptor(v, 64, block_dv),
-            descriptor(dout, plan.BLOCK_M, block_dv),
-            *(TensorDescriptor(x, x.shape, x.stride(), [1, plan.BLOCK_M], PLAIN) for x in (space.lse2, space.delta)),
-            space.sums,
-            TensorDescriptor(space.sums, space.sums.shape, (256, 1), [plan.BLOCK_M * block_d // 512, 256], PLAIN),
-            # of gradients in float32 the descriptors are not used, and say no more than the shapes of tiles
-            descriptor(k if spec.partial else dk, 64, block_d // 2 if wide else block_d),
-            descriptor(v if spec.partial else dv, 64, block_dv // 2 if wide else block_dv),
-            full(dk, spec), full(dv, spec), flag, space.semaphores, *packing,
-            spec.before, spec.after, unit * LOG2E.value, rate, space.tokens, rising,
-            space.counts, tiles * lines, lines, tiles, size.kv_heads, size.batch, cohort,
-            device_terms(request, GPU, (plan.BLOCK_M, plan.BLOCK_N), by_key=True),
-        ),
-        mask | {"SCORE_MOD": score["SCORE_MOD"], "PLAN": plan, "num_warps": 4, "launch_pdl": not INTERPRETED},
-    )  # fmt: skip
-
-    finish = Launch(
-        finish_kernel,
-        2 * size.programs(size.n_q, size.heads, PAD.value),
-        (space.sums, view(dq), flag, *packing, rate, space.tokens, pads, size.heads, size.batch),
-        dims | overlap | {"num_warps": 8},
+def backward_config(request: Request, size: Problem, fold_scale: bool) -> BackwardConfig:
+    block_d, block_dv = block_dims(size)
+    has_terms, deterministic = not request.is_plain, request.spec.deterministic
+    tile = backward_tile(block_d, plain=not has_terms)
+    return BackwardConfig(
+        block_d,
+        block_dv,
+        tile.block_m,
+        tile.block_n,
+        GROUP=size.heads // size.kv_heads,
+        DETERMINISTIC=deterministic,
+        DQ_BY_TMA=tile.dq_by_tma or (deterministic and block_d <= 128),
+        HAS_TERMS=has_terms,
+        FOLD_SCALE=fold_scale,
+        SCORES_FIRST=has_terms and block_d > 64,
     )
-    if not masked:
-        return [prepare, sums, finish]
-
-    plain = careful(size, ROWS, block_d, block_dv)
-    q_total = size.programs(size.n_q, size.heads, ROWS)
-    k_total = size.programs(size.n_k, size.kv_heads, ROWS)
-    repair = Launch(
-        repair_backward_kernel,
-        min(max(q_total, k_total), processors),
-        (
-            BackwardTensors(
-                view(q), view(k), view(v), view(dout), statistics[0], statistics[1], view(dq), view(dk), view(dv), flag
-            ), *packing,
-            spec.before, spec.after, spec.scale, spec.scale, q_total, k_total, size.tiles(size.n_q, ROWS),
-            size.tiles(size.n_k, ROWS), size.heads, size.kv_heads, size.batch,
-            device_terms(request, GPU, (ROWS, STEP)), device_terms(request, GPU, (STEP, ROWS), by_key=True),
-        ),
-        mask | {
-            "SCORE_MOD": slope_mod(request, GPU), "EACH": False, "QUERIES": ROWS, "KEYS": ROWS, "QUERY": plain,
-            "KEY": plain, "VALUE": None,
-            "num_warps": 8, "launch_pdl": not INTERPRETED,
-        },
-    )  # fmt: skip
-    return [prepare, sums, finish, repair]
 
 
-def copies(request: Request, processors: int) -> int:
-    """Into how many parts the query heads of a KV head are best divided, each with a copy of it. A program owns a tile
-    of keys of a KV head: of few keys and KV heads there are fewer programs than processors, or, of a triangle, the
-    longest are still at work when the others are done. Only where the gradients are float32: the parts are then added
-    without a rounding in between."""
+def tile_schedule(size: Problem, spec: Spec, block_n: int, processors: int) -> tuple[int, int, int, int]:
+    """Tiles per (batch, head) row, rows, rows that are scheduled together, and rows in ascending order."""
+    tiles_per_row = size.tiles(size.n_k, block_n)
+    rows = size.kv_heads * (1 if size.packed else size.batch)
+    rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
+    if not spec.deterministic:
+        return tiles_per_row, rows, rows_in_l2, 0
+    # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
+    rows_in_l2 = max(rows_in_l2, 1 << (processors // tiles_per_row).bit_length())
+    return tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2
+
+
+def main_launch(call: Backward, score: dict[str, Any], unit: float, scale: float, processors: int) -> Launch:
+    """`score`, `unit`, `scale`: as `folded` returns them."""
+    request, bwd_inputs, (_, dk, dv), space, size = call
+    q, k, v, spec = request[:4]
+    config = backward_config(request, size, score["FOLD"])
+    if config.HAS_TERMS and not config.FOLD_SCALE:
+        unit = 1.0  # the scores have been multiplied
+    tiles_per_row, rows, rows_in_l2, ascending_rows = tile_schedule(size, spec, config.BLOCK_N, processors)
+    parts = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
+    statistics = (
+        TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
+    )
+    dq_box = [config.BLOCK_M * config.D // 512, 256]
+    args = (
+        *(descriptor(q, config.BLOCK_M, config.D), descriptor(k, 64, config.D), descriptor(v, 64, config.DV)),
+        descriptor(bwd_inputs.dout, config.BLOCK_M, config.DV),
+        *statistics,
+        *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
+        # with float32 gradients only the box shapes of these two are used
+        descriptor(k if spec.partial else dk, 64, config.D // parts),
+        descriptor(v if spec.partial else dv, 64, config.DV // parts),
+        *(float32_output(dk, spec), float32_output(dv, spec), call.flag, space.semaphores, *call.lengths),
+        *(spec.before, spec.after, unit * LOG2E.value, scale, space.padded_tokens, ascending_rows, space.counters),
+        *(tiles_per_row * rows, rows, tiles_per_row, size.kv_heads, size.batch, rows_in_l2),
+        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
+    )
+    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
+    options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}
+    return Launch(backward_kernel, min(tiles_per_row * rows, processors), args, options)
+
+
+def postprocess_launch(call: Backward, scale: float) -> Launch:
+    size, tokens = call.size, call.space.padded_tokens
+    tensors = call.space.dq_acc, view(call.grads[0]), call.flag
+    args = tensors, *call.lengths, scale, tokens, tokens // PAD.value, size.heads, size.batch
+    config = PostprocessConfig(size.d, block_dims(size)[0], not INTERPRETED)
+    options = {"CONFIG": config, "num_warps": 8, "launch_pdl": not INTERPRETED}
+    programs = 2 * size.programs(size.n_q, size.heads, PAD.value)
+    return Launch(postprocess_kernel, programs, args, options)
+
+
+def repair_launch(call: Backward, processors: int) -> Launch:
+    request, bwd_inputs, grads, _, size = call
+    q, k, v, spec = request[:4]
+    rows = REPAIR_ROWS
+    plan = repair_plan(size, rows, *block_dims(size))
+    q_total = size.programs(size.n_q, size.heads, rows)
+    k_total = size.programs(size.n_k, size.kv_heads, rows)
+    lse2, delta = call.statistics
+    views = view(grads[0]), view(grads[1]), view(grads[2])
+    args = (
+        BackwardTensors(view(q), view(k), view(v), view(bwd_inputs.dout), lse2, delta, *views, call.flag),
+        *(*call.lengths, spec.before, spec.after, spec.scale, spec.scale, q_total, k_total),
+        *(size.tiles(size.n_q, rows), size.tiles(size.n_k, rows), size.heads, size.kv_heads, size.batch),
+        device_terms(request, GPU, (rows, STEP)),
+        device_terms(request, GPU, (STEP, rows), by_key=True),
+    )
+    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": slope_mod(request, GPU), "EACH": False}
+    options |= {"QUERIES": rows, "KEYS": rows, "QUERY": plan, "KEY": plan, "VALUE": None}
+    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED}
+    return Launch(repair_backward_kernel, min(max(q_total, k_total), processors), args, options)
+
+
+def kv_head_repeats(request: Request, processors: int) -> int:
+    """How often each KV head is best repeated, each copy for a part of its query heads. A program owns a tile of keys
+    of a KV head: with few keys and KV heads there are fewer programs than processors, and under a causal mask the
+    longest still run when the others are done. Only if the gradients are float32: they are added without rounding."""
     spec, size = request.spec, problem(request)
     if not spec.partial or size.heads == size.kv_heads:
         return 1
-    return _copies(size, spec.before, spec.after, request.is_plain, processors)
+    return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, processors)
 
 
 @cache
-def _copies(size: Problem, before: int | None, after: int | None, plain: bool, processors: int) -> int:
+def _kv_head_repeats(size: Problem, before: int | None, after: int | None, plain: bool, processors: int) -> int:
     row = backward_tile(block_dims(size)[0], plain=plain)
     group = size.heads // size.kv_heads
     programs = size.programs(size.n_k, size.kv_heads, row.block_n)
@@ -199,16 +253,16 @@ def _copies(size: Problem, before: int | None, after: int | None, plain: bool, p
         queries = min(queries, before + after + row.block_n)
 
     def time(n: int) -> float:
-        """In queries that a program sees; estimated, not measured. Four more launches are worth three copies."""
+        """Estimated, in queries that a program visits. Four more launches cost as much as three tiles."""
         share = n * programs / processors
         rounds = max(1.0, (share + 1) / 2) if triangle else ceil(share)
-        return rounds * queries * group / n + COPY * (3 + share) * (n > 1)
+        return rounds * queries * group / n + TILE_OVERHEAD * (3 + share) * (n > 1)
 
     return min((n for n in (1 << e for e in range(group.bit_length())) if group % n == 0), key=time)
 
 
-def spread(request: Request, n: int) -> Request:
-    """The same call with n copies of each KV head, one after the other."""
+def repeat_kv_heads(request: Request, n: int) -> Request:
+    """The same call with each KV head repeated n times."""
     if n == 1:
         return request
     k, v = (x.unsqueeze(-2).expand(*x.shape[:-1], n, -1).flatten(-3, -2) for x in request[1:3])
@@ -218,14 +272,14 @@ def spread(request: Request, n: int) -> Request:
 def backward(request: Request, bwd_inputs: BackwardInputs) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
     """A runner (see `backends.protocol`). Tensors: `request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
     spec, device = request.spec, request.q.device
-    n = copies(request, target_of(device).processors)
+    n = kv_head_repeats(request, target_of(device).processors)
     if n == 1:
         return KernelCall(build_backward(spec), (*request.tensors(), *bwd_inputs), device)
-    split = KernelCall(build_backward(spec), (*spread(request, n).tensors(), *bwd_inputs), device)
+    split = KernelCall(build_backward(spec), (*repeat_kv_heads(request, n).tensors(), *bwd_inputs), device)
 
     def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        copied = spread(Request.of(spec, tensors[:-4]), n).tensors()
-        dq, dk, dv = split((*copied, *tensors[-4:]))
+        repeated = repeat_kv_heads(Request.of(spec, tensors[:-4]), n).tensors()
+        dq, dk, dv = split((*repeated, *tensors[-4:]))
         return dq, *(x.unflatten(-2, (-1, n)).sum(-2) for x in (dk, dv))
 
     return run
@@ -247,7 +301,7 @@ def named_launches(
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
-    space = new_space(memory, problem(request))
+    space = new_workspace(memory, problem(request))
     passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.processors)]
     names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)

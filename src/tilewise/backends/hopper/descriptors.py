@@ -1,4 +1,4 @@
-"""What TMA needs to know of a tensor."""
+"""TMA descriptors of tensors."""
 
 from functools import cache
 
@@ -8,43 +8,46 @@ from torch import Tensor
 from ...request import Spec
 from ..common.shapes import view
 from .gluon_compat import TensorDescriptor, gl
-from .pipeline import FAR, Full
+from .pipeline import TMA_EXTENT, Float32Output
 from .tiles import widths
 
 
-def both(x: Tensor, rows: int, in_a_row: bool = False) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """The descriptors of one or two parts of the columns; `in_a_row`: of a cache's tokens."""
-    make = lined_up if in_a_row else descriptor
+def column_descriptors(
+    x: Tensor, rows: int, is_cache: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
+    make = packed_descriptor if is_cache else descriptor
     first, *rest = (make(x, rows, width) for width in widths(x.shape[-1]))
     return first, rest[0] if rest else None
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """What TMA needs to know of a (batch, token, head, dim) or packed (token, head, dim) tensor; see pipeline.at."""
+    """The descriptor of a (batch, token, head, dim) or packed (token, head, dim) tensor; see
+    `pipeline.tma_coordinates`."""
     if x.dim() == 3:
-        return lined_up(x, rows, width)
+        return packed_descriptor(x, rows, width)
     batch, token, head, one = x.stride()
     b, t, h, d = x.shape
     box = (1, 1, rows, width)
     return TensorDescriptor(x, [b, h, t, d], [batch, head, token, one], list(box), layout(box, x.dtype))
 
 
-def lined_up(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Of tokens in a row, as packed ones are, and those of a cache, whose pages are whole numbers of tokens apart."""
+def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """The descriptor of packed sequences, or of a KV cache whose pages are whole numbers of tokens apart."""
     *_, token, head, one = x.stride()
     *_, heads, dim = x.shape
-    far = FAR.value
-    shape = [2 * far - 1, 2 * far - 1, heads, far, dim]
+    extent = TMA_EXTENT.value
+    shape = [2 * extent - 1, 2 * extent - 1, heads, extent, dim]
     box = (1, 1, 1, rows, width)
     return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
 
 
-def full(x: Tensor, spec: Spec) -> Full:
-    """Where results go in float32, if they do."""
+def float32_output(x: Tensor, spec: Spec) -> Float32Output:
+    """Where the kernel stores float32 results; absent unless the call is partial."""
     if not spec.partial:
-        return Full()
+        return Float32Output()
     strides = view(x).strides
-    return Full(x, strides[:3], x.shape[-1])
+    return Float32Output(x, strides[:3], x.shape[-1])
 
 
 @cache

@@ -1,101 +1,112 @@
-"""What a warpgroup of the Hopper forward does to the tiles in its registers: scores, weights, output. And the plan.
+"""Online softmax of the Hopper forward on the tiles in a warpgroup's registers, the epilogue, and the config.
 
-A tile of S or P is 64 queries by BLOCK_N keys, one of O 64 by a power of two, where wgmma leaves and wants them: the
-values of a row meet other threads' only in its maximum and its sum.
+A tile of S or P is 64 queries by BLOCK_N keys, one of O 64 by a power of two, in wgmma's register layouts: threads
+exchange values of a row only for its maximum and its sum.
 """
 
 from typing import NamedTuple
 
 from ..common.device.score import scores
-from ..common.device.softmax import exponent, rescale_exponent
-from ..common.device.structs import LOG2E, Pairs
-from .gluon_compat import gl, gluon, here, hide_from, hide_until, narrow, warpgroup_mma, warpgroup_mma_wait
-from .pipeline import matrix, unless_hidden
+from ..common.device.softmax import exponent, rescale_exponent, row_maximum
+from ..common.device.structs import LN2, LOG2E, Pairs
+from ..common.device.tile_io import row_pointers
+from .gluon_compat import (
+    downcast,
+    fence_async_shared,
+    gl,
+    gluon,
+    keep_columns,
+    opaque,
+    tma,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .pipeline import Tokens, apply_mask_mod, stage_tile, store_float32, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 
 
-class Plan(NamedTuple):
-    """What is known at compile time. WIDTHS: how the columns of V and O are cut into powers of two, 128 and 64 for 192.
-    BLOCK_DV: the power of two that holds them all.
+class ForwardConfig(NamedTuple):
+    """The compile-time config of the forward. HEAD_PARTS: the columns of V and O as powers of two, 128 and 64 for 192.
+    BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
     """
 
     BLOCK_DV: int
-    WIDTHS: tuple[int, ...]
+    HEAD_PARTS: tuple[int, ...]
     BLOCK_N: int
-    GROUP: int
+    GROUP: int  # query heads per KV head
     WARPGROUPS: int
     STAGES: int
-    FOLD: bool
-    PARTS: int  # O leaves in so many parts, one after the other through the same shared memory
-    TURNS: bool  # the warpgroups ask for their products one after the other
-    LAZY: bool  # a warp none of whose rows has a new maximum leaves O as it is
-    PAGE: int | None = None  # tokens of a page, where K and V are a cache of pages
-    BOXES: int = 1  # in which a tile of keys comes, each from one page
-    AHEAD: int = 1  # boxes whose pages are asked for together
-    FEW: int = 0  # queries of a sequence that is not computed here
+    FOLD_SCALE: bool
+    O_STORES: int  # TMA stores of a tile of O, one after the other through the same shared memory
+    PING_PONG: bool  # the warpgroups issue their products one after the other
+    LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
+    PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
+    BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
+    PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
+    MAX_DECODE_QUERIES: int = 0  # sequences with at most so many queries are left to the decode kernels
 
 
 @gluon.jit
-def product(q, wg, k, use, PLAN: gl.constexpr):
-    """S = Q K^T, on its way, in as many products as their columns have parts."""
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+def issue_qk(q, wg, k, use, CONFIG: gl.constexpr):
+    """Issues S = Q K^T, one wgmma for each column part."""
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    q_tile = matrix(q.parts[0], wg, PLAN.WARPGROUPS)
-    k_tile = matrix(k.parts[0], use, PLAN.STAGES)
+    q_tile = stage_tile(q.parts[0], wg, CONFIG.WARPGROUPS)
+    k_tile = stage_tile(k.parts[0], use, CONFIG.STAGES)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     if len(q.parts) == 2:
-        q_tile = matrix(q.parts[1], wg, PLAN.WARPGROUPS)
-        k_tile = matrix(k.parts[1], use, PLAN.STAGES)
+        q_tile = stage_tile(q.parts[1], wg, CONFIG.WARPGROUPS)
+        k_tile = stage_tile(k.parts[1], use, CONFIG.STAGES)
         s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def score(
-    s, w, span, first, start, picky, before, after, scale, terms,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """What the softmax exponentiates: the scores of the keys from `start` on, -inf where a query does not see a key.
-    The mask mod is asked of blocks that are `picky`."""
-    BLOCK_N: gl.constexpr = PLAN.BLOCK_N
+def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
+    """The scores of the queries of `tile` (work, first query, span of keys) and the keys from `start` on, with all
+    terms; -inf where a pair is masked."""
+    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    w, first, span = tile
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    s = scores(s, Pairs(w, w.h, i, j), scale, terms, SCORE_MOD, PLAN.FOLD)
-    if MASK_MOD is not None:
-        s = unless_hidden(s, picky, i, j, w, w.h, terms, MASK_MOD)
+    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
+    if params.MASK_MOD is not None:
+        s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
-        last = here(row) + (first + w.n_k - w.n_q - start)
-        end = last * 0 + (w.n_k - start)
-        s = hide_from(s, end if after is None else gl.minimum(last + after + 1, end))
-        if before is not None:
-            s = hide_until(s, last - before)
+        diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
+        end = diagonal * 0 + (w.n_k - start)  # in the layout of `diagonal`, see docs/gotchas.md
+        s = keep_columns(s, "lt", end if params.after is None else gl.minimum(diagonal + params.after + 1, end))
+        if params.before is not None:
+            s = keep_columns(s, "ge", diagonal - params.before)
     return s
 
 
 @gluon.jit
 def row_max(s):
-    """The largest score of each row; of two halves first, so that no maximum waits for all those before it."""
-    left, right = halves(s)
+    """The maximum of each row: of the two halves element by element first, which shortens the chain of dependent
+    instructions."""
+    left, right = split_columns(s)
     return gl.convert_layout(gl.max(gl.maximum(left, right), 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def origin(m):
-    """What the scores of a row are measured from: its maximum, if it has seen any key."""
-    return gl.where(m == float("-inf"), 0.0, m)
+def finite_max(m_i):
+    """m_i, or 0 for rows that have seen no key."""
+    return gl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @gluon.jit
-def weights(s, pivot, unit, terms):
-    return gl.exp2(exponent(s, by_row(pivot, s), unit, terms.large_scores))
+def softmax_p(s, pivot, unit, terms):
+    return gl.exp2(exponent(s, broadcast_rows(pivot, s), unit, terms.large_scores))
 
 
 @gluon.jit
 def lane_sums(p):
     """[M, N] -> [M, 4], the sum of the columns that each of a row's four lanes holds: bits 1 and 2 of a column tell the
-    lane, the others the register. The lanes' sums meet once, at the end of the tile.
+    lane, the others the register. The four are added once, in the epilogue.
     """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
@@ -103,31 +114,34 @@ def lane_sums(p):
 
 
 @gluon.jit
-def with_sink(m, total, sink, terms):
-    """The factor of what was summed so far, the new maximum and the new total."""
-    m_new = gl.maximum(m, sink)
+def add_sink(m_i, l_i, sink, terms):
+    """The factor of acc, the new m_i and the new l_i with a sink in the denominator."""
+    m_new = gl.maximum(m_i, sink)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
-    lanes: gl.constexpr = total.type.layout
-    factor = gl.convert_layout(gl.exp2(rescale_exponent(m, pivot, LOG2E, terms.large_scores)), lanes)
-    weight = gl.exp2(rescale_exponent(sink, pivot, LOG2E, terms.large_scores))
-    return factor, m_new, total * factor + gl.convert_layout(weight, lanes)
+    lanes: gl.constexpr = l_i.type.layout
+    alpha = gl.convert_layout(gl.exp2(rescale_exponent(m_i, pivot, LOG2E, terms.large_scores)), lanes)
+    return (
+        alpha,
+        m_new,
+        l_i * alpha + gl.convert_layout(gl.exp2(rescale_exponent(sink, pivot, LOG2E, terms.large_scores)), lanes),
+    )
 
 
 @gluon.jit
-def rescale(acc, factor, LAZY: gl.constexpr):
-    """acc * factor. LAZY: skipped by a warp all of whose factors are 1, as most are in the blocks of a long row."""
+def rescale(acc, alpha, LAZY: gl.constexpr):
+    """acc * alpha. LAZY: skipped by a warp all of whose factors are 1, as most are in the blocks of a long row."""
     if len(acc) == 1:
-        return (rescale_part(acc[0], factor, LAZY),)
+        return (rescale_part(acc[0], alpha, LAZY),)
     else:
-        return rescale_part(acc[0], factor, LAZY), rescale_part(acc[1], factor, LAZY)
+        return rescale_part(acc[0], alpha, LAZY), rescale_part(acc[1], alpha, LAZY)
 
 
 @gluon.jit
-def rescale_part(acc, factor, LAZY: gl.constexpr):
+def rescale_part(acc, alpha, LAZY: gl.constexpr):
     if LAZY:
-        return gl.map_elementwise(rescale_lane, acc, by_row(factor, acc), pack=4)[0]
+        return gl.map_elementwise(rescale_lane, acc, broadcast_rows(alpha, acc), pack=4)[0]
     else:
-        return acc * by_row(factor, acc)
+        return acc * broadcast_rows(alpha, acc)
 
 
 @gluon.jit
@@ -142,19 +156,19 @@ def rescale_lane(a, b, c, d, x, x_, y, y_):
 
 
 @gluon.jit
-def by_row(x, tile):
-    """x[r] beside tile[r, :]."""
+def broadcast_rows(x, tile):
+    """x[r] as a column in the layout of `tile`."""
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def operands(left, right, DTYPE: gl.constexpr, PLAN: gl.constexpr):
-    """P as left operands of P V, for each part of V's columns those of its upper and of its lower rows: the registers
-    of S, narrowed, are where wgmma wants them.
+def p_operands(left, right, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+    """P as left operands of P V, for each column part of V those of its upper and of its lower rows: the registers of
+    S, rounded to DTYPE, are where wgmma reads them.
     """
-    left = narrow(left, DTYPE)
-    right = narrow(right, DTYPE)
-    WIDTHS: gl.constexpr = PLAN.WIDTHS
+    left = downcast(left, DTYPE)
+    right = downcast(right, DTYPE)
+    WIDTHS: gl.constexpr = CONFIG.HEAD_PARTS
     if len(WIDTHS) == 1:
         return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
     else:
@@ -163,47 +177,47 @@ def operands(left, right, DTYPE: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def operand(p, WIDTH: gl.constexpr):
-    return gl.convert_layout(p, gl.DotOperandLayout(0, o_layout(WIDTH), 2), assert_trivial=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(WIDTH), 2), assert_trivial=True)
 
 
 @gluon.constexpr_function
-def o_layout(WIDTH):
+def acc_layout(WIDTH):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
 
 
 @gluon.jit
-def nothing(PLAN: gl.constexpr):
-    if len(PLAN.WIDTHS) == 1:
-        return (nothing_part(PLAN.WIDTHS[0]),)
+def zero_acc(CONFIG: gl.constexpr):
+    if len(CONFIG.HEAD_PARTS) == 1:
+        return (zero_part(CONFIG.HEAD_PARTS[0]),)
     else:
-        return nothing_part(PLAN.WIDTHS[0]), nothing_part(PLAN.WIDTHS[1])
+        return zero_part(CONFIG.HEAD_PARTS[0]), zero_part(CONFIG.HEAD_PARTS[1])
 
 
 @gluon.jit
-def nothing_part(WIDTH: gl.constexpr):
-    return gl.zeros([ROWS, WIDTH], gl.float32, o_layout(WIDTH))
+def zero_part(WIDTH: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH))
 
 
 @gluon.jit
-def weigh(p, v, use, acc, PLAN: gl.constexpr):
-    """acc + P V, on its way, in two products for each part."""
-    left = weigh_part(p[0], p[1], matrix(v.parts[0], use, PLAN.STAGES), acc[0], PLAN)
+def issue_pv(p, v, use, acc, CONFIG: gl.constexpr):
+    """Issues acc + P V, two wgmmas for each column part."""
+    left = issue_pv_part(p[0], p[1], stage_tile(v.parts[0], use, CONFIG.STAGES), acc[0], CONFIG)
     if len(v.parts) == 1:
         return (left,)
     else:
-        return left, weigh_part(p[2], p[3], matrix(v.parts[1], use, PLAN.STAGES), acc[1], PLAN)
+        return left, issue_pv_part(p[2], p[3], stage_tile(v.parts[1], use, CONFIG.STAGES), acc[1], CONFIG)
 
 
 @gluon.jit
-def weigh_part(left, right, v_tile, acc, PLAN: gl.constexpr):
-    HALF: gl.constexpr = PLAN.BLOCK_N // 2
+def issue_pv_part(left, right, v_tile, acc, CONFIG: gl.constexpr):
+    HALF: gl.constexpr = CONFIG.BLOCK_N // 2
     acc = warpgroup_mma(left, v_tile.slice(0, HALF, dim=0), acc, is_async=True)
     return warpgroup_mma(right, v_tile.slice(HALF, HALF, dim=0), acc, is_async=True)
 
 
 @gluon.jit
-def settled(acc, p):
-    """acc, once it is there; p stays where it is until then."""
+def wait_pv(acc, p):
+    """acc, once its wgmmas are done; p stays in its registers until then."""
     if len(acc) == 1:
         left, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], p[0], p[1]))
         return (left,)
@@ -213,9 +227,74 @@ def settled(acc, p):
 
 
 @gluon.jit
-def halves(acc):
-    """The left and the right columns, in the registers where they are."""
+def split_columns(acc):
+    """The left and the right half of the columns, in the registers where they are."""
     WIDTH: gl.constexpr = acc.shape[1] // 2
     left, right = gl.split(acc.reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)))
-    left = gl.convert_layout(left, o_layout(WIDTH), assert_trivial=True)
-    return left, gl.convert_layout(right, o_layout(WIDTH), assert_trivial=True)
+    left = gl.convert_layout(left, acc_layout(WIDTH), assert_trivial=True)
+    return left, gl.convert_layout(right, acc_layout(WIDTH), assert_trivial=True)
+
+
+@gluon.jit
+def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
+    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets the flag where acc is NaN and l_i is not.
+    `state`: acc, m_i, l_i."""
+    acc, m_i, l_i = state
+    terms = params.terms
+    total = gl.sum(l_i, 1)
+    alpha = 1.0
+    if terms.sinks.ptr is not None:
+        sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
+        alpha, m_i, total = add_sink(m_i, total, row_maximum(sink, LOG2E, terms.large_scores), terms)
+    divisor = gl.where(total == 0.0, 1.0, total)
+    tokens = Tokens(w.b, w.h, w.q0, w.n_q)
+    WIDTH: gl.constexpr = CONFIG.BLOCK_DV // CONFIG.O_STORES
+    if outputs.o_float32.ptr is not None:
+        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, 0)
+        if len(acc) == 2:
+            more = store_to_global(acc[1], alpha / divisor, outputs.o_float32, tokens, first, CONFIG.HEAD_PARTS[0])
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
+    else:
+        if CONFIG.O_STORES == 2 and len(acc) == 1:
+            acc = split_columns(acc[0])
+        tma.store_wait(0)  # the last tile has left this memory
+        sums = store_to_shared(acc[0], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), 0)
+        if CONFIG.O_STORES == 2:
+            fence_async_shared()
+            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first), o_tile)
+            tma.store_wait(0)
+        if len(acc) == 2:
+            COLUMN: gl.constexpr = 0 if CONFIG.O_STORES == 2 else CONFIG.HEAD_PARTS[0]
+            more = store_to_shared(acc[1], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), COLUMN)
+            sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
+        fence_async_shared()
+        tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, WIDTH * (CONFIG.O_STORES - 1)), o_tile)
+    if outputs.flag is not None:
+        denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
+        bad = (sums != sums) & (denominator == denominator)
+        gl.store(outputs.flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
+    i = first + gl.arange(0, ROWS, m_i.type.layout)
+    divisor = gl.convert_layout(divisor, m_i.type.layout)
+    log = gl.log2(divisor)
+    log += (divisor * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
+    has_keys = gl.convert_layout(total, m_i.type.layout) != 0.0
+    log = (m_i + log) * LN2 if terms.large_scores is None else m_i + log * LN2
+    PACKED: gl.constexpr = params.cu_q is not None
+    rows = row_pointers(outputs.lse, params.n_q, params.heads, w.b, w.h, w.q0, i, PACKED)
+    gl.store(rows, gl.where(has_keys, log, float("-inf")), mask=i < w.n_q)
+
+
+@gluon.jit
+def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
+    """Stores O = factor * acc to its columns of the tile in shared memory. Returns the lanes' sums of it."""
+    out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    o_tile.slice(COLUMN, acc.shape[1], dim=1).store(out.to(o_tile.dtype))
+    return lane_sums(out)
+
+
+@gluon.jit
+def store_to_global(acc, factor, o_float32, tokens, first, COLUMN: gl.constexpr):
+    """The same to global memory, in float32."""
+    out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    store_float32(o_float32, out, tokens, first, COLUMN)
+    return lane_sums(out)

@@ -9,69 +9,74 @@ from ...kv_request import KvCall, KvRequest, PlannedTile
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from ..common.shapes import Problem
-from .descriptors import both
-from .launches import State, config_of, forward_launch, new_state
-from .pipeline import Cached
-from .support import MANY_QUERIES
+from .descriptors import column_descriptors
+from .launches import State, forward_config, forward_launch, new_state
+from .pipeline import KvCache
+from .support import MIN_PREFILL_QUERIES
 
-FEW = MANY_QUERIES - 1
+MAX_DECODE_QUERIES = MIN_PREFILL_QUERIES - 1
 
 
-def of_few(request: KvRequest) -> KvRequest:
-    """A packed request, as the decode kernels see it: they take the sequences with at most FEW queries."""
-    return request._replace(most=min(request.most or FEW, FEW))
+def decode_request(request: KvRequest) -> KvRequest:
+    """A packed request for the decode kernels, which compute the sequences with at most MAX_DECODE_QUERIES queries."""
+    return request._replace(most=min(request.most or MAX_DECODE_QUERIES, MAX_DECODE_QUERIES))
 
 
 def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:
-    """The tile scheduler hands out tiles of many queries one by one, so only packed requests have a schedule."""
-    return (0, 0) if request.call.cu_q is None else decode.schedule_sizes(of_few(request), target)
+    """Only packed requests have a schedule: the tile scheduler of the forward needs none."""
+    return (0, 0) if request.call.cu_q is None else decode.schedule_sizes(decode_request(request), target)
 
 
 def schedule_launch(request: KvRequest, schedule: Tensor, target: Target) -> Launch | None:
     if request.call.cu_q is None:
         return None
-    return decode.schedule_launch(of_few(request), schedule, target, FEW)
+    return decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
-    return [] if request.call.cu_q is None else decode.planned(of_few(request), schedule)
+    return [] if request.call.cu_q is None else decode.planned(decode_request(request), schedule)
 
 
 def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
     request, out, lse = call.request, call.out, call.lse
     assert out is not None
     assert lse is not None
-    many = many_launch(request, out, lse, new_state(memory), target.processors)
+    prefill = prefill_launch(request, out, lse, new_state(memory), target.processors)
     if request.call.cu_q is None:
-        return [many]
-    return [many, *decode.attend_launches(call._replace(request=of_few(request)), target, memory, concurrent=True)]
+        return [prefill]
+    return [
+        prefill,
+        *decode.attend_launches(call._replace(request=decode_request(request)), target, memory, concurrent=True),
+    ]
 
 
-def many_launch(request: KvRequest, out: Tensor, lse: Tensor, zeros: State, processors: int) -> Launch:
+def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, processors: int) -> Launch:
+    """The Hopper forward on a KV cache."""
     call, places = request.call, request.places
     q, k, v, spec = call[:4]
-    cu_q, longest = call.cu_q, places.capacity(k)
-    size = Problem(
-        places.batch, q.shape[-3], longest, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], packed=cu_q is not None
+    cu_q, table = call.cu_q, places.table
+    max_length = places.capacity(k)
+    n_q, heads, d = q.shape[-3:]
+    size = Problem(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
+    config = forward_config(size, spec, False)
+    box = config.BLOCK_N if table is None else math.gcd(k.shape[1], config.BLOCK_N)
+    boxes = config.BLOCK_N // box
+    most = 4 if config.WARPGROUPS == 3 else 8 if config.BLOCK_DV <= 128 else 1  # as the producer has registers
+    config = config._replace(
+        PAGE_SIZE=None if table is None else k.shape[1],
+        BOXES=boxes,
+        PAGE_PREFETCH=boxes if boxes <= most else math.gcd(boxes, most),
+        MAX_DECODE_QUERIES=0 if cu_q is None else MAX_DECODE_QUERIES,
     )
-    made = config_of(size, spec, False)
-    box, page = made.BLOCK_N, None
-    if places.table is not None:
-        page = k.shape[1]
-        box = math.gcd(page, made.BLOCK_N)
-    boxes = made.BLOCK_N // box
-    most = 4 if made.WARPGROUPS == 3 else 8 if made.BLOCK_DV <= 128 else 1  # as the producer has registers
-    ahead = boxes if boxes <= most else math.gcd(boxes, most)
-    made = made._replace(PAGE=page, BOXES=boxes, AHEAD=ahead, FEW=0 if cu_q is None else FEW)
-    cache = Cached(
-        places.lengths, places.cu_new, places.table, places.rows, places.new, longest,
-        0 if places.table is None else places.table.stride(0), k.shape[0], steps(k), steps(v),
-    )  # fmt: skip
-    keys = *both(k, box, in_a_row=True), *both(v, box, in_a_row=True)
-    asked = call._replace(cu_k=cu_q)  # which no packed keys have: the cache says where they are
-    return forward_launch(asked, keys, out, lse, zeros, processors, size, made, cache)
+    cache = KvCache(
+        *(places.lengths, places.cu_new, table, places.rows, places.new, max_length),
+        *(0 if table is None else table.stride(0), k.shape[0], page_stride(k), page_stride(v)),
+    )
+    kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
+    packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
+    return forward_launch(packed, kv, (out, lse), state, processors, size, config, cache)
 
 
-def steps(x: Tensor) -> int:
+def page_stride(x: Tensor) -> int:
     """Tokens from a page, or row, of a cache to the next one."""
     return 0 if x.shape[0] == 1 else x.stride(0) // x.stride(1)

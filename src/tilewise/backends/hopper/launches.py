@@ -18,21 +18,22 @@ from ..common.shapes import Problem, by_group, new_gradients, new_results, padde
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
-from .descriptors import both, descriptor, full
+from .descriptors import column_descriptors, descriptor, float32_output
 from .forward import forward_kernel
-from .forward_tiles import ROWS, Plan
-from .pipeline import Cached, Held
-from .repair_config import STEP, careful
+from .forward_tiles import ROWS, ForwardConfig
+from .pipeline import CachePointers, KvCache
+from .repair_plan import STEP, repair_plan
 from .support import GPU, is_uneven
 
-L2_BYTES = 16 << 20  # of K and V that may be alive at once: a third of an H100's L2, through which Q and O pass too
-OFFLINE_PROCESSORS = 132  # of an H100 and an H200, where no GPU is here to ask
-NO_CACHE = Cached(*Held(), *[0] * 6)
+L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
+OFFLINE_PROCESSORS = 132  # of an H100 and an H200, for offline compilation
+REPAIR_ROWS = 64
+NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
 class State(NamedTuple):
-    """Zeros that the launches leave at zero: the tile scheduler's counter; the flag of the NaN repair pass, and the
-    number of programs that have read it."""
+    """Zeros that the launches leave at zero: the tile scheduler's counter; the flag of the NaN repair pass, followed by
+    the number of programs that have read it."""
 
     counter: Tensor
     flag: Tensor
@@ -60,7 +61,7 @@ def all_forward_launches(request: Request, out: Tensor, lse: Tensor, target: Tar
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
-    """All launches of a forward or backward by name. Nothing runs, and the tensors may be meta tensors."""
+    """All launches of a forward or backward by name. The tensors may be meta tensors."""
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
     if backward:
@@ -75,69 +76,84 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
 def forward_launches(
     request: Request, out: Tensor, lse: Tensor, state: State, processors: int, **overrides: Any
 ) -> list[Launch]:
-    """The forward, and the repair of what a matrix product cannot leave out where some rows do not see some keys."""
+    """The forward and, where some rows do not see some keys, the repair of NaNs that a matrix product lets through.
+    `overrides` replaces fields of the ForwardConfig."""
     request, out, lse = by_group(request, out, lse)
+    size = problem(request)
+    config = forward_config(size, request.spec, request.bias is not None)._replace(**overrides)
+    kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
+    launches = [forward_launch(request, kv, (out, lse), state, processors, size, config)]
+    return [*launches, repair_launch(request, out, lse, state, processors)] if request.is_masked else launches
+
+
+def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, processors: int) -> Launch:
     q, k, v, spec = request[:4]
-    cu_q, cu_k = request.cu_q, request.cu_k
-    size, masked = problem(request), request.is_masked
-    plan = config_of(size, spec, request.bias is not None)._replace(**overrides)
-    keys = *both(k, plan.BLOCK_N), *both(v, plan.BLOCK_N)
-    forward = forward_launch(request, keys, out, lse, state, processors, size, plan)
-    if not masked:
-        return [forward]
-    block_m = 64
-    total = size.programs(size.n_q, size.heads, block_m)
-    repair = Launch(
-        repair_forward_kernel,
-        min(total, processors),
-        (
-            Tensors(view(q), view(k), view(v), view(out), lse, state.flag), cu_q, cu_k, size.n_q, size.n_k,
-            spec.before, spec.after, spec.scale, size.tiles(size.n_q, block_m), size.heads, size.batch, None,
-            device_terms(request, GPU, (block_m, STEP)), total,
-        ),
-        {
-            "SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request),
-            "PLAN": careful(size, block_m, padded(size.d, 64), padded(size.dv, 64)), "EACH": False, "num_warps": 4,
-            "launch_pdl": not INTERPRETED,
-        },
-    )  # fmt: skip
-    return [forward, repair]
+    size = problem(request)
+    total = size.programs(size.n_q, size.heads, REPAIR_ROWS)
+    args = (
+        Tensors(view(q), view(k), view(v), view(out), lse, state.flag),
+        *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
+        *(size.tiles(size.n_q, REPAIR_ROWS), size.heads, size.batch, None),
+        *(device_terms(request, GPU, (REPAIR_ROWS, STEP)), total),
+    )
+    options = {
+        "SCORE_MOD": score_mod(request, GPU),
+        "MASK_MOD": mask_mod(request),
+        "PLAN": repair_plan(size, REPAIR_ROWS, padded(size.d, 64), padded(size.dv, 64)),
+        "EACH": False,
+        "num_warps": 4,
+        "launch_pdl": not INTERPRETED,
+    }
+    return Launch(repair_forward_kernel, min(total, processors), args, options)
 
 
 def forward_launch(
-    request: Request, keys: Any, out: Tensor, lse: Tensor, state: State, processors: int, size: Problem, plan: Plan,
-    cache: Cached = NO_CACHE,
-) -> Launch:  # fmt: skip
-    """`keys`: the descriptors of K and V; of a `cache`, from which nothing is left out that the flag would tell of."""
-    q, spec, cu_q, cu_k = request.q, request.spec, request.cu_q, request.cu_k
-    tiles = size.tiles(size.n_q, ROWS.value * plan.WARPGROUPS)
-    lines = size.heads * (1 if size.packed else size.batch)
-    in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
-    rows = ROWS.value
-    terms = device_terms(request, GPU, (rows * plan.WARPGROUPS, plan.BLOCK_N))
-    return Launch(
-        forward_kernel,
-        min(tiles * lines, processors),
-        (
-            *both(q, rows), *keys,
-            # of results in float32 the descriptor is not used, and says no more than the dtype of the weights
-            descriptor(q if spec.partial else out, rows, plan.BLOCK_DV // plan.PARTS), full(out, spec), lse,
-            state.counter, state.flag if request.is_masked and cache.lengths is None else None, cu_q, cu_k,
-            size.n_q, size.n_k, spec.before, spec.after, spec.scale, tiles * lines, lines, tiles, size.heads,
-            size.batch, max(1, in_l2) * plan.GROUP, terms, Held(*cache[:4]), *cache[4:],
-        ),
-        {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "PLAN": plan, "num_warps": 4},
-    )  # fmt: skip
+    request: Request,
+    kv: Sequence[Any],
+    results: tuple[Tensor, Tensor],
+    state: State,
+    processors: int,
+    size: Problem,
+    config: ForwardConfig,
+    cache: KvCache = NO_CACHE,
+) -> Launch:
+    """`kv`: the TMA descriptors of K and V, two each. `results`: out, lse. With a cache nothing is repaired."""
+    q, spec = request.q, request.spec
+    out, lse = results
+    block_m = ROWS.value * config.WARPGROUPS
+    tiles_per_row = size.tiles(size.n_q, block_m)
+    rows = size.heads * (1 if size.packed else size.batch)
+    rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    args = (
+        *column_descriptors(q, ROWS.value),
+        *kv,
+        # with float32 results only the dtype of this descriptor is used, that of P
+        descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES),
+        *(float32_output(out, spec), lse, state.counter),
+        state.flag if request.is_masked and cache.lengths is None else None,
+        *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
+        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, max(1, rows_in_l2) * config.GROUP),
+        device_terms(request, GPU, (block_m, config.BLOCK_N)),
+        *(CachePointers(*cache[:4]), *cache[4:]),
+    )
+    options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "CONFIG": config, "num_warps": 4}
+    return Launch(forward_kernel, min(tiles_per_row * rows, processors), args, options)
 
 
 @lru_cache(LIMIT)
-def config_of(size: Problem, spec: Spec, biased: bool) -> Plan:
-    worth_is_product = spec.score_mod is None and not biased
-    plain = worth_is_product and spec.mask_mod is None
-    row = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=size.n_k, plain=plain)
-    return Plan(
-        BLOCK_DV=padded(size.dv, 64), WIDTHS=tiles.widths(size.dv),
-        BLOCK_N=row.block_n, GROUP=size.heads // size.kv_heads, WARPGROUPS=row.warpgroups, STAGES=row.stages,
-        FOLD=spec.scale > 0 and worth_is_product,
-        PARTS=row.parts, TURNS=row.turns, LAZY=row.lazy,
-    )  # fmt: skip
+def forward_config(size: Problem, spec: Spec, has_bias: bool) -> ForwardConfig:
+    has_score_terms = spec.score_mod is not None or has_bias
+    plain = not has_score_terms and spec.mask_mod is None
+    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=size.n_k, plain=plain)
+    return ForwardConfig(
+        BLOCK_DV=padded(size.dv, 64),
+        HEAD_PARTS=tiles.widths(size.dv),
+        BLOCK_N=tile.block_n,
+        GROUP=size.heads // size.kv_heads,
+        WARPGROUPS=tile.warpgroups,
+        STAGES=tile.stages,
+        FOLD_SCALE=spec.scale > 0 and not has_score_terms,
+        O_STORES=tile.o_stores,
+        PING_PONG=tile.ping_pong,
+        LAZY_RESCALE=tile.lazy_rescale,
+    )

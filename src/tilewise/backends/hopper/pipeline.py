@@ -1,7 +1,7 @@
-"""How the warps of a program talk: rings of shared-memory tiles, a board with the current work, a queue of all work.
+"""How the warps of a program communicate: TMA pipelines through shared memory, and the persistent tile scheduler.
 
-Every barrier here is an mbarrier that counts arrivals and bytes and flips a phase when both are complete. The n-th use
-of a ring lies in stage n % STAGES, in phase n // STAGES % 2; both sides only count uses.
+Every mbarrier here counts arrivals and bytes and flips its phase when both are complete. Use n of a pipeline lies in
+stage n % STAGES, in phase n // STAGES % 2; producer and consumers only count uses.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,26 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import arrive, copy_in, gl, gluon, mbarrier
+from .gluon_compat import arrive, gl, gluon, mbarrier, tma_load
 
-SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
-FIELDS: gl.constexpr = gl.constexpr(8)
-FAR: gl.constexpr = gl.constexpr(1 << 30)
+TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
+TILE_FIELDS: gl.constexpr = gl.constexpr(8)
+TMA_EXTENT: gl.constexpr = gl.constexpr(1 << 30)  # size of a packed descriptor's token axes
+# Triton compiles a kernel once for all values of these arguments. By default it compiles another one for 1 and for
+# multiples of 16, and always does for integers in a tuple: so they are arguments of their own (docs/gotchas.md).
+ANY_VALUE = {
+    "do_not_specialize": [
+        *("n_q", "n_k", "before", "after", "padded_tokens", "ascending_rows"),
+        *("num_tiles", "rows", "tiles_per_row", "heads", "batch", "rows_in_l2"),
+        *("new_tokens", "max_length", "table_stride", "num_pages", "k_page_stride", "v_page_stride"),
+    ],
+    "do_not_specialize_on_alignment": ["cu_q", "cu_k"],
+}
 
 
-class Ring(NamedTuple):
-    """Tiles on their way from the producer to the consumers: full = has arrived, empty = all consumers are done.
-
-    The columns of a tile come in one or two parts, each a power of two wide: 128 and 64 for a head dim of 192.
+class Pipeline(NamedTuple):
+    """Tiles on their way from the producer to the consumers. `full`: the tile has arrived; `empty`: all consumers have
+    released it. The columns of a tile are one or two parts, each a power of two wide: 128 and 64 for head dim 192.
     """
 
     parts: tuple[gl.shared_memory_descriptor, ...]
@@ -30,28 +39,72 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-class Board(NamedTuple):
-    """Work on its way from the producer to the consumers, a few ints at a time."""
+class TileInfo(NamedTuple):
+    """The coordinates of the current tiles, which the producer writes and the consumers read in shared memory."""
 
     ints: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
 
-class Queue(NamedTuple):
-    """`total` tiles of work: `tiles` per head; the heads in cohorts whose K and V fit into L2 together."""
+class TileScheduler(NamedTuple):
+    """`num_tiles` tiles: `tiles_per_row` for each of `rows` (batch, head) pairs. Programs draw them from `counter`.
+    `rows_in_l2` rows are scheduled together: what they share fits into L2."""
 
     counter: tl.tensor
-    total: tl.tensor
+    num_tiles: tl.tensor
     rows: tl.tensor
-    tiles: tl.tensor
+    tiles_per_row: tl.tensor
     heads: tl.tensor
     batch: tl.tensor
-    cohort: tl.tensor
+    rows_in_l2: tl.tensor
+
+
+class Tokens(NamedTuple):
+    """The tokens of one sequence and head: `n` from token `start` of batch row b."""
+
+    b: tl.tensor
+    h: tl.tensor
+    start: tl.tensor
+    n: tl.tensor
+
+
+class Float32Output(NamedTuple):
+    """Where float32 results are stored, if `ptr` is not None: strides of (batch, token, head), number of columns."""
+
+    ptr: tl.tensor = None
+    strides: tl.tuple = (0, 0, 0)
+    columns: tl.tensor = 0
+
+
+class CachePointers(NamedTuple):
+    """Tensors of a KV cache; `lengths` is None without one. `lengths`: keys of each sequence before new ones; `cu_new`:
+    cumulative numbers of new keys, if they differ; `table`: pages of each sequence; `rows`: rows of a dense cache."""
+
+    lengths: tl.tensor = None
+    cu_new: tl.tensor = None
+    table: tl.tensor = None
+    rows: tl.tensor = None
+
+
+class KvCache(NamedTuple):
+    """A KV cache: its pointers, and integers. `new_tokens` were added to each length, which is at most `max_length`.
+    There are `num_pages` pages (or rows), `k_page_stride` and `v_page_stride` tokens apart."""
+
+    lengths: tl.tensor
+    cu_new: tl.tensor
+    table: tl.tensor
+    rows: tl.tensor
+    new_tokens: tl.tensor
+    max_length: tl.tensor
+    table_stride: tl.tensor
+    num_pages: tl.tensor
+    k_page_stride: tl.tensor
+    v_page_stride: tl.tensor
 
 
 @gluon.jit
-def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_mbarriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(N):
         mbarrier.init(bars.index(n), count=ARRIVALS)
@@ -59,7 +112,8 @@ def barriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def parts(first, rest):
+def column_parts(first, rest):
+    """The descriptors of the one or two column parts of a tensor, as a tuple."""
     if rest is None:
         return (first,)
     else:
@@ -67,51 +121,32 @@ def parts(first, rest):
 
 
 @gluon.jit
-def ring(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BOXES: gl.constexpr = 1):
-    """Tiles of so many boxes of these descriptors, below each other."""
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, CONSUMERS)
+def make_pipeline(x, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BOXES: gl.constexpr = 1):
+    """A pipeline of tiles, each of BOXES boxes of the descriptors x below one another."""
+    full = make_mbarriers(STAGES, 1)
+    empty = make_mbarriers(STAGES, CONSUMERS)
     if len(x) == 1:
-        return Ring((room(x[0], STAGES, BOXES),), full, empty)
+        return Pipeline((allocate_tiles(x[0], STAGES, BOXES),), full, empty)
     else:
-        return Ring((room(x[0], STAGES, BOXES), room(x[1], STAGES, BOXES)), full, empty)
-
-
-class Full(NamedTuple):
-    """Where results go in float32, from the registers they are in, if there is a pointer: the strides of (batch, token,
-    head), and how many columns there are."""
-
-    ptr: tl.tensor = None
-    strides: tl.tuple = (0, 0, 0)
-    columns: tl.tensor = 0
+        return Pipeline((allocate_tiles(x[0], STAGES, BOXES), allocate_tiles(x[1], STAGES, BOXES)), full, empty)
 
 
 @gluon.jit
-def store_full(full, x, b, h, t, n, first, COLUMN: gl.constexpr):
-    """x at the rows `first` and on of the sequence that starts at token t, which has n of them."""
-    i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    c = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    p = full.ptr + tl.cast(b, tl.int64) * full.strides[0] + tl.cast(h, tl.int64) * full.strides[2]
-    p = p + (tl.cast(t, tl.int64) + i.to(tl.int64))[:, None] * full.strides[1] + c[None, :]
-    gl.store(p, x, mask=(i < n)[:, None] & (c < full.columns)[None, :])
-
-
-@gluon.jit
-def room(desc, N: gl.constexpr, BOXES: gl.constexpr = 1):
-    """Shared memory for N tiles."""
-    return gl.allocate_shared_memory(desc.dtype, tall(desc.block_type.shape, N, BOXES), desc.layout)
+def allocate_tiles(desc, N: gl.constexpr, BOXES: gl.constexpr = 1):
+    """Shared memory for N tiles of BOXES boxes of a descriptor each."""
+    return gl.allocate_shared_memory(desc.dtype, stacked_shape(desc.block_type.shape, N, BOXES), desc.layout)
 
 
 @gluon.constexpr_function
-def tall(shape, n, boxes):
+def stacked_shape(shape, n, boxes):
     *outer, rows, columns = shape
     return [n, *outer, rows * boxes, columns]
 
 
 @gluon.jit
-def board(CONSUMERS: gl.constexpr):
-    ints = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Board(ints, barriers(SLOTS, 1), barriers(SLOTS, CONSUMERS))
+def make_tile_info(CONSUMERS: gl.constexpr):
+    ints = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return TileInfo(ints, make_mbarriers(TILE_SLOTS, 1), make_mbarriers(TILE_SLOTS, CONSUMERS))
 
 
 @gluon.jit
@@ -120,229 +155,210 @@ def phase(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def at(desc, b, h, t, n, row, column=0):
-    """Where TMA finds row `row`, from `column` on, of the n rows from token t of batch row b, head h: rows past n read
-    as zero and are not written.
+def tma_coordinates(desc, tokens, row, column=0):
+    """Coordinates of row `row` and column `column` of `tokens`. Rows past the end read as zero and are not written.
 
-    A dense descriptor has the axes (batch, head, token, dim) and ends where the sequence ends. A packed one has (FAR,
-    FAR, head, FAR, dim) with the strides (-token, token, head, token, 1), modulo 2^64 bytes: of the many coordinates of
-    one row, these put the sequence's last row just before the end of the axis.
+    A dense descriptor has the axes (batch, head, token, dim) and ends where the sequence ends. A packed one has
+    (TMA_EXTENT, TMA_EXTENT, head, TMA_EXTENT, dim) with the strides (-token, token, head, token, 1), modulo 2^64 bytes:
+    of the many coordinates of one row, these put the sequence's last row just before the end of the axis.
     """
     if len(desc.block_type.shape) == 4:
-        return [b, h, row, column]
+        return [tokens.b, tokens.h, row, column]
     else:
-        return [FAR, t + n, h, FAR - n + row, column]
+        return [TMA_EXTENT, tokens.start + tokens.n, tokens.h, TMA_EXTENT - tokens.n + row, column]
 
 
 @gluon.jit
-def fill(pipe, n, x, b, h, t, rows, row, STAGES: gl.constexpr):
-    """Use n of a ring: wait until the consumers are done with use n - STAGES, then send for the tile from `row` on."""
+def load_stage(pipe, n, x, tokens, row, STAGES: gl.constexpr):
+    """Producer, use n: waits until the consumers have released use n - STAGES, then loads the tile from `row` on."""
     stage = n % STAGES
     mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
-    send(pipe, stage, x, b, h, t, rows, row)
+    load_tile(pipe, stage, x, tokens, row)
 
 
 @gluon.jit
-def send(pipe, stage, x, b, h, t, rows, row):
-    """Send for the tile from `row` on, all its parts."""
+def load_tile(pipe, stage, x, tokens, row):
+    """Issues the TMA loads of all parts of the tile from `row` on."""
     full = pipe.full.index(stage)
     if len(x) == 1:
         mbarrier.expect(full, x[0].block_type.nbytes)
-        copy_in(x[0], at(x[0], b, h, t, rows, row), full, pipe.parts[0].index(stage))
+        tma_load(x[0], tma_coordinates(x[0], tokens, row), full, pipe.parts[0].index(stage))
     else:
         WIDTH: gl.constexpr = x[0].block_type.shape[-1]
         mbarrier.expect(full, x[0].block_type.nbytes + x[1].block_type.nbytes)
-        copy_in(x[0], at(x[0], b, h, t, rows, row), full, pipe.parts[0].index(stage))
-        copy_in(x[1], at(x[1], b, h, t, rows, row, WIDTH), full, pipe.parts[1].index(stage))
-
-
-class Held(NamedTuple):
-    """Where keys lie that are a KV cache's, which has `lengths`: how many a sequence has, and as many as `cu_new` says;
-    on which pages, by its row of a `table`, or in which of the `rows`."""
-
-    lengths: tl.tensor = None
-    cu_new: tl.tensor = None
-    table: tl.tensor = None
-    rows: tl.tensor = None
-
-
-class Cached(NamedTuple):
-    """The same, with its numbers: `new` keys were added to each length, and no sequence has more than `most`; the next
-    row of the table is `line` further; there are `count` pages, or rows; `step_k` and `step_v` tokens lie from one to
-    the next."""
-
-    lengths: tl.tensor
-    cu_new: tl.tensor
-    table: tl.tensor
-    rows: tl.tensor
-    new: tl.tensor
-    most: tl.tensor
-    line: tl.tensor
-    count: tl.tensor
-    step_k: tl.tensor
-    step_v: tl.tensor
-
-
-@triton.jit
-def length_of(cache, b):
-    n = tl.load(cache.lengths + b)
-    if cache.cu_new is None:
-        n += cache.new
-    else:
-        n += tl.maximum(tl.load(cache.cu_new + b + 1) - tl.load(cache.cu_new + b), 0)
-    return clamp(n, 0, cache.most)
-
-
-@triton.jit
-def row_of(cache, b):
-    """The row of a dense cache."""
-    if cache.rows is None:
-        return b
-    else:
-        return clamp(tl.load(cache.rows + b), 0, cache.count - 1)
+        tma_load(x[0], tma_coordinates(x[0], tokens, row), full, pipe.parts[0].index(stage))
+        tma_load(x[1], tma_coordinates(x[1], tokens, row, WIDTH), full, pipe.parts[1].index(stage))
 
 
 @gluon.jit
-def gather(
-    pipe, n, x, cache, step, b, h, rows, row, STAGES: gl.constexpr, PAGE: gl.constexpr, BOXES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):  # fmt: skip
-    """`fill`, where the tile's rows lie on pages: box by box, none of which leaves its page. A box past the end of the
-    sequence has no page, and is zero."""
+def store_float32(out, x, tokens, first, COLUMN: gl.constexpr):
+    """Stores x at the rows `first` and on of `tokens` and the columns COLUMN and on."""
+    i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    c = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    p = out.ptr + tl.cast(tokens.b, tl.int64) * out.strides[0] + tl.cast(tokens.h, tl.int64) * out.strides[2]
+    p = p + (tl.cast(tokens.start, tl.int64) + i.to(tl.int64))[:, None] * out.strides[1] + c[None, :]
+    gl.store(p, x, mask=(i < tokens.n)[:, None] & (c < out.columns)[None, :])
+
+
+@triton.jit
+def cache_length(cache, b):
+    """The number of keys of sequence b."""
+    n = tl.load(cache.lengths + b)
+    if cache.cu_new is None:
+        n += cache.new_tokens
+    else:
+        n += tl.maximum(tl.load(cache.cu_new + b + 1) - tl.load(cache.cu_new + b), 0)
+    return clamp(n, 0, cache.max_length)
+
+
+@triton.jit
+def cache_row(cache, b):
+    """The row of a dense cache that holds sequence b."""
+    if cache.rows is None:
+        return b
+    else:
+        return clamp(tl.load(cache.rows + b), 0, cache.num_pages - 1)
+
+
+@gluon.jit
+def load_stage_from_pages(pipe, n, x, page_stride, tokens, row, cache, CONFIG: gl.constexpr):
+    """`load_stage` from a paged cache: box by box, each within one page. A box past the end of the sequence has no page
+    and is zero."""
     BOX: gl.constexpr = x[0].block_type.shape[3]
     WIDTH: gl.constexpr = x[0].block_type.shape[4]
-    stage = n % STAGES
+    BOXES: gl.constexpr = CONFIG.BOXES
+    PREFETCH: gl.constexpr = CONFIG.PAGE_PREFETCH
+    stage = n % CONFIG.STAGES
     full = pipe.full.index(stage)
-    pages = cache.table + tl.cast(b, tl.int64) * cache.line
+    pages = cache.table + tl.cast(tokens.b, tl.int64) * cache.table_stride
     found = ()
-    if AHEAD > 1:  # several at once, the first before there is room: they take long, and what waits for them is short
-        found = some_pages(pages, row, rows, 0, BOX, PAGE, AHEAD)
-    mbarrier.wait(pipe.empty.index(stage), phase(n, STAGES) ^ 1)
+    if PREFETCH > 1:  # the first page numbers are loaded before the stage is empty, to hide their latency
+        found = load_page_numbers(pages, row, tokens.n, 0, BOX, CONFIG)
+    mbarrier.wait(pipe.empty.index(stage), phase(n, CONFIG.STAGES) ^ 1)
     if len(x) == 1:
         mbarrier.expect(full, x[0].block_type.nbytes * BOXES)
     else:
         mbarrier.expect(full, (x[0].block_type.nbytes + x[1].block_type.nbytes) * BOXES)
     for i in gl.static_range(BOXES):
         first = row + i * BOX
-        left = clamp(rows - first, 0, BOX)
-        if AHEAD == 1:
-            page = gl.load(pages + first // PAGE, mask=left > 0, other=0)
+        left = clamp(tokens.n - first, 0, BOX)
+        if PREFETCH == 1:
+            page = gl.load(pages + first // CONFIG.PAGE_SIZE, mask=left > 0, other=0)
         else:
-            if i > 0 and i % AHEAD == 0:
-                found = some_pages(pages, row, rows, i, BOX, PAGE, AHEAD)
-            page = found[i % AHEAD]
-        t = clamp(page, 0, cache.count - 1) * step + first % PAGE
-        copy_in(x[0], at(x[0], b, h, t, left, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
+            if i > 0 and i % PREFETCH == 0:
+                found = load_page_numbers(pages, row, tokens.n, i, BOX, CONFIG)
+            page = found[i % PREFETCH]
+        start = clamp(page, 0, cache.num_pages - 1) * page_stride + first % CONFIG.PAGE_SIZE
+        box = Tokens(tokens.b, tokens.h, start, left)
+        tma_load(x[0], tma_coordinates(x[0], box, 0), full, pipe.parts[0].index(stage).slice(i * BOX, BOX, dim=3))
         if len(x) == 2:
             part = pipe.parts[1].index(stage).slice(i * BOX, BOX, dim=3)
-            copy_in(x[1], at(x[1], b, h, t, left, 0, WIDTH), full, part)
+            tma_load(x[1], tma_coordinates(x[1], box, 0, WIDTH), full, part)
 
 
 @gluon.jit
-def some_pages(pages, row, rows, first, BOX: gl.constexpr, PAGE: gl.constexpr, COUNT: gl.constexpr):
-    """Of so many boxes, from number `first` on, the pages; of those past the end of the sequence, none."""
+def load_page_numbers(pages, row, length, first, BOX: gl.constexpr, CONFIG: gl.constexpr):
+    """The pages of PAGE_PREFETCH boxes, from box `first` of the tile at `row` on; 0 past the end of the sequence."""
+    PREFETCH: gl.constexpr = CONFIG.PAGE_PREFETCH
     found = ()
-    for i in gl.static_range(COUNT):
+    for i in gl.static_range(PREFETCH):
         at = row + (first + i) * BOX
-        found = found + (gl.load(pages + at // PAGE, mask=at < rows, other=0),)  # noqa: RUF005
+        found = found + (gl.load(pages + at // CONFIG.PAGE_SIZE, mask=at < length, other=0),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def await_full(pipe, n, STAGES: gl.constexpr, pred=True):
+def wait_full(pipe, n, STAGES: gl.constexpr, pred=True):
     mbarrier.wait(pipe.full.index(n % STAGES), phase(n, STAGES), pred=pred)
 
 
 @gluon.jit
 def release(pipe, n, STAGES: gl.constexpr):
+    """Consumer: use n may be overwritten."""
     arrive(pipe.empty.index(n % STAGES))
 
 
 @gluon.jit
-def matrix(tiles, n, STAGES: gl.constexpr):
-    """Use n of a ring's tiles as (rows, columns)."""
+def stage_tile(tiles, n, STAGES: gl.constexpr):
+    """The tile of use n as (rows, columns)."""
     rank: gl.constexpr = len(tiles.shape)
     return tiles.index(n % STAGES).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
 
 
 @gluon.jit
-def post(board, r, w, PACKED: gl.constexpr):
-    """Tell the consumers the r-th piece of work; first = -1 is the end."""
+def write_tile_info(info, n, w, VARLEN: gl.constexpr):
+    """Producer: hands the n-th tile to the consumers; first = -1 ends them."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    slot = r % SLOTS
-    mbarrier.wait(board.empty.index(slot), phase(r, SLOTS) ^ 1)
-    ints = board.ints
-    ints.index(slot * FIELDS).store(gl.full([1], w.first, gl.int32, one))
-    ints.index(slot * FIELDS + 1).store(gl.full([1], w.b, gl.int32, one))
-    ints.index(slot * FIELDS + 2).store(gl.full([1], w.h, gl.int32, one))
-    if PACKED:
-        ints.index(slot * FIELDS + 3).store(gl.full([1], w.q0, gl.int32, one))
-        ints.index(slot * FIELDS + 4).store(gl.full([1], w.n_q, gl.int32, one))
-        ints.index(slot * FIELDS + 5).store(gl.full([1], w.k0, gl.int32, one))
-        ints.index(slot * FIELDS + 6).store(gl.full([1], w.n_k, gl.int32, one))
-    mbarrier.arrive(board.full.index(slot), count=1)
+    slot = n % TILE_SLOTS
+    mbarrier.wait(info.empty.index(slot), phase(n, TILE_SLOTS) ^ 1)
+    fields = (w.first, w.b, w.h, w.q0, w.n_q, w.k0, w.n_k)
+    for i in gl.static_range(7 if VARLEN else 3):
+        info.ints.index(slot * TILE_FIELDS + i).store(gl.full([1], fields[i], gl.int32, one))
+    mbarrier.arrive(info.full.index(slot), count=1)
 
 
 @gluon.jit
-def read(ints, i):
+def load_int(ints, i):
     """An int from shared memory, as a scalar."""
     return gl.max(ints.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def take(board, r, n_q, n_k, PACKED: gl.constexpr):
-    """The r-th piece of work, as the producer posted it."""
-    mbarrier.wait(board.full.index(r % SLOTS), phase(r, SLOTS))
-    return recall(board, r, n_q, n_k, PACKED)
+def wait_tile_info(info, n, n_q, n_k, VARLEN: gl.constexpr):
+    """Consumer: waits for the n-th tile and returns its Work."""
+    mbarrier.wait(info.full.index(n % TILE_SLOTS), phase(n, TILE_SLOTS))
+    return read_tile_info(info, n, n_q, n_k, VARLEN)
 
 
 @gluon.jit
-def recall(board, r, n_q, n_k, PACKED: gl.constexpr):
-    slot = r % SLOTS
-    first = read(board.ints, slot * FIELDS)
-    b = read(board.ints, slot * FIELDS + 1)
-    h = read(board.ints, slot * FIELDS + 2)
-    if PACKED:
-        q0 = read(board.ints, slot * FIELDS + 3)
-        n_q = read(board.ints, slot * FIELDS + 4)
-        k0 = read(board.ints, slot * FIELDS + 5)
-        n_k = read(board.ints, slot * FIELDS + 6)
+def read_tile_info(info, n, n_q, n_k, VARLEN: gl.constexpr):
+    """The Work of the n-th tile, which has been waited for and not released."""
+    slot = n % TILE_SLOTS
+    first = load_int(info.ints, slot * TILE_FIELDS)
+    b = load_int(info.ints, slot * TILE_FIELDS + 1)
+    h = load_int(info.ints, slot * TILE_FIELDS + 2)
+    if VARLEN:
+        q0 = load_int(info.ints, slot * TILE_FIELDS + 3)
+        n_q = load_int(info.ints, slot * TILE_FIELDS + 4)
+        k0 = load_int(info.ints, slot * TILE_FIELDS + 5)
+        n_k = load_int(info.ints, slot * TILE_FIELDS + 6)
         return Work(b, h, first, q0, n_q, k0, n_k, 0)
     else:
         return Work(b, h, first, 0, n_q, 0, n_k, 0)
 
 
 @gluon.jit
-def hand_back(board, r):
-    mbarrier.arrive(board.empty.index(r % SLOTS), count=1)
+def release_tile_info(info, n):
+    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1)
 
 
 @triton.jit
-def order(ticket, q):
-    """(tile, head of the batch) of the ticket-th piece of work: cohort by cohort, and within one the last tiles, which
-    see the most keys where the band ends with the query, first.
+def tile_and_row(tile_id, scheduler):
+    """(tile, (batch, head) row) of a tile id. Rows come in groups that share L2; within a group the last tiles come
+    first, which see the most keys under a causal mask.
     """
-    leader = ticket // (q.cohort * q.tiles) * q.cohort
-    size = tl.minimum(q.cohort, q.rows - leader)
-    rest = ticket - leader * q.tiles
-    return q.tiles - 1 - rest // size, leader + rest % size
+    first = tile_id // (scheduler.rows_in_l2 * scheduler.tiles_per_row) * scheduler.rows_in_l2
+    size = tl.minimum(scheduler.rows_in_l2, scheduler.rows - first)
+    rest = tile_id - first * scheduler.tiles_per_row
+    return scheduler.tiles_per_row - 1 - rest // size, first + rest % size
 
 
 @gluon.jit
-def next_ticket(queue):
-    """The first ticket of a program is its number; the last one asked for sets the counter back for the next launch."""
-    old = gl.atomic_add(queue.counter, 1, sem="relaxed")
-    if old == queue.total - 1:
-        gl.store(queue.counter, 0)
+def next_tile_id(scheduler):
+    """Draws the next tile id. A program's first one is its program id. The last draw of a launch resets the counter."""
+    old = gl.atomic_add(scheduler.counter, 1, sem="relaxed")
+    if old == scheduler.num_tiles - 1:
+        gl.store(scheduler.counter, 0)
     return old + gl.num_programs(0)
 
 
 @triton.jit
-def blocks(first, w, before, after, lists, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span. Of a
-    block mask's lists, blocks are counted as `walk` does, through the listed tiles; where none is listed, -1 is."""
+def key_blocks(first, w, params, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span. With
+    a block mask, blocks are counted as `loop_range` does, through the listed tiles; block -1 stands for an empty list."""
+    lists = params.terms.blocks
     at = first + w.n_k - w.n_q
-    span = band(at, at + ROWS - 1, w.n_k, before, after, BLOCK)
+    span = band(at, at + ROWS - 1, w.n_k, params.before, params.after, BLOCK)
     lo, hi = loop_range(span, w, w.h, lists, BLOCK)
     if lists.offsets is not None:
         hi = tl.where(lo < hi, hi, 0)
@@ -352,18 +368,18 @@ def blocks(first, w, before, after, lists, ROWS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def keys_of(n, w, lists, BLOCK: tl.constexpr):
+def first_key(n, w, lists, BLOCK: tl.constexpr):
     """The first key of block n, and whether the mask mod may hide some of its pairs."""
-    first, picky = block_at(n * BLOCK, lists, BLOCK, False)
+    first, has_mask_mod = block_at(n * BLOCK, lists, BLOCK, False)
     if lists.offsets is not None:
-        first = tl.where(n < 0, w.n_k, first)  # past the last key, where nobody sees one
-    return first, picky
+        first = tl.where(n < 0, w.n_k, first)  # past the last key: every pair is masked
+    return first, has_mask_mod
 
 
 @gluon.jit
-def unless_hidden(s, picky, i, j, w, h, terms, MASK_MOD: gl.constexpr):
-    """s, but -inf where the mask mod hides key j from query i. It is asked of blocks that are `picky`."""
-    if picky:
-        seen = (i == i) & (j == j) & mask_mod_visible(Pairs(w, h, i, j), terms, MASK_MOD)
-        s = gl.where(seen, s, float("-inf"))
+def apply_mask_mod(s, has_mask_mod, i, j, w, h, params):
+    """s, with -inf where the mask mod hides key j from query i. It is evaluated in blocks with `has_mask_mod`."""
+    if has_mask_mod:
+        visible = (i == i) & (j == j) & mask_mod_visible(Pairs(w, h, i, j), params.terms, params.MASK_MOD)
+        s = gl.where(visible, s, float("-inf"))
     return s

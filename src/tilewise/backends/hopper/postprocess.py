@@ -1,4 +1,6 @@
-"""What comes before and after the Hopper backward: row statistics and zeros; dQ from its sums in register order."""
+"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums."""
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -7,53 +9,77 @@ from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
 from ..common.device.tile_io import store_rows
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
-from ..common.preprocess import RowConfig, RowTensors, store_row_statistics
+from ..common.preprocess import RowTensors, store_row_statistics
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
 
+class PreprocessTensors(NamedTuple):
+    """o, do, lse, dlse (or None); and what is written: lse2, delta, zeros for dq_acc and the counters."""
+
+    o: tl.tuple
+    do: tl.tuple
+    lse: tl.tensor
+    dlse: tl.tensor
+    lse2: tl.tuple
+    delta: tl.tuple
+    dq_acc: tl.tensor
+    counters: tl.tensor
+
+
+class PreprocessConfig(NamedTuple):
+    """NATURAL: lse2 is lse, not times log2(e). OVERLAP: programmatic dependent launch."""
+
+    DV: int
+    BLOCK_M: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    NATURAL: bool
+    OVERLAP: bool
+
+
+class PostprocessConfig(NamedTuple):
+    D: int
+    BLOCK_D: int
+    OVERLAP: bool
+
+
 @triton.jit(**ANY_SIZE)
-def start_kernel(
-    o, do, lse, dlse, lse2, delta, sums, counts, cu_q, cu_k, n_q, n_k, tiles, heads, batch,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, NATURAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """The row statistics of BLOCK_M rows, zeros where their dQ is summed, and zero for four counts per program and the
-    64 after the last."""
-    if OVERLAP:
+def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: tl.constexpr):
+    """The row statistics of BLOCK_M rows; zeros for their dQ, for four counters a program and the 64 after the last."""
+    if CONFIG.OVERLAP:
         gdc_launch_dependents()
+    o, do, lse, dlse, lse2, delta, dq_acc, counters = tensors
+    TILE: tl.constexpr = CONFIG.BLOCK_M * CONFIG.BLOCK_D
     pid = tl.program_id(0)
-    tl.store(sums + tl.cast(pid, tl.int64) * BLOCK_M * BLOCK_D + tl.arange(0, BLOCK_M * BLOCK_D), 0.0)
-    tl.store(counts + 4 * pid + tl.arange(0, 64), 0)
-    tensors = RowTensors(o, do, lse, dlse, lse2, delta)
-    grid = Grid(tiles, heads, batch)
-    CONFIG: tl.constexpr = RowConfig(DV, BLOCK_M, BLOCK_DV, NATURAL)
-    store_row_statistics(tensors, grid, Sequences(cu_q, cu_k, n_q, n_k), CONFIG)
+    tl.store(dq_acc + tl.cast(pid, tl.int64) * CONFIG.BLOCK_M * CONFIG.BLOCK_D + tl.arange(0, TILE), 0.0)
+    tl.store(counters + 4 * pid + tl.arange(0, 64), 0)
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
+    store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), Grid(tiles, heads, batch), seqs, CONFIG)
 
 
 @triton.jit(**ANY_SIZE)
-def finish_kernel(
-    acc, dq, flag, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """dq = scale * acc, 64 rows at a time; *flag is set where they are not finite.
+def postprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch, CONFIG: tl.constexpr):
+    """dq = scale * dq_acc, 64 rows at a time; *flag is set if they are not finite. `tensors`: dq_acc, dq, flag.
 
-    In `acc` a tile is [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as
-    `in_register_order` wrote it.
+    In `dq_acc` a tile is [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as `in_register_order`
+    wrote it.
     """
-    if OVERLAP:
+    if CONFIG.OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    dq_acc, dq, flag = tensors
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     pid = tl.program_id(0)
     w = locate(pid // 2, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu_q, PAD)
     first = w.first + pid % 2 * ROWS
     if first < w.n_q:
         b = w.b if cu_q is None else 0
         row = (tl.cast(b, tl.int64) * heads + w.h) * padded + w.r0 + first
-        x = tl.load(acc + row * BLOCK_D + tl.arange(0, ROWS * BLOCK_D))
+        x = tl.load(dq_acc + row * BLOCK_D + tl.arange(0, ROWS * BLOCK_D))
         x = tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2])
         x = tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, BLOCK_D]) * scale
         if flag is not None:
             bad = tl.sum(x - x, 1)
             tl.store(flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
-        store_rows(Rows(dq, w.b, w.h, w.q0, first, w.n_q), x, D)
+        store_rows(Rows(dq, w.b, w.h, w.q0, first, w.n_q), x, CONFIG.D)

@@ -1,4 +1,4 @@
-"""The KV cache on Hopper: its forward kernel for prompts, the decode kernels for sequences with few queries."""
+"""The KV cache on Hopper: the forward kernel for prefill, the decode kernels for short sequences of queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tile the Hopper kernels use: tables by head dim and kind of call, with the reason beside each line."""
+"""The tiles of the Hopper kernels: tables by head dim and kind of call, with the measured reason beside each row."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """`warpgroups` of 64 queries each by `block_n` keys; `turns`: their products come one after the other; `lazy`: O is
-    rescaled only by warps with a new maximum, behind a branch, not always and beside the exponentials; `parts`: O
-    leaves in so many, one after the other through the same shared memory, which then has room for more keys.
+    """`warpgroups` of 64 queries each by `block_n` keys. `ping_pong`: the warpgroups issue their products one after the
+    other. `lazy_rescale`: O is rescaled only by warps with a new maximum, behind a branch; otherwise always, overlapped
+    with the exponentials. `o_stores`: O is stored in so many parts through the same shared memory, which leaves more of
+    it for keys.
     """
 
     block_n: int
     warpgroups: int
-    turns: bool = False
-    lazy: bool = True
+    ping_pong: bool = False
+    lazy_rescale: bool = True
     stages: int = 2
-    parts: int = 1
+    o_stores: int = 1
 
 
-# The forward in Gluon: (largest head dims of Q and K and of V, most keys, only with a band that ends by the query, only
-# without score terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 unless
-# said otherwise.
+# The forward: (largest head dims of Q and K and of V, most keys, only causal or with a block mask, only without score
+# terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, at S = 512 1024 4096 16384 by default.
 FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     # causal and short: a third warpgroup mostly waits; 241 320 against 208 271, at 2048 371 against 377
-    (64, 64, 1024, True, False, ForwardTile(128, 2, turns=True, lazy=False)),
+    (64, 64, 1024, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
     # causal, 4096 and 16384: 415 508; two stages 409 499, lazy 385 487
-    (64, 64, None, True, True, ForwardTile(128, 3, turns=True, lazy=False, stages=3)),
-    # exponentials, not products, are the limit: three warpgroups overlap more of them, and turns keep them apart;
-    # full 380 420 503 525, without turns 367 402 494 523; lazy 527, always 507, at 16384
-    (64, 64, None, False, True, ForwardTile(128, 3, turns=True, stages=3)),
+    (64, 64, None, True, True, ForwardTile(128, 3, ping_pong=True, lazy_rescale=False, stages=3)),
+    # exponentials, not products, are the limit: three warpgroups overlap more of them, and ping-pong keeps them apart;
+    # full 380 420 503 525, without ping-pong 367 402 494 523; lazy 527, always 507, at 16384
+    (64, 64, None, False, True, ForwardTile(128, 3, ping_pong=True, stages=3)),
     # with mods or a bias: of three warpgroups, with 160 registers each, alibi spills 204 bytes and a bias 2752
-    (64, 64, None, False, False, ForwardTile(128, 2, turns=True)),
-    # 16 heads, 1024 and 8192: full 518 555, causal 372 523; lazy 494 528, without turns 453 500; causal lazy 349 495;
-    # three stages 1 to 3 % less; three warpgroups of 64 keys 438 499, 312 455
-    (96, 96, None, False, False, ForwardTile(128, 2, turns=True, lazy=False)),
-    # causal, 1024 2048 4096 16384: 417 532 609 686; lazy 405 - 583 669; without turns 414 - 594 672
-    (128, 128, None, True, False, ForwardTile(128, 2, turns=True, lazy=False)),
-    # full, 4096 and 16384: 653 676; with turns and always 649 656; Q in registers 647 655
+    (64, 64, None, False, False, ForwardTile(128, 2, ping_pong=True)),
+    # 16 heads, 1024 and 8192: full 518 555, causal 372 523; lazy 494 528, without ping-pong 453 500; causal lazy
+    # 349 495; three stages 1 to 3 % less; three warpgroups of 64 keys 438 499, 312 455
+    (96, 96, None, False, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
+    # causal, 1024 2048 4096 16384: 417 532 609 686; lazy 405 - 583 669; without ping-pong 414 - 594 672
+    (128, 128, None, True, False, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)),
+    # full, 4096 and 16384: 653 676; with ping-pong and always 649 656; Q in registers 647 655
     (128, 128, None, False, False, ForwardTile(128, 2)),
     # 16 heads, 1024 and 8192: full 633 688, causal 458 644; lazy 608 658, 447 614; 64 keys 531 572, 429 545;
     # with a bias it spills 324 bytes, with alibi 144
-    (192, 128, None, False, True, ForwardTile(128, 2, turns=True, lazy=False, parts=2)),
+    (192, 128, None, False, True, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, o_stores=2)),
     # of 128 keys D 192 spills 1400 bytes; 1024 and 8192: full 560 646, causal 439 605; two stages 557 642, 429 605;
-    # without turns 524 563, 425 543; always 573 625, 449 599; with a document mask it spills 100 bytes
-    (192, 192, None, False, True, ForwardTile(64, 2, turns=True, stages=3, parts=2)),
+    # without ping-pong 524 563, 425 543; always 573 625, 449 599; with a document mask it spills 100 bytes
+    (192, 192, None, False, True, ForwardTile(64, 2, ping_pong=True, stages=3, o_stores=2)),
     # 64 keys: O's 128 registers leave no room for more; 4096 and 16384: full 704 754, causal 657 754; always 651 674,
-    # 609 676; with turns 0 to -2 %
-    (256, 256, None, False, False, ForwardTile(64, 2, parts=2)),
+    # 609 676; with ping-pong 0 to -2 %
+    (256, 256, None, False, False, ForwardTile(64, 2, o_stores=2)),
 )
 
 
 def widths(d: int) -> tuple[int, ...]:
-    """The columns that the Hopper forward multiplies: of d of them one power of two, or two that hold no more.
+    """Head dim d as one power of two, or as two if they add up to less.
 
     >>> widths(64), widths(80), widths(192), widths(200)
     ((64,), (64, 16), (128, 64), (256,))
@@ -69,26 +69,26 @@ def widths(d: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """The Hopper backward's blocks of `block_m` queries and tiles of `block_n` keys; `copied`: the copy engine adds dQ
-    to memory, not atomics. In a fixed order it always does, up to a head dim of 128.
+    """Blocks of `block_m` queries and tiles of `block_n` keys. `dq_by_tma`: TMA adds dQ to global memory instead of
+    atomics. With deterministic=True it always does, up to head dim 128.
     """
 
     block_m: int
     block_n: int
-    copied: bool
+    dq_by_tma: bool
 
 
-# (largest padded head dim, only without score terms) -> sums; TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, full
-# and causal at S = 16384
+# The backward: (largest padded head dim, only without score terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens,
+# hidden 2048, full and causal at S = 16384
 BACKWARD: tuple[tuple[int, bool, BackwardTile], ...] = (
-    # 555 578; by atomics 520 540, 64 queries by atomics 506 501 and copied 444 448: half the copies of half the size
-    (64, True, BackwardTile(128, 128, copied=True)),
+    # 555 578; by atomics 520 540, 64 queries by atomics 506 501 and by TMA 444 448: half the copies of half the size
+    (64, True, BackwardTile(128, 128, dq_by_tma=True)),
     # of 128 queries softcap spills 868 bytes, alibi 260
-    (64, False, BackwardTile(64, 128, copied=False)),
+    (64, False, BackwardTile(64, 128, dq_by_tma=False)),
     # full 604, by atomics 568: the fence before dQ waits for them
-    (128, False, BackwardTile(64, 128, copied=True)),
+    (128, False, BackwardTile(64, 128, dq_by_tma=True)),
     # there is no room for a tile of dQ
-    (256, False, BackwardTile(64, 64, copied=False)),
+    (256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
 
 
@@ -96,16 +96,16 @@ def backward_tile(padded_dim: int, *, plain: bool) -> BackwardTile:
     """The tile of the Hopper backward; `plain`: without score terms.
 
     >>> backward_tile(128, plain=True)
-    BackwardTile(block_m=64, block_n=128, copied=True)
+    BackwardTile(block_m=64, block_n=128, dq_by_tma=True)
     """
     return next(row for dim, only_plain, row in BACKWARD if padded_dim <= dim and (plain or not only_plain))
 
 
 def forward_tile(d: int, dv: int, *, banded: bool, keys: int, plain: bool = True) -> ForwardTile:
-    """The tile of the Hopper forward; `plain`: nothing stands between the products and the softmax but a mask's edge.
+    """The tile of the Hopper forward; `banded`: causal or with a block mask; `plain`: no score terms and no mask mod.
 
     >>> forward_tile(128, 128, banded=True, keys=4096)
-    ForwardTile(block_n=128, warpgroups=2, turns=True, lazy=False, stages=2, parts=1)
+    ForwardTile(block_n=128, warpgroups=2, ping_pong=True, lazy_rescale=False, stages=2, o_stores=1)
     """
     return next(
         row

@@ -13,7 +13,7 @@ import torch
 
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.common.shapes import new_gradients, problem
-from tilewise.backends.hopper.backward_launches import backward_launches, new_space
+from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
@@ -21,10 +21,18 @@ from .compile_one import with_terms
 
 
 def main(
-    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
-    packed: bool = False, group: int = 1, deterministic: bool = False, dtype: str = "bfloat16",
-    terms: str = "", partial: bool = False,
-) -> None:  # fmt: skip
+    d: int,
+    dv: int | None = None,
+    n: int = 4096,
+    before: int | None = None,
+    after: int | None = None,
+    packed: bool = False,
+    group: int = 1,
+    deterministic: bool = False,
+    dtype: str = "bfloat16",
+    terms: str = "",
+    partial: bool = False,
+) -> None:
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
     outer = (n,) if packed else (batch, n)
@@ -35,7 +43,7 @@ def main(
     spec = Spec(d**-0.5, before, after, deterministic=deterministic, partial=partial)
     request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
     memory = DeviceMemory(q.device)
-    space = new_space(memory, problem(request))
+    space = new_workspace(memory, problem(request))
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(origin=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)

@@ -13,7 +13,7 @@ import triton
 
 import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.hopper.kv_launches import many_launch
+from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.kv_request import KvRequest, Places
 from tilewise.mods.builtin import alibi, softcap
@@ -30,11 +30,14 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
     spec = request.spec._replace(
-        score_mod=score and score.key, score_numbers=score.numbers if score else (),
-        score_tensors=len(score.tensors) if score else 0, mask_mod=mask and mask.key,
-        mask_numbers=mask.numbers if mask else (), mask_tensors=len(mask.tensors) if mask else 0,
+        score_mod=score and score.key,
+        score_numbers=score.numbers if score else (),
+        score_tensors=len(score.tensors) if score else 0,
+        mask_mod=mask and mask.key,
+        mask_numbers=mask.numbers if mask else (),
+        mask_tensors=len(mask.tensors) if mask else 0,
         mask_block=(128, 128, batch, 1) if "lists" in names else (),
-    )  # fmt: skip
+    )
     return request._replace(
         spec=spec,
         bias=torch.empty(1, heads, n, n, dtype=request.q.dtype) if "bias" in names else None,
@@ -48,9 +51,17 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
 
 
 def main(
-    d: int, dv: int | None = None, n: int = 4096, before: int | None = None, after: int | None = None,
-    packed: bool = False, dtype: str = "bfloat16", terms: str = "", partial: bool = False, page: int | None = None,
-) -> None:  # fmt: skip
+    d: int,
+    dv: int | None = None,
+    n: int = 4096,
+    before: int | None = None,
+    after: int | None = None,
+    packed: bool = False,
+    dtype: str = "bfloat16",
+    terms: str = "",
+    partial: bool = False,
+    page: int | None = None,
+) -> None:
     """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
     heads, batch, dv = 4, 2, dv or d
     outer = (n,) if packed else (batch, n)
@@ -71,7 +82,7 @@ def main(
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
         places = Places(torch.empty(batch, dtype=torch.int32), table)
         cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
-        launches = [many_launch(cached, out, lse, state, 132)]
+        launches = [prefill_launch(cached, out, lse, state, 132)]
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)
     print(
         json.dumps(

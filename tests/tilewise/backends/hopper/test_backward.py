@@ -53,14 +53,14 @@ CASES = {
 
 def gradients(
     inputs: Inputs, *, deterministic: bool = False, seed: int = 0, processors: int = 2, **replaced: Any
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
     spec = case.spec._replace(deterministic=deterministic)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
-    space = hopper.new_space(DeviceMemory(q.device), hopper.problem(request))
+    space = hopper.new_workspace(DeviceMemory(q.device), hopper.problem(request))
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
     for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, processors):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
@@ -127,8 +127,8 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(hopper, "KernelCall", emulated)
     monkeypatch.setattr(hopper, "target_of", lambda _: target)
-    monkeypatch.setattr(hopper, "COPY", 0)
-    hopper._copies.cache_clear()
+    monkeypatch.setattr(hopper, "TILE_OVERHEAD", 0)
+    hopper._kv_head_repeats.cache_clear()
     programs: list[int] = []
     inputs = make(altered(CASES[name], heads=4, kv_heads=1), "cpu")
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
@@ -136,7 +136,7 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
     request = Request(q, k, v, case.spec._replace(partial=True), cu_q=cu_q, cu_k=cu_k)
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
     found = hopper.backward(request, bwd_inputs)((*request.tensors(), *bwd_inputs))
-    hopper._copies.cache_clear()
+    hopper._kv_head_repeats.cache_clear()
     assert [x.dtype for x in found] == [torch.float32] * 3
     assert programs == [4 * hopper.problem(request).programs(k.shape[-3], 1, 128)]
     unused = torch.zeros(())
@@ -146,19 +146,21 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
 def limping(name: str) -> Any:
     """`narrow`, by a warpgroup that now and then falls behind by a few blocks."""
 
-    def narrow(x: Any, dtype: torch.dtype) -> Any:
+    def downcast(x: Any, dtype: torch.dtype) -> Any:
         me = emulator.machine.current()
         if me.name == name and me.machine.random.random() < 0.3:
             me.clock += 20_000
         return x.to(dtype)
 
-    return narrow
+    return downcast
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
 def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
     inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
-    even, uneven = (gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"narrow": limping("consume 1")}))
+    even, uneven = (
+        gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"downcast": limping("consume 1")})
+    )
     for a, b in zip(even, uneven, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -169,20 +171,18 @@ def test_sums_that_come_late_change_nothing() -> None:
 
     def late(*args: Any) -> None:
         me = emulator.machine.current()
-        me.clock += 50_000 * (me.name == "add_tiles 4")
+        me.clock += 50_000 * (me.name == "reduce_dq 4")
         wait(*args)
 
     inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")
-    even, uneven = (
-        gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late})
-    )  # fmt: skip
+    even, uneven = (gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late}))
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
-@pytest.mark.parametrize("word", ["meet", "signal", "arrive", "fence_async_shared"])
+@pytest.mark.parametrize("word", ["bar_sync_dynamic", "bar_arrive_dynamic", "arrive", "fence_async_shared"])
 def test_missing_synchronisation_is_caught(word: str, deterministic: bool) -> None:
     inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
-    broken = {"narrow": limping("consume 1"), word: lambda *_: None}
+    broken = {"downcast": limping("consume 1"), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))

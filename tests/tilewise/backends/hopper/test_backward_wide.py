@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 @pytest.mark.parametrize("slow", ["consume 0", "consume 1"])
 def test_a_slow_warpgroup_changes_nothing(slow: str) -> None:
     inputs = make(altered(WIDE, n_q=300, n_k=300), "cpu")
-    for a, b in zip(gradients(inputs), gradients(inputs, narrow=limping(slow)), strict=True):
+    for a, b in zip(gradients(inputs), gradients(inputs, downcast=limping(slow)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -35,9 +35,9 @@ def test_a_slow_keeper_of_the_order_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("slow", ["consume 0", "consume 1"])
-@pytest.mark.parametrize("word", ["wait_turn", "pass_turn", "arrive", "fence_async_shared"])
+@pytest.mark.parametrize("word", ["bar_sync", "bar_arrive", "arrive", "fence_async_shared"])
 def test_missing_synchronisation_is_caught(word: str, slow: str) -> None:
     inputs = make(altered(WIDE, n_q=300, n_k=300), "cpu")
-    broken = {"narrow": limping(slow), word: lambda *_: None}
+    broken = {"downcast": limping(slow), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, seed=seed, **broken) for seed in range(4))

@@ -70,8 +70,11 @@ def compiled(call: dict[str, object], triton: str = "", script: str = "compile_o
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-m", f"tests.tilewise.backends.hopper.{script}", json.dumps(call)],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -92,9 +95,12 @@ def test_no_spills_and_nothing_serialised(name, triton):
 def test_every_row_of_the_table_is_compiled():
     rows = {
         tiles.forward_tile(
-            c["d"], c.get("dv", c["d"]), banded="after" in c, keys=c.get("n", 4096),
+            c["d"],
+            c.get("dv", c["d"]),
+            banded="after" in c,
+            keys=c.get("n", 4096),
             plain=c.get("terms") in (None, "sinks"),
         )
         for c in CALLS.values()
-    }  # fmt: skip
+    }
     assert rows == {row for *_, row in tiles.FORWARD}

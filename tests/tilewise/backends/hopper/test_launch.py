@@ -160,10 +160,10 @@ def test_an_mi200_which_reports_capability_9_0_is_no_hopper():
 @pytest.mark.parametrize(
     ("d", "expected"),
     [
-        (64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16)),
-        (192, (128, 64)), (193, (256,)), (256, (256,)),
+        *((64, (64,)), (40, (64,)), (65, (64, 16)), (96, (64, 32)), (100, (128,)), (128, (128,)), (130, (128, 16))),
+        *((192, (128, 64)), (193, (256,)), (256, (256,))),
     ],
-)  # fmt: skip
+)
 def test_columns_are_cut_into_powers_of_two(d, expected):
     assert tiles.widths(d) == expected
 
@@ -188,8 +188,8 @@ def test_short_causal_calls_have_their_own_row():
     ],
 )
 def test_kv_heads_are_copied_where_programs_are_few(queries, keys, heads, after, n):
-    from tilewise.backends.hopper.backward_launches import copies
+    from tilewise.backends.hopper.backward_launches import kv_head_repeats
 
     q, k = (torch.empty(1, m, h, 128, dtype=torch.bfloat16) for m, h in zip((queries, keys), heads, strict=True))
-    assert copies(Request(q, k, k, Spec(0.1, None, after, partial=True)), 132) == n
-    assert copies(Request(q, k, k, Spec(0.1, None, after)), 132) == 1  # whose parts would be rounded
+    assert kv_head_repeats(Request(q, k, k, Spec(0.1, None, after, partial=True)), 132) == n
+    assert kv_head_repeats(Request(q, k, k, Spec(0.1, None, after)), 132) == 1  # whose parts would be rounded

@@ -1,0 +1,153 @@
+"""The sum of dQ over the key tiles in global memory, in float32: by atomics or by TMA, in any order or a fixed one.
+
+A semaphore for each tile of dQ counts the key tiles that have added to it, if DETERMINISTIC.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..common.device.tile_range import block_at
+from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
+from .gluon_compat import (
+    bar_sync,
+    gl,
+    gluon,
+    mbarrier,
+    opaque,
+    semaphore_release,
+    semaphore_wait,
+    tma,
+    tma_reduce_add,
+)
+from .pipeline import make_mbarriers, phase, release_tile_info, wait_tile_info
+
+# named barrier of a warp that adds dQ, plus the warp's number: dQ is in shared memory
+DQ_STORED: gl.constexpr = gl.constexpr(6)
+
+
+class DqOrder(NamedTuple):
+    """mbarriers of a tile of dQ, if DETERMINISTIC: the key tiles before this one have added to it (`ready`); both
+    warpgroups have added (`added`); the warp that releases the semaphore has waited for that (`seen`)."""
+
+    ready: gl.shared_memory_descriptor
+    added: gl.shared_memory_descriptor
+    seen: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def make_order():
+    return DqOrder(make_mbarriers(2, 1), make_mbarriers(2, 2), make_mbarriers(2, 1))
+
+
+@gluon.jit
+def in_register_order(dq):
+    """[64, N] as [N / 4, 256] with each thread's values in fours. `postprocess_kernel` restores the order of rows."""
+    N: gl.constexpr = dq.shape[1]
+    x = dq.reshape([4, 2, 8, N // 8, 4, 2])  # warp, half of its rows, row, group of columns, pair, column
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
+
+
+@gluon.jit
+def from_register_order(x, LAYOUT: gl.constexpr):
+    """The inverse of `in_register_order`."""
+    N: gl.constexpr = x.shape[0] * 4
+    x = x.reshape([N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, N])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def atomic_add_dq(dq_acc, dq, tile):
+    """dq_acc[tile] += dq, [64, N], in global memory from registers: four values an instruction."""
+    GROUPS: gl.constexpr = dq.shape[1] // 8
+    x = in_register_order(dq).reshape([GROUPS, 512])  # the row is known at compile time, the column from the thread
+    r = gl.arange(0, GROUPS, gl.SliceLayout(1, x.type.layout))[:, None]
+    zero = gl.where(tile < 0, 512, 0)  # a known 0 would keep the sum of pointer and column in registers
+    c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :] + zero
+    first = dq_acc + tl.cast(tile, tl.int64) * (GROUPS * 512)
+    gl.atomic_add(first + c.to(gl.int64) + r.to(gl.int64) * 512, x, sem="relaxed")
+
+
+@gluon.jit
+def num_earlier_tiles(w, i0, queries, params, CONFIG: gl.constexpr):
+    """How many key tiles add to the dQ of the queries from i0 on before this one."""
+    diagonal = i0 + w.n_k - w.n_q
+    last = w.n_k - 1  # the first and the last key that one of these queries sees
+    if params.after is not None:
+        last = gl.minimum(last, diagonal + CONFIG.BLOCK_M - 1 + params.after)
+    first = 0
+    if params.before is not None:
+        first = gl.maximum(diagonal - params.before, 0)
+    tile = w.first // CONFIG.BLOCK_N
+    return gl.where(queries.step > 0, last // CONFIG.BLOCK_N - tile, tile - first // CONFIG.BLOCK_N)
+
+
+@gluon.jit
+def reduce_dq(staging, tile_info, params, WARP: gl.constexpr, CONFIG: gl.constexpr):
+    """One of two warps that add dQ to global memory by TMA, each that of one warpgroup. DETERMINISTIC, each adds every
+    other block, after the key tiles before this one: a release takes longer than a block. It waits only for tiles that
+    were scheduled earlier, so some program computes them."""
+    BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
+    ROWS: gl.constexpr = staging.dq.shape[1]
+    PACKED: gl.constexpr = params.cu_q is not None
+    dq_acc_desc = params.outputs.dq_acc_desc
+    semaphores = params.outputs.semaphores
+    n = gl.to_tensor(0)
+    t = gl.to_tensor(0)
+    w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
+    while w.first >= 0:
+        queries = query_range(w, params, CONFIG)
+        place = queries.start
+        g = gl.to_tensor(0)
+        for _ in range(num_blocks(queries, CONFIG)):
+            i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
+            tile = queries.dq_tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
+            if not CONFIG.DETERMINISTIC:
+                bar_sync(DQ_STORED + WARP, 160)
+                tma_reduce_add(dq_acc_desc, [(tile * 2 + WARP) * ROWS, 0], staging.dq.index(WARP))
+                tma.store_wait(0)
+                mbarrier.arrive(staging.dq_empty.index(WARP), count=1)
+            elif (n & 1) == WARP:
+                semaphore_wait(semaphores + tile, num_earlier_tiles(w, i0, queries, params, CONFIG) * 32)
+                bar_sync(DQ_STORED + WARP, 288)
+                for half in gl.static_range(2):
+                    tma_reduce_add(dq_acc_desc, [(tile * 2 + half) * ROWS, 0], staging.dq.index(half))
+                tma.store_wait(0)
+                mbarrier.arrive(staging.dq_empty.index(0), count=1)
+                semaphore_release(semaphores + tile)
+            place, g = next_block(queries, place, g, CONFIG)
+            n += 1
+        release_tile_info(tile_info, t)
+        t += 1
+        w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
+
+
+@gluon.jit
+def order_dq(order, tile_info, params, WAIT: gl.constexpr, CONFIG: gl.constexpr):
+    """One of two warps that order the sums of dQ: one waits, ahead of the consumers, for the semaphore of a tile of dQ,
+    which counts the key tiles that have added to it; the other releases it once this program has added. They wait only
+    for tiles that were scheduled earlier."""
+    PACKED: gl.constexpr = params.cu_q is not None
+    n = gl.to_tensor(0)
+    t = gl.to_tensor(0)
+    w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
+    while w.first >= 0:
+        queries = query_range(w, params, CONFIG)
+        i0 = queries.start
+        g = gl.to_tensor(0)
+        for _ in range(num_blocks(queries, CONFIG)):
+            tile = queries.dq_tile
+            semaphore = params.outputs.semaphores + tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
+            if WAIT:
+                mbarrier.wait(order.seen.index(n & 1), phase(n, 2) ^ 1)
+                semaphore_wait(semaphore, num_earlier_tiles(w, i0, queries, params, CONFIG) * 32)
+                mbarrier.arrive(order.ready.index(n & 1), count=1)
+            else:
+                mbarrier.wait(order.added.index(n & 1), phase(n, 2))
+                mbarrier.arrive(order.seen.index(n & 1), count=1)
+                semaphore_release(semaphore)
+            i0, g = next_block(queries, i0, g, CONFIG)
+            n += 1
+        release_tile_info(tile_info, t)
+        t += 1
+        w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)

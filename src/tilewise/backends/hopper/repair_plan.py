@@ -1,0 +1,25 @@
+"""The Plan of the portable NaN repair kernels that follow the Hopper kernels."""
+
+from ..common.device.structs import Plan
+from ..common.launch import INTERPRETED
+from ..common.shapes import Problem
+
+STEP = 16  # rows of the other side that a repair takes at a time
+
+
+def repair_plan(size: Problem, rows: int, block_d: int, block_dv: int) -> Plan:
+    """For tiles of `rows` rows."""
+    return Plan(
+        GROUP=size.heads // size.kv_heads,
+        D=size.d,
+        DV=size.dv,
+        BLOCK_M=rows,
+        BLOCK_N=rows,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        FOLD=False,
+        PRECISION="ieee",
+        CHUNK=512,
+        PACKED=size.packed,
+        OVERLAP=not INTERPRETED,
+    )
