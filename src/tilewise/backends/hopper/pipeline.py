@@ -355,7 +355,8 @@ def next_tile_id(scheduler):
 @triton.jit
 def key_blocks(first, w, params, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The blocks [lo, hi) of keys that the queries first .. first + ROWS - 1 visit, at least one, and their span. With
-    a block mask, blocks are counted as `loop_range` does, through the listed tiles; block -1 stands for an empty list."""
+    a block mask, blocks are counted as `loop_range` does, through the listed tiles; block -1 stands for an empty
+    list."""
     lists = params.terms.blocks
     at = first + w.n_k - w.n_q
     span = band(at, at + ROWS - 1, w.n_k, params.before, params.after, BLOCK)
