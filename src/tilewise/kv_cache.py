@@ -300,13 +300,12 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
 
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
-    """What a plan depends on, beside what lives on the device."""
+    """Everything that a plan depends on except the contents of tensors."""
     (q, k, v, spec, *_), places = request.call, request.places
-    return (
-        *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device, spec.before, spec.after, spec.backend, request.split,
-        request.most, request.call.cu_q is not None, places.capacity(k), places.new, places.cu_new is not None,
-        places.starts is not None, os.environ.get(KV_TILE),
-    )  # fmt: skip
+    tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device
+    options = spec.before, spec.after, spec.backend, request.split, request.most, os.environ.get(KV_TILE)
+    present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None
+    return *tensors, *options, *present, places.capacity(k), places.new
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:

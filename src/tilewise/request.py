@@ -50,9 +50,14 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(
-        *, head_dim: int, causal: bool = False, window: Window | None = None, scale: float | None = None,
-        backend: str = "auto", **others: Any,
-    ) -> Spec:  # fmt: skip
+        *,
+        head_dim: int,
+        causal: bool = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        backend: str = "auto",
+        **others: Any,
+    ) -> Spec:
         """The spec of options as `attention` takes them."""
         before, after = band(causal, window)
         if scale is None:
@@ -84,7 +89,7 @@ class Request(NamedTuple):
         seed: of dropout, one int64.
         mask: the tensors of the mask mod.
         blocks: the tile lists of a block mask.
-        origin: int32 (B, 7), of a call that is a part of a larger one: see `ORIGIN`.
+        position_offsets: int32 (B, 7), of a call that is a part of a larger one: see `POSITION_OFFSETS`.
     """
 
     q: Tensor
@@ -99,7 +104,7 @@ class Request(NamedTuple):
     seed: Tensor | None = None
     mask: tuple[Tensor, ...] = ()
     blocks: tuple[Tensor, ...] = ()
-    origin: Tensor | None = None
+    position_offsets: Tensor | None = None
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -121,10 +126,10 @@ class Request(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors in one tuple, those with a gradient first; None for an absent one, but not at the end."""
-        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks, origin = self
-        if bias is sinks is cu_q is seed is origin is None and not score and not mask and not blocks:
+        _, _, _, _, bias, sinks, score, cu_q, cu_k, seed, mask, blocks, position_offsets = self
+        if bias is sinks is cu_q is seed is position_offsets is None and not score and not mask and not blocks:
             return self.q, self.k, self.v
-        found = [self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, origin, *mask, *blocks]
+        found = [self.q, self.k, self.v, bias, sinks, *score, cu_q, cu_k, seed, position_offsets, *mask, *blocks]
         while found[-1] is None:
             found.pop()
         return tuple(found)
@@ -152,9 +157,9 @@ class Request(NamedTuple):
         n, m = spec.score_tensors, spec.mask_tensors
         every: list[Any] = [*tensors, *[None] * (9 + n - len(tensors))]
         q, k, v, bias, sinks, *rest = every
-        cu_q, cu_k, seed, origin, *others = rest[n:]
+        cu_q, cu_k, seed, position_offsets, *others = rest[n:]
         mask, blocks = tuple(others[:m]), tuple(others[m:])
-        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks, origin)
+        return Request(q, k, v, spec, bias, sinks, tuple(rest[:n]), cu_q, cu_k, seed, mask, blocks, position_offsets)
 
 
 class BackwardInputs(NamedTuple):
@@ -166,10 +171,10 @@ class BackwardInputs(NamedTuple):
     dlse: Tensor | None
 
 
-# The columns of `Request.origin`, which mods and dropout use; the band and the bias count within the call. A
+# The columns of `Request.position_offsets`, which mods and dropout use; the band and the bias count within the call. A
 # row is a batch row or packed sequence: b is its number in the larger call, h_0 is added to the head, query i is
 # i_0 + step * i, key j is j_0 + step * j, and n_q and n_k are the lengths in the larger call.
-ORIGIN = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
+POSITION_OFFSETS = ("b", "h_0", "i_0", "j_0", "step", "n_q", "n_k")
 Window = tuple[int | None, int | None]
 _KINDS: dict[Any, str] = {float: "float", int | None: "SymInt?", tuple[float, ...]: "float[]"}
 # Numbers that may be symbols under torch.compile are arguments of the ops. The other fields of a Spec are one string:

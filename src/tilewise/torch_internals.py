@@ -1,7 +1,8 @@
 """The private names of torch that tilewise uses: all of them, each with the public API that would replace it.
 
-Tested with torch 2.10 to 2.15. A later torch that lacks a name gets a slower fallback which computes the same, except
-where None is given: without `_remove_batch_dim` and `_add_batch_dim` the call that needs them raises.
+Tested with torch 2.10 to 2.15. If a later torch lacks a name, a fallback takes its place: attention stays right and may
+be slower, but FLOP counters and profilers may miss it, torch.vmap over a KV cache is not rejected, and batched
+gradients (`is_grads_batched`) raise.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .backends import registry
 from .backends.common.gpu import Gpu, gpu_of, has_triton
 from .backends.common.offline import gpu_named
 from .errors import AttentionError
+from .options import options_of
 from .request import Request
 from .validation import dense as checks
 
@@ -204,9 +205,9 @@ def requests(kind: Kind) -> Iterator[Request]:
             given["window"] = tuple(given["window"])
         if kind.packed:
             cu = some(3, of=torch.int32)
-            yield checks.packed(q, k, v, cu, cu, (n, n), checks.options_of(given))  # type: ignore[arg-type]
+            yield checks.packed(q, k, v, cu, cu, (n, n), options_of(given))  # type: ignore[arg-type]
         else:
-            yield checks.dense(q, k, v, checks.options_of(given))  # type: ignore[arg-type]
+            yield checks.dense(q, k, v, options_of(given))  # type: ignore[arg-type]
 
 
 def _launches(kinds: Sequence[Kind], gpu: Gpu) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
-from ..validation.dense import tensor
+from ..validation.arguments import tensor
 from . import bert_padding, flash_attn_3
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
 from .segments import used

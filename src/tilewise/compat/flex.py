@@ -35,7 +35,7 @@ from ..mods.snapshot import is_callable_object, name_of
 from ..mods.trace import trace
 from ..request import LIMIT
 from ..torch_internals import version_of
-from ..validation.dense import tensor
+from ..validation.arguments import tensor
 from ..validation.versions import check_version
 
 Function = Callable[..., Any]

@@ -19,7 +19,7 @@ from ..api import attention, attention_varlen
 from ..errors import AttentionError
 from ..mods.dropout import is_whole
 from ..mods.modifier import mask_mod
-from ..validation.dense import tensor
+from ..validation.arguments import tensor
 from ..validation.versions import check_version
 from .segments import used
 

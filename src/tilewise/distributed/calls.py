@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
     columns: slice  # of a bias over all tokens
     cu_q: Tensor | None  # if it has several tiles
     cu_k: Tensor | None
-    origin: Tensor | None  # its position in the whole sequence, for mods and dropout
+    position_offsets: Tensor | None  # its position in the whole sequence, for mods and dropout
 
     def request(self, whole: Request) -> Request:
         """The request of this call. `whole` has the ring rank's q, k and v as `Partition.key_runs` orders them, and the
@@ -81,7 +81,7 @@ class AttentionCall(NamedTuple):
             q, k, v = q[0], k[0], v[0]
         bias = None if whole.bias is None else self.bias_of(whole.bias)
         found = whole._replace(q=q, k=k, v=v, spec=self.spec, bias=bias, sinks=None)
-        return found._replace(cu_q=self.cu_q, cu_k=self.cu_k, origin=self.origin)
+        return found._replace(cu_q=self.cu_q, cu_k=self.cu_k, position_offsets=self.position_offsets)
 
     def bias_of(self, bias: Tensor) -> Tensor:
         """The view of a bias (B, H, rows or 1, tokens or 1), or of its gradient, that this call reads."""
@@ -122,9 +122,9 @@ def _calls(
         keys = Rows.of([(x.k0, x.k1) for x in tiles], n_k)
         before, after = tiles[0].window
         cu_q, cu_k = _cu_seqlens(tiles, device) if len(tiles) > 1 else (None, None)
-        origin = _origin(plan, tiles, first_head, batch, device) if positions else None
+        position_offsets = _position_offsets(plan, tiles, first_head, batch, device) if positions else None
         own = spec._replace(before=before, after=after, partial=True)
-        found.append(AttentionCall(queries, keys, own, _columns(plan, tiles[0]), cu_q, cu_k, origin))
+        found.append(AttentionCall(queries, keys, own, _columns(plan, tiles[0]), cu_q, cu_k, position_offsets))
     return found
 
 
@@ -149,8 +149,8 @@ def _cu_seqlens(tiles: Call, device: torch.device) -> tuple[Tensor, Tensor]:
     return ends[:, 0].contiguous(), ends[:, 1].contiguous()
 
 
-def _origin(plan: Partition, tiles: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
-    """See tilewise.request.ORIGIN. In a packed plan b is the number of the document."""
+def _position_offsets(plan: Partition, tiles: Call, first_head: int, batch: int, device: torch.device) -> Tensor:
+    """See tilewise.request.POSITION_OFFSETS. In a packed plan b is the number of the document."""
 
     def row(tile: Tile, b: int) -> list[int]:
         n_k = plan.lengths[tile.document]

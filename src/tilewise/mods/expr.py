@@ -295,11 +295,11 @@ class Place(NamedTuple):
     n_k: Any
     r: Any = None
 
-    def within(self, origin: Tensor | None) -> Place:
-        """The same pairs in the indices of the larger call that this one is a part of (see spec.ORIGIN), if any."""
-        if origin is None:
+    def within(self, position_offsets: Tensor | None) -> Place:
+        """The same pairs in the indices of the larger call, if this one is a part (see request.POSITION_OFFSETS)."""
+        if position_offsets is None:
             return self
-        b, h, i, j, step, n_q, n_k = origin[self.b].long().unbind(-1)
+        b, h, i, j, step, n_q, n_k = position_offsets[self.b].long().unbind(-1)
         return Place(b, self.h + h, i + step * self.i, j + step * self.j, n_q, n_k, self.r)
 
 

@@ -27,7 +27,7 @@ def _ways(request: Request, ranks: int) -> list[tuple[Any, list[Any], Any]]:
     ways: list[tuple[Any, list[Any], Any]] = [(ALL, [None if x is None else ALL for x in given], ALL)]
     keys = (request.spec.score_mod, request.spec.mask_mod)
     asked = frozenset().union(*(PROGRAMS[key].root.deps for key in keys if key is not None))
-    if request.seed is not None or request.blocks or request.origin is not None:
+    if request.seed is not None or request.blocks or request.position_offsets is not None:
         return ways  # they count batch rows and heads from 0
     packed, kv_heads = request.cu_q is not None, request.k.shape[-2]
     if not packed and "b" not in asked and request.q.shape[0] % ranks == 0:

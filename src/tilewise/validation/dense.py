@@ -6,9 +6,7 @@ the same errors.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,19 +15,25 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..mods.blocks import BlockMask
-from ..mods.builtin import alibi, alibi_per_batch
-from ..mods.builtin import softcap as softcap_mod
 from ..mods.dropout import as_seed, is_whole
-from ..mods.program import Mod, bound, check_filled, indexed, rows
 from ..options import Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
 from ..torch_internals import has_address
+from .arguments import (
+    DTYPES,
+    LARGEST,
+    check_block_mask,
+    check_tables,
+    check_term,
+    checked_bias,
+    checked_mod,
+    combined_score_mod,
+    number,
+    resolved,
+    tensor,
+)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST = 3.4e38  # of a float32
 SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options with tensors that may have max_seqlen elements
-
-__all__ = ["Options", "options_of"]
 
 ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
@@ -54,16 +58,6 @@ def request_of(
     return request
 
 
-def resolved(x: Any) -> Any:
-    """A tensor whose memory holds its values: a view with the negative bit set, or a zero tensor, is copied. The
-    dispatcher does this for registered ops; kernels that are launched directly read memory."""
-    if type(x) is not Tensor or torch.compiler.is_compiling() or x.layout is not torch.strided or not has_address(x):
-        return x
-    if x.is_neg():
-        return x.resolve_neg()
-    return x + 0 if x.data_ptr() == 0 and x.numel() and not x.is_meta else x
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """A call of `attention`."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -73,9 +67,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int | None, int | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest: tuple[int | None, int | None],
     options: Options,
-) -> Request:  # fmt: skip
+) -> Request:
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
     check_longest(*longest)
@@ -88,9 +87,14 @@ def packed(
 
 
 def sharded(
-    q: Tensor, k: Tensor, v: Tensor, here: tuple[int, int], whole: tuple[int, int], documents: int | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    here: tuple[int, int],
+    whole: tuple[int, int],
+    documents: int | None,
     options: Options,
-) -> Request:  # fmt: skip
+) -> Request:
     """A call of `distributed.attention`: a rank has `here` of q and k, and the bias as many columns as `whole` has
     keys; `documents`, of a packed plan, are the batch rows that slopes may have."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
@@ -137,7 +141,7 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
         mask = mask.mod
     for mod in (mask, score):
         if mod is not None:
-            _check_tables(mod, (None, None, *found))
+            check_tables(mod, (None, None, *found))
 
 
 def check_longest(n_q: Any, n_k: Any) -> None:
@@ -148,9 +152,14 @@ def check_longest(n_q: Any, n_k: Any) -> None:
 
 
 def sized(
-    q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int | None, int | None], options: Options,
-    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
-) -> Request:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sizes: tuple[int, int, int | None, int | None],
+    options: Options,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+) -> Request:
     """The request of tensors that are checked, with options that are not.
 
     Args:
@@ -177,11 +186,11 @@ def sized(
         raise AttentionError("seed", "one, with dropout_p=0", "dropout_p above 0, or no seed")
     bias, sinks = resolved(options["bias"]), resolved(options["sinks"])
     if bias is not None:
-        bias = _checked_bias(q, sizes, bias)
+        bias = checked_bias(q, sizes, bias)
     if sinks is not None:
-        _check_term("sinks", sinks, q, [(sizes[1],)])
+        check_term("sinks", sinks, q, [(sizes[1],)])
     known = sizes if cu_q is None else (*sizes[:2], None, None)  # max_seqlen may exceed every length
-    score = _score(q, known, softcap, options["score_mod"], options["alibi_slopes"])
+    score = combined_score_mod(q, known, softcap, options["score_mod"], options["alibi_slopes"])
     deterministic = options["deterministic"]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -189,75 +198,27 @@ def sized(
     mask = options["mask_mod"]
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):
-        _check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
+        check_block_mask(mask, sizes, q, cu_q is not None, band(options["causal"], options["window"]))
         blocks, named["mask_block"] = mask.lists, (*mask.block, *mask.shape[:2])
         mask = mask.mod
     if mask is not None:
-        mask = _checked_mod("mask", mask, q, known)
+        mask = checked_mod("mask", mask, q, known)
         named |= {"mask_mod": mask.key, "mask_numbers": mask.numbers, "mask_tensors": len(mask.tensors)}
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
         if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
             named["longest"] = max(sizes[2], sizes[3])
     spec = Spec.of(
-        head_dim=q.shape[-1], causal=options["causal"], window=options["window"], scale=scale,
-        backend=options["backend"], **named,
-    )  # fmt: skip
-    return Request(
-        q, k, v, spec, bias, sinks, () if score is None else score.tensors, cu_q, cu_k,
-        as_seed(seed, q.device) if dropout_p else None, () if mask is None else mask.tensors, blocks,
-    )  # fmt: skip
-
-
-def _score(
-    q: Tensor, sizes: tuple[int, int, int | None, int | None], softcap: Any, score_mod: Any, slopes: Tensor | None
-) -> Mod | None:
-    """Softcap, score_mod and ALiBi as one mod; None if there is none of them."""
-    mods = []
-    if softcap is not None:
-        softcap = number("softcap", softcap, "a finite number above 0, or None")
-        if not 0 < softcap <= LARGEST:
-            raise AttentionError("softcap", softcap, "a finite number above 0, or None")
-        mods.append(softcap_mod(softcap))
-    if score_mod is not None:
-        mods.append(_checked_mod("score", score_mod, q, sizes))
-    if slopes is not None:
-        batch, heads, _, _ = sizes
-        _check_term("alibi_slopes", slopes, q, [(heads,), (batch, heads)])
-        slopes = resolved(slopes)
-        if not slopes.numel():  # no head or batch row: kernels need one element; autograd still reaches the tensor
-            slopes = slopes.sum().expand((1,) * slopes.dim())
-        mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
-    return bound(mods)
-
-
-def number(name: str, x: Any, expected: str) -> float:
-    """x as a float. A tensor raises, because its gradient would be lost."""
-    if isinstance(x, Tensor):
-        raise AttentionError(name, "a tensor", f"{expected}: call .item() (no gradient flows into it)")
-    real = isinstance(x, (int, float)) or (hasattr(x, "__float__") and getattr(x, "shape", ()) == ())
-    if not real or isinstance(x, bool):
-        raise AttentionError(name, repr(x), expected)
-    try:
-        found = float(x)
-    except OverflowError:
-        found = math.inf
-    except (TypeError, ValueError):
-        raise AttentionError(name, repr(x), expected) from None
-    if not -math.inf < found < math.inf:  # isfinite, which torch.compile does not trace
-        raise AttentionError(name, x, expected)
-    return found
-
-
-def tensor(name: str, x: Any) -> Tensor:
-    """x, if it is a strided tensor. Raises otherwise."""
-    if not isinstance(x, Tensor):
-        hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
-        raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
-    if x.is_nested or x.layout is not torch.strided:
-        hint = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
-        raise AttentionError(f"layout of {name}", "nested" if x.is_nested else x.layout, f"torch.strided: {hint}")
-    return x
+        head_dim=q.shape[-1],
+        causal=options["causal"],
+        window=options["window"],
+        scale=scale,
+        backend=options["backend"],
+        **named,
+    )
+    score_tensors, mask_tensors = (() if mod is None else mod.tensors for mod in (score, mask))
+    seed = as_seed(seed, q.device) if dropout_p else None
+    return Request(q, k, v, spec, bias, sinks, score_tensors, cu_q, cu_k, seed, mask_tensors, blocks)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> None:
@@ -314,101 +275,6 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
             raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
     if ends[-1] > tokens:
         raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
-
-
-def _checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:
-    """The bias as (B, H, Sq, Sk) with axes of size 1 where it broadcasts."""
-    names = ("B", "H", "Sq", "Sk")
-    if tensor("bias", bias).dtype == torch.bool:
-        raise AttentionError("dtype of bias", bias.dtype, "floats to add; for a mask of bools see tilewise.mask_mod")
-    if bias.dim() > 4:
-        raise AttentionError("shape of bias", tuple(bias.shape), f"at most 4 axes, {names}")
-    if bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
-    for name, size, found in zip(names, sizes, bias.shape, strict=True):
-        if size is None and found != 1:
-            raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
-        if found not in (1, size):
-            raise AttentionError(f"{name} of bias", found, f"{size} or 1{_perhaps_swapped(q)}")
-    _check_term("bias", bias, q, [tuple(bias.shape)])
-    return bias
-
-
-def _perhaps_swapped(q: Tensor) -> str:
-    """A hint for the error message if there are more heads than tokens."""
-    swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
-    return "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if swapped else ""
-
-
-def _check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    if tuple(tensor(name, x).shape) not in shapes:
-        expected = " or ".join(map(str, shapes)) + _perhaps_swapped(q)
-        raise AttentionError(f"shape of {name}", tuple(x.shape), expected)
-    if x.dtype not in DTYPES:
-        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
-    if x.device != q.device and not q.is_meta:
-        raise AttentionError(f"device of {name}", x.device, f"q's {q.device}")
-
-
-def _checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
-    if not isinstance(mod, Mod):
-        hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
-        raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
-    if mod.kind != kind:
-        raise AttentionError(f"{kind}_mod", f"a {mod.kind} mod", f"a function decorated with tilewise.{kind}_mod")
-    for x in mod.tensors:
-        if x.device != q.device and not q.is_meta:
-            raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
-    if q.numel() and 0 not in sizes:
-        check_filled(mod)
-    _check_tables(mod, sizes)
-    tensors = tuple(map(resolved, mod.tensors))
-    return mod if all(a is b for a, b in zip(tensors, mod.tensors, strict=True)) else mod._replace(tensors=tensors)
-
-
-def _check_block_mask(
-    mask: BlockMask, sizes: tuple[int, int, int | None, int | None], q: Tensor, packed: bool,
-    band: tuple[int | None, int | None],
-) -> None:  # fmt: skip
-    """Raises unless the mask fits a call of these sizes (B, H, Sq, Sk); for packed sequences Sq and Sk are max_seqlen_q
-    and max_seqlen_k, or None. The call's band must not exceed the band that the mask was made for."""
-    made, fit = ("block_mask", "block_mask_varlen") if packed else ("block_mask_varlen", "block_mask")
-    if packed == (mask.tokens is None):
-        raise AttentionError("mask_mod", f"a mask made by {made}", f"one made by {fit}, for this kind of call")
-    for name, own, size in zip(("B", "H", "Sq", "Sk"), mask.shape, sizes, strict=True):
-        if own != size and size is not None and not (own == 1 and name in ("H" if packed else "BH")):
-            raise AttentionError(f"{name} of the block mask", own, f"{size}, as in this call")
-    if mask.tokens is not None and mask.tokens[0] > q.shape[0]:
-        raise AttentionError("tokens of the block mask", mask.tokens[0], f"q's {q.shape[0]}")
-    if mask.lists[0].device != q.device and not q.is_meta:
-        raise AttentionError("device of the block mask", mask.lists[0].device, f"q's {q.device}")
-    if any(own is not None and (side is None or side > own) for own, side in zip(mask.band, band, strict=True)):
-        raise AttentionError(
-            "window of the block mask, (left, right)",
-            mask.band,
-            f"the call's {band}, or a wider one: give both the same",
-        )
-
-
-def _check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
-    """Raises unless a tensor that a mod indexes by b, h, q_idx or kv_idx has an element for each of its values."""
-    for n, axis, index in indexed(mod.key):
-        size, found = sizes["bhij".index(index)], mod.tensors[n].shape[axis]
-        if size is not None and 1 < found < size:
-            name = ("batch row", "head", "query", "key")["bhij".index(index)]
-            raise AttentionError(
-                f"axis {axis} of tensor {n} of the {mod.kind} mod {mod.name!r}",
-                found,
-                f"one for each {name}, {size}, or 1",
-            )
-    for places in rows(mod.key):
-        lengths = [mod.tensors[n].shape[axis] for n, axis in places]
-        if any(length != lengths[0] for length in lengths):
-            raise AttentionError(
-                f"rows that the {mod.kind} mod {mod.name!r} reads together",
-                f"lengths of {', '.join(map(str, lengths))}",
-                "equal ones: each number meets the one at its place",
-            )
 
 
 def is_autocast(x: Any) -> bool:

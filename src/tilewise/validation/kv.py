@@ -17,7 +17,8 @@ from ..mods.program import Mod
 from ..options import FOREIGN, completed, options_of
 from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import is_forward_mode, is_vmapped
-from .dense import DTYPES, resolved, sized, tensor
+from .arguments import DTYPES, resolved, tensor
+from .dense import sized
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
 SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it

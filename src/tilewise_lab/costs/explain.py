@@ -37,7 +37,7 @@ from tilewise.backends.common.gpu import has_triton
 from tilewise.backends.protocol import Backend
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
-from tilewise.options import Options, takes_options
+from tilewise.options import Options, options_of, takes_options
 from tilewise.request import Request, differentiable
 from tilewise.validation import dense as checks
 from tilewise_lab.costs import cost, predict, roofline
@@ -85,7 +85,7 @@ def explain(
     Raises:
         AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
-    values = checks.options_of(options)
+    values = options_of(options)
     for name, flag in (("backward", backward), ("compiled", compiled)):
         if not isinstance(flag, bool) and flag is not None:
             raise AttentionError(name, repr(flag), "True or False")

@@ -43,10 +43,17 @@ def test_a_call_knows_its_place():
     q, k, v, _ = tensors(64, 64)
     mod = alibi(torch.tensor([0.3, 0.1]))
     words = {"score_mod": mod.key, "score_numbers": mod.numbers, "score_tensors": 1}
-    origin = torch.tensor([[0, 0, 60, 40, 1, 100, 100]], dtype=torch.int32)
-    part = Request(q[:, 60:], k[:, 40:], v[:, 40:], Spec(0.125, None, 0, **words), score=mod.tensors, origin=origin)
+    offsets = torch.tensor([[0, 0, 60, 40, 1, 100, 100]], dtype=torch.int32)
+    part = Request(
+        q[:, 60:],
+        k[:, 40:],
+        v[:, 40:],
+        Spec(0.125, None, 0, **words),
+        score=mod.tensors,
+        position_offsets=offsets,
+    )
     expected = tilewise.attention(q[:, 60:], k[:, 40:], v[:, 40:], causal=True, score_mod=mod, scale=0.125)
     # the distance is the same there, since both count from the end
     torch.testing.assert_close(forward(part)[0].float(), expected.float(), atol=2e-2, rtol=2e-2)
-    moved = part._replace(origin=origin + torch.tensor([0, 0, 0, 20, 0, 0, 0], dtype=torch.int32))
+    moved = part._replace(position_offsets=offsets + torch.tensor([0, 0, 0, 20, 0, 0, 0], dtype=torch.int32))
     assert not torch.allclose(forward(moved)[0].float(), expected.float(), atol=2e-2)

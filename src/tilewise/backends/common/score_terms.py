@@ -36,7 +36,7 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         has_derivative=1 if spec.score_mod and mods.has_slope(spec.score_mod) else None,
         infinite_derivative=1 if spec.score_mod and mods.has_unbounded_slope(spec.score_mod) else None,
         large_scores=1 if is_far(request) else None,
-        origin=request.origin,
+        position_offsets=request.position_offsets,
     )
 
 

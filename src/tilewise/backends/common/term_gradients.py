@@ -149,7 +149,7 @@ class Sums:
             b = torch.bucketize(position, cu[1:], right=True).clamp(max=self.size.batch - 1)
             position = position - cu[b]
             n_q, n_k = (x.long().diff()[b] for x in (self.cu_q, self.cu_k))
-        return Place(b, h, position, position, n_q, n_k, self.r).within(self.request.origin)
+        return Place(b, h, position, position, n_q, n_k, self.r).within(self.request.position_offsets)
 
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
@@ -158,7 +158,7 @@ class Sums:
             n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
-        moved = self.request.origin is not None
+        moved = self.request.position_offsets is not None
         # of equal lengths, an index that depends on n_q - n_k alone is the same for all sequences
         aligned = not moved and self._is_aligned() and only_difference(where.args, N_Q, N_K)
         per_batch = "b" in deps or (size.packed and (moved or bool(deps & {"n_q", "n_k"})) and not aligned)
@@ -186,7 +186,7 @@ class Sums:
                 place = Place(b, h, distance, torch.zeros_like(distance), *lengths, self.r)
             else:
                 i = torch.arange(start, start + height, device=total.device)[:, None]
-                place = Place(b, h, i, j, *lengths, self.r).within(self.request.origin)
+                place = Place(b, h, i, j, *lengths, self.r).within(self.request.position_offsets)
             scatter_(total, where, strip, place, self.request.score, self.spec.score_numbers)
 
     def _is_aligned(self) -> bool:

@@ -199,9 +199,13 @@ def score_derivative(raw: Tensor, place: Place, request: Request, dtype: torch.d
 
 
 def values(
-    roots: list[Expr], raw: Tensor, place: Place, request: Request, dtype: torch.dtype,
+    roots: list[Expr],
+    raw: Tensor,
+    place: Place,
+    request: Request,
+    dtype: torch.dtype,
     known: dict[Expr, Any] | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     return evaluate(roots, place, raw, request.score, request.spec.score_numbers, dtype, known)
 
 
@@ -327,7 +331,7 @@ def _block(
     if kinds is not None:
         height, width = request.spec.mask_block[:2]
         kinds = kinds[b % len(kinds)][:, (i // height)[:, None], j // width]
-    return Block(b, tokens, keys, local, local.within(request.origin), kinds)
+    return Block(b, tokens, keys, local, local.within(request.position_offsets), kinds)
 
 
 def _tokens(cu: Tensor, b: int) -> slice:

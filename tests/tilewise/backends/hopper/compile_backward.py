@@ -45,7 +45,7 @@ def main(
     memory = DeviceMemory(q.device)
     space = new_workspace(memory, problem(request))
     if partial:  # and somewhere in a larger call, if something asks where
-        request = request._replace(origin=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
+        request = request._replace(position_offsets=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)
     _, sums, *_ = backward_launches(request, BackwardInputs(out, lse, out, None), grads, space, 132)
     made = compile_for(90, sums.kernel, sums.args, sums.options)

@@ -73,8 +73,8 @@ def main(
         Request(q, k, v, Spec(d**-0.5, before, after, partial=partial), cu_q=cu, cu_k=cu), terms, batch, n
     )
     if partial:  # and somewhere in a larger call, if something asks where
-        out, origin = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
-        request = request._replace(origin=origin if terms else None)
+        out, position_offsets = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
+        request = request._replace(position_offsets=position_offsets if terms else None)
     if page is None:
         launches = forward_launches(request, out, lse, state, 132)
     else:

@@ -53,11 +53,11 @@ def masked(x, value, pairs, edge, partial, params):
 
 @triton.jit
 def mod_indices(pairs, terms):
-    """The indices that mods and dropout get: those of this call, or those of the larger call in `origin`."""
-    if terms.origin is None:
+    """The indices that mods and dropout get: those of this call, or those of the larger call in `position_offsets`."""
+    if terms.position_offsets is None:
         return ModIndices(pairs.w.b, pairs.h, pairs.i, pairs.j, pairs.w.n_q, pairs.w.n_k)
     else:
-        row = terms.origin + pairs.w.b * 7
+        row = terms.position_offsets + pairs.w.b * 7
         step = tl.load(row + 4)
         i = tl.load(row + 2) + step * pairs.i
         j = tl.load(row + 3) + step * pairs.j

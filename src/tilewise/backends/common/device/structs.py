@@ -144,7 +144,7 @@ class Terms(NamedTuple):
 
     `score` and `mask` are the arguments of the mods. `has_derivative`: the derivative of the score mod is not 1;
     `infinite_derivative`: it may be infinite. `large_scores`: scores may be so large that a fused multiply-add would
-    round them by more than they differ (see `softmax.py`). `origin`: see tilewise.request.ORIGIN.
+    round them by more than they differ (see `softmax.py`). `position_offsets`: see tilewise.request.POSITION_OFFSETS.
     """
 
     bias: tl.tuple = Bias()
@@ -158,7 +158,7 @@ class Terms(NamedTuple):
     has_derivative: tl.constexpr = None
     infinite_derivative: tl.constexpr = None
     large_scores: tl.constexpr = None
-    origin: tl.tensor = None
+    position_offsets: tl.tensor = None
 
 
 class ScoreParams(NamedTuple):
