@@ -61,8 +61,7 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     """`attend` of an eager call whose plan is known."""
     if profiler_enabled():
-        with torch.profiler.record_function("tilewise::forward"):
-            return attend(plan.spec, plan, tensors, with_lse)
+        return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
     if with_lse:
@@ -92,8 +91,12 @@ class AttentionWithLse(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        return _backward(ctx, dout, dlse)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
+            return _backward(ctx, dout, dlse)
+        *tensors, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, None, *_planned_gradients(ctx, BackwardInputs(out, lse, dout, dlse), tensors)
 
 
 class Attention(AttentionWithLse):
@@ -105,13 +108,6 @@ class Attention(AttentionWithLse):
         ctx.spec, ctx.plan = spec, plan
         ctx.save_for_backward(*tensors, out, lse)
         return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
-        if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout):
-            return _backward(ctx, dout, None)
-        *tensors, out, lse = ctx.saved_tensors
-        return None, None, *_planned_gradients(ctx, BackwardInputs(out, lse, dout, None), tensors)
 
 
 class TransformedAttention(AttentionWithLse):

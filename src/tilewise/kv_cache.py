@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose
 from .errors import AttentionError
-from .kv_request import KvCall, KvPlan, KvRequest, attend_arguments, structure_of
+from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
 from .ops import kv as ops
 from .options import shown
 from .plan_cache import plans, positions, signature
@@ -21,8 +21,6 @@ from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import ALWAYS
 from .validation.kv import KvOptions
-
-KV_TILE = "TILEWISE_KV_TILE"  # overrides the tile of the decode kernels, for measurements
 
 
 def _takes_options(function: Any) -> Any:
@@ -33,7 +31,7 @@ def _takes_options(function: Any) -> Any:
 def attention_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Unpack[KvOptions]
 ) -> Any:
-    """Attention over a KV cache, dense or paged, for any number of queries of every sequence. Nothing is read back.
+    """Attention over a KV cache, dense or paged, for any number of queries of every sequence. Does not synchronise.
 
     >>> import torch
     >>> k_cache, v_cache = torch.randn(2, 8, 16, 2, 64).unbind(0)            # 8 pages of 16 tokens, 2 heads
@@ -60,8 +58,8 @@ def attention_kv(
         cache_rows: (B,): the row of a dense cache for each sequence. Default 0, 1, ...
         starts: (B,): the first valid key of each sequence, if it is padded on the left.
         rotary: a `tilewise.Rotary`, applied to k_new and q.
-        tree: which of the last keys of its sequence, as many as there are queries, each query sees: bool (B, Sq, Sq),
-            packed (T, drafts), or int64 bits for each query.
+        tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
+            the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
         causal: default True. The last query of a sequence is at its last key.
         window: as in `attention`.
         scale: as in `attention`.
@@ -72,15 +70,15 @@ def attention_kv(
         mask_mod: as in `attention`, with kv_idx as in score_mod.
         out: a tensor for the result.
         return_lse: if True, lse is returned too.
-        plan: of `plan_kv`, made once a step for all layers with these shapes.
-        split: the number of keys that one program sums. A fixed number gives the same bits whatever else is in the
-            batch; 0 never splits. Default: chosen on the device.
+        plan: a plan from `plan_kv`. One plan serves all layers of a step that have the same shapes.
+        split: keys per split (split-KV, as in FlashDecoding). A fixed number makes results independent of the rest of
+            the batch; 0 is one split. Default: chosen on the device.
         max_seqlen_q: the most queries of a packed sequence. Chooses a tile.
         backend: as in `attention`.
 
     Returns:
         out (B, Sq, H, Dv) or (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (B, H, Sq) or (H, T) in
-        float32.
+        float32 (float64 for float64).
 
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
@@ -120,7 +118,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
         k_cache: as in `attention_kv`.
         v_cache: as in `attention_kv`.
         lengths: as in `attention_kv`.
-        options: as in `attention_kv`. With `plan`, an earlier plan is filled in again in place.
+        options: as in `attention_kv`. With `plan`, overwrites that plan and returns it.
 
     Returns:
         The plan, for the argument `plan` of `attention_kv`.
@@ -139,7 +137,8 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
         schedule, workspace = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
         return KvPlan(schedule, workspace, ops.new_lse(request.call.q), shape)
     if old is None:
-        old = KvPlan(*ops.new_schedule(request), ops.new_lse(request.call.q), shape)
+        name = choose(request).backend.name
+        old = KvPlan(*ops.new_schedule(request), ops.new_lse(request.call.q), shape, name)
     if traced:
         torch.ops.tilewise.plan_kv(old.schedule, *attend_arguments(request))
     else:
@@ -171,9 +170,9 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
         AttentionError: the call is wrong, or the plan was made for other lengths.
     """
     given = checks.kv_options(options)
-    request = checks.attend_request(q, k_cache, v_cache, lengths, given)
-    _check_contents(request, given)
-    choose(request)
+    call = _call(q, k_cache, v_cache, lengths, given)
+    _check_contents(call.request, given)
+    choose(call.request)
 
 
 def append_kv(
@@ -195,7 +194,7 @@ def append_kv(
     >>> cache[0, :, 0, 0]
     tensor([0., 0., 1., 1., 1., 0., 0., 0.])
 
-    Tokens without a place in the cache are not written. If two tokens have one slot, either is written.
+    Tokens without a slot are skipped. If two tokens have the same slot, which one is stored is undefined.
 
     Args:
         k_new: as in `attention_kv`.
@@ -233,7 +232,8 @@ def append_kv(
 
 
 class Prepared(NamedTuple):
-    """The plan of a call with a KV cache: its runner, and where the runner's tensors stand among the arguments."""
+    """The plan of a call with a KV cache: its runner and, for each of the runner's tensors, its index among the
+    arguments."""
 
     runner: Runner
     order: tuple[int, ...]
@@ -241,7 +241,7 @@ class Prepared(NamedTuple):
 
 
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """None if the call is not kept: traced calls, and with TILEWISE_CHECK=1 all calls."""
+    """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
     if ALWAYS or not is_eager():
         return None
     return signature(name, tensors, options, os.environ.get(KV_TILE) if options.get("plan") is None else None)
@@ -250,8 +250,8 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
 def _prepared(
     key: tuple[Any, ...] | None, tensors: Sequence[Any], call: Any, runner: Runner, returns_lse: bool = False
 ) -> Prepared:
-    """The plan of a call, kept for the next one unless a tensor was made for this call, or requires a gradient: whether
-    that is an error depends on the grad mode."""
+    """The plan of a call. It is cached unless validation made a tensor for this call, or a tensor requires a gradient,
+    which is an error in grad mode only."""
     wanted = structure_of(call)[0]
     order = positions(wanted, [x for x in tensors if isinstance(x, Tensor)])
     found = Prepared(runner, order or (), returns_lse)  # type: ignore[arg-type]
@@ -282,8 +282,8 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
 
 
 def _check_contents(request: KvRequest, given: KvOptions) -> None:
-    """What only the numbers in a call's tensors say. Reads them, which on a GPU waits for it."""
-    contents.check(request, given["slots"])
+    """Checks the contents of a call's tensors. Synchronises with the GPU."""
+    contents.check(request, given["slots"], None if given["k_new"] is None else given["k_new"].shape[0])
     plan: KvPlan | None = given["plan"]
     if plan is not None:
         _check_plan(plan, request)
@@ -297,6 +297,11 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
     shape = _shape_of(request)
     if plan.shape != shape:
         raise AttentionError("plan", f"one made for {plan.shape}", f"one made by plan_kv for this call, {shape}")
+    if plan.backend is not None and not is_traced(*request.call[:3]):
+        name = choose(request).backend.name
+        if plan.backend != name:
+            expected = f"one for {name!r}, which runs this call: call plan_kv with this call's arguments"
+            raise AttentionError("plan", f"one for the backend {plan.backend!r}", expected)
 
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:

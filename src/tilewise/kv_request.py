@@ -10,6 +10,7 @@ from torch import Tensor
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
+KV_TILE = "TILEWISE_KV_TILE"  # environment variable that overrides the tile of the decode kernels, for measurements
 
 
 class Rotary(NamedTuple):
@@ -39,6 +40,7 @@ class KvPlan(NamedTuple):
     workspace: Tensor
     lse: Tensor  # for calls that do not return it
     shape: tuple[Any, ...]
+    backend: str | None = None  # that made it; None under torch.compile
 
 
 class PlannedTile(NamedTuple):

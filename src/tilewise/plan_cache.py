@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PlanCache(dict[tuple[Any, ...], T], Generic[T]):
-    """Threads share it. Each read and write is one operation, and of two plans with one signature either may stay."""
+    """Shared by threads. A read or write is atomic; if two threads make the same plan, the last is kept."""
 
     def keep(self, signature: tuple[Any, ...] | None, plan: T) -> None:
         if signature is not None:
@@ -63,14 +63,14 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
             return None
     try:
         parts += layouts(tensors)
-    except RuntimeError:  # a sparse or nested tensor has no strides or address: validation says so
+    except RuntimeError:  # a sparse or nested tensor has no strides or address: validation raises
         return None
     return tuple(parts)
 
 
 def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
-    """Append what a value says. False for a value of unknown type. Equal values of different types, such as True and 1,
-    and 0.0 and -0.0, are told apart."""
+    """Append a value to `parts` and its tensors to `tensors`. Returns False if its type cannot be part of a signature.
+    Equal values of different types, such as True and 1, and 0.0 and -0.0, are told apart."""
     kind = type(value)
     if kind in CONSTANTS:
         parts += kind, value
@@ -87,9 +87,9 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     return True
 
 
-def structure_signature(name: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def structure_signature(name: str, call: tuple[Any, ...], *settings: Any) -> tuple[Any, ...] | None:
     """The signature of a call whose arguments are nested tuples."""
-    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled()]
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     tensors: list[Tensor] = []
     return (*parts, *layouts(tensors)) if _add(call, parts, tensors) else None
 
@@ -97,14 +97,15 @@ def structure_signature(name: str, call: tuple[Any, ...]) -> tuple[Any, ...] | N
 def layouts(tensors: Sequence[Tensor]) -> list[Any]:
     """Everything that kernels depend on in tensors except their contents.
 
-    Of an address the lowest four bits count. A tensor without memory, such as a zero tensor, has address 0. If one
-    tensor is two arguments, the signature says so, because `positions` finds tensors by identity. Three tensors are q,
-    k and v, each at its own position.
+    Of an address only the lowest four bits are used, because Triton specialises kernels on 16-byte alignment. Address
+    0 is a tensor without memory. If there are more than three tensors, those passed twice are recorded, because
+    `positions` compares identities. Three tensors are q, k and v, each at its own position.
     """
     found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
-        found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), address and address & 15 | 16
+        alignment = (address & 15) | 16 if address else 0
+        found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), alignment
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
         found += map(names.index, names)

@@ -108,8 +108,13 @@ def test_profiles_name_it() -> None:
     leaves = qkv()
     with torch.profiler.profile() as profile:
         tilewise.attention(*leaves).sum().backward()
-    names = {event.key for event in profile.key_averages()}
-    assert {"tilewise::forward", "tilewise::backward"} <= names
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert (counts["tilewise::forward"], counts["tilewise::backward"]) == (1, 1)
+    with torch.profiler.profile() as profile:
+        out, lse = tilewise.attention(*leaves, return_lse=True)
+        (out.sum() + lse.sum()).backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert (counts["tilewise::forward"], counts["tilewise::backward"]) == (1, 1)
 
 
 def jagged(lengths: tuple[int, ...], heads: int, like: Any = None) -> Any:

@@ -133,8 +133,10 @@ def needs_positions(request: Request, plan: Partition) -> bool:
     if request.seed is not None:
         return True
     indices = {"i", "j", "n_q", "n_k"} | ({"b"} if plan.packed else set()) | ({"h"} if plan.ulysses_size > 1 else set())
-    mods = (request.spec.score_mod, request.spec.mask_mod)
-    return any(mod is not None and not indices.isdisjoint(PROGRAMS[mod].root.deps) for mod in mods)
+    score, mask = request.spec.score_mod, request.spec.mask_mod
+    read = [] if mask is None else [PROGRAMS[mask].root]
+    read += [] if score is None else [PROGRAMS[score].root, PROGRAMS[score].slope]
+    return any(not indices.isdisjoint(x.deps) for x in read)
 
 
 def _columns(plan: Partition, tile: Tile) -> slice:

@@ -262,7 +262,7 @@ def _check(mod: Mod, block: tuple[int, int], sizes: dict[str, int]) -> None:
     if not (isinstance(block, tuple | list) and len(block) == 2 and all(isinstance(x, int) for x in block)):
         raise AttentionError("block", repr(block), "(queries, keys) of a tile, such as (128, 128)")
     if min(block) < 16 or any(x % 16 for x in block):
-        raise AttentionError("tiles of a block mask", block, "multiples of 16; the GPU kernels want multiples of 128")
+        raise AttentionError("tiles of a block mask", block, "multiples of 16 (on a GPU powers of two from 128 on)")
     for axis, size in sizes.items():
         if size == 1 and _depends(mod, axis):
             hint = {"b": "batch", "h": "heads"}[axis]

@@ -18,10 +18,10 @@ from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_of
 from .flops import register_formulas
 
 _library = torch.library.Library("tilewise", "DEF")
-_upstream = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
+_bwd_inputs = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
 _library.define(f"forward({SCHEMA}) -> (Tensor, Tensor)")
-_library.define(f"backward({_upstream}, {SCHEMA}) -> (Tensor, Tensor, Tensor)")
-_library.define(f"term_gradients({_upstream}, bool[] wanted, {SCHEMA}) -> Tensor[]")
+_library.define(f"backward({_bwd_inputs}, {SCHEMA}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"term_gradients({_bwd_inputs}, bool[] wanted, {SCHEMA}) -> Tensor[]")
 _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ..backends.registry import choose
 from ..kv_request import (
     APPEND,
     ATTEND,
+    KV_TILE,
     AppendRequest,
     KvCall,
     KvRequest,
@@ -69,7 +71,7 @@ def run(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Any:
 def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
     """The runner of an earlier call of the same signature, or a new one."""
     tensors, _ = structure_of(call)
-    key = structure_signature(name, call) if tensors[0].is_cuda else None
+    key = structure_signature(name, call, os.environ.get(KV_TILE)) if tensors[0].is_cuda else None
     runner: Runner | None = None if key is None else plans.get(key)
     if runner is None:
         runner = make()

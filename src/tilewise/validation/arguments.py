@@ -94,20 +94,20 @@ def checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor
         if size is None and found != 1:
             raise AttentionError(f"a bias along {name} of packed sequences", found, "max_seqlen_q and max_seqlen_k too")
         if found not in (1, size):
-            raise AttentionError(f"{name} of bias", found, f"{size} or 1{_perhaps_swapped(q)}")
+            raise AttentionError(f"{name} of bias", found, f"{size} or 1{perhaps_swapped(q)}")
     check_term("bias", bias, q, [tuple(bias.shape)])
     return bias
 
 
-def _perhaps_swapped(q: Tensor) -> str:
+def perhaps_swapped(q: Tensor) -> str:
     """A hint for the error message if there are more heads than tokens."""
     swapped = q.dim() == 4 and q.shape[2] > q.shape[1]
-    return "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if swapped else ""
+    return "; if the tensors are (batch, heads, tokens, dim), pass layout='bhsd'" if swapped else ""
 
 
 def check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
     if tuple(tensor(name, x).shape) not in shapes:
-        expected = " or ".join(map(str, shapes)) + _perhaps_swapped(q)
+        expected = " or ".join(map(str, shapes)) + perhaps_swapped(q)
         raise AttentionError(f"shape of {name}", tuple(x.shape), expected)
     if x.dtype not in DTYPES:
         raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
@@ -175,5 +175,5 @@ def check_tables(mod: Mod, sizes: Sequence[int | None]) -> None:
             raise AttentionError(
                 f"rows that the {mod.kind} mod {mod.name!r} reads together",
                 f"lengths of {', '.join(map(str, lengths))}",
-                "equal ones: each number meets the one at its place",
+                "equal lengths: rows are combined element by element",
             )

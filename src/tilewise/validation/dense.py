@@ -29,6 +29,7 @@ from .arguments import (
     checked_mod,
     combined_score_mod,
     number,
+    perhaps_swapped,
     resolved,
     tensor,
 )
@@ -244,8 +245,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, rank: int, axes: str) -> 
         raise AttentionError("shape of v", tuple(v_dims), f"k's {axes}, {tuple(k_dims)}, up to the head dim")
     heads, kv_heads = dims[-2], k_dims[-2]
     if heads % kv_heads if kv_heads else heads:
-        swapped = rank == 4 and dims[1] and k_dims[1] and dims[1] % k_dims[1] == 0 and heads == k_dims[2]
-        hint = "; (batch, heads, tokens, dim) tensors want layout='bhsd'" if rank == 4 and not swapped else ""
+        hint = perhaps_swapped(q)
         raise AttentionError("heads of q", heads, f"a multiple of k's {kv_heads} (each KV head serves a group){hint}")
 
 

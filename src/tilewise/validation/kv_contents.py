@@ -12,19 +12,32 @@ from ..kv_request import KvRequest, PlannedTile
 from .dense import check_offsets
 
 
-def check(request: KvRequest, slots: Tensor | None = None) -> None:
-    """Raises AttentionError for the first sequence with an invalid value."""
+def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:
+    """Raises AttentionError for the first sequence with an invalid value.
+
+    Args:
+        request: the call.
+        slots: where new tokens are written, if given.
+        new_tokens: rows of a packed k_new; None if the call has no new tokens.
+    """
     call, places, k = request.call, request.places, request.k
     if call.cu_q is not None:
         check_offsets("cu_seqlens_q", call.cu_q, call.q.shape[0])
     appended = [places.new] * places.batch
     if places.cu_new is not None:
         appended = [b - a for a, b in pairwise(places.cu_new.tolist())]
-        check_offsets("cu_seqlens_new", places.cu_new, sum(max(n, 0) for n in appended))
-    page, capacity = k.shape[1], places.capacity(k)
+        total = sum(max(n, 0) for n in appended)
+        check_offsets("cu_seqlens_new", places.cu_new, total if new_tokens is None else new_tokens)
+    page, capacity, before = k.shape[1], places.capacity(k), request.spec.before
     ends = [] if places.indptr is None else places.indptr.tolist()
     if ends and places.table is not None:
         check_offsets("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
+    queries = [call.q.shape[1]] * places.batch
+    if call.cu_q is not None:
+        queries = [b - a for a, b in pairwise(call.cu_q.tolist())]
+    drafts = None if request.tree is None else 64 * request.tree.shape[1]
+    if drafts is not None and max(queries, default=0) > drafts:
+        raise AttentionError("tree", f"{drafts} drafts", f"{max(queries)}, one for each query of a sequence")
     starts = [0] * places.batch if places.starts is None else places.starts.tolist()
     table = None if places.table is None else places.table.tolist()
     for b, (length, new) in enumerate(zip(places.lengths.tolist(), appended, strict=True)):
@@ -39,7 +52,8 @@ def check(request: KvRequest, slots: Tensor | None = None) -> None:
             pages = table[ends[b] : ends[b + 1]] if ends else table[b]
             _check_pages(b, pages[starts[b] // page : -(-(length + new) // page)], k.shape[0])
             if new and slots is None:
-                _check_ring(b, pages, starts[b], length, new, page, request)
+                first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
+                _check_overwritten(b, pages, (first, length, new), page)
     if places.rows is not None:
         for b, row in enumerate(places.rows.tolist()):
             if not 0 <= row < k.shape[0]:
@@ -73,18 +87,19 @@ def _check_pages(b: int, pages: list[int], count: int) -> None:
             raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages of the cache")
 
 
-def _check_ring(b: int, pages: list[int], start: int, length: int, new: int, page: int, request: KvRequest) -> None:
-    """Raises AttentionError if new tokens would overwrite visible keys: they are written before keys are read."""
-    queries = request.q.shape[1] if request.call.cu_q is None else new
-    before = request.spec.before
-    first = start if before is None else max(start, length + new - queries - before)
+def _check_overwritten(b: int, pages: list[int], sizes: tuple[int, int, int], page: int) -> None:
+    """Raises AttentionError if new tokens would overwrite visible keys: they are written before keys are read.
+
+    `sizes`: the first visible key, the length before the call, the new tokens.
+    """
+    first, length, new = sizes
     written = {(pages[j // page], j % page) for j in range(length, length + new)}
     if len(written) < new:
         raise AttentionError(f"new tokens of sequence {b}", "two at one position of a page", "a position for each")
     for j in range(first, length):
         if (pages[j // page], j % page) in written:
             found = "visible to a query, but overwritten by a new token"
-            raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the ring of the sequence")
+            raise AttentionError(f"key {j} of sequence {b}", found, "more pages in the circular page table")
 
 
 def _check_slots(slots: Tensor, count: int) -> None:

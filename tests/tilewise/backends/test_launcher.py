@@ -229,11 +229,13 @@ def test_a_call_without_launches(driver: FakeDriver) -> None:
     assert driver.launches == []
 
 
-def test_counters_are_zeros_from_the_driver(driver: FakeDriver) -> None:
-    address = launcher.zeroed_counters(0, 32)
+def test_counters_are_zeros_from_the_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_counters", {})
+    address = launcher.stream_counters(0, 7, 32)
     assert driver.contexts == [100]
     assert bytes(driver.memory[0]) == bytes(32)
-    assert address not in (0, launcher.zeroed_counters(0, 32))
+    assert launcher.stream_counters(0, 7, 32) == address != 0  # calls on one stream share them
+    assert address not in (launcher.stream_counters(0, 8, 32), launcher.stream_counters(1, 7, 32))
 
 
 def test_threads_do_not_mix_their_addresses(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,47 @@ def test_contents_are_checked_when_asked(case: KvCase, change: Any, words: str) 
         tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options)
 
 
+def test_check_kv_checks_new_tokens_out_and_trees() -> None:
+    x = inputs(KvCase((5, 9), new=2, dim=16))
+    tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options)
+    for name, value in {"v_new": x.options["v_new"][:, :1], "out": x.q[:, :, :1]}.items():
+        with pytest.raises(tilewise.AttentionError, match=name):
+            tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options | {name: value})
+    x = inputs(KvCase((5, 9), queries=(1, 2), new=(1, 2), dim=16))
+    cu = torch.tensor([0, 1, 4], dtype=I32)  # k_new has three tokens
+    with pytest.raises(tilewise.AttentionError, match="end of cu_seqlens_new: found 4"):
+        tilewise.check_kv(x.q, x.k, x.v, x.lengths, **x.options | {"cu_seqlens_new": cu})
+    q, cu = torch.randn(66, 1, 16), torch.tensor([0, 65, 66], dtype=I32)
+    bits = torch.full((66,), -1)
+    cache, lengths = torch.randn(2, 80, 1, 16), torch.tensor([70, 70], dtype=I32)
+    with pytest.raises(tilewise.AttentionError, match="tree: found 64 drafts; expected 65"):
+        tilewise.check_kv(q, cache, cache, lengths, cu_seqlens_q=cu, tree=bits)
+
+
+def test_more_queries_than_new_tokens_see_keys_that_are_overwritten() -> None:
+    """A page table in which a page occurs twice is a circular buffer."""
+    cache, table = torch.randn(2, 4, 1, 16), torch.tensor([[0, 1, 0]], dtype=I32)
+    q, new, cu_q = torch.randn(5, 1, 16), torch.randn(1, 1, 16), torch.tensor([0, 5], dtype=I32)
+    cu_new, lengths = torch.tensor([0, 1], dtype=I32), torch.tensor([8], dtype=I32)
+    given = {"page_table": table, "k_new": new, "v_new": new, "cu_seqlens_q": cu_q, "cu_seqlens_new": cu_new}
+    tilewise.check_kv(q, cache, cache, lengths, window=(3, 0), **given)  # the first query sees keys 1 to 4
+    with pytest.raises(tilewise.AttentionError, match="key 0 of sequence 0"):
+        tilewise.check_kv(q, cache, cache, lengths, window=(4, 0), **given)
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_a_plan_of_another_backend_raises() -> None:
+    """Backends divide the keys differently, and their schedules may have the same size."""
+    x = inputs(KvCase((20, 3), dim=16))
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, backend="triton")
+    assert plan.backend == "triton"
+    other = plan._replace(backend="hopper")
+    with pytest.raises(
+        tilewise.AttentionError, match="plan: found one for the backend 'hopper'; expected one for 'tri"
+    ):
+        tilewise.attention_kv(x.q, x.k, x.v, x.lengths, backend="triton", plan=other)
+
+
 @pytest.mark.meets
 @pytest.mark.parametrize("name", ["lengths", "table", "indptr", "starts", "cu_q", "cu_new", "cache_rows", "slots"])
 @pytest.mark.parametrize("garbage", [10**9, -(10**9), 2**31 - 1, -(2**31), 4, -3, None], ids=str)

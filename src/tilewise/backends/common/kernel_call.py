@@ -20,7 +20,7 @@ from torch import Tensor
 from ...torch_internals import current_stream, empty_strided_cuda
 from .compiler import compile_launches
 from .launch import COUNTERS, INTERPRETED, Build, DeviceMemory, Launch, target_of
-from .launcher import CompiledLaunch, PreparedLaunches, Slot, prepared, zeroed_counters
+from .launcher import CompiledLaunch, PreparedLaunches, Slot, prepared, stream_counters
 
 KNOBS = triton.knobs.runtime
 SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
@@ -109,7 +109,6 @@ class KernelCall:
         self.results: list[int] = []
         self.has_counters = False
         self.low_bits = low_bits([0 if x is None else x.data_ptr() for x in tensors])
-        self.stream_counters: dict[int, int] = {}
         if device.type == "cuda" and not INTERPRETED and torch.version.hip is None:
             self.is_only_device = torch.cuda.device_count() == 1
             with torch.cuda.device(device):
@@ -138,7 +137,7 @@ class KernelCall:
         every = [*tensors, *[empty_strided_cuda(*buffer) for buffer in self.buffers]]
         addresses = [0 if x is None else x.data_ptr() for x in every]
         if (reduce(or_, addresses) & 15 or self.low_bits) and low_bits(addresses) != self.low_bits:
-            # an autograd hook replaced a saved tensor, or dlse is a view
+            # misaligned: a saved-tensor hook replaced a tensor, or dlse is a view
             if self.low_bits:
                 return self._launch_with_triton(tensors)
             return self([x if x is None or x.data_ptr() & 15 == 0 else aligned_copy(x) for x in tensors])
@@ -148,19 +147,18 @@ class KernelCall:
         return [every[n] for n in self.results]
 
     def _counters(self, stream: int, every: list[Any]) -> int:
-        """The address of the counters. Launches on one stream follow one another and share them. A captured launch may
-        be replayed beside any other, so each gets its own from the graph's memory, which `every` keeps until then."""
+        """The address of the counters. Launches on one stream run one after another and share them. A captured launch
+        may be replayed beside any other, so it gets its own from the graph's pool, zeroed by a captured memset; `every`
+        holds them until the launches are captured."""
         if torch.cuda.is_current_stream_capturing():
             every.append(DeviceMemory(self.device).counters())
             address: int = every[-1].data_ptr()
             return address
-        found = self.stream_counters.get(stream)
-        if found is None:
-            found = self.stream_counters[stream] = zeroed_counters(self.device.index, 4 * COUNTERS)
-        return found
+        return stream_counters(self.device.index, stream, 4 * COUNTERS)
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """In the interpreter, on AMD, without `cuda.bindings`, or for a profiler that hooks Triton's launches."""
+        """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
+        for kernels that need more than prepared launches give (see `launcher.prepared`)."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             built = self.build(tensors, self.target, DeviceMemory(self.device))
             for launch in built.launches:
@@ -184,7 +182,7 @@ def aligned_copy(x: Tensor) -> Tensor:
 
 
 def has_launch_hook() -> bool:
-    """Whether a profiler wants to hear of launches. Triton then makes them."""
+    """Whether a Triton launch hook is set, which only Triton's launcher calls."""
     enter, leave = KNOBS.launch_enter_hook, KNOBS.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

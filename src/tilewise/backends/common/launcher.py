@@ -30,6 +30,10 @@ TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
 UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
 
 
+_launching = Lock()
+_counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
+
+
 class Slot(NamedTuple):
     """A pointer argument: `offset` bytes past the start of the call's tensor `number`."""
 
@@ -94,11 +98,12 @@ class CompiledLaunch(NamedTuple):
 class PreparedLaunches:
     """The launches of one call, in order. All arguments are in place except the addresses of the call's tensors.
 
-    Threads share the memory of the arguments, so a lock is held while it is filled and the kernels are launched.
+    Threads share the memory of the arguments and the counters of a stream, so a lock is held while the arguments are
+    written and the kernels are launched: the launches of two calls do not mix.
     """
 
     def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
-        self.device, self.stream, self.lock = device, 0, Lock()
+        self.device, self.stream = device, 0
         parameters = [list(parameters_of(x.binary, x.args)) for x in launches]
         # cells: the tensors' addresses, a null pointer for scratch memory, then whatever else the kernels read
         self.cells = array("Q", bytes(8 * (tensors + 1 + sum(map(len, parameters)))))
@@ -130,7 +135,7 @@ class PreparedLaunches:
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
-        with self.lock:
+        with _launching:
             self.write(self.cells, 0, *addresses)
             for cell, slot in self.offsets:
                 self.cells[cell] = addresses[slot.number] + slot.offset
@@ -244,9 +249,19 @@ def load_function(binary: Any, device: int) -> Any:
     return _functions[key]
 
 
-def zeroed_counters(device: int, size: int) -> int:
-    """The address of `size` zero bytes that stay allocated. They come from the driver: torch's allocator may be serving
-    a CUDA graph's private pool, which must not hold memory that outlives the graph."""
+def stream_counters(device: int, stream: int, size: int) -> int:
+    """The address of the `size` zero bytes that all calls on a stream share, which the launches leave at zero.
+
+    They stay allocated. They come from the driver: torch's allocator may be serving a CUDA graph's private pool, which
+    must not hold memory that outlives the graph.
+    """
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters[device, stream] = _zeros(device, size)
+    return found
+
+
+def _zeros(device: int, size: int) -> int:
     use_context(device)
     address = checked(driver.cuMemAlloc(size))
     checked(driver.cuMemsetD8(address, 0, size))

@@ -1,14 +1,14 @@
 """From tensors to the launches of the Hopper backward: preprocess, dK, dV and the sums of dQ, postprocess, repair."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, View
@@ -65,11 +65,11 @@ def new_workspace(memory: Memory, size: Problem) -> Workspace:
     )
 
 
-@cache
-def workspace_sizes(size: Problem) -> list[int]:
+@lru_cache(LIMIT)
+def workspace_sizes(size: Problem) -> tuple[int, ...]:
     """Float32 numbers of lse2, delta, dq_acc and the counters."""
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
-    return [tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64]
+    return tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64
 
 
 def statistics_rows(size: Problem) -> int:
@@ -84,7 +84,8 @@ def block_dims(size: Problem) -> tuple[int, int]:
 
 
 class Backward(NamedTuple):
-    """A backward call: request (without sinks, which lse contains), bwd_inputs gradients, results, workspace."""
+    """A backward call: the request (without sinks, which lse contains), out, lse and their gradients, the results, the
+    workspace."""
 
     request: Request
     bwd_inputs: BackwardInputs
@@ -242,7 +243,7 @@ def kv_head_repeats(request: Request, processors: int) -> int:
     return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, processors)
 
 
-@cache
+@lru_cache(LIMIT)
 def _kv_head_repeats(size: Problem, before: int | None, after: int | None, plain: bool, processors: int) -> int:
     row = backward_tile(block_dims(size)[0], plain=plain)
     group = size.heads // size.kv_heads

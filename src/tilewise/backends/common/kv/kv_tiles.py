@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from ....kv_request import KV_TILE
 from ..tiles import Arch
 
 
@@ -30,7 +31,7 @@ def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int) -> KvTile:
     >>> tile(90, 2, 128, 4)
     KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0)
     """
-    override = os.environ.get("TILEWISE_KV_TILE")
+    override = os.environ.get(KV_TILE)
     if override:
         return KvTile(*map(int, override.split("x")))
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
