@@ -126,7 +126,7 @@ def test_parts_with_their_heads_first() -> None:
     out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
     with pytest.raises(tilewise.AttentionError, match="layout='bhsd'"):
         tilewise.merge((out, lse), (out, lse))
-    with pytest.raises(tilewise.AttentionError, match=r"\(batch, heads, tokens, dim\)"):
+    with pytest.raises(tilewise.AttentionError, match=r"out \(B, H, S, D\)"):
         tilewise.merge((out, lse.mT), (out, lse), layout="bhsd")
     with pytest.raises(tilewise.AttentionError, match="layout: found 'hsd'"):
         tilewise.merge((out, lse), layout="hsd")

@@ -279,9 +279,8 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
 
 def is_autocast(x: Any) -> bool:
     """Whether autocast is on for the device of a tensor."""
-    if not isinstance(x, Tensor) or x.is_meta:
-        return False
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)  # device.type takes longer than the call
+    kind = x.device.type if isinstance(x, Tensor) else "meta"
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:

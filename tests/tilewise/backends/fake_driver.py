@@ -200,6 +200,7 @@ def installed(monkeypatch: Any) -> Iterator[FakeDriver]:
     found = FakeDriver()
     monkeypatch.setattr(launcher, "driver", found)
     monkeypatch.setattr(launcher, "_functions", {})
+    monkeypatch.setattr(launcher, "_counters", {})
     launcher.primary_context.cache_clear()
     try:
         yield found

@@ -245,7 +245,7 @@ def test_counters_of_a_stream_are_allocated_once(driver: Any) -> None:
     assert len(driver.memory) == 2
     other = KernelCall(Made(), tensors, CUDA)
     other(tensors)
-    assert addresses(driver.launches[-2])[3] not in used  # another call on the stream has its own
+    assert addresses(driver.launches[-2])[3] == used[-1]  # calls on one stream share them
 
 
 def test_every_captured_launch_has_its_own_counters(driver: Any) -> None:

@@ -69,7 +69,7 @@ from .pipeline import (
 
 # named barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)
-DS_STORED: gl.constexpr = gl.constexpr(9)
+WIDE_DS_STORED: gl.constexpr = gl.constexpr(9)  # a name of its own: docs/gotchas.md, constants in cache keys
 ALL_READ: gl.constexpr = gl.constexpr(10)
 DQ_COLUMNS: gl.constexpr = gl.constexpr(64)  # of dQ at a time
 
@@ -144,7 +144,7 @@ def attend_block_0(shared, acc, keys, block, upcoming, params, LAST: gl.constexp
     if not LAST:
         mbarrier.wait(queries.full.index(new), ((n + 1) >> 1) & 1)
         s = issue_abt(kv.k.index(zero).reshape([64, D]), queries.tiles.index(new).reshape([BLOCK_M, D]))
-    bar_sync(DS_STORED, 256)
+    bar_sync(WIDE_DS_STORED, 256)
     dk = warpgroup_mma(shared.ds.index(cur), own_columns(q, 0), dk, is_async=True)
     DQ_LATE: gl.constexpr = CONFIG.SCORES_FIRST and not LAST
     if not DQ_LATE:
@@ -203,7 +203,7 @@ def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
     ds = downcast(p * (dp - delta), DTYPE)
     shared.ds.index(cur).store(ds)
     fence_async_shared()
-    bar_arrive(DS_STORED, 256)
+    bar_arrive(WIDE_DS_STORED, 256)
     ds16 = gl.convert_layout(ds, dk_operand, assert_trivial=True)
     mbarrier.wait(queries.full.index(cur), (n >> 1) & 1)
     dk = warpgroup_mma(ds16, own_columns(queries.tiles.index(cur).reshape([BLOCK_M, D]), 1), dk, is_async=True)
