@@ -89,7 +89,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     if not isinstance(layout, str) or layout != "bshd" or validation.is_autocast(q):
-        q, k, v = validation.arranged(q, k, v, layout)
+        q, k, v = validation.to_bshd(q, k, v, layout)
     out, lse = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
@@ -185,7 +185,7 @@ def attention_varlen(
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
-    q, k, v = validation.arranged(q, k, v)
+    q, k, v = validation.to_bshd(q, k, v)
     out, lse = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     return (out, lse) if options.get("return_lse") else out
 
@@ -232,8 +232,8 @@ def check(
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
     cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    q, k, v = validation.arranged(q, k, v, layout)
-    request = validation.request_of(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
+    q, k, v = validation.to_bshd(q, k, v, layout)
+    request = validation.checked_request(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
     choose(request)
 
 
@@ -242,7 +242,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
     `return_lse` is False."""
     tensors = [q, k, v, *cu]
     key = None
-    if is_eager() and not validation.ALWAYS:
+    if is_eager() and not validation.CHECK_CONTENTS:
         key = signature("attention", tensors, options, *(_sizes(longest, options) if longest else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
     with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
@@ -254,7 +254,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
         values, offsets = nested.unpacked(q, k, v)
         out, lse = _run(*values, options, offsets, (None, None))
         return nested.packed(out, lse, q)
-    request = validation.request_of(q, k, v, cu, longest, options)
+    request = validation.checked_request(q, k, v, cu, longest, options)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     if key is None or positions(request.tensors(), tensors) is None:  # a tensor was made for this call, such as a seed
@@ -268,4 +268,4 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
 def _sizes(longest: Any, options: Options) -> Any:
     """max_seqlen_q and max_seqlen_k, where they belong to the signature: beside an option whose tensors may have these
     sizes. Otherwise they have no effect, and may change with every batch."""
-    return longest if any(options.get(name) is not None for name in validation.SIZED) else ()
+    return longest if any(options.get(name) is not None for name in validation.OPTIONS_WITH_MAX_SEQLEN) else ()

@@ -12,7 +12,7 @@ from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
 from .plan_cache import CallPlan
-from .request import BackwardInputs, Request, Spec, arguments, differentiable
+from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     is_batched,
     is_dtensor,
@@ -48,9 +48,9 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         if ops.chosen(request).name == REFERENCE:
             return ReferenceBackend.differentiable(request)
         return TransformedAttention.apply(spec, plan, *tensors)  # type: ignore[no-untyped-call]
-    wanted = tensors[: differentiable(spec)]
+    wanted = tensors[: num_differentiable(spec)]
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)):
-        return results_of(spec, plan, tensors)
+        return run_forward(spec, plan, tensors)
     if torch.compiler.is_compiling():  # torch.compile does not allow one tensor as two arguments of a Function
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
     function: Any = AttentionWithLse if with_lse else Attention
@@ -69,7 +69,7 @@ def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -
     return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]
 
 
-def results_of(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None]) -> Any:
+def run_forward(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None]) -> Any:
     """(out, lse), by the plan or by the registered op."""
     if plan is not None:
         return tuple(plan.forward(tensors))
@@ -86,7 +86,7 @@ class AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
-        results = results_of(spec, plan, tensors)
+        results = run_forward(spec, plan, tensors)
         _save(ctx, spec, plan, tensors, results)
         return results
 
@@ -104,7 +104,7 @@ class Attention(AttentionWithLse):
 
     @staticmethod
     def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
-        out, lse = results_of(spec, plan, tensors) if plan is None else plan.forward(tensors)
+        out, lse = run_forward(spec, plan, tensors) if plan is None else plan.forward(tensors)
         ctx.spec, ctx.plan = spec, plan
         ctx.save_for_backward(*tensors, out, lse)
         return out
@@ -118,7 +118,7 @@ class TransformedAttention(AttentionWithLse):
 
     @staticmethod
     def forward(spec: Any, plan: Any, *tensors: Any) -> Any:  # type: ignore[override]
-        return results_of(spec, plan, tensors)
+        return run_forward(spec, plan, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -147,16 +147,16 @@ def _save(ctx: Any, spec: Any, plan: Any, tensors: Any, results: Any) -> None:
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
     """The gradients of a Function's arguments."""
     *tensors, out, lse = ctx.saved_tensors
-    n = min(differentiable(ctx.spec), len(tensors))
+    n = min(num_differentiable(ctx.spec), len(tensors))
     wanted = ctx.needs_input_grad[2 : 2 + n]
 
     def gradients(dout: Tensor | None, dlse: Tensor | None) -> Any:
         bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         if not _is_higher_order(dout, dlse, *tensors[:n]):
-            return gradients_of(wanted, ctx.spec, ctx.plan, bwd_inputs, tensors)
+            return run_backward(wanted, ctx.spec, ctx.plan, bwd_inputs, tensors)
         request = Request.of(ctx.spec, tensors)
         if ops.chosen(request).name == REFERENCE:
-            every = (*wanted, *(False,) * (differentiable(ctx.spec) - n))
+            every = (*wanted, *(False,) * (num_differentiable(ctx.spec) - n))
             return ReferenceBackend.differentiable_backward(request, bwd_inputs, every)[:n]
         arguments_of: Any = (wanted, ctx.spec, *bwd_inputs, *tensors)
         return FirstDerivative.apply(*arguments_of)  # type: ignore[no-untyped-call]
@@ -173,7 +173,7 @@ class FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(wanted: Any, spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, *tensors: Any) -> Any:
-        return gradients_of(wanted, spec, None, BackwardInputs(out, lse, dout, dlse), tensors)
+        return run_backward(wanted, spec, None, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
@@ -193,7 +193,7 @@ def _need_reference(what: str) -> NoReturn:
     )
 
 
-def gradients_of(
+def run_backward(
     wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
@@ -206,7 +206,7 @@ def gradients_of(
         else:
             grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
-    bwd_inputs = ops.aligned(bwd_inputs)
+    bwd_inputs = ops.prepare_backward_inputs(bwd_inputs)
     grads = plan.backward(tensors, bwd_inputs)
     if not any(wanted[3:]):
         return *grads, *(None,) * (len(wanted) - 3)
@@ -223,11 +223,11 @@ def _planned_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[A
 
 def _all_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
     plan: CallPlan = ctx.plan
-    bwd_inputs = ops.aligned(bwd_inputs)
+    bwd_inputs = ops.prepare_backward_inputs(bwd_inputs)
     grads = plan.backward(tensors, bwd_inputs)
     if len(tensors) == 3:
         return tuple(grads)
-    wanted = ctx.needs_input_grad[5 : 2 + differentiable(plan.spec)]
+    wanted = ctx.needs_input_grad[5 : 2 + num_differentiable(plan.spec)]
     terms: tuple[Tensor | None, ...] = (None,) * len(wanted)
     if any(wanted):
         terms = _at_wanted(wanted, plan.term_gradients(wanted, tensors, bwd_inputs))

@@ -14,17 +14,17 @@ from .backends.registry import choose
 from .errors import AttentionError
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
 from .ops import kv as ops
-from .options import shown
+from .options import show_options
 from .plan_cache import plans, positions, signature
 from .torch_internals import is_eager, is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
-from .validation.dense import ALWAYS
+from .validation.dense import CHECK_CONTENTS
 from .validation.kv import KvOptions
 
 
 def _takes_options(function: Any) -> Any:
-    return shown(function, KvOptions, checks.defaults())
+    return show_options(function, KvOptions, checks.defaults())
 
 
 @_takes_options
@@ -242,7 +242,7 @@ class Prepared(NamedTuple):
 
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
-    if ALWAYS or not is_eager():
+    if CHECK_CONTENTS or not is_eager():
         return None
     return signature(name, tensors, options, os.environ.get(KV_TILE) if options.get("plan") is None else None)
 
@@ -263,7 +263,7 @@ def _prepared(
 def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, given: KvOptions) -> KvCall:
     """The checked call of `attention_kv`."""
     request = checks.attend_request(q, k_cache, v_cache, lengths, given)
-    if ALWAYS:
+    if CHECK_CONTENTS:
         _check_contents(request, given)
     new = None
     if given["k_new"] is not None:

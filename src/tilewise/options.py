@@ -64,10 +64,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def takes_options(function: F) -> F:
     """Decorator: help() and inspect.signature show each of `**options` with its type and default."""
-    return shown(function, Options, _defaults())
+    return show_options(function, Options, _defaults())
 
 
-def shown(function: F, options: Any, defaults: Any) -> F:
+def show_options(function: F, options: Any, defaults: Any) -> F:
     """`takes_options` for the TypedDict `options` with these defaults."""
     own = inspect.signature(function)
     *first, _ = own.parameters.values()
@@ -81,7 +81,7 @@ def shown(function: F, options: Any, defaults: Any) -> F:
 
 
 # Names of other libraries, and what to write instead.
-FOREIGN = {
+OTHER_LIBRARIES = {
     "is_causal": "causal=True (here a query sits at key position i + Sk - Sq: torch's top-left only where Sq == Sk)",
     "attn_mask": "mask_mod= for a bool mask, bias= for a float one",
     "attn_bias": "bias=",
@@ -101,7 +101,7 @@ FOREIGN = {
 
 def options_of(given: Options) -> Options:
     """The given options, completed with the defaults."""
-    options: Options = completed(given, _defaults(), FOREIGN)
+    options: Options = completed(given, _defaults(), OTHER_LIBRARIES)
     return options
 
 
@@ -117,5 +117,5 @@ def completed(given: Any, defaults: Any, foreign: dict[str, str]) -> Any:
         name = next(name for name in given if name not in defaults)
         near = get_close_matches(name, defaults, n=1)
         hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(defaults)}")
-        raise AttentionError("argument", f"{name}=", hint)
+        raise AttentionError("keyword argument", f"{name}=", hint)
     return options

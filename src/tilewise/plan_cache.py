@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
-from .request import BackwardInputs, Request, differentiable
+from .request import BackwardInputs, Request, num_differentiable
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -146,7 +146,7 @@ class CallPlan:
         self.spec = request.spec
         self.backend, self.reason = choose(request)
         self.order = positions(tensors, arguments)
-        self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: differentiable(request.spec)])
+        self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
         self.forward: Runner = self.backend.forward(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it
         self._backward: dict[tuple[Any, ...], Runner] = {}

@@ -67,7 +67,7 @@ class Spec(NamedTuple):
         return Spec(float(scale), before, after, backend, **others)
 
 
-def differentiable(spec: Spec) -> int:
+def num_differentiable(spec: Spec) -> int:
     """The number of tensors that may have gradients. They are the first ones of `Request.tensors()`: q, k, v, bias,
     sinks and the tensors of the score mod.
 
@@ -206,7 +206,7 @@ def _to_text(*options: Any) -> str:
     return repr(options)
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
+def request_from_arguments(q: Tensor, k: Tensor, v: Tensor, others: Any, *scalars: Any) -> Request:
     """The reverse of `arguments`."""
     spec = spec_of(scalars)
     return Request.of(spec, (q, k, v, *(others or ())))

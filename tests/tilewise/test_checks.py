@@ -224,7 +224,7 @@ def test_every_call_begins_with_a_check_where_that_is_wanted(unread: None, monke
     """TILEWISE_CHECK=1"""
     x, cu = torch.zeros(4, 2, 8), torch.tensor([0, 9], dtype=torch.int32)
     tilewise.attention_varlen(x, x, x, cu, cu)
-    monkeypatch.setattr(checks, "ALWAYS", True)
+    monkeypatch.setattr(checks, "CHECK_CONTENTS", True)
     with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 9"):
         tilewise.attention_varlen(x, x, x, cu, cu)
 

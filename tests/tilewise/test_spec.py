@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import AttentionError
-from tilewise.request import ARGUMENTS, FAR, SCHEMA, Request, Spec, arguments, band, differentiable, request_of
+from tilewise.request import (
+    ARGUMENTS,
+    FAR,
+    SCHEMA,
+    Request,
+    Spec,
+    arguments,
+    band,
+    num_differentiable,
+    request_from_arguments,
+)
 
 
 def full() -> Request:
@@ -30,9 +40,9 @@ def same(a: Request, b: Request) -> bool:
 def test_a_request_survives_both_flattenings() -> None:
     request = full()
     assert same(Request.of(request.spec, request.tensors()), request)
-    assert same(request_of(*arguments(request)), request)
+    assert same(request_from_arguments(*arguments(request)), request)
     without = request._replace(mask=(), blocks=(), spec=request.spec._replace(mask_tensors=0))
-    assert same(request_of(*arguments(without)), without)
+    assert same(request_from_arguments(*arguments(without)), without)
 
 
 def test_the_schema_has_a_place_for_every_argument() -> None:
@@ -44,7 +54,7 @@ def test_the_schema_has_a_place_for_every_argument() -> None:
 
 def test_gradients_are_asked_of_the_first_tensors() -> None:
     request = full()
-    asked = request.tensors()[: differentiable(request.spec)]
+    asked = request.tensors()[: num_differentiable(request.spec)]
     expected: list[Tensor | None] = [request.q, request.k, request.v, request.bias, request.sinks, *request.score]
     assert all(x is y for x, y in zip(asked, expected, strict=True))
 

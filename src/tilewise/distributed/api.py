@@ -84,7 +84,7 @@ def attention(
     plan = plan or current()
     if not isinstance(plan, Plan):
         raise AttentionError("plan", repr(plan), "one of tilewise.distributed.plan(...), or attention within use(plan)")
-    q, k, v = checks.arranged(q, k, v, layout)
+    q, k, v = checks.to_bshd(q, k, v, layout)
     is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:
         q, k, v = q[None], k[None], v[None]
@@ -117,7 +117,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     Returns:
         As `attention`, of all queries.
     """
-    q, k, v = checks.arranged(q, k, v)
+    q, k, v = checks.to_bshd(q, k, v)
     is_flat = plan.packed and q.dim() == 3
     if is_flat:
         q, k, v = q[None], k[None], v[None]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.dense import aligned
+from ..ops.dense import prepare_backward_inputs
 from ..plan_cache import CallPlan, plan_of
 from ..request import BackwardInputs, Request
 from .calls import AttentionCall, Rows, accumulate, attention_calls, merge_
@@ -262,7 +262,7 @@ class Backward(_Work):
                 dlse = None if dlse is None else rows.take(dlse, 2).contiguous()
             if is_packed:
                 out, lse, dout, dlse = out[0], lse[0], dout[0], None if dlse is None else dlse[0]
-            self.last = (rows, is_packed), aligned(BackwardInputs(out, lse, dout, dlse))
+            self.last = (rows, is_packed), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
         return self.last[1]
 
     def add_terms(self, call: AttentionCall, call_plan: CallPlan, request: Request, bwd_inputs: BackwardInputs) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..request import ARGUMENTS, SCHEMA, Request, Spec, arguments, differentiable, request_of
+from ..request import ARGUMENTS, SCHEMA, Request, Spec, arguments, num_differentiable, request_from_arguments
 from . import cluster, execute
 from .execute import Saved
 from .plan import PLANS, Plan
@@ -27,7 +27,7 @@ _library.define(
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*args: Any) -> list[Tensor]:
     """[out, lse], and with Ulysses the tensors of `Saved`: without it they are the inputs and results."""
-    plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
+    plan, request = PLANS[int(args[ARGUMENTS])], request_from_arguments(*args[:ARGUMENTS])
     with torch.no_grad():
         out, lse, saved = cluster.run(plan.group, execute.forward(plan, plan.rank, request), request.q.device)
     return [out, lse.contiguous(), *(saved if plan.ulysses_size > 1 else ())]
@@ -36,7 +36,7 @@ def _forward(*args: Any) -> list[Tensor]:
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: list[bool], *args: Any) -> list[Tensor]:
     """The gradients of q, k and v, and of the wanted terms."""
-    plan, request = PLANS[int(args[ARGUMENTS])], request_of(*args[:ARGUMENTS])
+    plan, request = PLANS[int(args[ARGUMENTS])], request_from_arguments(*args[:ARGUMENTS])
     kept = Saved(*saved) if plan.ulysses_size > 1 else Saved(*request[:3], *saved)
     with torch.no_grad():
         steps = execute.backward(plan, plan.rank, request, kept, dout, dlse, tuple(wanted))
@@ -46,7 +46,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, wanted: li
 
 @torch.library.register_fake("tilewise_distributed::forward", lib=_library)
 def _forward_fake(*args: Any) -> list[Tensor]:
-    request, ulysses_size = request_of(*args[:ARGUMENTS]), args[-1]
+    request, ulysses_size = request_from_arguments(*args[:ARGUMENTS]), args[-1]
     q, k, v = request[:3]
 
     def results(rows: Any, heads: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _forward_fake(*args: Any) -> list[Tensor]:
 
 @torch.library.register_fake("tilewise_distributed::backward", lib=_library)
 def _backward_fake(saved: Any, dout: Any, dlse: Any, wanted: list[bool], *args: Any) -> list[Tensor]:
-    request = request_of(*args[:ARGUMENTS])
+    request = request_from_arguments(*args[:ARGUMENTS])
     terms = zip((request.bias, request.sinks, *request.score), wanted, strict=True)
     return [x.new_empty(x.shape) for x in (*request[:3], *(x for x, wants in terms if wants and x is not None))]
 
@@ -103,7 +103,7 @@ class Distributed(torch.autograd.Function):
 def _wanted(spec: Spec, needs_grad: Sequence[bool]) -> tuple[bool, ...]:
     """Whether bias, sinks and each of the score mod's tensors needs a gradient. `Request.tensors` omits absent tensors
     at the end."""
-    n = differentiable(spec) - 3
+    n = num_differentiable(spec) - 3
     return (*needs_grad[:n], *(False,) * (n - len(needs_grad)))
 
 
@@ -128,7 +128,7 @@ def attend(plan: Plan, request: Request) -> Any:
 
 def needs_grad(request: Request) -> bool:
     """Whether a tensor of the call requires a gradient."""
-    return any(x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)])
+    return any(x is not None and x.requires_grad for x in request.tensors()[: num_differentiable(request.spec)])
 
 
 class Rehearsed(torch.autograd.Function):

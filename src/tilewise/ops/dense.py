@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..backends.registry import choose
 from ..plan_cache import CallPlan, plan_of
-from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_of
+from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_from_arguments
 from .flops import register_formulas
 
 _library = torch.library.Library("tilewise", "DEF")
@@ -37,11 +37,11 @@ def chosen(request: Request) -> Backend:
     return choose(request).backend
 
 
-def aligned(bwd_inputs: BackwardInputs) -> BackwardInputs:
+def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
     out, lse, dout, dlse = bwd_inputs
     address = dout.data_ptr()
-    is_aligned = address & 15 == 0 != address and dout.is_contiguous() and not dout.is_neg()
+    is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
     if is_aligned and dlse is None and lse.is_contiguous():
         return bwd_inputs
     if address == 0 and dout.numel():  # a zero tensor has no memory
@@ -60,7 +60,7 @@ def aligned(bwd_inputs: BackwardInputs) -> BackwardInputs:
 
 def _plan(*call: Any) -> CallPlan:
     settings = [repr(x) if isinstance(x, (float, list)) else x for x in call[4:]]  # 0.0 == -0.0
-    return plan_of("op", lambda: request_of(*call), _tensors(*call), *settings)
+    return plan_of("op", lambda: request_from_arguments(*call), _tensors(*call), *settings)
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor, others: Sequence[Tensor | None] | None, *_: Any) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _plan(*call).backward(_tensors(*call), aligned(BackwardInputs(out, lse, dout, dlse)))
+    dq, dk, dv = _plan(*call).backward(_tensors(*call), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse)))
     return dq, dk, dv
 
 
@@ -85,19 +85,19 @@ def _term_gradients(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool], *call: Any
 ) -> list[Tensor]:
     """The gradients of the wanted ones among bias, sinks and the score mod's tensors, in this order."""
-    bwd_inputs = aligned(BackwardInputs(out, lse, dout, dlse))
+    bwd_inputs = prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
     return list(_plan(*call).term_gradients(tuple(wanted), _tensors(*call), bwd_inputs))
 
 
 @torch.library.impl(_library, "jvp", "CompositeExplicitAutograd")
 def _jvp(out: Tensor, lse: Tensor, tangents: list[Tensor], *call: Any) -> tuple[Tensor, Tensor]:
-    request = request_of(*call)
+    request = request_from_arguments(*call)
     return chosen(request).jvp(request, out, lse, tangents)
 
 
 @torch.library.register_fake("tilewise::forward", lib=_library)
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
-    request = request_of(*call)
+    request = request_from_arguments(*call)
     q, dtype = request.q, request.result_dtype
     *batch, n_q, heads, _d = q.shape
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -107,7 +107,7 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("tilewise::backward", lib=_library)
 def _backward_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, ...]:
-    request = request_of(*call)
+    request = request_from_arguments(*call)
     return tuple(x.new_empty(x.shape, dtype=request.result_dtype) for x in request[:3])
 
 
@@ -115,7 +115,7 @@ def _backward_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, 
 def _term_gradients_fake(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: list[bool], *call: Any
 ) -> list[Tensor]:
-    request = request_of(*call)
+    request = request_from_arguments(*call)
     terms = request.bias, request.sinks, *request.score
     return [x.new_empty(x.shape) for x, wants in zip(terms, wanted, strict=True) if wants and x is not None]
 
@@ -132,7 +132,7 @@ def _mapped(name: str) -> None:
 
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         n = info.batch_size
-        call = request_of(*args[-ARGUMENTS:])
+        call = request_from_arguments(*args[-ARGUMENTS:])
         if call.is_plain and call.cu_q is None and n > 0:
             found = op(*(_with_axis(x, dim, n, lambda y: y.flatten(0, 1)) for x, dim in zip(args, dims, strict=True)))
             found = [x.unflatten(0, (n, -1)) for x in found]

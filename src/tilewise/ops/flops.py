@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..request import ARGUMENTS, request_of
+from ..request import ARGUMENTS, request_from_arguments
 from ..torch_internals import dispatch_modes
 
 COUNTER = "torch.utils.flop_counter"
@@ -61,7 +61,7 @@ def _backward(*call: Any, out_val: Any = None, **_: Any) -> int:
 def pairs(*call: Any) -> int:
     """(query, key) pairs of a call, over batch and heads. The lengths of packed sequences are read; if they cannot be
     (meta and fake tensors), all sequences count as equally long."""
-    request = request_of(*call)
+    request = request_from_arguments(*call)
     q, k = request.q, request.k
     if request.cu_q is None or request.cu_k is None:
         return int(q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1])

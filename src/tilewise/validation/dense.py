@@ -1,7 +1,7 @@
 """Checks every argument of a call and makes the request of it, before anything is launched.
 
-`attention`, `attention_varlen`, `explain` and `check` call `request_of`, so they accept the same arguments and raise
-the same errors.
+`attention`, `attention_varlen`, `explain` and `check` call `checked_request`, so they accept the same arguments and
+raise the same errors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from .arguments import (
     tensor,
 )
 
-SIZED = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # options with tensors that may have max_seqlen elements
+OPTIONS_WITH_MAX_SEQLEN = ("bias", "score_mod", "alibi_slopes", "mask_mod")  # their tensors may have such an axis
+CHECK_CONTENTS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
-ALWAYS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
-
-def request_of(
+def checked_request(
     q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, given: Options, read: bool = False
 ) -> Request:
     """The checked request of a call.
@@ -54,8 +53,8 @@ def request_of(
     options = options_of(given)
     q, k, v = resolved(q), resolved(k), resolved(v)
     request = packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
-    if read or ALWAYS:
-        contents(request, longest, options)
+    if read or CHECK_CONTENTS:
+        check_contents(request, longest, options)
     return request
 
 
@@ -82,7 +81,7 @@ def packed(
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
-    if _is_free(cu_q) and _is_free(cu_k):
+    if _is_readable_without_sync(cu_q) and _is_readable_without_sync(cu_k):
         _check_lengths(request, longest, options)
     return request
 
@@ -109,7 +108,7 @@ def sharded(
     return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
-def contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+def check_contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
     """Checks the contents of a call's tensors. On a GPU this waits for the device."""
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
@@ -119,7 +118,7 @@ def contents(request: Request, longest: tuple[int | None, int | None], options: 
     _check_lengths(request, longest, options)
 
 
-def _is_free(cu: Tensor) -> bool:
+def _is_readable_without_sync(cu: Tensor) -> bool:
     """Whether its contents can be read without waiting for a device."""
     return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
 
@@ -260,7 +259,7 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
             raise AttentionError(f"sequences of {name}", f"none, for {x.shape[0]} tokens", "at least one sequence")
-        if _is_free(cu):
+        if _is_readable_without_sync(cu):
             check_offsets(name, cu, x.shape[0])
     if cu_q.shape != cu_k.shape:
         raise AttentionError("length of cu_seqlens_k", cu_k.shape[0], f"cu_seqlens_q's {cu_q.shape[0]}")
@@ -283,10 +282,10 @@ def is_autocast(x: Any) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
+def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if not isinstance(layout, str) or layout != "bshd":
-        q, k, v = swapped(layout, q, k, v)
+        q, k, v = bhsd_to_bshd(layout, q, k, v)
     if not is_autocast(q) or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -295,7 +294,7 @@ def arranged(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Ten
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
 
-def swapped(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+def bhsd_to_bshd(layout: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """ "bshd" views of tensors with layout "bhsd". Any other layout raises."""
     if not isinstance(layout, str) or layout != "bhsd":
         raise AttentionError("layout", repr(layout), "'bshd' (batch, tokens, heads, dim) or 'bhsd'")

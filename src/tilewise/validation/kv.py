@@ -14,7 +14,7 @@ from ..kv_request import UNDIVIDED, AppendRequest, KvPlan, KvRequest, Places, Ro
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
-from ..options import FOREIGN, completed, options_of
+from ..options import OTHER_LIBRARIES, completed, options_of
 from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
@@ -68,7 +68,7 @@ def defaults() -> KvOptions:
     return found
 
 
-ELSEWHERE = FOREIGN | {
+OTHER_KV_LIBRARIES = OTHER_LIBRARIES | {
     "cache_seqlens": "lengths, the tokens in the cache before this call",
     "block_table": "page_table=",
     "cache_batch_idx": "cache_rows=",
@@ -83,7 +83,7 @@ ELSEWHERE = FOREIGN | {
 
 
 def kv_options(given: KvOptions) -> KvOptions:
-    options: KvOptions = completed(given, defaults(), ELSEWHERE)
+    options: KvOptions = completed(given, defaults(), OTHER_KV_LIBRARIES)
     return options
 
 
@@ -180,7 +180,7 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
     defaults_of: dict[str, Any] = {**defaults()}
     for name, x in options.items():
         if name not in OF_APPEND and x is not defaults_of[name]:
-            raise AttentionError("argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
+            raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
     _check_cache("k_cache", k)
     cu_new = options["cu_seqlens_new"]
     batch = tensor("k_new", k_new).shape[0] if cu_new is None else tensor("cu_seqlens_new", cu_new).shape[0] - 1

@@ -38,7 +38,7 @@ from tilewise.backends.protocol import Backend
 from tilewise.errors import AttentionError
 from tilewise.mods.blocks import BlockMask
 from tilewise.options import Options, options_of, takes_options
-from tilewise.request import Request, differentiable
+from tilewise.request import Request, num_differentiable
 from tilewise.validation import dense as checks
 from tilewise_lab.costs import cost, predict, roofline
 from tilewise_lab.costs.advice import advise
@@ -90,7 +90,7 @@ def explain(
         if not isinstance(flag, bool) and flag is not None:
             raise AttentionError(name, repr(flag), "True or False")
     tensors = [_tensor(name, x, dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
-    tensors = q, k, v = tensors if layout == "bshd" else list(checks.swapped(layout, *tensors))
+    tensors = q, k, v = tensors if layout == "bshd" else list(checks.bhsd_to_bshd(layout, *tensors))
     if cu_seqlens_q is None:
         request, lengths = checks.dense(q, k, v, values), None
     else:
@@ -103,7 +103,7 @@ def explain(
     call = _call(request, lengths, count(request, names, blocks))
     target = _device(request.q, device)
     if backward is None:
-        backward = any(x is not None and x.requires_grad for x in request.tensors()[: differentiable(request.spec)])
+        backward = any(x is not None and x.requires_grad for x in request.tensors()[: num_differentiable(request.spec)])
     if target.capability:
         chosen = dispatch.choose(request, target.gpu)
     else:

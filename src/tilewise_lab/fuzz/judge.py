@@ -60,7 +60,7 @@ def judge(case: Case | KvCase) -> Verdict:
             return Verdict("refused")
         return Verdict("refusal", f"refusal {_words(said)}", f"a call that is right was refused: {said}", text)
     except Exception as error:
-        if case.bad is not None and case.bad[0] in FOREIGN and isinstance(error, TypeError):
+        if case.bad is not None and case.bad[0] in OTHER_LIBRARIES and isinstance(error, TypeError):
             return Verdict()
         where = _where(error)
         said = f"{type(error).__name__} in {where}: {str(error).strip().partition(chr(10))[0][:200]}"
@@ -77,7 +77,7 @@ def judge(case: Case | KvCase) -> Verdict:
     return Verdict("wrong", f"wrong {_words(fault[1].partition(':')[0])}", fault[1], text)
 
 
-FOREIGN = ("is_causal", "attn_mask", "softmax_scale", "enable_gqa")
+OTHER_LIBRARIES = ("is_causal", "attn_mask", "softmax_scale", "enable_gqa")
 
 
 def executed(text: str) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_gluon_kernels_have_no_overflow_checks_unless_triton_debugs(
 @needs_async
 def test_a_message_after_a_while(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It says how many kernels are compiled, where they are kept, and what compiles them ahead of time."""
-    monkeypatch.setattr(compiler, "PATIENCE", 0.05)
+    monkeypatch.setattr(compiler, "LOG_AFTER_SECONDS", 0.05)
     told = threading.Event()
 
     class Handler(logging.Handler):

@@ -17,7 +17,7 @@ from tilewise.backends.common.score_terms import folded
 from tilewise.backends.triton import launches as launch
 from tilewise.mods.expr import Place, evaluate, nodes
 from tilewise.mods.program import Mod, bound
-from tilewise.request import Request, Spec, arguments, request_of
+from tilewise.request import Request, Spec, arguments, request_from_arguments
 
 SLOPES = torch.tensor([0.5, 0.25], dtype=torch.float64)
 SCALE = 0.3
@@ -135,5 +135,5 @@ def test_zeros_of_both_signs_are_two_numbers() -> None:
     for zero in (0.0, -0.0):
         spec = Spec(zero, score_mod=reciprocal(zero).key, score_numbers=(zero,))
         q = torch.zeros(1, 1, 1, 16)
-        found = request_of(*arguments(Request(q, q, q, spec))).spec
+        found = request_from_arguments(*arguments(Request(q, q, q, spec))).spec
         assert [math.copysign(1, x) for x in (found.scale, *found.score_numbers)] == [math.copysign(1, zero)] * 2

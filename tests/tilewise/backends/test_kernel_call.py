@@ -500,7 +500,7 @@ def request_of(name: str) -> Request:
     cu = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2 if packed else ()
     if packed:
         q, k, v = q[0], k[0], v[0]
-    return checks.request_of(q, k, v, cu, (None, None), options)
+    return checks.checked_request(q, k, v, cu, (None, None), options)
 
 
 @pytest.mark.parametrize("name", CALLS)

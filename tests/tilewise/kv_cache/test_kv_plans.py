@@ -288,7 +288,7 @@ def test_a_dispatch_mode_sees_the_ops_of_a_known_call() -> None:
 
 def test_calls_on_a_cpu_and_with_tilewise_check_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "ALWAYS", True)
+        patch.setattr(kv_cache, "CHECK_CONTENTS", True)
         assert signature() is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: False))
     assert signature() is None

@@ -91,7 +91,7 @@ TURN = tilewise.Rotary(torch.zeros(16, 8), torch.zeros(16, 8))
         ({"v_cache": None}, "v_cache: found NoneType"),
         ({"v_cache": torch.zeros(2, 8, 2, 16)}, "shape of v_cache"),
         ({"k_cache": torch.zeros(8, 2, 16), "v_cache": torch.zeros(8, 2, 16)}, "shape of k_cache"),
-        ({"window": (3, 0)}, "argument: found window= of append_kv"),
+        ({"window": (3, 0)}, "keyword argument: found window= of append_kv"),
         ({"k_cache": torch.zeros(1, 8, 2, 16).expand(3, 8, 2, 16)}, "strides of a cache to write to"),
         ({"q": "x"}, "q: found str"),
         ({"q": torch.zeros(2, 1, 4, 8), "rotary": TURN}, "shape of q"),
@@ -331,7 +331,7 @@ def test_every_call_checks_its_plan_where_asked(monkeypatch: pytest.MonkeyPatch)
     x = inputs(KvCase((20, 3), dim=16))
     words = x.options | {"backend": "triton"}
     plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **words)
-    monkeypatch.setattr(kv_cache, "ALWAYS", True)
+    monkeypatch.setattr(kv_cache, "CHECK_CONTENTS", True)
     tilewise.attention_kv(x.q, x.k, x.v, x.lengths, plan=plan, **words)
     with pytest.raises(tilewise.AttentionError, match="plan, made for sequence 0"):
         tilewise.attention_kv(x.q, x.k, x.v, x.lengths - 1, plan=plan, **words)

@@ -273,7 +273,7 @@ def test_calls_on_a_cpu_have_no_signature(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("spied")
 def test_every_call_is_checked_with_tilewise_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.validation, "ALWAYS", True)
+    monkeypatch.setattr(api.validation, "CHECK_CONTENTS", True)
     assert signature_of() is None
 
 
@@ -303,7 +303,7 @@ def test_a_known_call_is_not_checked_again_and_its_tensors_are_its_own(
         for _ in range(2)
     ]
     tilewise.attention(*calls[0][0], **calls[0][1])
-    monkeypatch.setattr(api.validation, "request_of", None)
+    monkeypatch.setattr(api.validation, "checked_request", None)
     tilewise.attention(*calls[1][0], **calls[1][1])
     for given, (tensors, options) in zip(stub.given, calls, strict=True):
         expected = [*tensors, None, options["sinks"], *options["score_mod"].tensors]
@@ -343,7 +343,7 @@ def test_terms_of_a_known_call_are_its_own(
     longest = {"max_seqlen_q": 128, "max_seqlen_k": 128} if packed else {}
     for n, (tensors, cu, options) in enumerate(calls):
         if n:
-            monkeypatch.setattr(api.validation, "request_of", None)
+            monkeypatch.setattr(api.validation, "checked_request", None)
         (tilewise.attention_varlen if packed else tilewise.attention)(*tensors, *cu, **longest, **options)
         spec = stub.requests[0].spec
         request = Request.of(spec, stub.given[-1])
@@ -466,7 +466,7 @@ def test_a_call_of_unknown_types_or_under_tilewise_check_has_the_runner_of_an_eq
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=[2, 0])
     assert len(stub.requests) == 1
-    monkeypatch.setattr(api.validation, "ALWAYS", True)
+    monkeypatch.setattr(api.validation, "CHECK_CONTENTS", True)
     for _ in range(2):
         tilewise.attention(Q, Q, Q, window=(2, 0))
         tilewise.attention(Q, Q, Q, window=(3, 0))

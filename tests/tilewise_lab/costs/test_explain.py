@@ -296,7 +296,7 @@ TINY = (1, 16, 8, 64)
         ({"q": (1, 16, 8, 1000)}, "head dim of q: found 1000; expected 1 to 512"),
         ({"device": 3}, "device: found 3; expected A100"),
         ({"device": ""}, "device: found ''; expected A100"),
-        ({"is_causal": True}, "argument: found is_causal=; expected causal=True"),
+        ({"is_causal": True}, "keyword argument: found is_causal=; expected causal=True"),
     ],
 )
 def test_explain_refuses_as_attention_does(asked, said):

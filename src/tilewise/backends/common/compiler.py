@@ -14,17 +14,17 @@ from triton.runtime.jit import JITFunction
 from .launch import Launch
 
 THREADS = 8
-PATIENCE = 1.0  # seconds before a message says what is being compiled
+LOG_AFTER_SECONDS = 1.0  # seconds before a message says what is being compiled
 log = logging.getLogger("tilewise")
 
 
 def compile_launches(launches: Sequence[Launch]) -> list[Any]:
-    """The compiled kernels of launches, from Triton's cache or built now. Logs a message after PATIENCE seconds."""
+    """The compiled kernels of launches, from Triton's cache or built now. Logs a message if that takes long."""
     for launch in launches:
         compute_cache_keys(launch)
     with ThreadPoolExecutor(THREADS, "tilewise-compile") as pool, async_mode(pool):
-        kernels = [warm(launch) for launch in launches]
-        tell([x.future for x in kernels if hasattr(x, "future")])
+        kernels = [start_compiling(launch) for launch in launches]
+        log_if_slow([x.future for x in kernels if hasattr(x, "future")])
     return [x.result() if hasattr(x, "future") else x for x in kernels]
 
 
@@ -36,7 +36,7 @@ def async_mode(pool: ThreadPoolExecutor) -> Any:
     return nullcontext() if mode is None else mode(pool, ignore_errors=True)
 
 
-def warm(launch: Launch) -> Any:
+def start_compiling(launch: Launch) -> Any:
     return launch.kernel.warmup(*launch.args, grid=(1,), **compile_options(launch))
 
 
@@ -48,10 +48,10 @@ def compile_options(launch: Launch) -> dict[str, Any]:
     return launch.options | {"sanitize_overflow": bool(triton.knobs.runtime.debug)}
 
 
-def tell(futures: Sequence[Any]) -> None:
-    done, missing = wait(futures, PATIENCE)
+def log_if_slow(futures: Sequence[Any]) -> None:
+    done, missing = wait(futures, LOG_AFTER_SECONDS)
     if missing:
-        progress = f"{len(futures)} kernels for a new kind of call, {len(done)} done after {PATIENCE:.0f} s"
+        progress = f"{len(futures)} kernels for a new kind of call, {len(done)} done after {LOG_AFTER_SECONDS:.0f} s"
         hint = "tilewise.warmup and `tilewise warm` compile ahead of time"
         log.warning(f"tilewise: compiling {progress}; Triton keeps them in {triton.knobs.cache.dir} ({hint})")
 

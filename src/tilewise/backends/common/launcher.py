@@ -27,7 +27,7 @@ FORMATS = dict(zip(KINDS, "?bhiq?BHIQffdd", strict=True))  # of `struct`, by Tri
 ELEMENTS = {"fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
 TENSOR_MAP_BYTES = 128
 TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
-UNUSUAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+UNSUPPORTED_METADATA = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
 
 
 _launching = Lock()
@@ -172,7 +172,7 @@ def prepared(launches: Sequence[CompiledLaunch], tensors: int, device: int) -> P
 def is_plain(binary: Any) -> bool:
     """Whether a kernel needs no scratch memory, cluster or cooperative launch."""
     metadata = binary.metadata
-    return not any(getattr(metadata, name, 0) for name in UNUSUAL) and getattr(metadata, "num_ctas", 1) == 1
+    return getattr(metadata, "num_ctas", 1) == 1 and not any(getattr(metadata, x, 0) for x in UNSUPPORTED_METADATA)
 
 
 def launch_config(launch: CompiledLaunch) -> Any:

@@ -70,7 +70,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
             assert call.schedule is not None
             found = schedule(request, call.schedule, target)
             launches += [] if found is None else [found]
-        out, lse = results_of(call, memory)
+        out, lse = run_forward(call, memory)
         if request.q.shape[:-1].numel():
             launches += attend(call._replace(request=request, out=out, lse=lse), target, memory)
         return Built((out, lse), launches)
@@ -78,7 +78,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
     return KernelCall(build, tensors, call.request.q.device)
 
 
-def results_of(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
+def run_forward(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
     """The out and lse of the call, or new ones."""
     q, v = call.request.q, call.request.v
     out = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype) if call.out is None else call.out
