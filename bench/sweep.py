@@ -29,8 +29,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilewise import mods
 from tilewise.backends.common import tiles
-from tilewise.backends.common.launch import gpu_for
-from tilewise.backends.triton import launches as launch
+from tilewise.backends.common.launch import DeviceMemory, target_of
+from tilewise.backends.triton import TritonBackend
+from tilewise.backends.triton.backward_launches import named_launches
+from tilewise.backends.triton.launches import forward_launches
+from tilewise.options import Options, options_of
 from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
 
@@ -55,7 +58,7 @@ class Sweep(NamedTuple):
 def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tuple[Request, Tensor]:
     heads = HIDDEN // dim
     tensors = [torch.randn(TOKENS // n, n, heads, dim, device="cuda", dtype=dtype) for _ in range(4)]
-    given: checks.Options = {"causal": causal}
+    given: Options = {"causal": causal}
     if term == "softcap":
         given["softcap"] = 30.0
     elif term == "alibi":
@@ -66,24 +69,21 @@ def problem(n: int, dim: int, term: str, causal: bool, dtype: torch.dtype) -> tu
         ids = (torch.arange(n, device="cuda") * 8 // n).to(torch.int32)
         given["mask_mod"] = mods.block_mask(mods.document(ids=ids), n, n, causal=causal)
     *qkv, dout = tensors
-    return checks.dense(*qkv, checks.options_of(given)), dout
+    return checks.dense(*qkv, options_of(given)), dout
 
 
 def candidate(which: str, tile: str, request: Request, dout: Tensor) -> tuple[Run, list[Tensor]]:
     """The launch of one pass with this tile, and what it writes."""
-    out, lse = launch.forward(request)
-    gpu = gpu_for(out)
+    target, memory = target_of(request.q.device), DeviceMemory(request.q.device)
+    out, lse = TritonBackend().forward(request)(request.tensors())
     with mock.patch.object(tiles, "tile", return_value=tiles.Tile(*map(int, tile.split(",")))):
         if which == "forward":
-            return launch.forward_launch(request, out, lse, gpu, flags=launch.new_flags(request)), [out]
-        dq, dk, dv = (torch.empty_like(x) for x in request[:3])
-        rows, flags = launch.row_statistics(request), launch.new_flags(request, both=True)
-        bwd_inputs = BackwardInputs(out, lse, dout, None)
-        prepare, *keys, query = launch.backward_launches(request, bwd_inputs, (dq, dk, dv), rows, flags, gpu)
-    prepare()
-    if which == "query":
-        return query, [dq]
-    return (keys[0], [dk] if keys[1:] else [dk, dv]) if which == "key" else (keys[1], [dv])
+            return forward_launches(request, out, lse, target, memory, 1)["forward"], [out]
+        dq, dk, dv = grads = tuple(torch.empty_like(x) for x in request[:3])
+        found = named_launches(request, BackwardInputs(out, lse, dout, None), grads, target, memory)
+    found["prepare"]()
+    written = {"query": [dq], "key": [dk] if "value" in found else [dk, dv], "value": [dv]}
+    return found[which], written[which]
 
 
 def peers(tensors: list[Tensor], causal: bool) -> dict[str, Run]:

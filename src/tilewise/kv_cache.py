@@ -308,7 +308,7 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
     (q, k, v, spec, *_), places = request.call, request.places
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device
-    options = spec.before, spec.after, spec.backend, request.split, request.most, os.environ.get(KV_TILE)
+    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None
     return *tensors, *options, *present, places.capacity(k), places.new
 

@@ -88,7 +88,7 @@ class KvRequest(NamedTuple):
     """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; the caches (C, S, Hk, D) as k and v; the score terms.
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
-    of a split, the same for every batch; None: the schedule balances the load. `most`: the largest number of queries of
+    of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
     a sequence, 0 if unknown.
     """
 
@@ -96,7 +96,7 @@ class KvRequest(NamedTuple):
     places: Places
     tree: Tensor | None = None
     split: int | None = None
-    most: int = 0
+    max_seqlen_q: int = 0
 
     # Not for code that torch.compile traces: torch 2.10 does not support properties of a named tuple.
     @property
@@ -181,7 +181,7 @@ PLACES = "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? s
 ATTEND = (
     f"Tensor q, Tensor k, Tensor v, {PLACES}, Tensor? cu_q, Tensor? tree, Tensor? sinks, Tensor[] score, Tensor[] mask,"
     " float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
-    " float[] mask_numbers, int? split, SymInt most"
+    " float[] mask_numbers, int? split, SymInt max_seqlen_q"
 )
 APPEND = (
     f"Tensor k_new, Tensor v_new, {PLACES}, Tensor? slots, Tensor? cos, Tensor? sin, bool interleaved,"
@@ -195,7 +195,7 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     terms = (call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask))
     band = (spec.scale, spec.before, spec.after, spec.backend)
     mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
-    return (*call[:3], *request.places, *terms, *band, *mods, request.split, request.most)
+    return (*call[:3], *request.places, *terms, *band, *mods, request.split, request.max_seqlen_q)
 
 
 def attend_request(*given: Any) -> KvRequest:
@@ -203,11 +203,11 @@ def attend_request(*given: Any) -> KvRequest:
     q, k, v, *rest = given
     places, rest = Places(*rest[:7]), rest[7:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
-    mask_numbers, split, most = rest
+    mask_numbers, split, max_seqlen_q = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
     spec = Spec(scale, before, after, backend, *score_mod, *mask_mod)
     call = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
-    return KvRequest(call, places, tree, split, most)
+    return KvRequest(call, places, tree, split, max_seqlen_q)
 
 
 def append_arguments(request: AppendRequest, backend: str) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ MAX_DECODE_QUERIES = MIN_PREFILL_QUERIES - 1
 
 def decode_request(request: KvRequest) -> KvRequest:
     """A packed request for the decode kernels, which compute the sequences with at most MAX_DECODE_QUERIES queries."""
-    return request._replace(most=min(request.most or MAX_DECODE_QUERIES, MAX_DECODE_QUERIES))
+    return request._replace(max_seqlen_q=min(request.max_seqlen_q or MAX_DECODE_QUERIES, MAX_DECODE_QUERIES))
 
 
 def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:

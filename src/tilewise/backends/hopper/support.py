@@ -90,7 +90,7 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
         places = getattr(request, "places", None)
         if places is None:
             return "new tokens alone, which wait for memory"
-        most = request.most or q.shape[0] // max(places.batch, 1)  # unknown: the average
+        most = request.max_seqlen_q or q.shape[0] // max(places.batch, 1)  # unknown: the average
         return "few queries, which wait for memory" if most < MIN_PREFILL_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:
         return "few queries, whose keys the portable kernels divide among programs"

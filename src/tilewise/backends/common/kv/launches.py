@@ -114,7 +114,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(call, target.gpu, slope=False)
     terms = device_terms(call, target.gpu)
-    rows_differ = request.most != 1 or spec.mask_mod is not None
+    rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = DecodeConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],

@@ -44,7 +44,7 @@ def partition(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = Non
     """The partition of a `KvRequest`, from shapes alone, on a GPU with so many multiprocessors."""
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
-    max_rows = request.most * group  # of a sequence; 0 if unknown
+    max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None:
         tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), max_rows)
     if request.call.cu_q is None:
