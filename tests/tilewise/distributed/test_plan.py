@@ -13,11 +13,13 @@ import torch
 import tilewise
 from tilewise import AttentionError
 from tilewise.distributed import plan
+from tilewise.distributed.calls import needs_positions
 from tilewise.distributed.layout import LAYOUTS, token_index
 from tilewise.distributed.partition import GATHERING
 from tilewise.distributed.plan import Plan
 from tilewise.distributed.schedule import Compute, Post, Wait, schedule
 from tilewise.distributed.tiles import count, fuse, pieces, tiles
+from tilewise.request import Request, Spec
 
 WINDOWS = (None, (0, 0), (3, 2), (5, None), (None, 4), (0, 9))
 
@@ -316,3 +318,22 @@ def test_labels_are_shifted_before_they_are_dealt():
     parts = [made.labels(tokens_, rank=r) for r in range(3)]
     assert made.unshard(parts).tolist() == [[1, 2, 3, -100, 5, 6, 7, 8, -100]]
     assert made.unshard([made.positions(r)[None] for r in range(3)]).tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+
+
+def _by_position(score, b, h, q_idx, kv_idx):
+    return 1.0 + 0.0 * q_idx
+
+
+@tilewise.score_mod(grad=_by_position)
+def doubled(score, b, h, q_idx, kv_idx):
+    return 2.0 * score
+
+
+def test_a_derivative_that_reads_positions_gets_those_of_the_whole_sequence() -> None:
+    """The mod itself reads none."""
+    mod, q = doubled(), torch.zeros(1, 4, 1, 8)
+    spec = Spec(1.0, score_mod=mod.key, score_numbers=mod.numbers)
+    assert needs_positions(Request(q, q, q, spec), plan(2, seqlen=8))
+    without = tilewise.mods.softcap(3.0)
+    spec = Spec(1.0, score_mod=without.key, score_numbers=without.numbers)
+    assert not needs_positions(Request(q, q, q, spec), plan(2, seqlen=8))
