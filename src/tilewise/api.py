@@ -257,10 +257,11 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
     request = validation.checked_request(q, k, v, cu, longest, options)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
-    if key is None or positions(request.tensors(), tensors) is None:  # a tensor was made for this call, such as a seed
+    order = None if key is None else positions(request.tensors(), tensors)
+    if order is None:  # validation made a tensor for this call, such as a seed
         plan = plan_of("request", lambda: request, request.tensors(), repr(request.spec))
     else:
-        plan = CallPlan(request, tensors)
+        plan = CallPlan(request, order)
         plans.keep(key, plan)
     return attend(request.spec, plan, request.tensors(), with_lse)
 

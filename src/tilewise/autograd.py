@@ -96,7 +96,9 @@ class AttentionWithLse(torch.autograd.Function):
             return _backward(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        return None, None, *_planned_gradients(ctx, BackwardInputs(out, lse, dout, dlse), tensors)
+        n = min(num_differentiable(ctx.spec), len(tensors))
+        wanted, bwd_inputs = ctx.needs_input_grad[2 : 2 + n], BackwardInputs(out, lse, dout, dlse)
+        return None, None, *_planned_gradients(ctx.plan, wanted, bwd_inputs, tensors), *(None,) * (len(tensors) - n)
 
 
 class Attention(AttentionWithLse):
@@ -206,32 +208,28 @@ def run_backward(
         else:
             grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
-    bwd_inputs = ops.prepare_backward_inputs(bwd_inputs)
-    grads = plan.backward(tensors, bwd_inputs)
-    if not any(wanted[3:]):
-        return *grads, *(None,) * (len(wanted) - 3)
-    return *grads, *_at_wanted(wanted[3:], plan.term_gradients(tuple(wanted[3:]), tensors, bwd_inputs))
+    return _planned_gradients(plan, wanted, bwd_inputs, tensors)
 
 
-def _planned_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The gradients of all tensors of an eager call."""
+def _planned_gradients(
+    plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """`run_backward` of an eager call, by its plan."""
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
-            return _all_gradients(ctx, bwd_inputs, tensors)
-    return _all_gradients(ctx, bwd_inputs, tensors)
+            return _all_gradients(plan, wanted, bwd_inputs, tensors)
+    return _all_gradients(plan, wanted, bwd_inputs, tensors)
 
 
-def _all_gradients(ctx: Any, bwd_inputs: BackwardInputs, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    plan: CallPlan = ctx.plan
+def _all_gradients(
+    plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
     bwd_inputs = ops.prepare_backward_inputs(bwd_inputs)
     grads = plan.backward(tensors, bwd_inputs)
-    if len(tensors) == 3:
-        return tuple(grads)
-    wanted = ctx.needs_input_grad[5 : 2 + num_differentiable(plan.spec)]
-    terms: tuple[Tensor | None, ...] = (None,) * len(wanted)
-    if any(wanted):
-        terms = _at_wanted(wanted, plan.term_gradients(wanted, tensors, bwd_inputs))
-    return *grads, *terms, *(None,) * (len(tensors) - 3 - len(wanted))
+    terms = tuple(wanted[3:])
+    if not any(terms):
+        return *grads, *(None,) * len(terms)
+    return *grads, *_at_wanted(terms, plan.term_gradients(terms, tensors, bwd_inputs))
 
 
 def _traced_term_gradients(

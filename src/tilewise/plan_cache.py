@@ -141,11 +141,11 @@ class CallPlan:
 
     __slots__ = ("_backward", "backend", "forward", "order", "reason", "requires_grad", "spec", "uses_tf32")
 
-    def __init__(self, request: Request, arguments: Sequence[Tensor] = ()) -> None:
+    def __init__(self, request: Request, order: tuple[int | None, ...] | None = None) -> None:
         tensors = request.tensors()
         self.spec = request.spec
         self.backend, self.reason = choose(request)
-        self.order = positions(tensors, arguments)
+        self.order = order
         self.requires_grad = any(x is not None and x.requires_grad for x in tensors[: num_differentiable(request.spec)])
         self.forward: Runner = self.backend.forward(request)
         self.uses_tf32 = request.q.dtype == torch.float32 and request.q.is_cuda  # if torch's settings allow it

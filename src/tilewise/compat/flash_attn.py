@@ -118,7 +118,7 @@ def flash_attn_varlen_func(
 def _over_pages(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, lengths: Tensor, table: Tensor, options: dict[str, Any]
 ) -> Any:
-    """(out, lse) with gradients: all pages of a sequence side by side, of which the first `lengths` tokens are used."""
+    """(out, lse) with gradients: gathers the pages of each sequence and uses the first `lengths` tokens."""
     if tensor("block_table", table).dim() != 2 or table.is_floating_point() or table.shape[0] != lengths.shape[0]:
         raise AttentionError(
             "block_table", f"{table.dtype} {tuple(table.shape)}", f"ints ({lengths.shape[0]}, pages of a sequence)"

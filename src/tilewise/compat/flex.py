@@ -26,14 +26,14 @@ from torch.nn.attention import flex_attention as torchs
 from ..api import attention
 from ..errors import AttentionError
 from ..mods import PROGRAMS, BlockMask, Mod
-from ..mods.bands import FAR, split
+from ..mods.bands import split
 from ..mods.blocks import listed
 from ..mods.expr import SCORE, Expr, as_bool, as_float, const, load, nodes, substitute
 from ..mods.modifier import PAIR, Modifier, mask_mod
 from ..mods.program import Program, combine_masks, register
 from ..mods.snapshot import is_callable_object, name_of
 from ..mods.trace import trace
-from ..request import LIMIT
+from ..request import FAR, LIMIT
 from ..torch_internals import version_of
 from ..validation.arguments import tensor
 from ..validation.versions import check_version

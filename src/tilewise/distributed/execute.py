@@ -60,9 +60,8 @@ def backward(
     dlse: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> Steps:
-    """Returns the gradients of q, k, v, bias, sinks and the score mod's tensors; `wanted` says of which of the last
-    ones, the others are None. Those of tensors that all ranks have are the part of this rank's queries (or heads), as
-    for every replicated weight."""
+    """Returns the gradients of q, k, v, bias, sinks and the score mod's tensors. Of bias, sinks and these tensors, the
+    ones that are not `wanted` are None. The gradient of a replicated tensor is this rank's part of a sum over ranks."""
     ulysses = Ulysses(plan, rank, request.q.shape[2], request.k.shape[2])
     given = [dout] if dlse is None else [dout, dlse.mT]
     dout, *rest = yield from ulysses.to_heads(HEADS_IN, given)

@@ -164,7 +164,7 @@ class Partition:
         return float(work.max() / work.mean() - 1) if work.sum() else 0.0
 
     def explain(self) -> str:
-        """The plan in words: tokens of the ranks, balance of the work, what is sent."""
+        """A text about the plan: tokens of each rank, balance of the work, and what ranks send."""
         counts, hops = self.counts(), max(self.hops, default=0)
         travel = {
             "ring": f"keys travel {hops} hops",

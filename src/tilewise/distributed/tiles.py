@@ -1,7 +1,7 @@
 """Tiles: what the queries of one run compute with the keys of another, as a call of attention with a window.
 
-A run of queries and a run of keys of the same document span a rectangle of pairs, of which the band of the whole
-sequence (causal, window) leaves a diagonal strip:
+A run of queries and a run of keys of the same document span a rectangle of pairs. The band of the whole sequence
+(causal, window) leaves a diagonal strip of it:
 
     query i sees key j   if   lo <= j - i <= hi
 

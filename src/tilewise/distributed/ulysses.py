@@ -32,7 +32,7 @@ class HeadShare(NamedTuple):
     repeats: tuple[int, ...] | None
 
     def slices(self, n: int, kv: int) -> list[slice]:
-        """The heads of n tensors, of which the last `kv` have KV heads."""
+        """The heads of n tensors. The last `kv` of them have KV heads."""
         return [slice(self.q0, self.q1)] * (n - kv) + [slice(self.c0, self.c1)] * kv
 
 

@@ -318,8 +318,8 @@ REMAPPED = "remap_positions_for_packed_sequence"  # transformers 5.23
 
 
 def _conjuncts(function: Any, packed: bool = False) -> list[Any]:
-    """The mask functions of which `and_masks` made this one. `packed`: beside it is a mask of packed sequences, within
-    which positions count tokens: a band of positions is then the same band of indices."""
+    """The mask functions that `and_masks` combined into this one. `packed`: a mask of packed sequences is one of them.
+    Positions then count the tokens of a sequence, so a band of positions is the same band of indices."""
     if function.__module__ != masking_utils.__name__:
         return [function]
     if function.__qualname__ == "and_masks.<locals>.and_mask":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tilewise.mods.expr import Expr, logic, negative
 from tilewise.mods.program import Mod, Program, register
+from tilewise.request import FAR
 
-FAR = 2**30
 MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
 

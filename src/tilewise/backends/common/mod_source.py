@@ -1,9 +1,9 @@
 """Mods in Triton: the source of a function for each program, generated from its expression and compiled like any other.
 
 A generated function takes (score, b, h, i, j, n_q, n_k, aux): index tensors that broadcast to the tile or to its
-transpose, and `aux`, the program's tensors (as `Captured`) followed by its floats, of which the last is the scale. Its
-name is a hash of the program. Sums over a row are loops. The derivative by a row is that by one element, whose position
-is the last of `aux`.
+transpose, and `aux`: the program's tensors (as `Captured`), then its floats, then for a score mod the scale. Its name
+is a hash of the program. Sums over a row are loops. The derivative by a row is that by one element; `aux` then ends
+with the position of the element.
 
 Integers have 64 bits; the functions use 32 bits for those that fit for all possible indices.
 """
@@ -278,7 +278,7 @@ def _times(u: Expr, x: Expr) -> Expr:
 
 
 def _is_number(x: Expr) -> bool:
-    """Whether x is a product of numbers, of which `value_of` returns the value."""
+    """Whether x is a product of numbers. `value_of` computes it."""
     return x.op in ("number", "const") or (x.op in ("mul", "div") and all(map(_is_number, x.args)))
 
 

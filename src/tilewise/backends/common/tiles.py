@@ -275,5 +275,4 @@ def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> in
     return max(1, min(processors // max(programs, 1), keys // (4 * block_n), 64))
 
 
-INTERPRETED_PROCESSORS = 16
 INTERPRETER = Tile(16, 16, 4, 1, chunk=32)  # small enough that tiny shapes still have edge, interior and ragged tiles

@@ -72,7 +72,7 @@ def _has_cores(threads: int) -> bool:
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """A pool of this many threads, in each of which torch uses one thread."""
+    """A pool of this many threads. In each of them torch runs operations on one thread."""
     pool = _pools.get(threads)
     if pool is not None:
         return pool

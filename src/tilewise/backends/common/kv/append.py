@@ -51,7 +51,7 @@ class RotaryTables(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """cos and sin of all positions, of which there are num_positions, and the position of one token."""
+    """cos and sin of `num_positions` positions, and the position of one token."""
 
     cos: tl.tensor
     sin: tl.tensor
