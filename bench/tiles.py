@@ -81,7 +81,7 @@ def compile_row(row: Row) -> Compiled:
     launch = launch_of(row)
     options = dict(launch.options)
     if row.precision is not None:
-        options["PLAN"] = options["PLAN"]._replace(PRECISION=row.precision)
+        options["CONFIG"] = options["CONFIG"]._replace(PRECISION=row.precision)
     return compile_for(row.capability, launch.kernel, launch.args, options)
 
 

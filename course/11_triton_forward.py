@@ -367,7 +367,7 @@ if HERE:
     q = torch.randn(1, 16, 1, 16)
     request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16)
     made = launch.forward_launch(request, torch.empty_like(q), lse, Gpu("cuda", 90))
-    assert made.options["PLAN"].PRECISION != "tf32"
+    assert made.options["CONFIG"].PRECISION != "tf32"
 
 # %% [markdown]
 # **Exercise.** Write `span(first, rows, n_q, n_k, block)`: for a causal (bottom-right) block of queries, how many

@@ -237,24 +237,24 @@ def check(
     choose(request)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] = (), longest: Any = ()) -> Any:
+def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] = (), max_seqlens: Any = ()) -> Any:
     """(out, lse), by the plan of an earlier call with the same signature or by a new one. lse may be None if
     `return_lse` is False."""
     tensors = [q, k, v, *cu]
     key = None
     if is_eager() and not validation.CHECK_CONTENTS:
-        key = signature("attention", tensors, options, *(_sizes(longest, options) if longest else ()))
+        key = signature("attention", tensors, options, *(_sizes(max_seqlens, options) if max_seqlens else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
     with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
     if plan is not None:
-        if longest:
-            validation.check_longest(*longest)
+        if max_seqlens:
+            validation.check_max_seqlens(*max_seqlens)
         return run_plan(plan, plan.tensors(tensors), with_lse)
     if not cu and isinstance(q, Tensor) and q.is_nested:
         values, offsets = nested.unpacked(q, k, v)
         out, lse = _run(*values, options, offsets, (None, None))
         return nested.packed(out, lse, q)
-    request = validation.checked_request(q, k, v, cu, longest, options)
+    request = validation.checked_request(q, k, v, cu, max_seqlens, options)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)
@@ -266,7 +266,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
     return attend(request.spec, plan, request.tensors(), with_lse)
 
 
-def _sizes(longest: Any, options: Options) -> Any:
+def _sizes(max_seqlens: Any, options: Options) -> Any:
     """max_seqlen_q and max_seqlen_k, where they belong to the signature: beside an option whose tensors may have these
     sizes. Otherwise they have no effect, and may change with every batch."""
-    return longest if any(options.get(name) is not None for name in validation.OPTIONS_WITH_MAX_SEQLEN) else ()
+    return max_seqlens if any(options.get(name) is not None for name in validation.OPTIONS_WITH_MAX_SEQLEN) else ()

@@ -57,7 +57,7 @@ class PlannedTile(NamedTuple):
     num_chunks: int
 
 
-class Places(NamedTuple):
+class CacheIndex(NamedTuple):
     """Where the tokens of every sequence lie in a cache.
 
     A sequence has `lengths` tokens, to which `new` are appended, or those between its offsets in `cu_new`. With a page
@@ -93,7 +93,7 @@ class KvRequest(NamedTuple):
     """
 
     call: Request
-    places: Places
+    cache_index: CacheIndex
     tree: Tensor | None = None
     split: int | None = None
     max_seqlen_q: int = 0
@@ -124,7 +124,7 @@ class AppendRequest(NamedTuple):
     v_new: Tensor
     k: Tensor
     v: Tensor
-    places: Places
+    cache_index: CacheIndex
     slots: Tensor | None = None
     rotary: Rotary | None = None
     q: Tensor | None = None
@@ -195,13 +195,13 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     terms = (call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask))
     band = (spec.scale, spec.before, spec.after, spec.backend)
     mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
-    return (*call[:3], *request.places, *terms, *band, *mods, request.split, request.max_seqlen_q)
+    return (*call[:3], *request.cache_index, *terms, *band, *mods, request.split, request.max_seqlen_q)
 
 
 def attend_request(*given: Any) -> KvRequest:
     """The request of such arguments."""
     q, k, v, *rest = given
-    places, rest = Places(*rest[:7]), rest[7:]
+    places, rest = CacheIndex(*rest[:7]), rest[7:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
     mask_numbers, split, max_seqlen_q = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
@@ -213,12 +213,12 @@ def attend_request(*given: Any) -> KvRequest:
 def append_arguments(request: AppendRequest, backend: str) -> tuple[Any, ...]:
     """The arguments of the op for a request, in the order of `APPEND`, after the caches and the rotated queries."""
     rotary = request.rotary or (None, None, False, None, None)
-    return request.k_new, request.v_new, *request.places, request.slots, *rotary, request.q, request.cu_q, backend
+    return request.k_new, request.v_new, *request.cache_index, request.slots, *rotary, request.q, request.cu_q, backend
 
 
 def append_request(k: Tensor, v: Tensor, rotated: Tensor | None, *given: Any) -> tuple[AppendRequest, str]:
     """The request of such arguments, and the backend."""
     k_new, v_new, *rest = given
-    places, (slots, *tables, q, cu_q, backend) = Places(*rest[:7]), rest[7:]
+    places, (slots, *tables, q, cu_q, backend) = CacheIndex(*rest[:7]), rest[7:]
     rotary = None if tables[0] is None else Rotary(*tables)
     return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated), backend

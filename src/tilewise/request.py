@@ -45,7 +45,7 @@ class Spec(NamedTuple):
     mask_block: tuple[int, ...] = ()  # of a block mask: queries and keys of a tile, batch size and heads (or 1)
     dropout_p: float = 0.0
     deterministic: bool = False  # the gradients are the same bits in every run
-    longest: int | None = None  # bounds the lengths of packed sequences; for the gradients of tables
+    max_seqlen: int | None = None  # bounds the lengths of packed sequences; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: returned in float32
 
     @staticmethod

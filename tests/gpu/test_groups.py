@@ -24,7 +24,7 @@ def heads_of_a_tile(q: Tensor, k: Tensor, v: Tensor, **words: Any) -> int:
     spec = Case(d=q.shape[-1]).spec._replace(backend="triton", **words)
     request = Request(q, k, v, spec)
     results = new_results(request, DeviceMemory(q.device))
-    return int(forward_launch(request, *results, target_of(q.device).gpu).options["PLAN"].HEADS)
+    return int(forward_launch(request, *results, target_of(q.device).gpu).options["CONFIG"].HEADS)
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)

@@ -26,7 +26,7 @@ def full() -> Request:
     """One of everything, each tensor another."""
     spec = Spec(
         0.5, 3, 0, "triton", "score", (1.0, 2.0), 2, "mask", (3.0,), 1, (16, 16, 1, 1), 0.1, deterministic=True,
-        longest=7,
+        max_seqlen=7,
     )  # fmt: skip
     x = [torch.empty(n) for n in range(14)]
     return Request(x[0], x[1], x[2], spec, x[3], x[4], (x[5], x[6]), x[7], x[8], x[9], (x[10],), (x[11], x[12], x[13]))

@@ -135,7 +135,7 @@ def needs_positions(request: Request, plan: Partition) -> bool:
     indices = {"i", "j", "n_q", "n_k"} | ({"b"} if plan.packed else set()) | ({"h"} if plan.ulysses_size > 1 else set())
     score, mask = request.spec.score_mod, request.spec.mask_mod
     read = [] if mask is None else [PROGRAMS[mask].root]
-    read += [] if score is None else [PROGRAMS[score].root, PROGRAMS[score].slope]
+    read += [] if score is None else [PROGRAMS[score].root, PROGRAMS[score].derivative]
     return any(not indices.isdisjoint(x.deps) for x in read)
 
 

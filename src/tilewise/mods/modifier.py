@@ -213,5 +213,5 @@ def _read(modifier: Modifier, signature: tuple[str, ...], tensors: tuple[Tensor,
         ranks.append(x.dim())
     root = trace.read(modifier.function, values, outside)
     root = expr.as_float(root) if modifier.kind == "score" else expr.as_bool(root)
-    slope = None if modifier.grad is None else expr.as_float(trace.read(modifier.grad, values, outside))
-    return register(Program(root, tuple(ranks), numbers, slope))
+    derivative = None if modifier.grad is None else expr.as_float(trace.read(modifier.grad, values, outside))
+    return register(Program(root, tuple(ranks), numbers, derivative))

@@ -41,7 +41,7 @@ class Program:
         return text.write(text.Parts(self.root, self.ranks, self.numbers, self.given_slope))
 
     @cached_property
-    def slope(self) -> Expr:
+    def derivative(self) -> Expr:
         """d root / d score."""
         return self.given_slope or derivative(self.root, expr.SCORE)
 
@@ -60,11 +60,11 @@ class Program:
         if self.root.kind == "bool":
             root = expr.logic("and", first.root, expr.substitute(self.root, move))
             return Program(root, first.ranks + self.ranks, first.numbers + self.numbers)
-        slope = None
+        derivative = None
         if self.given_slope is not None or first.given_slope is not None:
-            slope = expr.arithmetic("mul", expr.substitute(self.slope, move), first.slope)
+            derivative = expr.arithmetic("mul", expr.substitute(self.derivative, move), first.derivative)
         root = expr.substitute(self.root, move)
-        return Program(root, first.ranks + self.ranks, first.numbers + self.numbers, slope)
+        return Program(root, first.ranks + self.ranks, first.numbers + self.numbers, derivative)
 
 
 def _behind(first: Program, x: Expr, args: tuple[Expr, ...]) -> Expr | None:

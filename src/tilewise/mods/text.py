@@ -2,7 +2,7 @@
 
     tilewise1;;1;4;score;number:0;div 0 1;tanh 2;mul 1 3          cap * tanh(score / cap)
 
-The version, the ranks of the tensors, the number of floats, the node of the result (and of the slope, if that was
+The version, the ranks of the tensors, the number of floats, the node of the result (and of the derivative, if that was
 given), the nodes. A node is its operation, the value of a leaf, and the numbers of its arguments. Reading executes
 nothing: operations are looked up in tables, and the kinds of every node's arguments are checked.
 """
@@ -44,12 +44,12 @@ class Parts(NamedTuple):
     root: Expr
     ranks: tuple[int, ...]
     numbers: int
-    slope: Expr | None
+    derivative: Expr | None
 
 
 def write(parts: Parts) -> str:
     """The text of a program. Equal programs have equal texts."""
-    results = [x for x in (parts.root, parts.slope) if x is not None]
+    results = [x for x in (parts.root, parts.derivative) if x is not None]
     order = {x: n for n, x in enumerate(expr.nodes(*results))}
     if len(order) > NODES:
         raise AttentionError("operations in a mod", len(order), f"at most {NODES}")
@@ -81,15 +81,20 @@ def read(text: str) -> Parts:
         nodes: list[Expr] = []
         for one in spelled:
             nodes.append(_node(one, nodes, ranks, numbers))
-        root, *slope = (nodes[_natural(n)] for n in results.split())
+        root, *derivative = (nodes[_natural(n)] for n in results.split())
     except (ValueError, IndexError, ArithmeticError) as error:
         if isinstance(error, AttentionError):
             raise
         raise AttentionError("a program", f"{text[:60]!r} ({error})", "one that tilewise wrote") from error
-    parts = Parts(root, ranks, numbers, slope[0] if slope else None)
-    if len(slope) > 1 or (slope and slope[0].kind != "float") or root.kind == "int" or write(parts) != text:
+    parts = Parts(root, ranks, numbers, derivative[0] if derivative else None)
+    if (
+        len(derivative) > 1
+        or (derivative and derivative[0].kind != "float")
+        or root.kind == "int"
+        or write(parts) != text
+    ):
         _refuse(text, "one spelled as tilewise spells it")
-    if any(map(expr.is_vector, (root, *slope))):
+    if any(map(expr.is_vector, (root, *derivative))):
         _refuse(text, "one whose result is a number")
     return parts
 

@@ -39,22 +39,22 @@ CHECK_CONTENTS = os.environ.get("TILEWISE_CHECK", "0") not in ("", "0")
 
 
 def checked_request(
-    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], longest: Any, given: Options, read: bool = False
+    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Any, ...], max_seqlens: Any, given: Options, read: bool = False
 ) -> Request:
     """The checked request of a call.
 
     Args:
         q, k, v: the tensors.
         cu: (cu_seqlens_q, cu_seqlens_k) of `attention_varlen`; empty for `attention`.
-        longest: (max_seqlen_q, max_seqlen_k) of `attention_varlen`.
+        max_seqlens: (max_seqlen_q, max_seqlen_k) of `attention_varlen`.
         given: the options of the call.
         read: whether to check the contents of tensors too, which waits for a GPU.
     """
     options = options_of(given)
     q, k, v = resolved(q), resolved(k), resolved(v)
-    request = packed(q, k, v, cu[0], cu[1], longest, options) if cu else dense(q, k, v, options)
+    request = packed(q, k, v, cu[0], cu[1], max_seqlens, options) if cu else dense(q, k, v, options)
     if read or CHECK_CONTENTS:
-        check_contents(request, longest, options)
+        check_contents(request, max_seqlens, options)
     return request
 
 
@@ -72,17 +72,17 @@ def packed(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    longest: tuple[int | None, int | None],
+    max_seqlens: tuple[int | None, int | None],
     options: Options,
 ) -> Request:
     """A call of `attention_varlen`."""
     _check_tensors(q, k, v, rank=3, axes="(tokens, heads, dim)")
-    check_longest(*longest)
+    check_max_seqlens(*max_seqlens)
     _check_offsets(q, k, cu_q, cu_k)
     cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
-    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *longest), options, cu_q, cu_k)
+    request = sized(q, k, v, (cu_q.shape[0] - 1, q.shape[1], *max_seqlens), options, cu_q, cu_k)
     if _is_readable_without_sync(cu_q) and _is_readable_without_sync(cu_k):
-        _check_lengths(request, longest, options)
+        _check_lengths(request, max_seqlens, options)
     return request
 
 
@@ -108,14 +108,14 @@ def sharded(
     return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
 
-def check_contents(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+def check_contents(request: Request, max_seqlens: tuple[int | None, int | None], options: Options) -> None:
     """Checks the contents of a call's tensors. On a GPU this waits for the device."""
     cu_q, cu_k = request.cu_q, request.cu_k
     if cu_q is None or cu_k is None:
         return
     check_offsets("cu_seqlens_q", cu_q, request.q.shape[0])
     check_offsets("cu_seqlens_k", cu_k, request.k.shape[0])
-    _check_lengths(request, longest, options)
+    _check_lengths(request, max_seqlens, options)
 
 
 def _is_readable_without_sync(cu: Tensor) -> bool:
@@ -123,15 +123,15 @@ def _is_readable_without_sync(cu: Tensor) -> bool:
     return cu.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(cu)
 
 
-def _check_lengths(request: Request, longest: tuple[int | None, int | None], options: Options) -> None:
+def _check_lengths(request: Request, max_seqlens: tuple[int | None, int | None], options: Options) -> None:
     """Checks max_seqlen, the tensors of mods and a block mask against the lengths of packed sequences."""
     cu_q, cu_k, mask, score = request.cu_q, request.cu_k, options["mask_mod"], options["score_mod"]
     assert cu_q is not None
     assert cu_k is not None
-    if longest == (None, None) and mask is score is None:
+    if max_seqlens == (None, None) and mask is score is None:
         return
     found = [max((b - a for a, b in pairwise(cu.tolist())), default=0) for cu in (cu_q, cu_k)]
-    for side, given, most in zip("qk", longest, found, strict=True):
+    for side, given, most in zip("qk", max_seqlens, found, strict=True):
         if given is not None and given < most:
             raise AttentionError(f"max_seqlen_{side}", given, f"at least {most}, the length of a sequence")
     if isinstance(mask, BlockMask):
@@ -144,7 +144,7 @@ def _check_lengths(request: Request, longest: tuple[int | None, int | None], opt
             check_tables(mod, (None, None, *found))
 
 
-def check_longest(n_q: Any, n_k: Any) -> None:
+def check_max_seqlens(n_q: Any, n_k: Any) -> None:
     """Checks max_seqlen_q and max_seqlen_k. Every call does, because most signatures do not contain them."""
     for name, n in ("max_seqlen_q", n_q), ("max_seqlen_k", n_k):
         if n is not None and (not is_whole(n) or n < 0):
@@ -207,7 +207,7 @@ def sized(
     if score is not None:
         named |= {"score_mod": score.key, "score_numbers": score.numbers, "score_tensors": len(score.tensors)}
         if cu_q is not None and score.tensors and sizes[2] is not None and sizes[3] is not None:
-            named["longest"] = max(sizes[2], sizes[3])
+            named["max_seqlen"] = max(sizes[2], sizes[3])
     spec = Spec.of(
         head_dim=q.shape[-1],
         causal=options["causal"],

@@ -20,7 +20,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         slots: where new tokens are written, if given.
         new_tokens: rows of a packed k_new; None if the call has no new tokens.
     """
-    call, places, k = request.call, request.places, request.k
+    call, places, k = request.call, request.cache_index, request.k
     if call.cu_q is not None:
         check_offsets("cu_seqlens_q", call.cu_q, call.q.shape[0])
     appended = [places.new] * places.batch

@@ -50,8 +50,8 @@ def triton_forward(call: Call, gpu: Gpu) -> list[Profile]:
         if heads > 1:
             tile = tiles.tile("forward", gpu.arch, call.itemsize, max(d, dv), "groups")
 
-    def splits(programs: int, processors: int) -> int:
-        return tiles.parts_of_keys(programs, call.n_k, tile.block_n, processors)
+    def splits(programs: int, num_sms: int) -> int:
+        return tiles.parts_of_keys(programs, call.n_k, tile.block_n, num_sms)
 
     may_split = call.lengths is None and call.n_q <= tiles.FEW_QUERIES
     return [

@@ -49,7 +49,7 @@ def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = N
     if not names:
         return None
     roots = [PROGRAMS[key].root for key in (spec.score_mod, spec.mask_mod) if key is not None]
-    slopes = [PROGRAMS[spec.score_mod].slope] if spec.score_mod is not None else []
+    derivatives = [PROGRAMS[spec.score_mod].derivative] if spec.score_mod is not None else []
     simple = BIAS * (request.bias is not None) + HASH * (spec.dropout_p > 0)
     for key, given in ((spec.score_mod, request.score), (spec.mask_mod, request.mask)):
         simple += 0 if key is None else repeated(PROGRAMS[key].root, given)
@@ -57,7 +57,7 @@ def count(request: Request, names: tuple[str, ...], blocks: BlockMask | None = N
     return ScoreTerms(
         names,
         forward=simple + operations(*roots),
-        backward=simple + operations(*roots, *slopes),
+        backward=simple + operations(*roots, *derivatives),
         read=sum(map(size, tensors)),
         written=sum(size(x) for x in tensors if x.requires_grad),
         visited=1.0 if blocks is None else blocks.density(),

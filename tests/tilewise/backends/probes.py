@@ -71,17 +71,17 @@ def neighbour_probe(x, n):
 
 
 @triton.jit
-def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts, PLAN: tl.constexpr):
+def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts, CONFIG: tl.constexpr):
     """(acc, m, l) of `stream_keys` over each part of the keys, and the bits of their elements."""
     part = tl.program_id(0)
     w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
     tensors = Tensors(q, k, v, None, None, None)
     params = ScoreParams(before, after, scale, Terms(), None, None)
-    found, top, total = stream_keys(tensors, w, part, parts, params, PLAN, False)
-    i = part * PLAN.BLOCK_M + tl.arange(0, PLAN.BLOCK_M)
+    found, top, total = stream_keys(tensors, w, part, parts, params, CONFIG, False)
+    i = part * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     tl.store(m + i, top)
     tl.store(l + i, total)
-    tl.store(acc + i[:, None] * PLAN.BLOCK_DV + tl.arange(0, PLAN.BLOCK_DV)[None, :], found)
+    tl.store(acc + i[:, None] * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)[None, :], found)
     tl.store(bits, found.dtype.primitive_bitwidth)
     tl.store(bits + 1, top.dtype.primitive_bitwidth)
     tl.store(bits + 2, total.dtype.primitive_bitwidth)

@@ -12,7 +12,7 @@ from torch import Tensor
 import tilewise
 from tests.conftest import DEVICE
 from tilewise import mods
-from tilewise.backends.common.mod_source import is_far
+from tilewise.backends.common.mod_source import has_large_scores
 from tilewise.mods.program import Mod
 
 LEAST = torch.finfo(torch.float32).min
@@ -249,7 +249,7 @@ def check(make: Any, dtype: torch.dtype, backend: str, n: int = 20, d: int = 16)
 def test_which_mods_are_far() -> None:
     def far(mod: Any) -> bool:
         assert isinstance(mod, Mod)
-        return is_far(mod.key, mod.numbers)
+        return has_large_scores(mod.key, mod.numbers)
 
     slopes = torch.ones(2)
     assert all(far(make(8)) for make in MODS.values())

@@ -12,7 +12,7 @@ from tests.conftest import DEVICE
 from tilewise import mods
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.mod_source import bound as largest
-from tilewise.backends.common.mod_source import factors, has_unbounded_slope, slope_factors, value_of
+from tilewise.backends.common.mod_source import derivative_factors, factors, has_infinite_derivative, value_of
 from tilewise.backends.common.score_terms import folded
 from tilewise.backends.triton import launches as launch
 from tilewise.mods.expr import Place, evaluate, nodes
@@ -70,8 +70,8 @@ def test_the_score_is_the_same(name: str) -> None:
 def test_the_slope_is_the_same(name: str) -> None:
     mod, _ = PROGRAMS[name]
     assert isinstance(mod, Mod)
-    pull, steep = slope_factors(mod.program)
-    (slope,) = evaluate([mod.program.slope], PLACE, SCALE * PRODUCT, mod.tensors, mod.numbers, torch.float64)
+    pull, steep = derivative_factors(mod.program)
+    (slope,) = evaluate([mod.program.derivative], PLACE, SCALE * PRODUCT, mod.tensors, mod.numbers, torch.float64)
     (found,) = evaluate([steep], PLACE, PRODUCT, mod.tensors, (*mod.numbers, SCALE), torch.float64)
     factor = value_of(pull, (*mod.numbers, SCALE))
     torch.testing.assert_close(factor * torch.as_tensor(found), torch.as_tensor(slope), check_dtype=False)
@@ -83,9 +83,9 @@ def test_a_capped_score_is_bounded() -> None:
 
 
 def test_which_slopes_may_be_infinite() -> None:
-    assert not has_unbounded_slope(mods.softcap(2.0).key)
-    assert not has_unbounded_slope(twice().key)
-    assert has_unbounded_slope(rooted().key)
+    assert not has_infinite_derivative(mods.softcap(2.0).key)
+    assert not has_infinite_derivative(twice().key)
+    assert has_infinite_derivative(rooted().key)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -127,7 +127,7 @@ def test_a_division_by_zero_is_not_folded() -> None:
     assert math.isnan(value_of(unit, (0.0, 0.0)))
     q = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
     spec = Spec(SCALE, score_mod=mod.key, score_numbers=(0.0,))
-    assert not folded(Request(q, q, q, spec), Gpu("cuda", 90), slope=False)[0]["FOLD"]
+    assert not folded(Request(q, q, q, spec), Gpu("cuda", 90), derivative=False)[0]["FOLD"]
 
 
 def test_zeros_of_both_signs_are_two_numbers() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracle import seen
 from tests.tilewise.backends.probes import band_probe, locate_probe, visible_probe
 from tilewise.backends.common.device.structs import PAD
-from tilewise.backends.common.shapes import Problem
+from tilewise.backends.common.shapes import CallShape
 from tilewise.request import Spec
 
 SIDES = (None, 0, 1, 3)
@@ -73,7 +73,7 @@ def test_visible(device: str) -> None:
 
 @pytest.mark.parametrize(("batch", "heads", "n"), [(1, 1, 1), (2, 3, 9), (3, 2, 8), (2, 1, 0)])
 def test_locate_dense(batch: int, heads: int, n: int, device: str) -> None:
-    size = Problem(batch, n, n + 2, heads, heads, 8, 8, packed=False)
+    size = CallShape(batch, n, n + 2, heads, heads, 8, 8, packed=False)
     programs = size.programs(n, heads, BLOCK)
     out = torch.empty(programs, 8, dtype=torch.int32, device=device)
     if programs:
@@ -95,7 +95,7 @@ def test_locate_packed(side: str, device: str) -> None:
         n_q, n_k = (lengths, others) if side == "queries" else (others, lengths)
         starts_q, starts_k = ([sum(n[:b]) for b in range(len(n) + 1)] for n in (n_q, n_k))
         cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts_q, starts_k))
-        size = Problem(len(lengths), sum(n_q), sum(n_k), heads, heads, 8, 8, packed=True)
+        size = CallShape(len(lengths), sum(n_q), sum(n_k), heads, heads, 8, 8, packed=True)
         programs = size.programs(sum(lengths), heads, BLOCK)
         out = torch.empty(programs, 8, dtype=torch.int32, device=device)
         locate_probe[(programs,)](

@@ -83,13 +83,13 @@ def test_a_hidden_nan_stays_hidden_and_a_seen_one_is_its_heads_alone() -> None:
 )
 def test_what_shares_a_tile(case: Case, heads: int, programs: int) -> None:
     found = made(case)
-    assert (found.options["PLAN"].HEADS, found.programs) == (heads, programs)
+    assert (found.options["CONFIG"].HEADS, found.programs) == (heads, programs)
 
 
 def test_packed_sequences_share_tiles_if_they_are_short_on_average() -> None:
     cu = torch.tensor([0, 3, 3, 14], dtype=torch.int32)
-    assert made(CALLS["packed"], cu_q=cu, cu_k=cu).options["PLAN"].HEADS == 3
-    assert made(replace(CALLS["packed"], n_q=48), cu_q=cu, cu_k=cu).options["PLAN"].HEADS == 1
+    assert made(CALLS["packed"], cu_q=cu, cu_k=cu).options["CONFIG"].HEADS == 3
+    assert made(replace(CALLS["packed"], n_q=48), cu_q=cu, cu_k=cu).options["CONFIG"].HEADS == 1
 
 
 def test_the_lists_of_a_block_mask_are_of_one_head() -> None:

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import tilewise
 from tests.conftest import DEVICE, INTERPRETED
 from tests.tilewise.backends.probes import stream_probe
-from tilewise.backends.common.device.structs import Plan
+from tilewise.backends.common.device.structs import KernelConfig
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.shapes import view
 from tilewise.backends.triton import launches as launch
@@ -36,12 +36,12 @@ def streamed(q: Tensor, k: Tensor, v: Tensor, parts: int | None = None) -> tuple
     bits each of them has."""
     (n_q, d), (n_k, dv) = q.shape, v.shape
     assert n_q <= BLOCK
-    plan = Plan(1, d, dv, BLOCK, BLOCK, BLOCK, BLOCK, FOLD=True, PRECISION="ieee", CHUNK=32)
+    plan = KernelConfig(1, d, dv, BLOCK, BLOCK, BLOCK, BLOCK, FOLD=True, PRECISION="ieee", CHUNK=32)
     acc = torch.empty(parts or 1, BLOCK, BLOCK, device=DEVICE)
     m, l = torch.empty(2, parts or 1, BLOCK, device=DEVICE)
     bits = torch.empty(3, dtype=torch.int32, device=DEVICE)
     views = [view(x[None, :, None]) for x in (q, k, v)]
-    stream_probe[(parts or 1,)](*views, acc, m, l, bits, n_q, n_k, None, None, d**-0.5, parts, PLAN=plan)
+    stream_probe[(parts or 1,)](*views, acc, m, l, bits, n_q, n_k, None, None, d**-0.5, parts, CONFIG=plan)
     return [acc[:, :n_q, :dv], m[:, :n_q] * LN2, l[:, :n_q]], bits.tolist()
 
 
@@ -153,7 +153,7 @@ def test_float32_stays_float32() -> None:
     request, lse = Request(q, q, q, Spec(0.25)), torch.empty(1, 1, 16, device="meta")
 
     def precision() -> str:
-        return launch.forward_launch(request, q, lse, Gpu("cuda", 90)).options["PLAN"].PRECISION
+        return launch.forward_launch(request, q, lse, Gpu("cuda", 90)).options["CONFIG"].PRECISION
 
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

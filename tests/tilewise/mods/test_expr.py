@@ -40,7 +40,7 @@ def test_slope_and_sites_are_what_autograd_says() -> None:
     dscore, dt = torch.autograd.grad(value.sum(), (score, t))
     place = mods.expr.Place(*PLACE, 4, 5)
     slope, *sites = mods.expr.evaluate(
-        [mod.program.slope, *(d for _, d in mod.program.sites)], place, S, (t.detach(),), (1.5,), torch.float64
+        [mod.program.derivative, *(d for _, d in mod.program.sites)], place, S, (t.detach(),), (1.5,), torch.float64
     )
     torch.testing.assert_close(slope.expand(S.shape), dscore)
     total = torch.zeros_like(t)

@@ -93,7 +93,7 @@ def test_they_are_torchs(body: str) -> None:
     torch.testing.assert_close(mod(S, *PLACE), expected.detach())
     (slope,) = torch.autograd.grad(expected.sum(), score)
     place = expr.Place(*PLACE, 4, 5)
-    (found,) = expr.evaluate([mod.program.slope], place, S, (), (), torch.float64)
+    (found,) = expr.evaluate([mod.program.derivative], place, S, (), (), torch.float64)
     torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64).expand(S.shape), slope)
 
 

@@ -187,7 +187,7 @@ def test_deep_programs() -> None:
     """As deep as they are allowed to be: no recursion limit is met, when read or when evaluated."""
     chain = "".join(f";exp {n}" for n in range(4000))
     program = PROGRAMS[f"tilewise1;;0;4000;score{chain}"]
-    assert program.slope is not None
+    assert program.derivative is not None
     with pytest.raises(AttentionError, match="a program"):
         PROGRAMS[f"tilewise1;;0;5000;score{''.join(f';exp {n}' for n in range(5000))}"]
 

@@ -36,74 +36,74 @@ class JvpTensors(NamedTuple):
 
 
 @triton.jit
-def jvp_tile(tensors, grid, seqs, w, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+def jvp_tile(tensors, grid, seqs, w, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """lse. and sum (p s.) v + p v. of the tile of queries at w."""
-    STEP: tl.constexpr = 16 if NAN_SAFE else PLAN.BLOCK_N
-    h_kv = w.h // PLAN.GROUP
-    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
+    h_kv = w.h // CONFIG.GROUP
+    i = w.first + tl.arange(0, CONFIG.BLOCK_M)
     q_rows = Rows(tensors.q, w.b, w.h, w.q0, w.first, w.n_q)
     dq_rows = Rows(tensors.dq, w.b, w.h, w.q0, w.first, w.n_q)
-    q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
-    dq_tile = load_rows(dq_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
+    q_tile = load_rows(q_rows, CONFIG.D, CONFIG.BLOCK_M, CONFIG.BLOCK_D, False)
+    dq_tile = load_rows(dq_rows, CONFIG.D, CONFIG.BLOCK_M, CONFIG.BLOCK_D, False)
     exists = i < w.n_q
-    lse_pointers = row_pointers(tensors.lse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PLAN.PACKED)
+    lse_pointers = row_pointers(tensors.lse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, CONFIG.PACKED)
     lse_i = tl.load(lse_pointers, mask=exists, other=float("-inf"))
     lse2_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-    span = key_range(w, params.before, params.after, PLAN.BLOCK_M, PLAN.BLOCK_N)
-    dlse = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
+    span = key_range(w, params.before, params.after, CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    dlse = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
     for first in tl.range(span.lo, span.hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=True):
         j = first + tl.arange(0, STEP)
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         dk_rows = Rows(tensors.dk, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, False)
-        dk_tile = load_rows(dk_rows, PLAN.D, STEP, PLAN.BLOCK_D, False)
-        product = dot_nt(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
-        ds = dot_nt(dq_tile, k_tile, dq_rows, k_rows, PLAN.D, PLAN)
-        ds += dot_nt(q_tile, dk_tile, q_rows, dk_rows, PLAN.D, PLAN)
+        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, False)
+        dk_tile = load_rows(dk_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, False)
+        product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
+        ds = dot_nt(dq_tile, k_tile, dq_rows, k_rows, CONFIG.D, CONFIG)
+        ds += dot_nt(q_tile, dk_tile, q_rows, dk_rows, CONFIG.D, CONFIG)
         ds *= params.scale
-        s = scaled(product, params.scale, PLAN.FOLD)
+        s = scaled(product, params.scale, CONFIG.FOLD)
         sees = in_window(i[:, None], j[None, :], w, params.before, params.after)
-        p = tl.where(sees, tl.exp2(s * log2_scale(params.scale, PLAN.FOLD) - lse2_i[:, None]), 0.0)
+        p = tl.where(sees, tl.exp2(s * log2_scale(params.scale, CONFIG.FOLD) - lse2_i[:, None]), 0.0)
         pds = tl.where(sees, p * ds, 0.0)
         dlse += tl.sum(pds, 1)
         if not NAN_SAFE:
             sees = None
-        v_tile = load_rows(Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, False)
-        acc = dot(pds.to(v_tile.dtype), v_tile, acc, sees, PLAN)
-        dv_tile = load_rows(Rows(tensors.dv, w.b, h_kv, w.k0, first, w.n_k), PLAN.DV, STEP, PLAN.BLOCK_DV, False)
-        acc = dot(p.to(v_tile.dtype), dv_tile, acc, sees, PLAN)
+        v_tile = load_rows(Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
+        acc = dot(pds.to(v_tile.dtype), v_tile, acc, sees, CONFIG)
+        dv_tile = load_rows(Rows(tensors.dv, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
+        acc = dot(p.to(v_tile.dtype), dv_tile, acc, sees, CONFIG)
     return dlse, acc
 
 
 @triton.jit
-def store_jvp_tile(dlse, acc, tensors, grid, seqs, w, PLAN: tl.constexpr):
+def store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG: tl.constexpr):
     """Store o. and lse. of the tile of queries at w."""
-    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    i = w.first + tl.arange(0, CONFIG.BLOCK_M)
     o_rows = Rows(tensors.o, w.b, w.h, w.q0, w.first, w.n_q)
-    o_tile = load_rows(o_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False).to(tl.float32)
+    o_tile = load_rows(o_rows, CONFIG.DV, CONFIG.BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32)
     acc = tl.fma(tl.broadcast_to(-dlse[:, None], acc.shape), o_tile, acc)  # no registers are left for the product
-    store_rows(Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q), acc, PLAN.DV)
+    store_rows(Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q), acc, CONFIG.DV)
     exists = i < w.n_q
-    tl.store(row_pointers(tensors.dlse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, PLAN.PACKED), dlse, mask=exists)
+    tl.store(row_pointers(tensors.dlse, seqs.n_q, grid.heads, w.b, w.h, w.q0, i, CONFIG.PACKED), dlse, mask=exists)
 
 
 @triton.jit(**ANY_SIZE)
-def jvp_kernel(tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, PLAN: tl.constexpr):
+def jvp_kernel(tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, CONFIG: tl.constexpr):
     """do and dlse; flags[program] = 1 if do has a nan, for `repair_jvp_kernel`."""
-    if PLAN.OVERLAP:
+    if CONFIG.OVERLAP:
         gdc_launch_dependents()
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    w = locate(tl.program_id(0), grid, seqs, cu_q, PLAN.BLOCK_M)
+    w = locate(tl.program_id(0), grid, seqs, cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
         params = ScoreParams(before, after, scale, (), None, None)
-        dlse, acc = jvp_tile(tensors, grid, seqs, w, params, PLAN, False)
+        dlse, acc = jvp_tile(tensors, grid, seqs, w, params, CONFIG, False)
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         if tensors.flags is not None:
             raise_flag(tensors.flags + pid, acc)
-        w = locate(pid, grid, seqs, cu_q, PLAN.BLOCK_M)
-        store_jvp_tile(dlse, acc, tensors, grid, seqs, w, PLAN)
+        w = locate(pid, grid, seqs, cu_q, CONFIG.BLOCK_M)
+        store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG)

@@ -13,7 +13,7 @@ from .kernel_config import flag_count, options_of, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
-from .shapes import problem, sequences_and_window, view
+from .shapes import call_shape, sequences_and_window, view
 
 
 def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def jvp_launch(
     memory: Memory,
 ) -> Launch:
     q, k, v, spec = request[:4]
-    size, gpu = problem(request), target.gpu
+    size, gpu = call_shape(request), target.gpu
     tile = tile_of("jvp", q.element_size(), size, gpu)
     count = flag_count(request)
     flags = memory.empty((count,), torch.int32) if count else None

@@ -1,4 +1,4 @@
-"""The compile-time choices of the portable kernels: tile, Plan, and whether they set flags."""
+"""The compile-time choices of the portable kernels: tile, KernelConfig, and whether they set flags."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ from torch import Tensor
 
 from ...request import Request
 from . import tiles
-from .device.structs import Plan
+from .device.structs import KernelConfig
 from .gpu import Gpu
 from .launch import INTERPRETED
 from .repair import LINE
 from .score_terms import is_linear, lists_tiles
-from .shapes import Problem, padded, problem
+from .shapes import CallShape, call_shape, padded
 from .tiles import Tile
 
 SMALLEST = 16  # the fewest rows of a tile
 
 
-def tile_of(which: str, itemsize: int, size: Problem, gpu: Gpu, *terms: str | None) -> Tile:
+def tile_of(which: str, itemsize: int, size: CallShape, gpu: Gpu, *terms: str | None) -> Tile:
     if INTERPRETED:
         return tiles.INTERPRETER
     return tiles.tile(which, gpu.arch, itemsize, padded(max(size.d, size.dv)), *terms)
 
 
-def forward_tile(itemsize: int, size: Problem, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
+def forward_tile(itemsize: int, size: CallShape, gpu: Gpu, term: str | None, shares: bool) -> tuple[Tile, int]:
     """The tile, and how many query heads share one (1 unless `shares`)."""
     tile = tile_of("forward", itemsize, size, gpu, term)
     queries = -(-size.n_q // max(size.batch, 1)) if size.packed else size.n_q  # an average
@@ -45,8 +45,8 @@ def shares_tiles(request: Request) -> bool:
 
 
 def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str, Any]:
-    """The options of a launch: its Plan, and the other options."""
-    size = problem(request)
+    """The options of a launch: its KernelConfig, and the other options."""
+    size = call_shape(request)
     options = {
         "GROUP": size.heads // size.kv_heads,
         "D": size.d,
@@ -59,8 +59,8 @@ def options_of(request: Request, tile: Tile, gpu: Gpu, **more: Any) -> dict[str,
         **tile.options(),
         **more,
     }
-    plan = Plan(**{name: x for name, x in options.items() if name in Plan._fields})
-    return {name: x for name, x in options.items() if name not in Plan._fields} | {"PLAN": plan}
+    plan = KernelConfig(**{name: x for name, x in options.items() if name in KernelConfig._fields})
+    return {name: x for name, x in options.items() if name not in KernelConfig._fields} | {"CONFIG": plan}
 
 
 def precision(q: Tensor, gpu: Gpu) -> str:
@@ -71,7 +71,7 @@ def precision(q: Tensor, gpu: Gpu) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-def is_even(size: Problem, n: int, block: int) -> bool:
+def is_even(size: CallShape, n: int, block: int) -> bool:
     return not size.packed and n % block == 0
 
 
@@ -88,7 +88,7 @@ def flag_count(request: Request, splits: int = 1, both: bool = False) -> int:
     keys and of values. 0 if no mask hides a key."""
     if not is_hiding(request):
         return 0
-    size = problem(request)
+    size = call_shape(request)
     count = splits * size.programs(size.n_q, size.heads, SMALLEST)
     if both:
         count += 2 * size.programs(size.n_k, size.kv_heads, SMALLEST) + 2 * LINE.value

@@ -41,7 +41,7 @@ class Target(NamedTuple):
     """Where launches run: the kind of GPU and the number of its streaming multiprocessors."""
 
     gpu: Gpu
-    processors: int
+    num_sms: int
 
 
 class Memory(Protocol):

@@ -166,35 +166,35 @@ def value(key: str, fast: bool) -> Any:
 
 
 @cache
-def value_and_slope(key: str, fast: bool) -> Any:
+def value_and_derivative(key: str, fast: bool) -> Any:
     """The Triton function of the score and of its derivative by the score that is its argument."""
     program = PROGRAMS[key]
-    return _function(f"slope_{short(key)}", [program.root, program.slope], len(program.ranks), fast)
+    return _function(f"derivative_{short(key)}", [program.root, program.derivative], len(program.ranks), fast)
 
 
-def has_slope(key: str) -> bool:
+def has_derivative(key: str) -> bool:
     """Whether the derivative by the score is not 1 everywhere."""
-    return PROGRAMS[key].slope is not const(1.0)
+    return PROGRAMS[key].derivative is not const(1.0)
 
 
 @cache
-def has_unbounded_slope(key: str) -> bool:
+def has_infinite_derivative(key: str) -> bool:
     """Whether the derivative by the score may be infinite where the score is finite."""
     return any(
         x.op in (*EXPONENTIALS, *LOGARITHMS, "sqrt") or (x.op == "div" and not _is_number(x.args[1]))
-        for x in nodes(PROGRAMS[key].slope)
+        for x in nodes(PROGRAMS[key].derivative)
     )
 
 
 @cache
-def is_far(key: str, numbers: tuple[float, ...]) -> bool:
+def has_large_scores(key: str, numbers: tuple[float, ...]) -> bool:
     """Whether scores may be as large as -1e30: the program contains such a number or exp, or reads floats by query or
     by key, which may be a mask written as numbers. (-inf hides a pair, and is not large.)"""
-    return any(LARGE < abs(x) < inf for x in numbers) or _is_far(key)
+    return any(LARGE < abs(x) < inf for x in numbers) or _program_has_large_scores(key)
 
 
 @cache
-def _is_far(key: str) -> bool:
+def _program_has_large_scores(key: str) -> bool:
     constants = [x.value for x in nodes(PROGRAMS[key].root) if x.op == "const" and x.kind == "float"]
     return any(LARGE < abs(x) < inf for x in constants) or any(
         x.op in EXPONENTIALS or (x.op == "load" and x.kind == "float" and _is_of_tokens(x))
@@ -215,21 +215,21 @@ def site(key: str, n: int, fast: bool) -> Any:
 
 
 @cache
-def folded(key: str, fast: bool, slope: bool) -> tuple[Any, Expr, Expr]:
-    """(function of q.k, factor, factor of its slope): the program is the factor times the function. The factor is a
-    product of the program's floats and the scale.
+def folded(key: str, fast: bool, derivative: bool) -> tuple[Any, Expr, Expr]:
+    """(function of q.k, factor, factor of its derivative): the program is the factor times the function. The factor is
+    a product of the program's floats and the scale.
 
     cap * tanh(scale * q.k / cap)   cap      tanh((scale / cap) * q.k)
     scale * q.k - slope * |i - j|   scale    q.k - (slope / scale) * |i - j|
 
-    This saves a multiplication for every pair; the softmax multiplies by a factor anyway. With `slope` the function
-    also returns the derivative by the score, divided by the last factor.
+    This saves a multiplication for every pair; the softmax multiplies by a factor anyway. With `derivative` the
+    function also returns the derivative by the score, divided by the last factor.
     """
     program = PROGRAMS[key]
-    unit, rest = factors(program)
-    pull, steep = slope_factors(program) if slope else (const(1.0), rest)
-    roots = [rest, steep] if slope else [rest]
-    return _function(f"folded{len(roots)}_{short(key)}", roots, len(program.ranks), fast), unit, pull
+    factor, rest = factors(program)
+    rate, derivative_rest = derivative_factors(program) if derivative else (const(1.0), rest)
+    roots = [rest, derivative_rest] if derivative else [rest]
+    return _function(f"folded{len(roots)}_{short(key)}", roots, len(program.ranks), fast), factor, rate
 
 
 @cache
@@ -243,9 +243,9 @@ def factors(program: Program) -> tuple[Expr, Expr]:
     return _factors(program.root, number(program.numbers))
 
 
-def slope_factors(program: Program) -> tuple[Expr, Expr]:
-    """(factor, rest) of its slope."""
-    return _factors(program.slope, number(program.numbers))
+def derivative_factors(program: Program) -> tuple[Expr, Expr]:
+    """(factor, rest) of its derivative by the score."""
+    return _factors(program.derivative, number(program.numbers))
 
 
 def _factors(x: Expr, scale: Expr) -> tuple[Expr, Expr]:

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: kernels that start before the previous launch has ended (`OVERLAP` in a Plan).
+"""Programmatic dependent launch: kernels that start before the previous launch has ended (`OVERLAP` in a KernelConfig).
 
 After every program has called `gdc_launch_dependents` or ended, the next launch may start. `gdc_wait` waits until the
 previous launch has ended and its results can be read. Every kernel that may start early calls `gdc_wait`, first or

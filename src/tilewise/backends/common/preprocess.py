@@ -14,8 +14,8 @@ from .device.tile_io import load_rows, row_pointers, statistic_pointers
 from .device.tile_range import locate
 from .launch import Launch, Memory
 from .pdl import gdc_launch_dependents
-from .score_terms import is_far
-from .shapes import padded, problem, view
+from .score_terms import has_large_scores
+from .shapes import call_shape, padded, view
 
 
 class RowTensors(NamedTuple):
@@ -73,7 +73,7 @@ def prepare_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG: t
 
 def row_statistics(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
     """Workspace for lse2 and delta, padded."""
-    size = problem(request)
+    size = call_shape(request)
     shape = 1 if size.packed else size.batch, size.heads, size.tiles(size.n_q, PAD.value) * PAD.value
     return memory.empty(shape, torch.float32), memory.empty(shape, torch.float32)
 
@@ -84,10 +84,10 @@ def prepare_launch(
     """The launch that computes the row statistics, and what every kernel that uses them reads."""
     q, k, v, *_ = request
     out, lse, dout, dlse = bwd_inputs
-    size, pad = problem(request), PAD.value
+    size, pad = call_shape(request), PAD.value
     lse2, delta = (View(x, x.stride()[:2]) for x in statistics)
     tensors = RowTensors(view(out), view(dout), lse, dlse, lse2, delta)
-    config = RowConfig(size.dv, pad, padded(size.dv), is_far(request), overlap)
+    config = RowConfig(size.dv, pad, padded(size.dv), has_large_scores(request), overlap)
     prepare = Launch(
         prepare_kernel,
         size.programs(size.n_q, size.heads, pad),

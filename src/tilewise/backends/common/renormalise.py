@@ -10,8 +10,8 @@ instead. With e = exp(s - m), p = e / l, and all gradients are linear in the dO 
 
     dV = P^T dO = E^T (dO / l)        dS = P * (dP - delta) = E * ((dO / l) V^T - delta / l)
 
-so no other kernel knows of it. Other rows keep what they have. Only calls whose scores may be far out (`is_far`) have
-this launch, and only tiles with such a row read keys.
+so no other kernel knows of it. Other rows keep what they have. Only calls with `has_large_scores` have this launch, and only
+tiles with such a row read keys.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from .device.tile_range import locate
 from .gpu import Gpu
 from .kernel_config import options_of
 from .launch import INTERPRETED, Launch, Memory
-from .score_terms import device_terms, is_far, mask_mod, score_mod
-from .shapes import padded, problem, sequences_and_window, view
+from .score_terms import device_terms, has_large_scores, mask_mod, score_mod
+from .shapes import call_shape, padded, sequences_and_window, view
 from .tiles import INTERPRETER, Tile
 
 LARGE_LSE: tl.constexpr = tl.constexpr(256.0)  # below, rounding lse to float32 changes p by less than 8e-6 of it
@@ -64,26 +64,26 @@ def renormalise_kernel(
     terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """new_do, new_lse and new_dlse of a tile of queries. The programs of the last packed sequence also copy the rows
     after its end."""
     PACKED: tl.constexpr = cu_q is not None
     grid = Grid(tiles, heads, batch)
-    w = locate(tl.program_id(0), grid, Sequences(cu_q, cu_k, n_q, n_k), cu_q, PLAN.BLOCK_M)
+    w = locate(tl.program_id(0), grid, Sequences(cu_q, cu_k, n_q, n_k), cu_q, CONFIG.BLOCK_M)
     end = w.n_q
     if PACKED:
         end = tl.where(w.b == batch - 1, n_q - w.q0, end)
     if w.first < end:
-        i = w.first + tl.arange(0, PLAN.BLOCK_M)
+        i = w.first + tl.arange(0, CONFIG.BLOCK_M)
         exists = i < end
         lse_pointers = row_pointers(tensors.lse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
         lse_i = tl.load(lse_pointers, mask=exists, other=float("-inf"))
         large = (tl.abs(lse_i) >= LARGE_LSE) & (tl.abs(lse_i) < float("inf"))
-        factor = tl.full([PLAN.BLOCK_M], 1.0, tl.float32)
+        factor = tl.full([CONFIG.BLOCK_M], 1.0, tl.float32)
         if tl.max(large.to(tl.int32), 0) > 0:
             _, m, l = stream_keys(
-                tensors, w, 0, None, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
+                tensors, w, 0, None, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
             )
             large = large & (l > 0.0)
             lse_i = tl.where(large, m, lse_i)
@@ -95,14 +95,14 @@ def renormalise_kernel(
             new_dlse_pointers = row_pointers(tensors.new_dlse, n_q, heads, w.b, w.h, w.q0, i, PACKED)
             tl.store(new_dlse_pointers, dlse_i * factor, mask=exists)
         do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, end)
-        do_tile = load_rows(do_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False).to(tl.float32) * factor[:, None]
-        store_rows(Rows(tensors.new_do, w.b, w.h, w.q0, w.first, end), do_tile, PLAN.DV)
+        do_tile = load_rows(do_rows, CONFIG.DV, CONFIG.BLOCK_M, CONFIG.BLOCK_DV, False).to(tl.float32) * factor[:, None]
+        store_rows(Rows(tensors.new_do, w.b, w.h, w.q0, w.first, end), do_tile, CONFIG.DV)
 
 
 def is_renormalised(request: Request) -> bool:
     """Whether the backward of a call has this launch. The lse of a partial call counts keys that the call does not
     have: there p stays as it is."""
-    return is_far(request) and not request.spec.partial
+    return has_large_scores(request) and not request.spec.partial
 
 
 def _tile(row_bytes: int) -> Tile:
@@ -118,7 +118,7 @@ def renormalised(
     """The launch, if there is one, and what the backward starts from after it. lse and dlse must be contiguous."""
     if not is_renormalised(request):
         return [], bwd_inputs
-    q, k, spec, size = request.q, request.k, request.spec, problem(request)
+    q, k, spec, size = request.q, request.k, request.spec, call_shape(request)
     tile = _tile(padded(max(size.d, size.dv)) * q.element_size())
     out, lse, dout, dlse = bwd_inputs
     new_do, new_lse = (memory.empty(x.shape, x.dtype) for x in (dout, lse))

@@ -88,11 +88,11 @@ def repair_forward_kernel(
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     EACH: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Repairs a forward of `total` tiles, before its splits are merged. One flag of all tiles is set to 0 for the next
     launch."""
-    begin(PLAN.OVERLAP)
+    begin(CONFIG.OVERLAP)
     total = tiles_to_check(tensors.flags, total, EACH)
     if not EACH:
         clear_flag(tensors.flags, total > 0)
@@ -108,7 +108,7 @@ def repair_forward_kernel(
                     seqs,
                     splits,
                     ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
-                    PLAN,
+                    CONFIG,
                     True,
                 )
 
@@ -122,7 +122,7 @@ class Flagged(NamedTuple):
 
 
 @triton.jit
-def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, PLAN: tl.constexpr):
+def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, CONFIG: tl.constexpr):
     """dQ of the flagged tiles of ROWS queries, BLOCK_M at a time: products of 64 rows and more need the warps of the
     kernel before."""
     total = tiles_to_check(tiles.flags, tiles.total, EACH)
@@ -130,23 +130,23 @@ def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS:
         for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(n, tiles.grid, seqs, seqs.cu_q, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), PLAN.BLOCK_M):
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    store_query_gradient(tensors, query_gradient(tensors, u, params, PLAN, True), u, rate, PLAN)
+                    store_query_gradient(tensors, query_gradient(tensors, u, params, CONFIG, True), u, rate, CONFIG)
 
 
 @triton.jit
-def repair_keys(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, PLAN: tl.constexpr):
+def repair_keys(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, CONFIG: tl.constexpr):
     """dK and dV of the flagged tiles of ROWS keys, BLOCK_N at a time."""
     total = tiles_to_check(tiles.flags, tiles.total, EACH)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
         for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(n, tiles.grid, seqs, seqs.cu_k, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), PLAN.BLOCK_N):
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    dk_acc, dv_acc = key_gradients(tensors, u, tiles.grid.heads, params, PLAN, True)
-                    store_key_gradients(tensors, dk_acc, dv_acc, u, rate, PLAN)
+                    dk_acc, dv_acc = key_gradients(tensors, u, tiles.grid.heads, params, CONFIG, True)
+                    store_key_gradients(tensors, dk_acc, dv_acc, u, rate, CONFIG)
 
 
 @triton.jit(**ANY_SIZE)
@@ -217,17 +217,17 @@ def repair_backward_kernel(
 
 @triton.jit(**ANY_SIZE)
 def repair_jvp_kernel(
-    tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total, PLAN: tl.constexpr
+    tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total, CONFIG: tl.constexpr
 ):
     """Repairs a forward-mode pass of `total` tiles."""
-    begin(PLAN.OVERLAP)
+    begin(CONFIG.OVERLAP)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
         for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
             if is_raised(tensors.flags, n, True):
-                w = locate(n, grid, seqs, cu_q, PLAN.BLOCK_M)
+                w = locate(n, grid, seqs, cu_q, CONFIG.BLOCK_M)
                 if w.first < w.n_q:
                     params = ScoreParams(before, after, scale, (), None, None)
-                    dlse, acc = jvp_tile(tensors, grid, seqs, w, params, PLAN, True)
-                    store_jvp_tile(dlse, acc, tensors, grid, seqs, w, PLAN)
+                    dlse, acc = jvp_tile(tensors, grid, seqs, w, params, CONFIG, True)
+                    store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG)

@@ -7,10 +7,10 @@ from .launch import Launch, Target, pdl_option
 
 def repair(kernel: Any, total: int, args: tuple[Any, ...], target: Target, *of: Launch) -> Launch:
     """The repair of `total` tiles of the launches `of`, by as many programs as the GPU runs at once."""
-    names = ("SCORE_MOD", "MASK_MOD", "PLAN")
+    names = ("SCORE_MOD", "MASK_MOD", "CONFIG")
     options: dict[str, Any] = {name: of[0].options[name] for name in names if name in of[0].options}
     options |= {"num_warps": max(x.options["num_warps"] for x in of), "num_stages": 1}
-    return Launch(kernel, min(total, target.processors), args, options | pdl_option(of[0].options["PLAN"].OVERLAP))
+    return Launch(kernel, min(total, target.num_sms), args, options | pdl_option(of[0].options["CONFIG"].OVERLAP))
 
 
 def repairs(kernel: Any, of: Launch, target: Target, **options: Any) -> list[Launch]:

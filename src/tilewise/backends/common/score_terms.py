@@ -33,9 +33,9 @@ def device_terms(request: Request, gpu: Gpu, tile: tuple[int, int] | None = None
         score=mods.captured(request.score, (*spec.score_numbers, spec.scale)),
         mask=mods.captured(request.mask, spec.mask_numbers),
         blocks=_blocks(request, tile, by_key) if tile and request.blocks and lists_tiles(gpu) else device.Blocks(),
-        has_derivative=1 if spec.score_mod and mods.has_slope(spec.score_mod) else None,
-        infinite_derivative=1 if spec.score_mod and mods.has_unbounded_slope(spec.score_mod) else None,
-        large_scores=1 if is_far(request) else None,
+        has_derivative=1 if spec.score_mod and mods.has_derivative(spec.score_mod) else None,
+        infinite_derivative=1 if spec.score_mod and mods.has_infinite_derivative(spec.score_mod) else None,
+        large_scores=1 if has_large_scores(request) else None,
         position_offsets=request.position_offsets,
     )
 
@@ -73,25 +73,25 @@ def score_mod(request: Request, gpu: Gpu) -> Any:
     return request.spec.score_mod and mods.value(request.spec.score_mod, is_fast(request.q, gpu))
 
 
-def slope_mod(request: Request, gpu: Gpu) -> Any:
-    return request.spec.score_mod and mods.value_and_slope(request.spec.score_mod, is_fast(request.q, gpu))
+def score_mod_with_derivative(request: Request, gpu: Gpu) -> Any:
+    return request.spec.score_mod and mods.value_and_derivative(request.spec.score_mod, is_fast(request.q, gpu))
 
 
 def mask_mod(request: Request) -> Any:
     return request.spec.mask_mod and mods.value(request.spec.mask_mod, False)
 
 
-def folded(request: Request, gpu: Gpu, slope: bool) -> tuple[dict[str, Any], float, float]:
-    """(options, factor of the scores, factor of the gradients of q.k). The options are the score mod, with its slope if
-    `slope`, and whether its argument is q.k instead of the score."""
+def folded(request: Request, gpu: Gpu, derivative: bool) -> tuple[dict[str, Any], float, float]:
+    """(options, factor of the scores, factor of the gradients of q.k). The options are the score mod, with its
+    derivative if `derivative`, and whether its argument is q.k instead of the score."""
     q, spec = request.q, request.spec
-    if spec.score_mod and not is_far(request) and q.element_size() == 2:
+    if spec.score_mod and not has_large_scores(request) and q.element_size() == 2:
         numbers = *spec.score_numbers, spec.scale
-        function, unit, pull = mods.folded(spec.score_mod, is_fast(q, gpu), slope)
-        scale, rate = mods.value_of(unit, numbers), spec.scale * mods.value_of(pull, numbers)
-        if scale > 0 and isfinite(scale) and isfinite(rate):
-            return {"SCORE_MOD": function, "FOLD": True}, scale, rate
-    plain = slope_mod(request, gpu) if slope else score_mod(request, gpu)
+        function, factor, rate = mods.folded(spec.score_mod, is_fast(q, gpu), derivative)
+        scale, gradient_scale = mods.value_of(factor, numbers), spec.scale * mods.value_of(rate, numbers)
+        if scale > 0 and isfinite(scale) and isfinite(gradient_scale):
+            return {"SCORE_MOD": function, "FOLD": True}, scale, gradient_scale
+    plain = score_mod_with_derivative(request, gpu) if derivative else score_mod(request, gpu)
     return {"SCORE_MOD": plain, "FOLD": is_linear(request)}, spec.scale, spec.scale
 
 
@@ -101,17 +101,19 @@ def is_bounded(request: Request, scale: float) -> bool:
     return (
         request.q.dtype == torch.bfloat16
         and request.spec.score_mod is not None
-        and not is_far(request)
+        and not has_large_scores(request)
         and request.sinks is None
         and request.seed is None
         and 0 < scale * mods.bound(request.spec.score_mod) <= LARGEST
     )
 
 
-def is_far(request: Request) -> bool:
+def has_large_scores(request: Request) -> bool:
     """Whether scores may be so large that a multiply-add rounds them by more than they differ."""
     spec = request.spec
-    return request.bias is not None or (spec.score_mod is not None and mods.is_far(spec.score_mod, spec.score_numbers))
+    return request.bias is not None or (
+        spec.score_mod is not None and mods.has_large_scores(spec.score_mod, spec.score_numbers)
+    )
 
 
 def is_linear(request: Request) -> bool:

@@ -11,7 +11,7 @@ from .device.structs import View
 from .launch import Memory
 
 
-class Problem(NamedTuple):
+class CallShape(NamedTuple):
     """The shapes of one call. Packed sequences count as one batch row of `tokens`, tiled together."""
 
     batch: int
@@ -33,21 +33,21 @@ class Problem(NamedTuple):
         """The arguments `tiles`, `heads` and `batch` of a kernel (structs.Grid)."""
         return self.tiles(n, block), heads, self.batch
 
-    def in_rows(self, heads: int) -> "Problem":
+    def in_rows(self, heads: int) -> "CallShape":
         """The same with `heads` query heads of a group as one head with more queries."""
         return self._replace(n_q=self.n_q * heads, heads=self.heads // max(heads, 1))
 
 
-def problem(request: Request) -> Problem:
+def call_shape(request: Request) -> CallShape:
     *_, n_q, heads, d = request.q.shape
     n_k, kv_heads, dv = request.v.shape[-3:]
     batch = request.q.shape[0] if request.cu_q is None else request.cu_q.shape[0] - 1
-    return Problem(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
+    return CallShape(batch, n_q, n_k, heads, kv_heads, d, dv, packed=request.cu_q is not None)
 
 
 def sequences_and_window(request: Request) -> tuple[Any, ...]:
     """The arguments cu_q, cu_k, n_q, n_k, before and after of a kernel."""
-    size, spec = problem(request), request.spec
+    size, spec = call_shape(request), request.spec
     return request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after
 
 

@@ -17,7 +17,7 @@ from .launch import Build, Built, Launch, Memory, Target, can_overlap, named, ov
 from .pdl import gdc_wait
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
-from .score_terms import is_far
+from .score_terms import has_large_scores
 
 BLOCK: tl.constexpr = tl.constexpr(4096)  # rows that a program loads at once
 
@@ -74,7 +74,7 @@ def sink_launches(
     statistics = row_statistics(together, memory)
     prepare, saved = prepare_launch(together, bwd_inputs, statistics, overlap)
     batch, heads, rows = statistics[0].shape
-    options = {"NATURAL": is_far(request), "num_warps": 8} | overlapped(overlap)
+    options = {"NATURAL": has_large_scores(request), "num_warps": 8} | overlapped(overlap)
     args = SinkTensors(saved.lse2, saved.delta, sinks, sinks.stride(0)), total, batch, rows
     return [*first, prepare, Launch(sink_kernel, heads, args, options)]
 

@@ -26,8 +26,8 @@ from .kernel_config import options_of, tile_of
 from .launch import DeviceMemory, Launch, target_of
 from .preprocess import prepare_launch, row_statistics
 from .renormalise import renormalised
-from .score_terms import device_terms, is_fast, mask_mod, slope_mod
-from .shapes import problem
+from .score_terms import device_terms, is_fast, mask_mod, score_mod_with_derivative
+from .shapes import call_shape
 from .sinks import build_sink_gradient
 from .term_sums import line_sums_kernel, tile_sums_kernel
 
@@ -82,7 +82,7 @@ class Sums:
         request = without_lists(request)
         self.request, self.spec = request, request.spec
         self.q, self.k, self.cu_q, self.cu_k = request.q, request.k, request.cu_q, request.cu_k
-        self.size = problem(request)
+        self.size = call_shape(request)
         self.gpu = target_of(request.q.device).gpu
         memory = DeviceMemory(request.q.device)
         first, bwd_inputs = renormalised(request, bwd_inputs, self.gpu, memory)
@@ -154,8 +154,8 @@ class Sums:
     def _add_strips(self, total: Tensor, where: Expr, site: Any, deps: frozenset[str]) -> None:
         size = self.size
         n_q, n_k = size.n_q, size.n_k  # packed: all tokens, if the longest sequence is not known
-        if self.spec.longest is not None:
-            n_q, n_k = (min(n, self.spec.longest) for n in (n_q, n_k))
+        if self.spec.max_seqlen is not None:
+            n_q, n_k = (min(n, self.spec.max_seqlen) for n in (n_q, n_k))
         if 0 in (n_q, n_k, size.batch):
             return
         moved = self.request.position_offsets is not None
@@ -216,5 +216,9 @@ class Sums:
         return terms if self.r is None else terms._replace(score=(*terms.score, self.r))
 
     def _options(self, site: Any) -> dict[str, Any]:
-        named = {"SCORE_MOD": slope_mod(self.request, self.gpu), "MASK_MOD": mask_mod(self.request), "SITE": site}
+        named = {
+            "SCORE_MOD": score_mod_with_derivative(self.request, self.gpu),
+            "MASK_MOD": mask_mod(self.request),
+            "SITE": site,
+        }
         return options_of(self.request, self.tile, self.gpu) | named

@@ -20,27 +20,27 @@ from .device.tile_range import key_range, locate, packed_tile, query_range
 
 
 @triton.jit
-def product_of(a, b, D: tl.constexpr, COLS: tl.constexpr, PLAN: tl.constexpr):
+def product_of(a, b, D: tl.constexpr, COLS: tl.constexpr, CONFIG: tl.constexpr):
     """a b^T of BLOCK_M rows at a and BLOCK_N at b."""
-    a_tile = load_rows(a, D, PLAN.BLOCK_M, COLS, False)
-    b_tile = load_rows(b, D, PLAN.BLOCK_N, COLS, False)
-    return dot_nt(a_tile, b_tile, a, b, D, PLAN)
+    a_tile = load_rows(a, D, CONFIG.BLOCK_M, COLS, False)
+    b_tile = load_rows(b, D, CONFIG.BLOCK_N, COLS, False)
+    return dot_nt(a_tile, b_tile, a, b, D, CONFIG)
 
 
 @triton.jit
-def gradient(saved, w, h, i0, j0, params, SITE: tl.constexpr, PLAN: tl.constexpr):
+def gradient(saved, w, h, i0, j0, params, SITE: tl.constexpr, CONFIG: tl.constexpr):
     """g (queries, keys) of the tile at (i0, j0), 0 for hidden pairs."""
-    h_kv = h // PLAN.GROUP
+    h_kv = h // CONFIG.GROUP
     q_rows = Rows(saved.q, w.b, h, w.q0, i0, w.n_q)
     do_rows = Rows(saved.do, w.b, h, w.q0, i0, w.n_q)
-    product = product_of(q_rows, Rows(saved.k, w.b, h_kv, w.k0, j0, w.n_k), PLAN.D, PLAN.BLOCK_D, PLAN)
-    dp = product_of(do_rows, Rows(saved.v, w.b, h_kv, w.k0, j0, w.n_k), PLAN.DV, PLAN.BLOCK_DV, PLAN)
-    lse2_i = tl.load(statistic_pointers(saved.lse2, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
-    delta_i = tl.load(statistic_pointers(saved.delta, w, h, i0, PLAN.BLOCK_M, PLAN.PACKED))
-    i = i0 + tl.arange(0, PLAN.BLOCK_M)[:, None]
-    j = j0 + tl.arange(0, PLAN.BLOCK_N)[None, :]
+    product = product_of(q_rows, Rows(saved.k, w.b, h_kv, w.k0, j0, w.n_k), CONFIG.D, CONFIG.BLOCK_D, CONFIG)
+    dp = product_of(do_rows, Rows(saved.v, w.b, h_kv, w.k0, j0, w.n_k), CONFIG.DV, CONFIG.BLOCK_DV, CONFIG)
+    lse2_i = tl.load(statistic_pointers(saved.lse2, w, h, i0, CONFIG.BLOCK_M, CONFIG.PACKED))
+    delta_i = tl.load(statistic_pointers(saved.delta, w, h, i0, CONFIG.BLOCK_M, CONFIG.PACKED))
+    i = i0 + tl.arange(0, CONFIG.BLOCK_M)[:, None]
+    j = j0 + tl.arange(0, CONFIG.BLOCK_N)[None, :]
     pairs = Pairs(w, h, i, j)
-    p, _ = recompute_p(product, pairs, lse2_i[:, None], True, True, params, PLAN.FOLD)
+    p, _ = recompute_p(product, pairs, lse2_i[:, None], True, True, params, CONFIG.FOLD)
     g = p * (dropout(dp, pairs, params.terms) - delta_i[:, None])
     if SITE is not None:
         at = mod_indices(pairs, params.terms)
@@ -67,11 +67,11 @@ def line_sums_kernel(
     MASK_MOD: tl.constexpr,
     SITE: tl.constexpr,
     KEYS: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """sums[b, h, query], or with KEYS sums[b, h, key]."""
-    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
-    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     if KEYS:
@@ -97,13 +97,13 @@ def line_sums_kernel(
                 i0 = w.first
                 j0 = first
             g = gradient(
-                saved, w, w.h, i0, j0, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, PLAN
+                saved, w, w.h, i0, j0, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), SITE, CONFIG
             )
             acc += tl.sum(g, 0 if KEYS else 1)
         if KEYS:
-            tl.store(row_pointers(sums, n_k, heads, w.b, w.h, w.k0, j, PLAN.PACKED), acc, mask=j < w.n_k)
+            tl.store(row_pointers(sums, n_k, heads, w.b, w.h, w.k0, j, CONFIG.PACKED), acc, mask=j < w.n_k)
         else:
-            tl.store(row_pointers(sums, n_q, heads, w.b, w.h, w.q0, i, PLAN.PACKED), acc, mask=i < w.n_q)
+            tl.store(row_pointers(sums, n_q, heads, w.b, w.h, w.q0, i, CONFIG.PACKED), acc, mask=i < w.n_q)
 
 
 @triton.jit(**ANY_SIZE)
@@ -128,11 +128,11 @@ def tile_sums_kernel(
     SITE: tl.constexpr,
     BATCHES: tl.constexpr,
     HEADS: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """sums[b, h, i - row0, j] for the rows row0 .. row0 + rows; without BATCHES or HEADS their axis has size 1."""
-    BLOCK_M: tl.constexpr = PLAN.BLOCK_M
-    BLOCK_N: tl.constexpr = PLAN.BLOCK_N
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     pid = tl.program_id(0)
     across = tl.cdiv(columns, BLOCK_N)
     down = tl.cdiv(rows, BLOCK_M)
@@ -160,7 +160,7 @@ def tile_sums_kernel(
                     j0,
                     ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
                     SITE,
-                    PLAN,
+                    CONFIG,
                 )
     p = sums.ptr + tl.cast(b_out, tl.int64) * sums.strides[0] + tl.cast(h_out, tl.int64) * sums.strides[1]
     p = p + (i - row0).to(tl.int64)[:, None] * sums.strides[2] + j.to(tl.int64)[None, :] * sums.strides[3]

@@ -263,7 +263,7 @@ def heads_of_a_tile(queries: int, group: int, block_m: int) -> int:
     return group if queries < block_m else 1
 
 
-def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> int:
+def parts_of_keys(programs: int, keys: int, block_n: int, num_sms: int) -> int:
     """How many programs share the keys of what would be one program's: one for each processor, four blocks for each.
 
     On an H200, one query of 32 heads, 8 of keys and values, D 128, microseconds: batch 1 of 65536 keys 77 (two for each
@@ -272,7 +272,7 @@ def parts_of_keys(programs: int, keys: int, block_n: int, processors: int) -> in
     >>> parts_of_keys(8, 8192, 64, 132), parts_of_keys(128, 8192, 64, 132), parts_of_keys(8, 400, 64, 132)
     (16, 1, 1)
     """
-    return max(1, min(processors // max(programs, 1), keys // (4 * block_n), 64))
+    return max(1, min(num_sms // max(programs, 1), keys // (4 * block_n), 64))
 
 
 INTERPRETER = Tile(16, 16, 4, 1, chunk=32)  # small enough that tiny shapes still have edge, interior and ragged tiles

@@ -4,7 +4,7 @@ A program owns 128 keys of one KV head at a time, 64 for each of its two warpgro
 that see them, 64 or 128 at a time, of every query head in the group. Tiles are transposed (keys by queries), so that
 P^T and dS^T leave the tensor cores in the registers from which dV and dK read them:
 
-    S^T = K Q^T      P^T = exp2(unit S^T - lse2)      dP^T = V dO^T      dS^T = P^T * (dP^T - delta)
+    S^T = K Q^T      P^T = exp2(scale_log2 S^T - lse2)      dP^T = V dO^T      dS^T = P^T * (dP^T - delta)
     dV += P^T dO     dK += dS^T Q                     dQ = dS K, over the keys of both: through shared memory
 
 dQ of a block is computed one block late, from two buffers of dS, so that the warpgroups may drift apart by most of a
@@ -164,11 +164,11 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
         dp = issue_abt(v, do)
     if LOAD_LATE:
         lse2 = queries.statistics.index(cur).load(layout)
-    s, slope = log2_p(s, lse2, keys, block, params, CONFIG)
+    s, derivative = log2_p(s, lse2, keys, block, params, CONFIG)
     p = gl.exp2(s)
     if not LOAD_LATE:
         p16 = gl.convert_layout(downcast(p, DTYPE), dv_operand, assert_trivial=True)
-    p = times_derivative(p, slope, params.terms)
+    p = times_derivative(p, derivative, params.terms)
     if CONFIG.SCORES_FIRST:
         dp = issue_abt(v, do)
     mbarrier.wait(kv.full.index(0), phase(keys.t, 1))  # already satisfied; its branch keeps the next wait after exp2
@@ -376,7 +376,7 @@ def backward_kernel(
     n_k,
     before,
     after,
-    unit,
+    scale_log2,
     scale,
     padded_tokens,
     ascending_rows,
@@ -397,7 +397,7 @@ def backward_kernel(
         Inputs(q, k, v, do, lse2, delta),
         Params(
             Outputs(dq_acc, dq_acc_desc, dk, dv, dk_float32, dv_float32, flag, semaphores),
-            *(cu_q, cu_k, n_q, n_k, before, after, unit, scale, padded_tokens, ascending_rows, terms),
+            *(cu_q, cu_k, n_q, n_k, before, after, scale_log2, scale, padded_tokens, ascending_rows, terms),
             TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2),
             SCORE_MOD,
             MASK_MOD,

@@ -16,8 +16,8 @@ from ..common.kernel_call import KernelCall
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, target_of
 from ..common.renormalise import renormalised
 from ..common.repair import repair_backward_kernel
-from ..common.score_terms import device_terms, folded, is_far, mask_mod, slope_mod
-from ..common.shapes import Problem, new_gradients, padded, problem, view
+from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
+from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
 from .backward_tiles import BackwardConfig
 from .descriptors import descriptor, float32_output
@@ -29,7 +29,7 @@ from .postprocess import (
     postprocess_kernel,
     preprocess_kernel,
 )
-from .repair_plan import STEP, repair_plan
+from .repair_config import STEP, repair_config
 from .support import GPU, is_uneven
 from .tiles import backward_tile
 
@@ -56,7 +56,7 @@ class Workspace(NamedTuple):
         return self.lse2.shape[1]
 
 
-def new_workspace(memory: Memory, size: Problem) -> Workspace:
+def new_workspace(memory: Memory, size: CallShape) -> Workspace:
     sizes = workspace_sizes(size)
     lse2, delta, dq_acc, counters = memory.empty((sum(sizes),), torch.float32).split(sizes)
     rows, counters = statistics_rows(size), counters.view(torch.int32)
@@ -66,17 +66,17 @@ def new_workspace(memory: Memory, size: Problem) -> Workspace:
 
 
 @lru_cache(LIMIT)
-def workspace_sizes(size: Problem) -> tuple[int, ...]:
+def workspace_sizes(size: CallShape) -> tuple[int, ...]:
     """Float32 numbers of lse2, delta, dq_acc and the counters."""
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
     return tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64
 
 
-def statistics_rows(size: Problem) -> int:
+def statistics_rows(size: CallShape) -> int:
     return size.heads * (1 if size.packed else size.batch)
 
 
-def block_dims(size: Problem) -> tuple[int, int]:
+def block_dims(size: CallShape) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
     each of two warpgroups has a multiple of 64 of them."""
     d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
@@ -91,7 +91,7 @@ class Backward(NamedTuple):
     bwd_inputs: BackwardInputs
     grads: tuple[Tensor, Tensor, Tensor]
     space: Workspace
-    size: Problem
+    size: CallShape
 
     @property
     def lengths(self) -> tuple[Any, ...]:
@@ -115,17 +115,17 @@ def backward_launches(
     bwd_inputs: BackwardInputs,
     grads: tuple[Tensor, Tensor, Tensor],
     space: Workspace,
-    processors: int,
+    num_sms: int,
 ) -> list[Launch]:
     """Preprocess, backward and postprocess; and the NaN repair where some rows do not see some keys."""
-    call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, problem(request))
-    score, unit, scale = folded(call.request, GPU, slope=True)
+    call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
+    score, score_scale, scale = folded(call.request, GPU, derivative=True)
     launches = [
         preprocess_launch(call),
-        main_launch(call, score, unit, scale, processors),
+        main_launch(call, score, score_scale, scale, num_sms),
         postprocess_launch(call, scale),
     ]
-    return [*launches, repair_launch(call, processors)] if call.request.is_masked else launches
+    return [*launches, repair_launch(call, num_sms)] if call.request.is_masked else launches
 
 
 def preprocess_launch(call: Backward) -> Launch:
@@ -134,13 +134,13 @@ def preprocess_launch(call: Backward) -> Launch:
     block_d, block_dv = block_dims(size)
     tiles = space.padded_tokens // PAD.value
     tensors = PreprocessTensors(view(out), view(dout), lse, dlse, *call.statistics, space.dq_acc, space.counters)
-    config = PreprocessConfig(size.dv, PAD.value, block_d, block_dv, is_far(call.request), not INTERPRETED)
+    config = PreprocessConfig(size.dv, PAD.value, block_d, block_dv, has_large_scores(call.request), not INTERPRETED)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
     options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4}
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, size: Problem, fold_scale: bool) -> BackwardConfig:
+def backward_config(request: Request, size: CallShape, fold_scale: bool) -> BackwardConfig:
     block_d, block_dv = block_dims(size)
     has_terms, deterministic = not request.is_plain, request.spec.deterministic
     tile = backward_tile(block_d, plain=not has_terms)
@@ -158,7 +158,7 @@ def backward_config(request: Request, size: Problem, fold_scale: bool) -> Backwa
     )
 
 
-def tile_schedule(size: Problem, spec: Spec, block_n: int, processors: int) -> tuple[int, int, int, int]:
+def tile_schedule(size: CallShape, spec: Spec, block_n: int, num_sms: int) -> tuple[int, int, int, int]:
     """Tiles per (batch, head) row, rows, rows that are scheduled together, and rows in ascending order."""
     tiles_per_row = size.tiles(size.n_k, block_n)
     rows = size.kv_heads * (1 if size.packed else size.batch)
@@ -166,18 +166,18 @@ def tile_schedule(size: Problem, spec: Spec, block_n: int, processors: int) -> t
     if not spec.deterministic:
         return tiles_per_row, rows, rows_in_l2, 0
     # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
-    rows_in_l2 = max(rows_in_l2, 1 << (processors // tiles_per_row).bit_length())
+    rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
     return tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2
 
 
-def main_launch(call: Backward, score: dict[str, Any], unit: float, scale: float, processors: int) -> Launch:
-    """`score`, `unit`, `scale`: as `folded` returns them."""
+def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
+    """`score`, `score_scale`, `scale`: as `folded` returns them."""
     request, bwd_inputs, (_, dk, dv), space, size = call
     q, k, v, spec = request[:4]
     config = backward_config(request, size, score["FOLD"])
     if config.HAS_TERMS and not config.FOLD_SCALE:
-        unit = 1.0  # the scores have been multiplied
-    tiles_per_row, rows, rows_in_l2, ascending_rows = tile_schedule(size, spec, config.BLOCK_N, processors)
+        score_scale = 1.0  # the scores have been multiplied
+    tiles_per_row, rows, rows_in_l2, ascending_rows = tile_schedule(size, spec, config.BLOCK_N, num_sms)
     parts = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
     statistics = (
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
@@ -192,13 +192,21 @@ def main_launch(call: Backward, score: dict[str, Any], unit: float, scale: float
         descriptor(k if spec.partial else dk, 64, config.D // parts),
         descriptor(v if spec.partial else dv, 64, config.DV // parts),
         *(float32_output(dk, spec), float32_output(dv, spec), call.flag, space.semaphores, *call.lengths),
-        *(spec.before, spec.after, unit * LOG2E.value, scale, space.padded_tokens, ascending_rows, space.counters),
+        *(
+            spec.before,
+            spec.after,
+            score_scale * LOG2E.value,
+            scale,
+            space.padded_tokens,
+            ascending_rows,
+            space.counters,
+        ),
         *(tiles_per_row * rows, rows, tiles_per_row, size.kv_heads, size.batch, rows_in_l2),
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
     )
     options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
     options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}
-    return Launch(backward_kernel, min(tiles_per_row * rows, processors), args, options)
+    return Launch(backward_kernel, min(tiles_per_row * rows, num_sms), args, options)
 
 
 def postprocess_launch(call: Backward, scale: float) -> Launch:
@@ -211,11 +219,11 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
     return Launch(postprocess_kernel, programs, args, options)
 
 
-def repair_launch(call: Backward, processors: int) -> Launch:
+def repair_launch(call: Backward, num_sms: int) -> Launch:
     request, bwd_inputs, grads, _, size = call
     q, k, v, spec = request[:4]
     rows = REPAIR_ROWS
-    plan = repair_plan(size, rows, *block_dims(size))
+    plan = repair_config(size, rows, *block_dims(size))
     q_total = size.programs(size.n_q, size.heads, rows)
     k_total = size.programs(size.n_k, size.kv_heads, rows)
     lse2, delta = call.statistics
@@ -227,24 +235,24 @@ def repair_launch(call: Backward, processors: int) -> Launch:
         device_terms(request, GPU, (rows, STEP)),
         device_terms(request, GPU, (STEP, rows), by_key=True),
     )
-    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": slope_mod(request, GPU), "EACH": False}
+    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score_mod_with_derivative(request, GPU), "EACH": False}
     options |= {"QUERIES": rows, "KEYS": rows, "QUERY": plan, "KEY": plan, "VALUE": None}
     options |= {"num_warps": 8, "launch_pdl": not INTERPRETED}
-    return Launch(repair_backward_kernel, min(max(q_total, k_total), processors), args, options)
+    return Launch(repair_backward_kernel, min(max(q_total, k_total), num_sms), args, options)
 
 
-def kv_head_repeats(request: Request, processors: int) -> int:
+def kv_head_repeats(request: Request, num_sms: int) -> int:
     """How often each KV head is best repeated, each copy for a part of its query heads. A program owns a tile of keys
     of a KV head: with few keys and KV heads there are fewer programs than processors, and under a causal mask the
     longest still run when the others are done. Only if the gradients are float32: they are added without rounding."""
-    spec, size = request.spec, problem(request)
+    spec, size = request.spec, call_shape(request)
     if not spec.partial or size.heads == size.kv_heads:
         return 1
-    return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, processors)
+    return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, num_sms)
 
 
 @lru_cache(LIMIT)
-def _kv_head_repeats(size: Problem, before: int | None, after: int | None, plain: bool, processors: int) -> int:
+def _kv_head_repeats(size: CallShape, before: int | None, after: int | None, plain: bool, num_sms: int) -> int:
     row = backward_tile(block_dims(size)[0], plain=plain)
     group = size.heads // size.kv_heads
     programs = size.programs(size.n_k, size.kv_heads, row.block_n)
@@ -255,7 +263,7 @@ def _kv_head_repeats(size: Problem, before: int | None, after: int | None, plain
 
     def time(n: int) -> float:
         """Estimated, in queries that a program visits. Four more launches cost as much as three tiles."""
-        share = n * programs / processors
+        share = n * programs / num_sms
         rounds = max(1.0, (share + 1) / 2) if triangle else ceil(share)
         return rounds * queries * group / n + TILE_OVERHEAD * (3 + share) * (n > 1)
 
@@ -273,7 +281,7 @@ def repeat_kv_heads(request: Request, n: int) -> Request:
 def backward(request: Request, bwd_inputs: BackwardInputs) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
     """A runner (see `backends.protocol`). Tensors: `request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
     spec, device = request.spec, request.q.device
-    n = kv_head_repeats(request, target_of(device).processors)
+    n = kv_head_repeats(request, target_of(device).num_sms)
     if n == 1:
         return KernelCall(build_backward(spec), (*request.tensors(), *bwd_inputs), device)
     split = KernelCall(build_backward(spec), (*repeat_kv_heads(request, n).tensors(), *bwd_inputs), device)
@@ -302,8 +310,8 @@ def named_launches(
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
-    space = new_workspace(memory, problem(request))
-    passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.processors)]
+    space = new_workspace(memory, call_shape(request))
+    passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.num_sms)]
     names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)
     return dict(zip(names, passes, strict=False)) | named("(backward clear)", cleared)

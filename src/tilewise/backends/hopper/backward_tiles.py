@@ -80,8 +80,8 @@ class Outputs(NamedTuple):
 
 
 class Params(NamedTuple):
-    """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `unit` is log2(e), times the
-    scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC: the tiles of the
+    """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `scale_log2` is log2(e),
+    times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC: the tiles of the
     first `ascending_rows` (batch, head) rows visit their queries in ascending order (see `is_ascending`)."""
 
     outputs: tl.tuple
@@ -91,7 +91,7 @@ class Params(NamedTuple):
     n_k: tl.tensor
     before: tl.tensor
     after: tl.tensor
-    unit: tl.tensor
+    scale_log2: tl.tensor
     scale: tl.tensor
     padded_tokens: tl.tensor
     ascending_rows: tl.tensor
@@ -275,21 +275,21 @@ def mask_band(s, diagonal, left, params):
 @gluon.jit
 def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
     """log2 P^T from S^T = K Q^T, and the derivative of the score mod."""
-    slope = s
+    derivative = s
     w = keys.work
     if CONFIG.HAS_TERMS:
         w = Work(w.b, w.h, w.first, w.q0, opaque(w.n_q), w.k0, opaque(w.n_k), w.r0)
         i = column_indices(block.first, s)[None, :]
         j = (w.n_k - keys.left + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)))[:, None]
-        s, slope = scores_and_derivative(
+        s, derivative = scores_and_derivative(
             s, Pairs(w, block.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE
         )
-    s = exponent(s, lse2, params.unit, params.terms.large_scores)
+    s = exponent(s, lse2, params.scale_log2, params.terms.large_scores)
     if params.MASK_MOD is not None:
         s = apply_mask_mod(s, block.has_mask_mod, i, j, w, block.h, params)
     if block.is_edge:
         s = mask_band(s, keys.diagonal - block.first, keys.left, params)
-    return s, slope
+    return s, derivative
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 A program owns 64 keys of one KV head at a time and streams past them the queries that see them, 64 by 64. dK and dV of
 more keys would not fit into the registers; so the two warpgroups share them, and each has its own part of the scores:
 
-    warpgroup 0    S^T = K Q^T       P^T = exp2(unit S^T - lse2)      to the other, in float32
+    warpgroup 0    S^T = K Q^T       P^T = exp2(scale_log2 S^T - lse2)      to the other, in float32
     warpgroup 1    dP^T = V dO^T     dS^T = P^T * (dP^T - delta)      to the other, in 16 bits
     each, for its half of the columns:    dV += P^T dO    dK += dS^T Q    dQ = dS K
 
@@ -109,12 +109,12 @@ def store_p(s, shared, stage, keys, block, params, CONFIG: gl.constexpr):
     """P^T of a block from S^T, in 16 bits. Also stores it for the other warpgroup: in float32, times the derivative of
     the score mod; if there is one, P^T in 16 bits as well, in the buffer of dS^T."""
     lse2 = shared.q.statistics.index(stage).load(s.type.layout)
-    s, slope = log2_p(s, lse2, keys, block, params, CONFIG)
+    s, derivative = log2_p(s, lse2, keys, block, params, CONFIG)
     p = gl.exp2(s)
     p16 = downcast(p, shared.ds.dtype)
     if params.terms.has_derivative is not None:
         shared.ds.index(stage).store(p16)
-    shared.p.store(in_register_order(times_derivative(p, slope, params.terms)))
+    shared.p.store(in_register_order(times_derivative(p, derivative, params.terms)))
     bar_arrive(P_STORED, 256)
     return p16
 

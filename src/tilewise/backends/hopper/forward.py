@@ -177,7 +177,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
-    unit = log2_scale(params.scale, CONFIG.FOLD_SCALE)
+    scale_log2 = log2_scale(params.scale, CONFIG.FOLD_SCALE)
     lo, hi, _span = key_blocks(w.first, w, params, ROWS * CONFIG.WARPGROUPS, BLOCK_N)
     first = w.first + WG * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
@@ -193,10 +193,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     s = warpgroup_mma_wait(0, deps=(issue_qk(shared.q, WG, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
     s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
-    m_i = row_maximum(row_max(s), unit, terms.large_scores)
+    m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left = softmax_p(left, finite_max(m_i), unit, terms)
-    p_right = softmax_p(right, finite_max(m_i), unit, terms)
+    p_left = softmax_p(left, finite_max(m_i), scale_log2, terms)
+    p_right = softmax_p(right, finite_max(m_i), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
@@ -212,16 +212,16 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         release(shared.k, use, STAGES)
         s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
         m_old = m_i
-        m_i = gl.maximum(m_i, row_maximum(row_max(s), unit, terms.large_scores))
+        m_i = gl.maximum(m_i, row_maximum(row_max(s), scale_log2, terms.large_scores))
         pivot = finite_max(m_i)
-        alpha = gl.exp2(rescale_exponent(m_old, pivot, unit, terms.large_scores))
+        alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
         left, right = split_columns(s)
-        p_left = softmax_p(left, pivot, unit, terms)
+        p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
         acc = wait_pv(acc_pending, p)
         release(shared.v, use - 1, STAGES)
-        p_right = softmax_p(right, pivot, unit, terms)  # the lines below overlap with these exponentials
+        p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)

@@ -99,8 +99,8 @@ def finite_max(m_i):
 
 
 @gluon.jit
-def softmax_p(s, pivot, unit, terms):
-    return gl.exp2(exponent(s, broadcast_rows(pivot, s), unit, terms.large_scores))
+def softmax_p(s, pivot, scale_log2, terms):
+    return gl.exp2(exponent(s, broadcast_rows(pivot, s), scale_log2, terms.large_scores))
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kv_request import KvCall, KvRequest, PlannedTile
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
-from ..common.shapes import Problem
+from ..common.shapes import CallShape
 from .descriptors import column_descriptors
 from .launches import State, forward_config, forward_launch, new_state
 from .pipeline import KvCache
@@ -41,7 +41,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     request, out, lse = call.request, call.out, call.lse
     assert out is not None
     assert lse is not None
-    prefill = prefill_launch(request, out, lse, new_state(memory), target.processors)
+    prefill = prefill_launch(request, out, lse, new_state(memory), target.num_sms)
     if request.call.cu_q is None:
         return [prefill]
     return [
@@ -50,14 +50,14 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     ]
 
 
-def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, processors: int) -> Launch:
+def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
     """The Hopper forward on a KV cache."""
-    call, places = request.call, request.places
+    call, places = request.call, request.cache_index
     q, k, v, spec = call[:4]
     cu_q, table = call.cu_q, places.table
     max_length = places.capacity(k)
     n_q, heads, d = q.shape[-3:]
-    size = Problem(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
+    size = CallShape(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
     config = forward_config(size, spec, False)
     box = config.BLOCK_N if table is None else math.gcd(k.shape[1], config.BLOCK_N)
     boxes = config.BLOCK_N // box
@@ -74,7 +74,7 @@ def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, p
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse), state, processors, size, config, cache)
+    return forward_launch(packed, kv, (out, lse), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -14,7 +14,7 @@ from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target
 from ..common.repair import repair_forward_kernel
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import Problem, by_group, new_gradients, new_results, padded, problem, view
+from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_results, padded, view
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
@@ -22,7 +22,7 @@ from .descriptors import column_descriptors, descriptor, float32_output
 from .forward import forward_kernel
 from .forward_tiles import ROWS, ForwardConfig
 from .pipeline import CachePointers, KvCache
-from .repair_plan import STEP, repair_plan
+from .repair_config import STEP, repair_config
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
@@ -57,7 +57,7 @@ def build_forward(spec: Spec) -> Build:
 
 def all_forward_launches(request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory) -> list[Launch]:
     cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, GPU, -torch.inf)
-    return [*forward_launches(request, out, lse, new_state(memory), target.processors), *cleared]
+    return [*forward_launches(request, out, lse, new_state(memory), target.num_sms), *cleared]
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
@@ -74,21 +74,21 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
 
 
 def forward_launches(
-    request: Request, out: Tensor, lse: Tensor, state: State, processors: int, **overrides: Any
+    request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int, **overrides: Any
 ) -> list[Launch]:
     """The forward and, where some rows do not see some keys, the repair of NaNs that a matrix product lets through.
     `overrides` replaces fields of the ForwardConfig."""
     request, out, lse = by_group(request, out, lse)
-    size = problem(request)
+    size = call_shape(request)
     config = forward_config(size, request.spec, request.bias is not None)._replace(**overrides)
     kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
-    launches = [forward_launch(request, kv, (out, lse), state, processors, size, config)]
-    return [*launches, repair_launch(request, out, lse, state, processors)] if request.is_masked else launches
+    launches = [forward_launch(request, kv, (out, lse), state, num_sms, size, config)]
+    return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
 
 
-def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, processors: int) -> Launch:
+def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
     q, k, v, spec = request[:4]
-    size = problem(request)
+    size = call_shape(request)
     total = size.programs(size.n_q, size.heads, REPAIR_ROWS)
     args = (
         Tensors(view(q), view(k), view(v), view(out), lse, state.flag),
@@ -99,12 +99,12 @@ def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, proc
     options = {
         "SCORE_MOD": score_mod(request, GPU),
         "MASK_MOD": mask_mod(request),
-        "PLAN": repair_plan(size, REPAIR_ROWS, padded(size.d, 64), padded(size.dv, 64)),
+        "CONFIG": repair_config(size, REPAIR_ROWS, padded(size.d, 64), padded(size.dv, 64)),
         "EACH": False,
         "num_warps": 4,
         "launch_pdl": not INTERPRETED,
     }
-    return Launch(repair_forward_kernel, min(total, processors), args, options)
+    return Launch(repair_forward_kernel, min(total, num_sms), args, options)
 
 
 def forward_launch(
@@ -112,8 +112,8 @@ def forward_launch(
     kv: Sequence[Any],
     results: tuple[Tensor, Tensor],
     state: State,
-    processors: int,
-    size: Problem,
+    num_sms: int,
+    size: CallShape,
     config: ForwardConfig,
     cache: KvCache = NO_CACHE,
 ) -> Launch:
@@ -137,11 +137,11 @@ def forward_launch(
         *(CachePointers(*cache[:4]), *cache[4:]),
     )
     options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "CONFIG": config, "num_warps": 4}
-    return Launch(forward_kernel, min(tiles_per_row * rows, processors), args, options)
+    return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
 
 
 @lru_cache(LIMIT)
-def forward_config(size: Problem, spec: Spec, has_bias: bool) -> ForwardConfig:
+def forward_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
     has_score_terms = spec.score_mod is not None or has_bias
     plain = not has_score_terms and spec.mask_mod is None
     tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=size.n_k, plain=plain)

@@ -67,7 +67,7 @@ def unsupported_block_mask(request: Request) -> str | None:
 def unsupported_cache(request: Any) -> str | None:
     """Returns why a call with a KV cache is not supported, or None. An append has no places; common kernels compute
     it."""
-    places = getattr(request, "places", None)
+    places = getattr(request, "cache_index", None)
     if places is None:
         return None
     if request.tree is not None or request.split is not None:
@@ -87,7 +87,7 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
     if not isinstance(request, Request):
-        places = getattr(request, "places", None)
+        places = getattr(request, "cache_index", None)
         if places is None:
             return "new tokens alone, which wait for memory"
         most = request.max_seqlen_q or q.shape[0] // max(places.batch, 1)  # unknown: the average

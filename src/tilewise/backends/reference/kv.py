@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
-from tilewise.kv_request import AppendRequest, KvCall, KvRequest, Places, PlannedTile, Rotary, structure_of
+from tilewise.kv_request import AppendRequest, CacheIndex, KvCall, KvRequest, PlannedTile, Rotary, structure_of
 from tilewise.mods import mask_mod
 from tilewise.mods.program import Mod, bound
 from tilewise.request import Request
@@ -48,7 +48,7 @@ def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
         rotated = append(kv.append)
         if rotated is not None:
             request = request._replace(call=request.call._replace(q=rotated))
-    call, places = request.call, request.places
+    call, places = request.call, request.cache_index
     q = call.q if call.q.dim() == 3 else call.q.flatten(0, 1)
     cu_q = bounds_of(call.q, call.cu_q)
     totals = clamped_totals(places, call.k)
@@ -81,7 +81,7 @@ def on_branch(b, h, q_idx, kv_idx, tree, first, *, q_len, kv_len):  # type: igno
 
 def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
     """The mask mods of a request: its own, valid keys, the tree."""
-    call, starts, tree = request.call, request.places.starts, request.tree
+    call, starts, tree = request.call, request.cache_index.starts, request.tree
     found = []
     if call.spec.mask_mod is not None:
         found.append(Mod("mask", call.spec.mask_mod, call.mask, call.spec.mask_numbers))
@@ -95,7 +95,7 @@ def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
 
 def append(request: AppendRequest) -> Tensor | None:
     """Append the new keys, rotated, and values. Returns the rotated queries, if there are any."""
-    k, v, places, rotary = request.k, request.v, request.places, request.rotary
+    k, v, places, rotary = request.k, request.v, request.cache_index, request.rotary
     new = Tokens.of(request.k_new, places.cu_new)
     at = places.lengths.long()[new.b] + new.i
     k_new, v_new = request.k_new, request.v_new
@@ -125,7 +125,7 @@ def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
     of = Tokens.of(request.q, request.cu_q)
     if rotary.positions is not None:
         return rotary.positions.flatten()
-    totals = request.places.lengths.long() + appended(request.places)
+    totals = request.cache_index.lengths.long() + appended(request.cache_index)
     return totals[of.b] - of.n[of.b] + of.i
 
 
@@ -172,14 +172,14 @@ def bounds_of(x: Tensor, cu: Tensor | None) -> Tensor:
     return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
-def appended(places: Places) -> Tensor:
+def appended(places: CacheIndex) -> Tensor:
     """The number of new tokens of every sequence."""
     if places.cu_new is not None:
         return places.cu_new.long().diff().clamp(min=0)
     return torch.full_like(places.lengths, places.new, dtype=torch.int64)
 
 
-def clamped_totals(places: Places, cache: Tensor) -> Tensor:
+def clamped_totals(places: CacheIndex, cache: Tensor) -> Tensor:
     """The sequence lengths with new tokens, at most what the cache can hold."""
     most = torch.full_like(places.lengths, places.capacity(cache), dtype=torch.int64)
     if places.indptr is not None:
@@ -187,7 +187,7 @@ def clamped_totals(places: Places, cache: Tensor) -> Tensor:
     return torch.minimum((places.lengths.long() + appended(places)).clamp(min=0), most.clamp(min=0))
 
 
-def slot_of(places: Places, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def slot_of(places: CacheIndex, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(page or row of the cache, offset in it) of token j of sequence b; and whether that exists."""
     rows, page = cache.shape[:2]
     fits = j >= 0
@@ -207,7 +207,7 @@ def slot_of(places: Places, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor
     return row.clamp(0, max(rows - 1, 0)), offset, fits
 
 
-def tokens(places: Places, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+def tokens(places: CacheIndex, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For every sequence, (pages, offsets) of its tokens."""
     found = []
     for b, n in enumerate(totals.tolist()):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.tiled import accumulate_, are_far
+from tilewise.backends.reference.tiled import accumulate_, have_large_scores
 from tilewise.mods import PROGRAMS, dropout
 from tilewise.mods.blocks import kinds_of
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
@@ -107,7 +107,7 @@ def _passes(
             sink_p = torch.zeros_like(lse_tile)
             if request.sinks is not None:
                 sink_p = torch.exp(request.sinks.to(dtype)[:, None, None] - safe_lse)
-            far = are_far(lse_tile, spec)
+            far = have_large_scores(lse_tile, spec)
             if far is not None:
                 share = torch.where(far, 1.0 / (p.sum(-1, keepdim=True) + sink_p), 1.0)
                 p, sink_p = p * share, sink_p * share
@@ -120,7 +120,7 @@ def _passes(
 
 
 def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = Pᵀ dO;  dQ = scale·(dS∘slope) K;  dK = scale·(dS∘slope)ᵀ Q, slope being the derivative of the score mod."""
+    """dV = Pᵀ dO;  dQ = scale·(dS∘f) K;  dK = scale·(dS∘f)ᵀ Q, f being the derivative of the score mod."""
     request = with_padded_bias(request)
     q, k, v, spec = request[:4]
     cu_k = request.cu_k
@@ -193,7 +193,7 @@ def score_terms(raw: Tensor, block: Block, request: Request, dtype: torch.dtype)
 
 def score_derivative(raw: Tensor, place: Place, request: Request, dtype: torch.dtype) -> Tensor:
     assert request.spec.score_mod is not None
-    (value,) = values([PROGRAMS[request.spec.score_mod].slope], raw, place, request, dtype)
+    (value,) = values([PROGRAMS[request.spec.score_mod].derivative], raw, place, request, dtype)
     result: Tensor = torch.as_tensor(value, dtype=dtype, device=raw.device)
     return result
 

@@ -158,7 +158,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tens
                 delta -= x
             if mild:
                 dout_tile, delta = dout_tile * torch.exp(-lse_tile), delta * torch.exp(-lse_tile)
-            elif (far := are_far(lse_tile, spec)) is not None:
+            elif (far := have_large_scores(lse_tile, spec)) is not None:
                 m, l = maximum_and_sum(q_tile, keys_of, key_tiles(part, rows, spec), p_buffer)
                 lse_tile, share = torch.where(far, m, lse_tile), torch.where(far, 1.0 / l, 1.0)
                 dout_tile, delta = dout_tile * share, delta * share
@@ -181,7 +181,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tens
     return dq, dk, dv
 
 
-def are_far(lse: Tensor, spec: Spec) -> Tensor | None:
+def have_large_scores(lse: Tensor, spec: Spec) -> Tensor | None:
     """True for the rows whose lse = m + log l is too large to hold log l as well; None where there is none. The lse of
     a partial call counts keys that the call does not have: nothing can be computed again there."""
     size = lse.abs()

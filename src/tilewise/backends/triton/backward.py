@@ -28,21 +28,21 @@ def query_kernel(
     terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """dQ; flags[program] = 1 if it has a nan, for `repair_backward_kernel`."""
-    if PLAN.OVERLAP:
+    if CONFIG.OVERLAP:
         gdc_launch_dependents()
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if tensors.flags is not None:
         tl.store(tensors.flags + pid, 0)
-    w = locate(pid, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu_q, PLAN.BLOCK_M)
+    w = locate(pid, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
-        acc = query_gradient(tensors, w, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False)
+        acc = query_gradient(tensors, w, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False)
         if tensors.flags is not None:
             raise_flag(tensors.flags + pid, acc)
-        store_query_gradient(tensors, acc, w, rate, PLAN)
-    if PLAN.OVERLAP:
+        store_query_gradient(tensors, acc, w, rate, CONFIG)
+    if CONFIG.OVERLAP:
         gdc_wait()
 
 
@@ -63,7 +63,7 @@ def key_kernel(
     terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """dK, dV, or both; flags as in `query_kernel`. `heads` counts KV heads; a program sums over the GROUP query heads
     that share its KV head.
@@ -73,26 +73,26 @@ def key_kernel(
     """
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    if PLAN.OVERLAP:
-        if PLAN.SUM_K:
+    if CONFIG.OVERLAP:
+        if CONFIG.SUM_K:
             gdc_wait()
         gdc_launch_dependents()
     if tensors.flags is not None:
         tl.store(tensors.flags + tl.program_id(0), 0)
-    w = locate(tl.program_id(0), grid, seqs, cu_k, PLAN.BLOCK_N)
+    w = locate(tl.program_id(0), grid, seqs, cu_k, CONFIG.BLOCK_N)
     if w.first < w.n_k:
         dk_acc, dv_acc = key_gradients(
-            tensors, w, heads, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False
+            tensors, w, heads, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
         )
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
-        if PLAN.GROUP > 1 or PLAN.PACKED:
-            w = locate(pid, grid, seqs, cu_k, PLAN.BLOCK_N)
+        if CONFIG.GROUP > 1 or CONFIG.PACKED:
+            w = locate(pid, grid, seqs, cu_k, CONFIG.BLOCK_N)
         if tensors.flags is not None:
-            if PLAN.SUM_K:
+            if CONFIG.SUM_K:
                 raise_flag(tensors.flags + pid, dk_acc)
-            if PLAN.SUM_V:
+            if CONFIG.SUM_V:
                 raise_flag(tensors.flags + pid, dv_acc)
-        store_key_gradients(tensors, dk_acc, dv_acc, w, rate, PLAN)
-    if PLAN.OVERLAP and not PLAN.SUM_K:
+        store_key_gradients(tensors, dk_acc, dv_acc, w, rate, CONFIG)
+    if CONFIG.OVERLAP and not CONFIG.SUM_K:
         gdc_wait()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
-from ..common.device.structs import Plan
+from ..common.device.structs import KernelConfig
 from ..common.gpu import Gpu
 from ..common.kernel_config import costly_term, flag_count, is_even, options_of, tile_of
 from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, overlapped
@@ -17,7 +17,7 @@ from ..common.renormalise import renormalised
 from ..common.repair import LINE, repair_backward_kernel
 from ..common.repair_launches import repair
 from ..common.score_terms import device_terms, folded, mask_mod
-from ..common.shapes import new_gradients, problem, sequences_and_window, view
+from ..common.shapes import call_shape, new_gradients, sequences_and_window, view
 from .backward import key_kernel, query_kernel
 
 FEW_ROWS = 32  # queries or keys that are repaired at a time
@@ -62,11 +62,11 @@ def backward_launches(
     gpu: Gpu,
 ) -> list[Launch]:
     """The launches of the row statistics, of dK and dV (one kernel or two), and of dQ."""
-    q, size = request.q, problem(request)
+    q, size = request.q, call_shape(request)
     dq, dk, dv = grads
     overlap = can_overlap(gpu)
     prepare, saved = prepare_launch(request, bwd_inputs, statistics, overlap)
-    scoring, scale, rate = folded(request, gpu, slope=True)
+    scoring, scale, rate = folded(request, gpu, derivative=True)
     scalars = *sequences_and_window(request), scale, rate
     program = scoring | {"MASK_MOD": mask_mod(request)} | overlapped(overlap)
     term = costly_term(request, gpu)
@@ -120,13 +120,15 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
     counts = *totals, q_tiles, k_tiles, heads, kv_heads, batch
     args = tensors._replace(dk=of_keys.dk, dv=of_keys.dv), *scalars, *counts, q_terms, k_terms
     made = repair(repair_backward_kernel, max(totals), args, target, query, key)
-    plans = {name: x.options["PLAN"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)}
-    options = {name: x for name, x in made.options.items() if name != "PLAN"} | {"EACH": True, "VALUE": None}
+    plans = {
+        name: x.options["CONFIG"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)
+    }
+    options = {name: x for name, x in made.options.items() if name != "CONFIG"} | {"EACH": True, "VALUE": None}
     options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
     return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
 
 
-def _few_rows(name: str, plan: Plan) -> Plan:
+def _few_rows(name: str, plan: KernelConfig) -> KernelConfig:
     """The same with at most FEW_ROWS rows: too few for the matrix instructions of a warpgroup (wgmma)."""
     side = "BLOCK_M" if name == "QUERY" else "BLOCK_N"
     return plan._replace(**{side: min(FEW_ROWS, getattr(plan, side))})

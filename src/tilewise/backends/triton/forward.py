@@ -1,5 +1,5 @@
 """The portable forward: each program computes BLOCK_M queries of one head over the keys that they see. Queries too few
-to fill a tile share it with those of the other heads of their group, which see the same keys (PLAN.HEADS).
+to fill a tile share it with those of the other heads of their group, which see the same keys (CONFIG.HEADS).
 
 With few queries, several programs compute a tile, each over a split of the keys, and `merge_kernel` combines their
 results: softmax over a union of keys follows from (o, lse) over its parts (tilewise.merge).
@@ -33,11 +33,11 @@ def forward_kernel(
     terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    PLAN: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """o and lse. flags[program] = 1 if o has a nan, which may be 0 * nan of a value that the row does not see:
     `repair_forward_kernel` computes such tiles again."""
-    if PLAN.OVERLAP:
+    if CONFIG.OVERLAP:
         gdc_launch_dependents()
     # the last tiles of a causal head see the most keys: they start first
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -45,7 +45,9 @@ def forward_kernel(
         tl.store(tensors.flags + pid, 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
-    attend(pid, tensors, grid, seqs, splits, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), PLAN, False)
+    attend(
+        pid, tensors, grid, seqs, splits, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
+    )
 
 
 class MergeTensors(NamedTuple):

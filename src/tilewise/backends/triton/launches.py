@@ -23,8 +23,8 @@ from ..common.kernel_config import (
 from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
-from ..common.score_terms import device_terms, folded, is_bounded, is_far, mask_mod
-from ..common.shapes import new_gradients, new_results, padded, problem, sequences_and_window, view
+from ..common.score_terms import device_terms, folded, has_large_scores, is_bounded, mask_mod
+from ..common.shapes import call_shape, new_gradients, new_results, padded, sequences_and_window, view
 from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
@@ -57,11 +57,11 @@ def forward_launches(
         cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
         last = named("(forward clear)", cleared)
     else:
-        far = is_far(request)  # then m and l are stored instead of lse
+        large_scores = has_large_scores(request)  # then m and l are stored instead of lse
         out_splits = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
-        lse_splits = memory.empty(((2 if far else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
+        lse_splits = memory.empty(((2 if large_scores else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
         first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag)
-        last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, far)}
+        last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, large_scores)}
     repair = repairs(repair_forward_kernel, first, target, EACH=True)
     return {"forward": first} | named("(forward repair)", repair) | last
 
@@ -82,10 +82,10 @@ def forward_launch(
 ) -> Launch:
     """The forward over all keys, or over `splits` parts of them: out and lse then have splits * batch rows."""
     q, k, v, _ = request[:4]
-    size = problem(request)
+    size = call_shape(request)
     tile, heads = forward_tile(q.element_size(), size, gpu, costly_term(request, gpu), shares_tiles(request))
     rows = size.in_rows(heads)
-    scoring, scale, _ = folded(request, gpu, slope=False)
+    scoring, scale, _ = folded(request, gpu, derivative=False)
     return Launch(
         forward_kernel,
         splits * rows.programs(rows.n_q, rows.heads, tile.block_m),
@@ -112,12 +112,12 @@ def forward_launch(
 
 
 def merge_launch(
-    out_splits: Tensor, lse_splits: Tensor, out: Tensor, lse: Tensor, splits: int, gpu: Gpu, far: bool = False
+    out_splits: Tensor, lse_splits: Tensor, out: Tensor, lse: Tensor, splits: int, gpu: Gpu, large_scores: bool = False
 ) -> Launch:
     batch, n_q, heads, dv = out.shape
     rows, columns = triton.next_power_of_2(splits), padded(dv)
     overlap = can_overlap(gpu)
-    options: dict[str, Any] = {"CONFIG": MergeConfig(dv, rows, columns, far, overlap)}
+    options: dict[str, Any] = {"CONFIG": MergeConfig(dv, rows, columns, large_scores, overlap)}
     options |= {"num_warps": 4 if rows * columns <= 8192 else 8, **pdl_option(overlap)}
     tensors = MergeTensors(out_splits, lse_splits, out, lse)
     return Launch(merge_kernel, batch * n_q * heads, (tensors, splits, batch, n_q, heads), options)
@@ -128,8 +128,8 @@ def splits_of_keys(request: Request, target: Target) -> int:
     q = request.q
     if request.cu_q is not None or q.shape[1] > tiles.FEW_QUERIES or request.blocks:
         return 1
-    size = problem(request)
+    size = call_shape(request)
     tile, heads = forward_tile(q.element_size(), size, target.gpu, None, shares_tiles(request))
     size = size.in_rows(heads)
     programs = size.programs(size.n_q, size.heads, tile.block_m)
-    return tiles.parts_of_keys(programs, size.n_k, tile.block_n, target.processors)
+    return tiles.parts_of_keys(programs, size.n_k, tile.block_n, target.num_sms)

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.common.shapes import new_gradients, problem
+from tilewise.backends.common.shapes import call_shape, new_gradients
 from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
@@ -43,7 +43,7 @@ def main(
     spec = Spec(d**-0.5, before, after, deterministic=deterministic, partial=partial)
     request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
     memory = DeviceMemory(q.device)
-    space = new_workspace(memory, problem(request))
+    space = new_workspace(memory, call_shape(request))
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(position_offsets=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)

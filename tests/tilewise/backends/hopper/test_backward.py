@@ -52,7 +52,7 @@ CASES = {
 
 
 def gradients(
-    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, processors: int = 2, **replaced: Any
+    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, num_sms: int = 2, **replaced: Any
 ) -> list[Tensor]:
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
@@ -60,9 +60,9 @@ def gradients(
     spec = case.spec._replace(deterministic=deterministic)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
-    space = hopper.new_workspace(DeviceMemory(q.device), hopper.problem(request))
+    space = hopper.new_workspace(DeviceMemory(q.device), hopper.call_shape(request))
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
-    for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, processors):
+    for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, num_sms):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
             emulator.launch(*launch, seed=seed, replace=replaced)
         else:
@@ -101,14 +101,14 @@ def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=400, n_k=400)], ids=str)
 def test_without_semaphores_they_would(case: Case) -> None:
     inputs = make(altered(case, dtype="float16"), "cpu")
-    options: Any = {"deterministic": True, "processors": 8, "semaphore_wait": lambda *_: None}
+    options: Any = {"deterministic": True, "num_sms": 8, "semaphore_wait": lambda *_: None}
     runs = [gradients(inputs, seed=n, **options)[0] for n in range(4)]
     assert not all(torch.equal(runs[0], x) for x in runs[1:])
 
 
 @pytest.mark.parametrize("name", ["full", "shared keys", "packed", "lse"])
 def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are more processors than programs."""
+    """Where there are more num_sms than programs."""
 
     target = Target(hopper.GPU, 64)
 
@@ -138,7 +138,7 @@ def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -
     found = hopper.backward(request, bwd_inputs)((*request.tensors(), *bwd_inputs))
     hopper._kv_head_repeats.cache_clear()
     assert [x.dtype for x in found] == [torch.float32] * 3
-    assert programs == [4 * hopper.problem(request).programs(k.shape[-3], 1, 128)]
+    assert programs == [4 * hopper.call_shape(request).programs(k.shape[-3], 1, 128)]
     unused = torch.zeros(())
     check([unused, unused, *(x.to(q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
 
@@ -175,7 +175,7 @@ def test_sums_that_come_late_change_nothing() -> None:
         wait(*args)
 
     inputs = make(altered(PLAIN, n_q=192, n_k=192, heads=2, kv_heads=2, d=128, dv=128), "cpu")
-    even, uneven = (gradients(inputs, deterministic=True, processors=1, **x) for x in ({}, {"semaphore_wait": late}))
+    even, uneven = (gradients(inputs, deterministic=True, num_sms=1, **x) for x in ({}, {"semaphore_wait": late}))
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 

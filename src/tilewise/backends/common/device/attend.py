@@ -26,32 +26,32 @@ class Tensors(NamedTuple):
 
 
 @triton.jit
-def stream_keys(tensors, w, split, splits, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over one of `splits` parts of
     them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are nan. If
     tensors.v.ptr is None, acc stays 0."""
-    STEP: tl.constexpr = 16 if NAN_SAFE else PLAN.BLOCK_N
+    STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
     # float32 operands are two halves each: no registers are left for loop invariants
-    LEAN: tl.constexpr = NAN_SAFE or PLAN.PRECISION != "ieee"
+    LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
     terms = params.terms
-    h_kv = w.h * PLAN.HEADS // PLAN.GROUP
-    r = w.first + tl.arange(0, PLAN.BLOCK_M)
-    i = (r // PLAN.HEADS)[:, None]
-    h = head_of(w, r[:, None], PLAN.HEADS)
-    q_rows = Rows(tensors.q, w.b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
-    q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
-    at = w.first // PLAN.HEADS + w.n_k - w.n_q  # the key position of the first query
-    last = at + (PLAN.BLOCK_M + PLAN.HEADS - 2) // PLAN.HEADS  # that of the last query, or the one after it
-    span = band(at, last, w.n_k, params.before, params.after, PLAN.BLOCK_N)
+    h_kv = w.h * CONFIG.HEADS // CONFIG.GROUP
+    r = w.first + tl.arange(0, CONFIG.BLOCK_M)
+    i = (r // CONFIG.HEADS)[:, None]
+    h = head_of(w, r[:, None], CONFIG.HEADS)
+    q_rows = Rows(tensors.q, w.b, w.h, w.q0, w.first, w.n_q * CONFIG.HEADS, None if CONFIG.HEADS == 1 else CONFIG.HEADS)
+    q_tile = load_rows(q_rows, CONFIG.D, CONFIG.BLOCK_M, CONFIG.BLOCK_D, False)
+    at = w.first // CONFIG.HEADS + w.n_k - w.n_q  # the key position of the first query
+    last = at + (CONFIG.BLOCK_M + CONFIG.HEADS - 2) // CONFIG.HEADS  # that of the last query, or the one after it
+    span = band(at, last, w.n_k, params.before, params.after, CONFIG.BLOCK_N)
     if splits is not None:
-        span = split_range(span, split, splits, PLAN.BLOCK_N)
-    qk_scale = log2_scale(params.scale, PLAN.FOLD)
-    m = tl.full([PLAN.BLOCK_M], 0.0 if PLAN.BOUNDED else float("-inf"), tl.float32)
-    l = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
-    rounded = tl.full([PLAN.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_DV], 0.0, tl.float32)
+        span = split_range(span, split, splits, CONFIG.BLOCK_N)
+    qk_scale = log2_scale(params.scale, CONFIG.FOLD)
+    m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
+    l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
     if terms.sinks.ptr is not None:  # a sink is a key without a value, in the first split
-        sink = tl.load(terms.sinks.ptr + head_of(w, r, PLAN.HEADS) * terms.sinks.stride).to(tl.float32)
+        sink = tl.load(terms.sinks.ptr + head_of(w, r, CONFIG.HEADS) * terms.sinks.stride).to(tl.float32)
         sink = tl.where(split == 0, sink, float("-inf"))
         m = l + row_maximum(sink, LOG2E, terms.large_scores)
         l += tl.where(sink == float("-inf"), 0.0, 1.0)
@@ -60,26 +60,26 @@ def stream_keys(tensors, w, split, splits, params, PLAN: tl.constexpr, NAN_SAFE:
         first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         pairs = Pairs(w, h, i, (first + tl.arange(0, STEP))[None, :])
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
-        product = dot_nt(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
-        s = scores(product, pairs, params.scale, terms, params.SCORE_MOD, PLAN.FOLD)
+        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
+        s = scores(product, pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
         s = masked(s, float("-inf"), pairs, edge, partial, params)
-        p, alpha, m, l = softmax_step(m, l, s, qk_scale, terms.large_scores, PLAN.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, qk_scale, terms.large_scores, CONFIG.BOUNDED)
         if tensors.v.ptr is not None:
             v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
-            v_tile = load_rows(v_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
+            v_tile = load_rows(v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
             sees = visible(pairs, params) if NAN_SAFE else None
             p = dropout(p, pairs, terms).to(v_tile.dtype)
-            if PLAN.BOUNDED:
+            if CONFIG.BOUNDED:
                 rounded += tl.sum(p.to(tl.float32), 1)
-            acc = dot(p, v_tile, acc * alpha[:, None], sees, PLAN)
-    if PLAN.BOUNDED:
+            acc = dot(p, v_tile, acc * alpha[:, None], sees, CONFIG)
+    if CONFIG.BOUNDED:
         acc *= rounding_correction(l, rounded)[:, None]
     return acc, m, l
 
 
 @triton.jit
-def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+def attend(pid, tensors, grid, seqs, splits, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """Compute and store o and lse of tile pid of the queries; with splits, of pid % splits of its keys.
 
     The results of splits are further batch rows: split s of batch row b is row s * batch + b. With large scores, m is
@@ -90,9 +90,9 @@ def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAF
     if splits is not None:
         split = pid % splits
         pid = pid // splits
-    w = locate(pid, grid, seqs, seqs.cu_q, PLAN.BLOCK_M, PLAN.HEADS)
-    if w.first < w.n_q * PLAN.HEADS:
-        acc, m, l = stream_keys(tensors, w, split, splits, params, PLAN, NAN_SAFE)
+    w = locate(pid, grid, seqs, seqs.cu_q, CONFIG.BLOCK_M, CONFIG.HEADS)
+    if w.first < w.n_q * CONFIG.HEADS:
+        acc, m, l = stream_keys(tensors, w, split, splits, params, CONFIG, NAN_SAFE)
         if tensors.flags is not None and not NAN_SAFE:
             raise_flag(tensors.flags + flag, acc)
         b = w.b
@@ -100,18 +100,20 @@ def attend(pid, tensors, grid, seqs, splits, params, PLAN: tl.constexpr, NAN_SAF
         if splits is not None:
             b += split * grid.batch
             rows = splits * grid.batch
-        r = w.first + tl.arange(0, PLAN.BLOCK_M)
-        i = r // PLAN.HEADS
-        h = head_of(w, r, PLAN.HEADS)
-        o_rows = Rows(tensors.o, b, w.h, w.q0, w.first, w.n_q * PLAN.HEADS, None if PLAN.HEADS == 1 else PLAN.HEADS)
-        store_rows(o_rows, acc / tl.where(l == 0.0, 1.0, l)[:, None], PLAN.DV)
+        r = w.first + tl.arange(0, CONFIG.BLOCK_M)
+        i = r // CONFIG.HEADS
+        h = head_of(w, r, CONFIG.HEADS)
+        o_rows = Rows(
+            tensors.o, b, w.h, w.q0, w.first, w.n_q * CONFIG.HEADS, None if CONFIG.HEADS == 1 else CONFIG.HEADS
+        )
+        store_rows(o_rows, acc / tl.where(l == 0.0, 1.0, l)[:, None], CONFIG.DV)
         lse = m
         if splits is not None and params.terms.large_scores is not None:
-            heads = grid.heads * PLAN.HEADS
-            l_pointers = row_pointers(tensors.lse, seqs.n_q, heads, b + rows, h, w.q0, i, PLAN.PACKED)
+            heads = grid.heads * CONFIG.HEADS
+            l_pointers = row_pointers(tensors.lse, seqs.n_q, heads, b + rows, h, w.q0, i, CONFIG.PACKED)
             tl.store(l_pointers, l, mask=i < w.n_q)
         else:
             lse = row_logsumexp(m, l, params.terms.large_scores)
         exists = i < w.n_q
-        heads = grid.heads * PLAN.HEADS
-        tl.store(row_pointers(tensors.lse, seqs.n_q, heads, b, h, w.q0, i, PLAN.PACKED), lse, mask=exists)
+        heads = grid.heads * CONFIG.HEADS
+        tl.store(row_pointers(tensors.lse, seqs.n_q, heads, b, h, w.q0, i, CONFIG.PACKED), lse, mask=exists)

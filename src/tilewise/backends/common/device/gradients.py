@@ -52,63 +52,63 @@ def score_gradient(p, derivative, dp, delta, pairs, terms):
 
 
 @triton.jit
-def query_gradient(tensors, w, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+def query_gradient(tensors, w, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """dQ / scale of the tile of queries at w."""
-    STEP: tl.constexpr = 16 if NAN_SAFE else PLAN.BLOCK_N
+    STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
     # float32 operands are two halves each: no registers are left for loop invariants
-    LEAN: tl.constexpr = NAN_SAFE or PLAN.PRECISION != "ieee"
+    LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
     terms = params.terms
-    h_kv = w.h // PLAN.GROUP
-    i = w.first + tl.arange(0, PLAN.BLOCK_M)
+    h_kv = w.h // CONFIG.GROUP
+    i = w.first + tl.arange(0, CONFIG.BLOCK_M)
     q_rows = Rows(tensors.q, w.b, w.h, w.q0, w.first, w.n_q)
     do_rows = Rows(tensors.do, w.b, w.h, w.q0, w.first, w.n_q)
-    q_tile = load_rows(q_rows, PLAN.D, PLAN.BLOCK_M, PLAN.BLOCK_D, False)
-    do_tile = load_rows(do_rows, PLAN.DV, PLAN.BLOCK_M, PLAN.BLOCK_DV, False)
-    lse2_i = tl.load(statistic_pointers(tensors.lse2, w, w.h, w.first, PLAN.BLOCK_M, PLAN.PACKED))
-    delta_i = tl.load(statistic_pointers(tensors.delta, w, w.h, w.first, PLAN.BLOCK_M, PLAN.PACKED))
-    span = key_range(w, params.before, params.after, PLAN.BLOCK_M, PLAN.BLOCK_N)
-    acc = tl.full([PLAN.BLOCK_M, PLAN.BLOCK_D], 0.0, tl.float32)
+    q_tile = load_rows(q_rows, CONFIG.D, CONFIG.BLOCK_M, CONFIG.BLOCK_D, False)
+    do_tile = load_rows(do_rows, CONFIG.DV, CONFIG.BLOCK_M, CONFIG.BLOCK_DV, False)
+    lse2_i = tl.load(statistic_pointers(tensors.lse2, w, w.h, w.first, CONFIG.BLOCK_M, CONFIG.PACKED))
+    delta_i = tl.load(statistic_pointers(tensors.delta, w, w.h, w.first, CONFIG.BLOCK_M, CONFIG.PACKED))
+    span = key_range(w, params.before, params.after, CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_D], 0.0, tl.float32)
     lo, hi = loop_range(span, w, w.h, terms.blocks, STEP)
     for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=LEAN):
         first, edge, partial = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         j = first + tl.arange(0, STEP)
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
-        k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
-        v_tile = load_rows(v_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
-        product = dot_nt(q_tile, k_tile, q_rows, k_rows, PLAN.D, PLAN)
-        dp = dot_nt(do_tile, v_tile, do_rows, v_rows, PLAN.DV, PLAN)
+        k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        v_tile = load_rows(v_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+        product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
+        dp = dot_nt(do_tile, v_tile, do_rows, v_rows, CONFIG.DV, CONFIG)
         pairs = Pairs(w, w.h, i[:, None], j[None, :])
-        p, derivative = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, PLAN.FOLD)
+        p, derivative = recompute_p(product, pairs, lse2_i[:, None], edge, partial, params, CONFIG.FOLD)
         ds = score_gradient(p, derivative, dp, delta_i[:, None], pairs, terms)
         sees = None
         if NAN_SAFE:
             sees = visible(pairs, params)
             ds = tl.where(sees, ds, 0.0)
-        if PLAN.BLOCK_D > PLAN.CHUNK:  # k_tile was not kept during the products: no registers are left for it
-            k_tile = load_rows(k_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
-        acc = dot(ds.to(k_tile.dtype), k_tile, acc, sees, PLAN)
+        if CONFIG.BLOCK_D > CONFIG.CHUNK:  # k_tile was not kept during the products: no registers are left for it
+            k_tile = load_rows(k_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+        acc = dot(ds.to(k_tile.dtype), k_tile, acc, sees, CONFIG)
     return acc
 
 
 @triton.jit
-def key_gradients(tensors, w, heads, params, PLAN: tl.constexpr, NAN_SAFE: tl.constexpr):
+def key_gradients(tensors, w, heads, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """dK / scale and dV of the tile of keys at w; zeros for one that is not computed (SUM_K, SUM_V)."""
-    STEP: tl.constexpr = 16 if NAN_SAFE else PLAN.BLOCK_M
+    STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_M
     # float32 operands are two halves each: no registers are left for loop invariants
-    LEAN: tl.constexpr = NAN_SAFE or PLAN.PRECISION != "ieee"
-    GROUP: tl.constexpr = PLAN.GROUP
+    LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
+    GROUP: tl.constexpr = CONFIG.GROUP
     terms = params.terms
-    j = w.first + tl.arange(0, PLAN.BLOCK_N)
+    j = w.first + tl.arange(0, CONFIG.BLOCK_N)
     k_rows = Rows(tensors.k, w.b, w.h, w.k0, w.first, w.n_k)
     v_rows = Rows(tensors.v, w.b, w.h, w.k0, w.first, w.n_k)
-    k_tile = load_rows(k_rows, PLAN.D, PLAN.BLOCK_N, PLAN.BLOCK_D, False)
+    k_tile = load_rows(k_rows, CONFIG.D, CONFIG.BLOCK_N, CONFIG.BLOCK_D, False)
     v_tile = k_tile
-    if PLAN.SUM_K:
-        v_tile = load_rows(v_rows, PLAN.DV, PLAN.BLOCK_N, PLAN.BLOCK_DV, False)
-    span = query_range(w, params.before, params.after, PLAN.BLOCK_M, PLAN.BLOCK_N)
-    dk_acc = tl.full([PLAN.BLOCK_N, PLAN.BLOCK_D], 0.0, tl.float32)
-    dv_acc = tl.full([PLAN.BLOCK_N, PLAN.BLOCK_DV], 0.0, tl.float32)
+    if CONFIG.SUM_K:
+        v_tile = load_rows(v_rows, CONFIG.DV, CONFIG.BLOCK_N, CONFIG.BLOCK_DV, False)
+    span = query_range(w, params.before, params.after, CONFIG.BLOCK_M, CONFIG.BLOCK_N)
+    dk_acc = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_D], 0.0, tl.float32)
+    dv_acc = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_DV], 0.0, tl.float32)
     for g in tl.range(GROUP, disable_licm=True):
         h = w.h * GROUP + g
         u = w
@@ -122,43 +122,43 @@ def key_gradients(tensors, w, heads, params, PLAN: tl.constexpr, NAN_SAFE: tl.co
             i = first + tl.arange(0, STEP)
             q_rows = Rows(tensors.q, u.b, h, u.q0, first, u.n_q)
             do_rows = Rows(tensors.do, u.b, h, u.q0, first, u.n_q)
-            q_tile = load_rows(q_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
-            do_tile = load_rows(do_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
-            lse2_i = tl.load(statistic_pointers(tensors.lse2, u, h, first, STEP, PLAN.PACKED))
-            product = dot_nt(k_tile, q_tile, k_rows, q_rows, PLAN.D, PLAN)
+            q_tile = load_rows(q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+            do_tile = load_rows(do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+            lse2_i = tl.load(statistic_pointers(tensors.lse2, u, h, first, STEP, CONFIG.PACKED))
+            product = dot_nt(k_tile, q_tile, k_rows, q_rows, CONFIG.D, CONFIG)
             pairs = Pairs(u, h, i[None, :], j[:, None])
-            p, derivative = recompute_p(product, pairs, lse2_i[None, :], edge, partial, params, PLAN.FOLD)
+            p, derivative = recompute_p(product, pairs, lse2_i[None, :], edge, partial, params, CONFIG.FOLD)
             sees = None
             if NAN_SAFE:
                 sees = visible(pairs, params)
                 p = tl.where(sees, p, 0.0)  # a mask mod may show a key to queries past the end
-            if PLAN.SUM_V:
+            if CONFIG.SUM_V:
                 kept = dropout(p, pairs, terms)
-                if PLAN.BLOCK_DV > PLAN.CHUNK:
-                    do_tile = load_rows(do_rows, PLAN.DV, STEP, PLAN.BLOCK_DV, PLAN.EVEN)
-                dv_acc = dot(kept.to(do_tile.dtype), do_tile, dv_acc, sees, PLAN)
-            if PLAN.SUM_K:
-                delta_i = tl.load(statistic_pointers(tensors.delta, u, h, first, STEP, PLAN.PACKED))
-                dp = dot_nt(v_tile, do_tile, v_rows, do_rows, PLAN.DV, PLAN)
+                if CONFIG.BLOCK_DV > CONFIG.CHUNK:
+                    do_tile = load_rows(do_rows, CONFIG.DV, STEP, CONFIG.BLOCK_DV, CONFIG.EVEN)
+                dv_acc = dot(kept.to(do_tile.dtype), do_tile, dv_acc, sees, CONFIG)
+            if CONFIG.SUM_K:
+                delta_i = tl.load(statistic_pointers(tensors.delta, u, h, first, STEP, CONFIG.PACKED))
+                dp = dot_nt(v_tile, do_tile, v_rows, do_rows, CONFIG.DV, CONFIG)
                 ds = score_gradient(p, derivative, dp, delta_i[None, :], pairs, terms)
                 if NAN_SAFE:
                     ds = tl.where(sees, ds, 0.0)
-                if PLAN.BLOCK_D > PLAN.CHUNK:
-                    q_tile = load_rows(q_rows, PLAN.D, STEP, PLAN.BLOCK_D, PLAN.EVEN)
-                dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, sees, PLAN)
+                if CONFIG.BLOCK_D > CONFIG.CHUNK:
+                    q_tile = load_rows(q_rows, CONFIG.D, STEP, CONFIG.BLOCK_D, CONFIG.EVEN)
+                dk_acc = dot(ds.to(q_tile.dtype), q_tile, dk_acc, sees, CONFIG)
     return dk_acc, dv_acc
 
 
 @triton.jit
-def store_query_gradient(tensors, acc, w, rate, PLAN: tl.constexpr):
+def store_query_gradient(tensors, acc, w, rate, CONFIG: tl.constexpr):
     """Store dQ = rate * acc."""
-    store_rows(Rows(tensors.dq, w.b, w.h, w.q0, w.first, w.n_q), acc * rate, PLAN.D)
+    store_rows(Rows(tensors.dq, w.b, w.h, w.q0, w.first, w.n_q), acc * rate, CONFIG.D)
 
 
 @triton.jit
-def store_key_gradients(tensors, dk_acc, dv_acc, w, rate, PLAN: tl.constexpr):
+def store_key_gradients(tensors, dk_acc, dv_acc, w, rate, CONFIG: tl.constexpr):
     """Store dK = rate * dk_acc and dV, those that are computed."""
-    if PLAN.SUM_K:
-        store_rows(Rows(tensors.dk, w.b, w.h, w.k0, w.first, w.n_k), dk_acc * rate, PLAN.D)
-    if PLAN.SUM_V:
-        store_rows(Rows(tensors.dv, w.b, w.h, w.k0, w.first, w.n_k), dv_acc, PLAN.DV)
+    if CONFIG.SUM_K:
+        store_rows(Rows(tensors.dk, w.b, w.h, w.k0, w.first, w.n_k), dk_acc * rate, CONFIG.D)
+    if CONFIG.SUM_V:
+        store_rows(Rows(tensors.dv, w.b, w.h, w.k0, w.first, w.n_k), dv_acc, CONFIG.DV)

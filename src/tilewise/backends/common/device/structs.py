@@ -174,7 +174,7 @@ class ScoreParams(NamedTuple):
     MASK_MOD: tl.constexpr
 
 
-class Plan(NamedTuple):
+class KernelConfig(NamedTuple):
     """The compile-time configuration of a kernel."""
 
     GROUP: int  # query heads per KV head

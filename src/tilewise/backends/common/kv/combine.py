@@ -1,6 +1,6 @@
 """Partial results of a row, combined: softmax over a union of keys follows from (out, lse) over its parts
-(tilewise.merge). Where scores may be too large for an lse (FAR, see `renormalise`), a partial result is (out, m, l),
-with m in place of lse."""
+(tilewise.merge). Where scores may be too large for an lse (LARGE_SCORES, see `renormalise`), a partial result is
+(out, m, l), with m in place of lse."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Partials(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """out and lse over some keys; l is undefined. FAR: out, m and l."""
+    """out and lse over some keys; l is undefined. LARGE_SCORES: out, m and l."""
 
     out: tl.tensor
     lse: tl.tensor
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
 class CombineConfig(NamedTuple):
     """Query heads per KV head; KV heads; head dim of v; rows, partial results and columns that are combined at once;
-    whether splits have a fixed number of keys; whether the launch overlaps the one before; FAR."""
+    whether splits have a fixed number of keys; whether the launch overlaps the one before; LARGE_SCORES."""
 
     GROUP: int
     KV_HEADS: int
@@ -71,7 +71,7 @@ class CombineConfig(NamedTuple):
     BLOCK_DV: int
     FIXED_SPLIT: bool
     OVERLAP: bool
-    FAR: bool
+    LARGE_SCORES: bool
 
 
 @triton.jit
@@ -121,47 +121,47 @@ def rows_of_partial(partials, slot, r, d, DV: tl.constexpr):
 
 
 @triton.jit
-def load_partial(x, FAR: tl.constexpr):
+def load_partial(x, LARGE_SCORES: tl.constexpr):
     exists = x.r < x.partials.rows
     out = tl.load(x.out, mask=x.out_mask, other=0.0)
     lse = tl.load(x.partials.lse + x.slot + x.r, mask=exists, other=float("-inf"))
     l = lse
-    if FAR:
+    if LARGE_SCORES:
         l = tl.load(x.partials.l + x.slot + x.r, mask=exists, other=0.0)
     return Partial(out, lse, l)
 
 
 @triton.jit
-def store_partial(x, partial, FAR: tl.constexpr):
+def store_partial(x, partial, LARGE_SCORES: tl.constexpr):
     exists = x.r < x.partials.rows
     tl.store(x.out, partial.out, mask=x.out_mask)
     tl.store(x.partials.lse + x.slot + x.r, partial.lse, mask=exists)
-    if FAR:
+    if LARGE_SCORES:
         tl.store(x.partials.l + x.slot + x.r, partial.l, mask=exists)
 
 
 @triton.jit
-def merge(a, b, FAR: tl.constexpr):
+def merge(a, b, LARGE_SCORES: tl.constexpr):
     """The partial result over the keys of both. The products are fused as written, for the same bits in every
     kernel."""
     m = tl.maximum(a.lse, b.lse)
     pivot = tl.where(m == float("-inf"), 0.0, m)
     w_a = tl.exp2((a.lse - pivot) * LOG2E)
     w_b = tl.exp2((b.lse - pivot) * LOG2E)
-    if FAR:
+    if LARGE_SCORES:
         w_a *= a.l
         w_b *= b.l
     l = w_a + w_b
     inverse = 1.0 / tl.where(l == 0.0, 1.0, l)
     out = tl.fma(a.out, (w_a * inverse)[:, None], b.out * (w_b * inverse)[:, None])
-    if FAR:
+    if LARGE_SCORES:
         return Partial(out, m, l)
     else:
         return Partial(out, tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l)), l)
 
 
 @triton.jit
-def add_sink(partial, sinks, h, exists, FAR: tl.constexpr):
+def add_sink(partial, sinks, h, exists, LARGE_SCORES: tl.constexpr):
     """(out, lse): the sink is added to the denominator once, after all keys."""
     out = partial.out
     lse = partial.lse
@@ -170,12 +170,12 @@ def add_sink(partial, sinks, h, exists, FAR: tl.constexpr):
         m = tl.maximum(lse, sink)
         pivot = tl.where(m == float("-inf"), 0.0, m)
         weight = tl.exp2((lse - pivot) * LOG2E)
-        if FAR:
+        if LARGE_SCORES:
             weight *= partial.l
         l = weight + tl.exp2((sink - pivot) * LOG2E)
         out = out * (weight / tl.where(l == 0.0, 1.0, l))[:, None]
         lse = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
-    elif FAR:
+    elif LARGE_SCORES:
         lse += logsumexp(0.0, partial.l)
     return out, lse
 
@@ -183,7 +183,7 @@ def add_sink(partial, sinks, h, exists, FAR: tl.constexpr):
 @triton.jit
 def store_rows(buffers, partial, item, rows, d, sinks, batch, CONFIG: tl.constexpr):
     """Write out, at the columns d (1, ..), and lse of rows whose partial result covers all of their keys."""
-    out, lse = add_sink(partial, sinks, rows.h, rows.exists & (item.b < batch), CONFIG.FAR)
+    out, lse = add_sink(partial, sinks, rows.h, rows.exists & (item.b < batch), CONFIG.LARGE_SCORES)
     o = buffers.out
     o_rows = row_pointers(o, item, rows)[:, None] + columns(o, d)
     tl.store(o_rows, out.to(o.ptr.dtype.element_ty), mask=rows.exists[:, None] & (d < CONFIG.DV))
@@ -217,13 +217,13 @@ def combine_splits(partials, task, head, r, d, CONFIG: tl.constexpr):
         exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
         at = partial_rows(partials, first - 1 + c0 + c, first, head, r, CONFIG.KV_HEADS)
         weight = tl.exp2((tl.load(partials.lse + at, mask=exists, other=float("-inf")) - pivot[None, :]) * LOG2E)
-        if CONFIG.FAR:
+        if CONFIG.LARGE_SCORES:
             weight *= tl.load(partials.l + at, mask=exists, other=0.0)
         out = partials.out + (at * CONFIG.DV)[:, :, None] + d[None, None, :]
         out = tl.load(out, mask=exists[:, :, None] & (d < CONFIG.DV)[None, None, :], other=0.0)
         acc += tl.sum(out * weight[:, :, None], 0)
         l += tl.sum(weight, 0)
-    if not CONFIG.FAR:
+    if not CONFIG.LARGE_SCORES:
         m = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
     return Partial(acc / tl.where(l == 0.0, 1.0, l)[:, None], m, l)
 
@@ -234,7 +234,7 @@ def combine_chunks(partials, schedule, task, head, num_chunks, r, d, CONFIG: tl.
     so that the result does not depend on the batch. The split that began the work item has merged its chunks; the
     others have each chunk in a slot of its own."""
     slot = (tl.cast(task.first - 1, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots
-    total = load_partial(rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV), CONFIG.FAR)
+    total = load_partial(rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV), CONFIG.LARGE_SCORES)
     split = task.first
     first_chunk = tl.load(split_record(schedule, split) + 1).to(tl.int32)
     begin = first_chunk
@@ -245,7 +245,7 @@ def combine_chunks(partials, schedule, task, head, num_chunks, r, d, CONFIG: tl.
                 first_chunk = chunk
         slot = (tl.cast(split, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots + 1 + chunk - first_chunk
         chunk_partial = rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV)
-        total = merge(total, load_partial(chunk_partial, CONFIG.FAR), CONFIG.FAR)
+        total = merge(total, load_partial(chunk_partial, CONFIG.LARGE_SCORES), CONFIG.LARGE_SCORES)
     return total
 
 

@@ -68,8 +68,8 @@ class TreeMask(NamedTuple):
 class DecodeConfig(NamedTuple):
     """What the decode kernel is compiled for.
 
-    GROUP to PRECISION, BOUNDED and OVERLAP are those of `Plan`. PAGE_SIZE: None for a dense cache. PREFETCH_PAGES: page
-    numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal. HAS_STARTS: sequences may
+    GROUP to PRECISION, BOUNDED and OVERLAP are those of `KernelConfig`. PAGE_SIZE: None for a dense cache.
+    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal. HAS_STARTS: sequences may
     begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
@@ -93,7 +93,7 @@ class DecodeConfig(NamedTuple):
     FOLD: bool
     PRECISION: str
     BOUNDED: bool
-    FAR: bool
+    LARGE_SCORES: bool
     OVERLAP: bool
     PAGE_SIZE: int | None
     KV_HEADS: int
@@ -207,7 +207,7 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         full_lo = tl.maximum(full_lo, last_position - params.before)
     if params.after is not None:
         full_hi = tl.minimum(full_hi, first_position + params.after + 1)
-    unit = log2_scale(params.scale, CONFIG.FOLD)
+    scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
@@ -237,7 +237,7 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         if tree.ptr is not None:
             if at + N > offset:
                 s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
-        p, alpha, m, l = softmax_step(m, l, s, unit, params.terms.large_scores, CONFIG.BOUNDED)
+        p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
         v_tile = load_keys(cache.v, base, offsets, inside, CONFIG.DV, CONFIG.BLOCK_DV)
@@ -327,7 +327,7 @@ def decode_kernel(
             CONFIG,
         )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        partial = Partial(out, m if CONFIG.FAR else row_logsumexp(m, l, None), l)
+        partial = Partial(out, m if CONFIG.LARGE_SCORES else row_logsumexp(m, l, None), l)
         # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
         late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
         if CONFIG.FLAG_NAN:
@@ -343,11 +343,11 @@ def decode_kernel(
         stored = rows_of_partial(partials, slot, r, d, CONFIG.DV)
         if CONFIG.FIXED_SPLIT:
             if (entered == 0) & (chunk > 0):
-                partial = merge(load_partial(stored, CONFIG.FAR), partial, CONFIG.FAR)
+                partial = merge(load_partial(stored, CONFIG.LARGE_SCORES), partial, CONFIG.LARGE_SCORES)
         if (entered == 0) & (stop == item.num_chunks):
             store_rows(buffers, partial, item, at, d, terms.sinks, batch, CONFIG)
         else:
-            store_partial(stored, partial, CONFIG.FAR)
+            store_partial(stored, partial, CONFIG.LARGE_SCORES)
         chunk = stop
         if last & (chunk >= end.chunk):
             going = False

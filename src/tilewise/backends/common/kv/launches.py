@@ -34,8 +34,8 @@ def row_view(x: Tensor) -> View:
 
 
 def partition_of(request: KvRequest, target: Target) -> Partition:
-    processors = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.processors
-    return partitions.partition(request, target.gpu, processors, kv_tiles.INTERPRETER if INTERPRETED else None)
+    num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
+    return partitions.partition(request, target.gpu, num_sms, kv_tiles.INTERPRETER if INTERPRETED else None)
 
 
 def checked_partition(
@@ -70,7 +70,7 @@ def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
 
 def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_queries: int | None = None) -> Launch:
     """Computes the schedule of sequences with at most `max_queries` queries, or of all."""
-    q, k, places = request.q, request.k, request.places
+    q, k, places = request.q, request.k, request.cache_index
     partition = checked_partition(request, target, schedule)
     sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
@@ -109,10 +109,10 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     request, schedule, workspace = kv.request, kv.schedule, kv.workspace
     assert schedule is not None
     assert workspace is not None
-    call, places, spec = request.call, request.places, request.spec
+    call, places, spec = request.call, request.cache_index, request.spec
     q, k, v = call[:3]
     partition = checked_partition(request, target, schedule, workspace)
-    scoring, scale, _ = folded(call, target.gpu, slope=False)
+    scoring, scale, _ = folded(call, target.gpu, derivative=False)
     terms = device_terms(call, target.gpu)
     rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = DecodeConfig(
@@ -126,7 +126,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
         BOUNDED=scoring["FOLD"] and is_bounded(call, scale),
-        FAR=terms.large_scores is not None,
+        LARGE_SCORES=terms.large_scores is not None,
         OVERLAP=can_overlap(target.gpu),
         PAGE_SIZE=None if places.table is None else k.shape[1],
         KV_HEADS=k.shape[-2],
@@ -173,7 +173,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     them."""
     request = kv.request
     q, k, dv = request.q, request.k, request.v.shape[-1]
-    max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.processors
+    max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
     row_sets = max(partition.items * k.shape[-2], 1)
     partials = 1 if request.split else min(max(triton.next_power_of_2(-(-partition.programs // row_sets)), 8), 128)
     columns = min(padded(dv), COMBINED // partials)
@@ -188,9 +188,9 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         BLOCK_DV=columns,
         FIXED_SPLIT=request.split is not None,
         OVERLAP=can_overlap(target.gpu),
-        FAR=terms.large_scores is not None,
+        LARGE_SCORES=terms.large_scores is not None,
     )
-    sizes = (partition.programs, partition.items, partition.slots, partition.rows, request.places.batch)
+    sizes = (partition.programs, partition.items, partition.slots, partition.rows, request.cache_index.batch)
     args = (buffers_of(kv), terms.sinks, *sizes)
     return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
 

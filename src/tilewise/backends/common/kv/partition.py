@@ -40,7 +40,7 @@ class Partition(NamedTuple):
         return self.programs * (self.slots * self.rows * (dim_v + 2) + 1)
 
 
-def partition(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = None) -> Partition:
+def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) -> Partition:
     """The partition of a `KvRequest`, from shapes alone, on a GPU with so many multiprocessors."""
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
@@ -52,10 +52,10 @@ def partition(request: Any, gpu: Gpu, processors: int, tile: KvTile | None = Non
         items = q.shape[0] * tiles
     else:
         tiles = 0
-        items = q.shape[0] * group // tile.block_m + request.places.batch + 1
+        items = q.shape[0] * group // tile.block_m + request.cache_index.batch + 1
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.places.capacity(k) // chunk_size)
+    slots = 2 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
     item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
-    num_splits = max(1, processors * tile.programs_per_sm // k.shape[-2])
+    num_splits = max(1, num_sms * tile.programs_per_sm // k.shape[-2])
     return Partition(tile, items, tiles, num_splits, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)

@@ -1,15 +1,15 @@
-"""The Plan of the portable NaN repair kernels that follow the Hopper kernels."""
+"""The KernelConfig of the portable NaN repair kernels that follow the Hopper kernels."""
 
-from ..common.device.structs import Plan
+from ..common.device.structs import KernelConfig
 from ..common.launch import INTERPRETED
-from ..common.shapes import Problem
+from ..common.shapes import CallShape
 
 STEP = 16  # rows of the other side that a repair takes at a time
 
 
-def repair_plan(size: Problem, rows: int, block_d: int, block_dv: int) -> Plan:
+def repair_config(size: CallShape, rows: int, block_d: int, block_dv: int) -> KernelConfig:
     """For tiles of `rows` rows."""
-    return Plan(
+    return KernelConfig(
         GROUP=size.heads // size.kv_heads,
         D=size.d,
         DV=size.dv,
