@@ -10,8 +10,8 @@ instead. With e = exp(s - m), p = e / l, and all gradients are linear in the dO 
 
     dV = P^T dO = E^T (dO / l)        dS = P * (dP - delta) = E * ((dO / l) V^T - delta / l)
 
-so no other kernel knows of it. Other rows keep what they have. Only calls with `has_large_scores` have this launch, and only
-tiles with such a row read keys.
+so no other kernel knows of it. Other rows keep what they have. Only calls with `has_large_scores` have this launch, and
+only tiles with such a row read keys.
 """
 
 from typing import NamedTuple
