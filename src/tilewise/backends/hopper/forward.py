@@ -42,6 +42,7 @@ from .gluon_compat import (
     barrier,
     fence_async_shared,
     gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -320,6 +321,8 @@ def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     o_tiles = allocate_tiles(outputs.o, WARPGROUPS)
     shared = Shared(q_pipeline, k_pipeline, v_pipeline, o_tiles, make_tile_info(WARPGROUPS))
     fence_async_shared()
+    gdc_wait()
+    gdc_launch_dependents()  # after the wait: the next kernel may read what the previous one wrote without waiting
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -382,7 +385,6 @@ def forward_kernel(
     CONFIG: gl.constexpr,
 ):
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
-    gdc_launch_dependents()
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
         Outputs(o, o_float32, lse, flag),

@@ -11,7 +11,7 @@ from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
-from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target
+from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.score_terms import device_terms, mask_mod, score_mod
 from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_results, padded, view
@@ -80,7 +80,8 @@ def forward_launches(
     `overrides` replaces fields of the ForwardConfig."""
     request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
-    config = forward_config(size, request.spec, request.bias is not None)._replace(**overrides)
+    keys = size.n_k // size.batch if size.packed else size.n_k  # of a sequence; packed: the mean
+    config = forward_config(size, keys, request.spec, request.bias is not None)._replace(**overrides)
     kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
     launches = [forward_launch(request, kv, (out, lse), state, num_sms, size, config)]
     return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
@@ -137,14 +138,16 @@ def forward_launch(
         *(CachePointers(*cache[:4]), *cache[4:]),
     )
     options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "CONFIG": config, "num_warps": 4}
+    options |= pdl_option(not INTERPRETED)
     return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
 
 
 @lru_cache(LIMIT)
-def forward_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
+def forward_config(size: CallShape, keys: int, spec: Spec, has_bias: bool) -> ForwardConfig:
+    """`keys`: of one sequence."""
     has_score_terms = spec.score_mod is not None or has_bias
     plain = not has_score_terms and spec.mask_mod is None
-    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=size.n_k, plain=plain)
+    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, plain=plain)
     return ForwardConfig(
         BLOCK_DV=padded(size.dv, 64),
         HEAD_PARTS=tiles.widths(size.dv),

@@ -6,6 +6,7 @@ python -m tests.tilewise.backends.hopper.compile_one '{"d": 128, "after": 0}'
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import torch
@@ -94,6 +95,7 @@ def main(
                 "products": made.instructions["HGMMA"],
                 "copies": made.instructions["UTMALDG"],
                 "waits": made.sass.count("WARPGROUP.DEPBAR"),
+                "griddepcontrol": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
             }
         )
     )

@@ -90,6 +90,7 @@ def test_no_spills_and_nothing_serialised(name, triton):
     assert made["copies"] > 0
     assert made["products"] > made["waits"] > 0
     assert made["shared"] <= 227 * 1024
+    assert made["griddepcontrol"] == ["wait", "launch_dependents"]  # else the next kernel could overtake the previous
 
 
 def test_every_row_of_the_table_is_compiled():

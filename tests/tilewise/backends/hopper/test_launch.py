@@ -32,6 +32,18 @@ def test_a_second_launch_repairs_only_where_rows_see_different_keys():
     assert len(launches(q, after=0)) == 2
 
 
+def test_the_tile_of_packed_sequences_follows_from_their_mean_length():
+    from tilewise.backends.common.launch import DeviceMemory
+    from tilewise.backends.hopper.launches import forward_launches, new_state
+
+    q, lse = torch.empty(16384, 4, 64, dtype=torch.bfloat16), torch.empty(4, 16384)
+    for length, warpgroups in ((1024, 2), (4096, 3)):
+        cu = torch.arange(0, 16385, length, dtype=torch.int32)
+        request = Request(q, q, q, Spec(0.1, None, 0), cu_q=cu, cu_k=cu)
+        job, *_ = forward_launches(request, q, lse, new_state(DeviceMemory(q.device)), 132)
+        assert job.options["CONFIG"].WARPGROUPS == warpgroups
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_heads_that_share_keys_are_queries_of_one_head(window):
     from tilewise.backends.common.launch import DeviceMemory
