@@ -9,7 +9,7 @@ from tilewise.backends.common import tiles
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.tiles import Tile, padded
 from tilewise.backends.hopper.support import supports_backward
-from tilewise.backends.hopper.tiles import forward_tile, widths
+from tilewise.backends.hopper.tiles import forward_tile, widths, window_size
 from tilewise.backends.registry import BACKENDS
 from tilewise_lab.costs.cost import Call
 
@@ -103,7 +103,9 @@ def _registers(tile: Tile) -> int:
 
 def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
     """The tile is that of a program: all its consumer warpgroups, and one producer warpgroup."""
-    row = forward_tile(call.d, call.dv, banded=call.after is not None or call.has_lists, keys=call.n_k)
+    keys = call.n_k if call.lengths is None else call.n_k // max(len(call.lengths), 1)
+    window, banded = window_size(call.before, call.after), call.after is not None or call.has_lists
+    row = forward_tile(call.d, call.dv, banded=banded, keys=keys, window=window)
     return [
         Profile(
             name="hopper forward",

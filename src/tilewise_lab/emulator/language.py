@@ -99,6 +99,11 @@ def _keep_columns(s: Value, compare: str, limit: Value) -> Value:
     return Value(s.data.masked_fill(~keep, -torch.inf))
 
 
+def _keep_column_range(s: Value, lo: Value | None, hi: Value) -> Value:
+    s = _keep_columns(s, "lt", hi)
+    return s if lo is None else _keep_columns(s, "ge", lo)
+
+
 def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory) -> None:
     machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
 
@@ -240,5 +245,6 @@ NAMES: dict[str, Any] = {
     "downcast": lambda x, dtype: x.to(dtype),
     "column_indices": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
     "keep_columns": _keep_columns,
+    "keep_column_range": _keep_column_range,
     "range": _range,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ CASES = {
     "heads as queries": {"n_q": 1, "n_k": 300, "after": 0, "heads": 6},
     "window": {"n_q": 300, "n_k": 420, "before": 70, "after": 30, "d": 64},
     "three warpgroups": {"n_q": 333, "n_k": 2100, "after": 0, "d": 64, "heads": 1},
+    "window of three warpgroups": {"n_q": 260, "n_k": 1500, "before": 1400, "after": 3, "d": 64, "heads": 1},
     "window before the end": {"n_q": 260, "n_k": 260, "before": 40, "after": 0, "d": 64},
     "wide heads": {"n_q": 200, "n_k": 180, "after": 0, "d": 256},
     "heads in two parts": {"n_q": 130, "n_k": 200, "d": 96},
@@ -99,6 +101,12 @@ def test_one_program_or_many():
 def test_a_nan_raises_the_flag_where_some_rows_do_not_see_it():
     assert not run(**CASES["causal"])[3].flag.any()
     assert run(**CASES["causal"], poison=200)[3].flag[0] == 1
+
+
+def test_a_warpgroup_without_queries_visits_one_block():
+    timeline = run(n_q=64, n_k=2100, after=0, d=64, heads=1)[-1].timeline
+    products = Counter(span.what for span in timeline if span.unit == "tensor cores")
+    assert [products[f"consume {n} S"] for n in range(3)] == [17, 1, 1]
 
 
 def changed(**words: Any) -> SimpleNamespace:

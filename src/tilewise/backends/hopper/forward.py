@@ -182,6 +182,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     lo, hi, _span = key_blocks(w.first, w, params, ROWS * CONFIG.WARPGROUPS, BLOCK_N)
     first = w.first + WG * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
+    end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
     mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
     start = n + mine - lo
     stop = n + gl.minimum(gl.maximum(end, mine + 1), hi) - lo

@@ -15,7 +15,7 @@ from .gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    keep_columns,
+    keep_column_range,
     opaque,
     tma,
     tma_store,
@@ -78,9 +78,9 @@ def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
         end = diagonal * 0 + (w.n_k - start)  # in the layout of `diagonal`, see docs/gotchas.md
-        s = keep_columns(s, "lt", end if params.after is None else gl.minimum(diagonal + params.after + 1, end))
-        if params.before is not None:
-            s = keep_columns(s, "ge", diagonal - params.before)
+        if params.after is not None:
+            end = gl.minimum(diagonal + params.after + 1, end)
+        s = keep_column_range(s, None if params.before is None else diagonal - params.before, end)
     return s
 
 

@@ -123,6 +123,51 @@ def keep_columns(s, COMPARE: gl.constexpr, limit):
 
 
 @gluon.jit
+def keep_column_range(s, lo, hi):
+    """s[r, c] where lo[r] <= c < hi[r], else -inf. lo: or None, which is 0. For the accumulator of one warpgroup.
+
+    The columns that a lane holds of a row are bits of one word: the compiler moves seven at a time to predicates (R2P),
+    so a score costs one select, where `keep_columns` takes a compare and a select for each limit.
+    """
+    N: gl.constexpr = s.shape[1] // 2
+    bits = columns_before(hi, s)
+    if lo is not None:
+        bits = bits & ~columns_before(lo, s)
+    return gl.inline_asm_elementwise(
+        select_by_bits(N), registers(N, 2 * N), [s, bits], dtype=gl.float32, is_pure=True, pack=N
+    )
+
+
+@gluon.jit
+def columns_before(limit, s):
+    """Bit k tells whether the k-th column that a lane holds of row r is less than limit[r]: k = 2 i + e for column
+    8 i + (c & 6) + e, where c & 6 tells the lane and e is 0 or 1."""
+    c = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    n = limit[:, None] - (c & 6)[None, :]
+    count = gl.maximum((n >> 3) * 2 + gl.minimum(n & 7, 2), 0)
+    return gl.inline_asm_elementwise("bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def registers(results, operands):
+    """Constraints of inline assembly: all operands are 32-bit registers."""
+    return ",".join(["=r"] * results + ["r"] * operands)
+
+
+@gluon.constexpr_function
+def select_by_bits(n):
+    """PTX with the operands: n results, n scores, n words of bits. A lane's registers are two columns of one row, the
+    same two of the other row, the next two columns, and so on. The selects of one row stand together, because there are
+    only seven predicates."""
+    lines = [
+        f"and.b32 t, ${2 * n + 2 * row}, {1 << k}; setp.ne.u32 p, t, 0; selp.f32 ${r}, ${n + r}, 0fFF800000, p;"
+        for row in (0, 1)
+        for k, r in enumerate(r for r in range(n) if r // 2 % 2 == row)
+    ]
+    return "{ .reg .pred p; .reg .b32 t; " + " ".join(lines) + " }"
+
+
+@gluon.jit
 def column_indices(first, s):
     """first, first + 1, .. along the columns of s, as one register to which constants are added. The compiler would
     otherwise add `first` to the column of each register ahead of the loop and keep all the sums."""

@@ -80,8 +80,7 @@ def forward_launches(
     `overrides` replaces fields of the ForwardConfig."""
     request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
-    keys = size.n_k // size.batch if size.packed else size.n_k  # of a sequence; packed: the mean
-    config = forward_config(size, keys, request.spec, request.bias is not None)._replace(**overrides)
+    config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
     kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
     launches = [forward_launch(request, kv, (out, lse), state, num_sms, size, config)]
     return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
@@ -142,12 +141,18 @@ def forward_launch(
     return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
 
 
+def sequence_keys(size: CallShape) -> int:
+    """The keys of a sequence; of packed sequences, whose lengths are not known here, the mean."""
+    return size.n_k // size.batch if size.packed else size.n_k
+
+
 @lru_cache(LIMIT)
 def forward_config(size: CallShape, keys: int, spec: Spec, has_bias: bool) -> ForwardConfig:
     """`keys`: of one sequence."""
     has_score_terms = spec.score_mod is not None or has_bias
     plain = not has_score_terms and spec.mask_mod is None
-    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, plain=plain)
+    window = tiles.window_size(spec.before, spec.after)
+    tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
     return ForwardConfig(
         BLOCK_DV=padded(size.dv, 64),
         HEAD_PARTS=tiles.widths(size.dv),

@@ -32,16 +32,26 @@ def test_a_second_launch_repairs_only_where_rows_see_different_keys():
     assert len(launches(q, after=0)) == 2
 
 
-def test_the_tile_of_packed_sequences_follows_from_their_mean_length():
+def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.launches import forward_launches, new_state
 
-    q, lse = torch.empty(16384, 4, 64, dtype=torch.bfloat16), torch.empty(4, 16384)
-    for length, warpgroups in ((1024, 2), (4096, 3)):
-        cu = torch.arange(0, 16385, length, dtype=torch.int32)
-        request = Request(q, q, q, Spec(0.1, None, 0), cu_q=cu, cu_k=cu)
-        job, *_ = forward_launches(request, q, lse, new_state(DeviceMemory(q.device)), 132)
-        assert job.options["CONFIG"].WARPGROUPS == warpgroups
+    lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    request = Request(q, q, q, Spec(0.1, before, 0), cu_q=cu, cu_k=cu)
+    job, *_ = forward_launches(request, torch.empty_like(q), lse, new_state(DeviceMemory(q.device)), 132)
+    found: int = job.options["CONFIG"].WARPGROUPS
+    return found
+
+
+@pytest.mark.parametrize(("length", "found"), [(1024, 2), (4096, 3)])
+def test_the_tile_of_packed_sequences_follows_from_their_mean_length(length, found):
+    cu = torch.arange(0, 16385, length, dtype=torch.int32)
+    assert warpgroups(torch.empty(16384, 4, 64, dtype=torch.bfloat16), cu=cu) == found
+
+
+@pytest.mark.parametrize(("before", "found"), [(127, 2), (2047, 3), (None, 3)])
+def test_the_tile_of_a_window_follows_from_the_keys_in_it(before, found):
+    assert warpgroups(torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16), before) == found
 
 
 @pytest.mark.parametrize("window", [None, 100])
