@@ -69,8 +69,8 @@ class DecodeConfig(NamedTuple):
     """What the decode kernel is compiled for.
 
     GROUP to PRECISION, BOUNDED and OVERLAP are those of `KernelConfig`. PAGE_SIZE: None for a dense cache.
-    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal. HAS_STARTS:
-    sequences may begin past the cache's first key.
+    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal.
+    HAS_STARTS: sequences may begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
     depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
