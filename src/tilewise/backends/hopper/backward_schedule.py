@@ -1,0 +1,129 @@
+"""In what order the Hopper backward computes tiles of keys, and how many programs compute one.
+
+A program computes dK and dV of a tile of keys of a KV head, and visits all queries that see it. With few keys and KV
+heads there are fewer tiles than SMs, and under a causal mask the longest still run when the others are done. Such tiles
+are split: several programs compute one, each for a share of the query heads of the group or, where these are too few,
+of their blocks. Each writes a float32 part of dK and dV, and the postprocess kernel adds the parts.
+"""
+
+from functools import lru_cache
+from heapq import heapreplace
+from itertools import repeat
+from math import ceil
+from typing import NamedTuple
+
+from ...request import LIMIT, Request, Spec
+from ..common.shapes import CallShape, call_shape, padded
+from .support import is_uneven
+from .tiles import BackwardTile, backward_tile
+
+L2_BYTES = 16 << 20  # of Q, dO and dQ that may be in use at once
+# The cost estimate, in clock cycles of an H200's SM
+FLOPS = 2500.0  # of the five products: 0.6 of the tensor cores' peak
+BYTES = 16.0  # of memory, of which each SM has its share
+TILE_CYCLES = 4000.0  # the first scores and the last dQ of a tile, which nothing overlaps
+GAIN = 0.97  # a split that is estimated to take more of the time than this is not worth its memory
+MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end
+
+
+class Split(NamedTuple):
+    """heads * queries programs compute a tile of keys: each visits 1 / `heads` of the group's query heads, and every
+    `queries`-th of their blocks."""
+
+    heads: int = 1
+    queries: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.heads * self.queries
+
+
+class Schedule(NamedTuple):
+    """`rows` (batch, head, part) triples of `tiles_per_row` tiles each, `rows_in_l2` of them scheduled together. The
+    tiles of the first `ascending_rows` visit their queries in ascending order."""
+
+    tiles_per_row: int
+    rows: int
+    rows_in_l2: int
+    ascending_rows: int
+
+
+def block_dims(size: CallShape) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
+    each of two warpgroups has a multiple of 64 of them."""
+    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
+    return d, max(dv, 128) if d > 128 else dv
+
+
+def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms: int) -> Schedule:
+    """The order of the tiles of a call, each of them split into `parts`."""
+    tiles_per_row = size.tiles(size.n_k, block_n)
+    rows = parts * size.kv_heads * (1 if size.packed else size.batch)
+    rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
+    if not spec.deterministic:
+        return Schedule(tiles_per_row, rows, rows_in_l2, 0)
+    # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
+    rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
+    return Schedule(tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2)
+
+
+def choose_split(request: Request, num_sms: int) -> Split | None:
+    """How tiles of keys are split; None where one program computes a tile and rounds its dK and dV. Float32 gradients
+    (`spec.partial`) are always stored as parts, be it one."""
+    size, spec = call_shape(request), request.spec
+    tile = backward_tile(block_dims(size)[0], plain=request.is_plain)
+    split = _fastest_split(size, spec, tile, num_sms)
+    return split if spec.partial or split.parts > 1 else None
+
+
+@lru_cache(LIMIT)
+def _fastest_split(size: CallShape, spec: Spec, tile: BackwardTile, num_sms: int) -> Split:
+    if size.programs(size.n_k, size.kv_heads, tile.block_n) > MOST_ROUNDS * num_sms:
+        return Split()
+    splits = possible_splits(size, tile.block_n, num_sms)
+    whole, *others = (estimated_cycles(size, spec, tile, split, num_sms) for split in splits)
+    best = min(others, default=whole)
+    return splits[1 + others.index(best)] if best < GAIN * whole else Split()
+
+
+def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
+    """Splits by query heads into equal shares; then, each head for itself, by blocks of queries. Those with more tiles
+    than the SMs need are left out; the first is none."""
+    group, tiles = size.heads // size.kv_heads, size.programs(size.n_k, size.kv_heads, block_n)
+    by_head = [Split(n) for n in range(1, group + 1) if group % n == 0]
+    by_query = [Split(group, 1 << n) for n in range(1, 4)]
+    return [x for x in (*by_head, *by_query) if x.parts == 1 or tiles * x.parts <= MOST_ROUNDS * num_sms]
+
+
+def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
+    """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
+    with one. Packed sequences count as equally long."""
+    d, dv = block_dims(size)
+    is_stored_as_parts = spec.partial or split.parts > 1
+    products = 2 * tile.block_m * tile.block_n * (3 * d + 2 * dv) / FLOPS
+    store = tile.block_n * (d + dv) * (4 if is_stored_as_parts else 2) / BYTES
+    heads = size.heads // size.kv_heads // split.heads
+    cycles = [
+        ceil(n / split.queries) * heads * products + store + TILE_CYCLES for n in blocks_of_tiles(size, spec, tile)
+    ]
+    schedule = tile_schedule(size, spec, split.parts, tile.block_n, num_sms)
+    busy = [0.0] * num_sms
+    for first in range(0, schedule.rows, schedule.rows_in_l2):
+        rows = min(schedule.rows_in_l2, schedule.rows - first)
+        for tile_cycles in cycles:
+            for _ in repeat(None, rows):
+                heapreplace(busy, busy[0] + tile_cycles)
+    keys = size.programs(size.n_k, size.kv_heads, 1)
+    return max(busy) + is_stored_as_parts * keys * split.parts * (d + dv) * 4 / BYTES / num_sms
+
+
+def blocks_of_tiles(size: CallShape, spec: Spec, tile: BackwardTile) -> list[int]:
+    """The blocks of queries of one head that see each tile of keys of a row."""
+    sequences = size.batch if size.packed else 1
+    n_q, n_k = -(-size.n_q // sequences), -(-size.n_k // sequences)
+    found = []
+    for first in range(n_q - n_k, n_q, tile.block_n):
+        lo = 0 if spec.after is None else max(first - spec.after, 0)
+        hi = n_q if spec.before is None else min(first + tile.block_n + spec.before, n_q)
+        found.append(max(-(-hi // tile.block_m) - lo // tile.block_m, 0))
+    return found * sequences
