@@ -181,8 +181,15 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
         descriptor(v if config.SPLIT else dv, 64, config.DV // columns),
         *(space.dk_parts, space.dv_parts, call.flag, space.semaphores, *call.lengths),
         *(spec.before, spec.after, score_scale * LOG2E.value, scale, space.padded_tokens, schedule.ascending_rows),
-        *(*split, size.tiles(size.n_k, PAD.value) * PAD.value, space.counters, num_tiles, schedule.rows),
-        *(schedule.tiles_per_row, size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
+        *(config.GROUP // split.heads, split.queries.bit_length() - 1, split.queries * config.BLOCK_M),
+        *(
+            size.tiles(size.n_k, PAD.value) * PAD.value,
+            space.counters,
+            num_tiles,
+            schedule.rows,
+            schedule.tiles_per_row,
+        ),
+        *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
     )
     options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}

@@ -22,7 +22,7 @@ from .gluon_compat import (
     tma_store,
     warpgroup_mma,
 )
-from .key_parts import kv_head, own_blocks
+from .key_parts import own_blocks, query_heads
 from .pipeline import (
     Tokens,
     apply_mask_mod,
@@ -137,6 +137,7 @@ class QueryRange(NamedTuple):
     dq_tile: tl.tensor
     head: tl.tensor
     group: tl.tensor
+    shift: tl.tensor
 
 
 class KeyRows(NamedTuple):
@@ -220,19 +221,21 @@ def query_range(w, params, CONFIG: tl.constexpr):
     if params.cu_q is None:
         row += w.b * params.scheduler.heads
     if CONFIG.SPLIT:
-        group = CONFIG.GROUP // params.parts.heads
-        head = w.h // params.parts.queries * group
-        dq_row = row // params.parts.queries * group
-        step = params.parts.queries * BLOCK_M
+        group = params.parts.group
+        head = query_heads(w.h, params.parts)
+        dq_row = query_heads(row, params.parts)
+        shift = params.parts.shift
+        step = params.parts.step
     else:
         group = CONFIG.GROUP
         head = w.h * CONFIG.GROUP
         dq_row = row * CONFIG.GROUP
+        shift = 0
         step = BLOCK_M
     lo, hi = loop_range(span, w, head, params.terms.blocks, BLOCK_M)
     hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     if CONFIG.SPLIT:
-        lo, hi = own_blocks(lo, hi, w, params.parts, BLOCK_M)
+        lo, hi = own_blocks(lo, hi, w.h, params.parts, BLOCK_M)
     start = lo
     if CONFIG.DETERMINISTIC:
         ascending = is_ascending(row, params, CONFIG)
@@ -248,14 +251,13 @@ def query_range(w, params, CONFIG: tl.constexpr):
     dq_tile = dq_row * blocks
     if params.cu_q is not None:
         dq_tile += (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
-    return QueryRange(start, step, lo, hi, span.full_lo, full_hi, dq_tile, head, group)
+    return QueryRange(start, step, lo, hi, span.full_lo, full_hi, dq_tile, head, group, shift)
 
 
 @gluon.jit
 def num_blocks(queries, CONFIG: gl.constexpr):
     if CONFIG.SPLIT:
-        n = (queries.hi - queries.lo) // queries.step
-        return queries.group * gl.maximum(n, -n)
+        return queries.group * ((queries.hi - queries.lo) // CONFIG.BLOCK_M >> queries.shift)
     else:
         return CONFIG.GROUP * ((queries.hi - queries.lo) // CONFIG.BLOCK_M)
 
@@ -350,11 +352,11 @@ def load_rows_stage(rows, n, x, where, statistics, row, column):
 
 
 @gluon.jit
-def load_kv(kv, inputs, w, h, t):
-    """Producer: loads K and V of the t-th tile, of KV head h."""
+def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
+    """Producer: loads K and V of the t-th tile."""
     PARTS: gl.constexpr = kv.k.shape[0]
     full = kv.full.index(0)
-    tokens = Tokens(w.b, h, w.k0, w.n_k)
+    tokens = Tokens(w.b, queries.head // CONFIG.GROUP if CONFIG.SPLIT else w.h, w.k0, w.n_k)
     mbarrier.wait(kv.empty.index(0), phase(t, 1) ^ 1)
     mbarrier.expect(full, PARTS * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
@@ -379,7 +381,7 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
         q_at = tma_coordinates(inputs.q, tokens, i0)
         load_rows_stage(shared.q, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
         if m == n:
-            load_kv(shared.kv, inputs, w, kv_head(w, params, CONFIG), t)
+            load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         do_at = tma_coordinates(inputs.do, tokens, i0)
         load_rows_stage(shared.do, m, inputs.do, do_at, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
@@ -402,7 +404,7 @@ def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
             if queries.hi > queries.lo:
                 load_blocks(shared, inputs, w, queries, n, t, params, CONFIG)
             else:
-                load_kv(shared.kv, inputs, w, kv_head(w, params, CONFIG), t)
+                load_kv(shared.kv, inputs, w, queries, t, CONFIG)
             n += num_blocks(queries, CONFIG)
             t += 1
         tile_id = next_tile_id(scheduler)

@@ -9,34 +9,35 @@ import triton
 import triton.language as tl
 
 from ..common.device.structs import PAD
-from .gluon_compat import gl, gluon
+from .gluon_compat import gl, gluon, opaque
 from .register_order import register_order_pointers
 
 
 class Parts(NamedTuple):
-    """heads * queries programs compute a tile of keys. Each visits 1 / `heads` of the group's query heads, and of their
-    blocks every `queries`-th one. It counts as a KV head of the tile scheduler: no two of them add to the same block of
-    dQ. A part has `padded_keys` rows, in which packed sequences start at multiples of PAD."""
+    """How a tile of keys is split. A part visits `group` query heads, and of their blocks one in 2^shift: those that
+    begin at multiples of `step` = 2^shift blocks after its first. It counts as a KV head of the tile scheduler: no two
+    of them add to the same block of dQ. It stores `padded_keys` rows of dK and dV, in which packed sequences start at
+    multiples of PAD."""
 
-    heads: tl.tensor
-    queries: tl.tensor
+    group: tl.tensor
+    shift: tl.tensor
+    step: tl.tensor
     padded_keys: tl.tensor
 
 
 @triton.jit
-def kv_head(w, params, CONFIG: tl.constexpr):
-    """The KV head of a tile."""
-    return w.h // (params.parts.heads * params.parts.queries) if CONFIG.SPLIT else w.h
+def query_heads(h, parts):
+    """The first query head of head h of the tile scheduler."""
+    return (h >> parts.shift) * parts.group
 
 
-@triton.jit
-def own_blocks(lo, hi, w, parts, BLOCK_M: tl.constexpr):
-    """The first and the end, in steps of parts.queries blocks, of the blocks between lo and hi that the tile w visits:
-    those whose numbers are w.h modulo parts.queries, so that all key tiles visit a block for the same part."""
-    step = parts.queries * BLOCK_M
-    skipped = w.h % parts.queries + parts.queries - lo // BLOCK_M % parts.queries
-    lo += skipped % parts.queries * BLOCK_M
-    return lo, lo + tl.maximum(hi - lo + step - 1, 0) // step * step
+@gluon.jit
+def own_blocks(lo, hi, h, parts, BLOCK_M: tl.constexpr):
+    """The first and the end, in steps of parts.step, of the blocks between lo and hi that head h of the tile scheduler
+    visits: the same ones for every tile of keys."""
+    step = opaque(parts.step)
+    lo += (h * BLOCK_M - lo) & (step - 1)
+    return lo, lo + (tl.maximum(hi - lo + step - 1, 0) & -step)
 
 
 @triton.jit
