@@ -87,12 +87,15 @@ def _fastest_split(size: CallShape, spec: Spec, tile: BackwardTile, num_sms: int
 
 
 def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
-    """Splits by query heads into equal shares; then, each head for itself, by blocks of queries. Those with more tiles
-    than the SMs need are left out; the first is none."""
+    """For each number of parts the split with the most shares of query heads; the first is none. Splits into more tiles
+    than the SMs need are left out."""
     group, tiles = size.heads // size.kv_heads, size.programs(size.n_k, size.kv_heads, block_n)
-    by_head = [Split(n) for n in range(1, group + 1) if group % n == 0]
-    by_query = [Split(group, 1 << n) for n in range(1, 4)]
-    return [x for x in (*by_head, *by_query) if x.parts == 1 or tiles * x.parts <= MOST_ROUNDS * num_sms]
+    most = max(1, MOST_ROUNDS * num_sms // tiles)
+    heads = [n for n in range(1, group + 1) if group % n == 0]
+    found: dict[int, Split] = {}
+    for split in (Split(n, queries) for queries in (1, 2, 4, 8) for n in heads if n * queries <= most):
+        found.setdefault(split.parts, split)
+    return [found[parts] for parts in sorted(found)]
 
 
 def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
