@@ -9,7 +9,7 @@ of their blocks. Each writes a float32 part of dK and dV, and the postprocess ke
 from functools import lru_cache
 from heapq import heapreplace
 from itertools import repeat
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 from ...request import LIMIT, Request, Spec
@@ -17,12 +17,18 @@ from ..common.shapes import CallShape, call_shape, padded
 from .support import is_uneven
 from .tiles import BackwardTile, backward_tile
 
-L2_BYTES = 16 << 20  # of Q, dO and dQ that may be in use at once
-# The cost estimate, in clock cycles of an H200's SM
-FLOPS = 2500.0  # of the five products: 0.6 of the tensor cores' peak
-BYTES = 16.0  # of memory, of which each SM has its share
-TILE_CYCLES = 4000.0  # the first scores and the last dQ of a tile, which nothing overlaps
-GAIN = 0.97  # a split that is estimated to take more of the time than this is not worth its memory
+L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are scheduled together
+# The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
+# 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
+FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
+WIDE_FLOPS = 2100.0  # the same for head dims above 128
+BYTES = 19.0  # of memory, of which each SM has its share
+TILE_CYCLES = 4400.0  # the first scores and the last dQ of a tile, which nothing overlaps
+PART_BYTES = 5.8  # of a value of a part: 4, which programs write at the same time
+SPLIT_CYCLES = 1800.0  # of a split, beside the parts' memory
+L2_IN_USE = 56 << 20  # of Q, dO and dQ in use at once, all of which L2 serves; twice as many take L2_MISS more time
+L2_MISS = 0.1
+GAIN = 0.96  # a split that is estimated to take more of the time than this is not worth its memory
 MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end
 
 
@@ -102,31 +108,45 @@ def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Spl
     """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
     with one. Packed sequences count as equally long."""
     d, dv = block_dims(size)
-    is_stored_as_parts = spec.partial or split.parts > 1
-    products = 2 * tile.block_m * tile.block_n * (3 * d + 2 * dv) / FLOPS
-    store = tile.block_n * (d + dv) * (4 if is_stored_as_parts else 2) / BYTES
+    has_parts = spec.partial or split.parts > 1
     heads = size.heads // size.kv_heads // split.heads
-    cycles = [
-        ceil(n / split.queries) * heads * products + store + TILE_CYCLES for n in blocks_of_tiles(size, spec, tile)
-    ]
+    blocks = blocks_of_tiles(size, spec, tile)
     schedule = tile_schedule(size, spec, split.parts, tile.block_n, num_sms)
+    rows_at_once = min(schedule.rows * num_sequences(size), max(1.0, num_sms / len(blocks)))
+    in_use = bytes_in_use(size, spec, heads, rows_at_once)
+    products = 2 * tile.block_m * tile.block_n * (3 * d + 2 * dv) / (FLOPS if d <= 128 else WIDE_FLOPS)
+    products *= 1 + L2_MISS * max(0.0, log2(in_use / L2_IN_USE))
+    fixed = TILE_CYCLES + tile.block_n * (d + dv) * (PART_BYTES if has_parts else 2) / BYTES
+    cycles = [ceil(n / split.queries) * heads * products + fixed for n in blocks] * num_sequences(size)
     busy = [0.0] * num_sms
     for first in range(0, schedule.rows, schedule.rows_in_l2):
         rows = min(schedule.rows_in_l2, schedule.rows - first)
         for tile_cycles in cycles:
             for _ in repeat(None, rows):
                 heapreplace(busy, busy[0] + tile_cycles)
-    keys = size.programs(size.n_k, size.kv_heads, 1)
-    return max(busy) + is_stored_as_parts * keys * split.parts * (d + dv) * 4 / BYTES / num_sms
+    parts_bytes = size.programs(size.n_k, size.kv_heads, 1) * split.parts * (d + dv) * 4
+    return max(busy) + has_parts * (SPLIT_CYCLES + parts_bytes / BYTES / num_sms)
+
+
+def bytes_in_use(size: CallShape, spec: Spec, heads: int, rows_at_once: float) -> float:
+    """Of Q, dO and dQ that the tiles visit which are computed at once. With tiles of different lengths, as under a
+    causal mask, these are at different query heads of the `heads` that each visits."""
+    is_triangle = (spec.before is None) != (spec.after is None)
+    queries = size.n_q / num_sequences(size) * (heads if is_triangle else 1)
+    return rows_at_once * queries * (size.d * 6 + size.dv * 2)
+
+
+def num_sequences(size: CallShape) -> int:
+    """Of a row of tiles."""
+    return size.batch if size.packed else 1
 
 
 def blocks_of_tiles(size: CallShape, spec: Spec, tile: BackwardTile) -> list[int]:
-    """The blocks of queries of one head that see each tile of keys of a row."""
-    sequences = size.batch if size.packed else 1
-    n_q, n_k = -(-size.n_q // sequences), -(-size.n_k // sequences)
+    """The blocks of queries of one head that see each tile of keys of a sequence."""
+    n_q, n_k = (-(-n // num_sequences(size)) for n in (size.n_q, size.n_k))
     found = []
     for first in range(n_q - n_k, n_q, tile.block_n):
         lo = 0 if spec.after is None else max(first - spec.after, 0)
         hi = n_q if spec.before is None else min(first + tile.block_n + spec.before, n_q)
         found.append(max(-(-hi // tile.block_m) - lo // tile.block_m, 0))
-    return found * sequences
+    return found

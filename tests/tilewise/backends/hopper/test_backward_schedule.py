@@ -35,13 +35,13 @@ def request(
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (request(4, 4096, (32, 1)), Split(2)),  # 128 causal tiles, the longest of twice the mean
-        (request(1, 2048, (32, 8)), Split(2)),
+        (request(1, 2048, (32, 8)), Split(2)),  # 128 causal tiles, the longest of twice the mean
+        (request(4, 4096, (32, 1)), Split(8)),  # the same, and 32 query heads of each row do not fit into L2
         (request(1, 2048, (64, 8), d=64), Split(2)),
         (request(4, 512, (32, 8)), Split(2)),
         (request(1, 1024, (32, 8)), Split(4)),  # 64 tiles
         (request(1, 4096, (28, 4)), Split(1, 2)),  # a group of 7 divides by 7 alone
-        (request(1, 512, (16, 16)), Split(1, 2)),  # without a group, by blocks of queries
+        (request(1, 1024, (8, 8)), Split(1, 2)),  # without a group, by blocks of queries
         (request(1, (4096, 256), (16, 16), None), Split(1, 4)),  # 32 tiles
         (request(1, 2048, (16, 16)), None),  # 256 causal tiles
         (request(1, 1024, (16, 16), None), None),  # 128 tiles of equal length
@@ -62,7 +62,7 @@ def test_packed_sequences_count_as_equally_long() -> None:
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     packed = Request(q, k, k, Spec(0.1, None, 0), cu_q=cu, cu_k=cu)
     assert schedule.choose_split(packed, H200) == schedule.choose_split(request(2, 2048, (8, 1)), H200)
-    assert schedule.blocks_of_tiles(call_shape(packed), packed.spec, TILE) == [*range(32, 0, -2)] * 2
+    assert schedule.blocks_of_tiles(call_shape(packed), packed.spec, TILE) == [*range(32, 0, -2)]
 
 
 @pytest.mark.parametrize(
