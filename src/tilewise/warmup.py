@@ -25,7 +25,9 @@ from .options import options_of
 from .request import Request
 from .validation import dense as checks
 
-LENGTHS = (4096, 1024, 1000)  # long, short, not a multiple of a tile: kernels specialise on no more than that
+# Batch and length: long, short, not a multiple of a tile. Kernels specialise on no more than that, and the backward on
+# whether there are many tiles of keys, as in the first, or few, as in the last, which has one KV head.
+SIZES = ((128, 4096), (2, 1024), (1, 1000))
 TENSORS = ("bias", "sinks", "alibi_slopes")
 WORKER = "import sys; from tilewise.warmup import compile_share; compile_share(sys.argv[1])"
 Progress = Callable[[int, int, str], None]
@@ -194,17 +196,18 @@ def requests(kind: Kind) -> Iterator[Request]:
     def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    for n in LENGTHS:
-        outer = (n,) if kind.packed else (2, n)
-        q, k = some(*outer, kind.heads, kind.head_dim), some(*outer, kind.kv_heads, kind.head_dim)
-        v = some(*outer, kind.kv_heads, kind.value_dim)
+    for batch, n in SIZES:
+        outer = (batch * n,) if kind.packed else (batch, n)
+        heads, kv_heads = (kind.heads, kind.kv_heads) if batch > 1 else (kind.heads // kind.kv_heads, 1)
+        q, k = some(*outer, heads, kind.head_dim), some(*outer, kv_heads, kind.head_dim)
+        v = some(*outer, kv_heads, kind.value_dim)
         given = {name: x for name, x in kind.options.items() if name not in TENSORS or x not in (None, False)}
-        shapes = {"bias": (1, kind.heads, n, n), "sinks": (kind.heads,), "alibi_slopes": (kind.heads,)}
+        shapes = {"bias": (1, heads, n, n), "sinks": (heads,), "alibi_slopes": (heads,)}
         given |= {name: some(*shapes[name]) for name in TENSORS if given.get(name) is True}
         if given.get("window") is not None:
             given["window"] = tuple(given["window"])
         if kind.packed:
-            cu = some(3, of=torch.int32)
+            cu = some(batch + 1, of=torch.int32)
             yield checks.packed(q, k, v, cu, cu, (n, n), options_of(given))  # type: ignore[arg-type]
         else:
             yield checks.dense(q, k, v, options_of(given))  # type: ignore[arg-type]

@@ -44,6 +44,31 @@ def inputs() -> list[Tensor]:
     return [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.parametrize(
+    ("dout", "is_copied"),
+    [
+        (torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16), False),
+        (torch.zeros(2, 2, 8, 16, dtype=torch.bfloat16).transpose(1, 2), False),
+        (
+            torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16).expand(2, 8, 2, 16),
+            True,
+        ),  # no stride of a TMA descriptor is 0
+        (torch.zeros(2, 8, 1, 16, dtype=torch.bfloat16).expand(2, 8, 2, 16), True),
+        (torch.zeros(2, 8, 2, 20, dtype=torch.bfloat16)[..., :16], True),
+    ],
+    ids=["contiguous", "heads first", "one of a batch", "one head", "rows of 40 bytes"],
+)
+def test_gradients_of_out_that_are_copied_for_the_backward(dout: Tensor, is_copied: bool) -> None:
+    from tilewise.ops.dense import prepare_backward_inputs
+    from tilewise.request import BackwardInputs
+
+    given = BackwardInputs(torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16), torch.zeros(2, 2, 8), dout, None)
+    found = prepare_backward_inputs(given).dout
+    assert (found is not dout) == is_copied
+    assert torch.equal(found, dout)
+    assert all(found.stride())
+
+
 def used(name: str) -> list[Tensor]:
     return inputs()[: {"plain": 3, "packed": 5, "terms": 6}[name]]
 

@@ -51,7 +51,7 @@ def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     if not dout.is_contiguous() or address & 15:
         *outer, inner = dout.stride()
         step = 16 // dout.element_size()
-        if inner != 1 or address & 15 or any(stride % step for stride in outer):
+        if inner != 1 or address & 15 or any(stride % step or stride == 0 for stride in outer):
             dout = dout.clone(memory_format=torch.contiguous_format)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()

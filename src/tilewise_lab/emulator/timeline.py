@@ -119,7 +119,7 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     k, v, dk, dv = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.full((1, 1, 512), 9.0)
     request = Request(q, k, v, Spec(128**-0.5, None, None))
-    space = new_workspace(DeviceMemory(torch.device("cpu")), call_shape(request))
+    space = new_workspace(DeviceMemory(torch.device("cpu")), call_shape(request), None)
     space.lse2.fill_(13.0)
     for x in (space.delta, space.dq_acc, space.counters):
         x.zero_()

@@ -24,9 +24,10 @@ def found() -> Any:
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("band", ["causal", "full", "window"])
-def test_sizes_ask_for_no_more_kernels(found: Any, band: str, kind: str) -> None:
+def test_sizes_ask_for_two_more_kernels_at_most(found: Any, band: str, kind: str) -> None:
+    """The backward and what follows it: where several programs compute a tile of keys, and where one does."""
     counts = found[f"{band} {kind}"]
-    assert counts[-1] == counts[1]
+    assert counts[-1] == counts[0] + 2
 
 
 def test_portable_kernels_know_two_kinds_of_length(found: Any) -> None:
@@ -37,7 +38,7 @@ def test_portable_kernels_know_two_kinds_of_length(found: Any) -> None:
 
 def test_a_short_causal_call_of_narrow_heads_has_a_tile_of_its_own(found: Any) -> None:
     counts = found["narrow"]
-    assert counts[-1] == counts[0] + 1
+    assert counts[-1] == counts[0] + 1 + 2
 
 
 def test_numbers_of_pages_and_new_tokens_ask_for_no_more_kernels(found: Any) -> None:

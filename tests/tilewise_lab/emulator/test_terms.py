@@ -58,6 +58,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     from tilewise.backends.common.renormalise import renormalised
     from tilewise.backends.common.shapes import call_shape
     from tilewise.backends.hopper.backward_launches import GPU, backward_launches, new_workspace
+    from tilewise.backends.hopper.backward_schedule import choose_split
 
     request = Request.of(request.spec, [None if x is None else x.detach() for x in request.tensors()])
     q, k, v, *_ = request
@@ -66,7 +67,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
     if k.numel() == 0 or q.numel() == 0:
         return [x.zero_() for x in grads]
-    space = new_workspace(MEMORY, call_shape(request))
+    space = new_workspace(MEMORY, call_shape(request), choose_split(request, 2))
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, MEMORY)
     for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2)):
         if hasattr(job.kernel, "is_gluon"):

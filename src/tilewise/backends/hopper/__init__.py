@@ -38,9 +38,10 @@ class HopperBackend:
         return support.has_backward(request)
 
     def backward(self, request: Request, bwd_inputs: BackwardInputs) -> Runner:
-        from .backward_launches import backward
+        from ..common.kernel_call import KernelCall
+        from .backward_launches import build_backward
 
-        return backward(request, bwd_inputs)
+        return KernelCall(build_backward(request.spec), (*request.tensors(), *bwd_inputs), request.q.device)
 
     def term_gradients(self, request: Request, bwd_inputs: BackwardInputs, wanted: Sequence[bool]) -> Runner:
         from ..common.term_gradients import term_gradients

@@ -42,7 +42,7 @@ from .backward_tiles import (
     store_by_tma,
 )
 from .backward_wide import specialize_warps_wide
-from .dq_accumulation import DQ_STORED, atomic_add_dq, in_register_order, reduce_dq
+from .dq_accumulation import DQ_STORED, atomic_add_dq, reduce_dq
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -60,6 +60,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .key_parts import Parts, part_tile, store_part
 from .pipeline import (
     ANY_VALUE,
     TileScheduler,
@@ -69,10 +70,10 @@ from .pipeline import (
     phase,
     read_tile_info,
     release_tile_info,
-    store_float32,
     tma_coordinates,
     wait_tile_info,
 )
+from .register_order import in_register_order
 
 # named barriers; that of warpgroup w and buffer b of dS is + 2 w + b
 DS_STORED: gl.constexpr = gl.constexpr(8)  # w has stored its dS in b
@@ -149,6 +150,7 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
     dk_operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     LOAD_LATE: gl.constexpr = BLOCK_M == 128  # with 128 queries registers are short: operands are loaded last
+    gl.static_assert(not (LOAD_LATE and CONFIG.HAS_TERMS), "P for dV is taken after the derivative of the scores")
     cur = n & 1
     old = cur ^ 1
     zero = opaque(gl.to_tensor(0))  # a known 0 would keep the descriptors of K, V and dS in 64 registers
@@ -227,7 +229,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
-    h = w.h * CONFIG.GROUP
+    h = queries.head
     mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
     zero = opaque(gl.to_tensor(0))
     q = shared.q.tiles.index((n & 1) + zero).reshape([BLOCK_M, D])
@@ -285,9 +287,9 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         n = opaque(n + num_blocks(queries, CONFIG))  # the compiler may not derive its parity
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
-        if outputs.dk_float32.ptr is not None:
-            store_float32(outputs.dk_float32, dk * params.scale, tokens, w.first + 64 * WG, 0)
-            store_float32(outputs.dv_float32, dv, tokens, w.first + 64 * WG, 0)
+        if CONFIG.SPLIT:
+            store_part(outputs.dk_parts, dk, part_tile(w, params) + WG)
+            store_part(outputs.dv_parts, dv, part_tile(w, params) + WG)
         else:
             where = tma_coordinates(outputs.dk, tokens, w.first + 64 * WG)
             store_by_tma(dk * params.scale, staging.dk.index(WG * staging.dk.shape[0] // 2), outputs.dk, where)
@@ -366,8 +368,8 @@ def backward_kernel(
     dq_acc_desc,
     dk,
     dv,
-    dk_float32,
-    dv_float32,
+    dk_parts,
+    dv_parts,
     flag,
     semaphores,
     cu_q,
@@ -380,6 +382,10 @@ def backward_kernel(
     scale,
     padded_tokens,
     ascending_rows,
+    group,
+    query_shift,
+    query_step,
+    padded_keys,
     counter,
     num_tiles,
     rows,
@@ -396,8 +402,9 @@ def backward_kernel(
     start_warps(
         Inputs(q, k, v, do, lse2, delta),
         Params(
-            Outputs(dq_acc, dq_acc_desc, dk, dv, dk_float32, dv_float32, flag, semaphores),
+            Outputs(dq_acc, dq_acc_desc, dk, dv, dk_parts, dv_parts, flag, semaphores),
             *(cu_q, cu_k, n_q, n_k, before, after, scale_log2, scale, padded_tokens, ascending_rows, terms),
+            Parts(group, query_shift, query_step, padded_keys),
             TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2),
             SCORE_MOD,
             MASK_MOD,

@@ -1,8 +1,7 @@
 """From tensors to the launches of the Hopper backward: preprocess, dK, dV and the sums of dQ, postprocess, repair."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -12,37 +11,37 @@ from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, View
-from ..common.kernel_call import KernelCall
-from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, target_of
+from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
 from ..common.repair import repair_backward_kernel
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
-from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
+from ..common.shapes import CallShape, call_shape, new_gradients, view
 from .backward import backward_kernel
+from .backward_schedule import Split, block_dims, choose_split, tile_schedule
 from .backward_tiles import BackwardConfig
-from .descriptors import descriptor, float32_output
+from .descriptors import descriptor
 from .gluon_compat import TensorDescriptor, gl
 from .postprocess import (
     PostprocessConfig,
+    PostprocessTensors,
     PreprocessConfig,
     PreprocessTensors,
     postprocess_kernel,
     preprocess_kernel,
 )
 from .repair_config import STEP, repair_config
-from .support import GPU, is_uneven
+from .support import GPU
 from .tiles import backward_tile
 
 REPAIR_ROWS = 32
-L2_BYTES = 16 << 20  # of Q, dO and dQ that may be in use at once
-TILE_OVERHEAD = 350  # queries that a program could visit in the time it takes to load its keys and store dK and dV
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class Workspace(NamedTuple):
     """The memory that a call needs beside its arguments, in one allocation: the row statistics (batch and head, padded
-    token); and, zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler,
-    the flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ."""
+    token); zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler, the
+    flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ; and with a `split` the parts of dK and
+    dV (see `key_parts.Parts`)."""
 
     lse2: Tensor
     delta: Tensor
@@ -50,37 +49,35 @@ class Workspace(NamedTuple):
     counters: Tensor
     flag: Tensor
     semaphores: Tensor
+    split: Split | None
+    dk_parts: Tensor | None
+    dv_parts: Tensor | None
 
     @property
     def padded_tokens(self) -> int:
         return self.lse2.shape[1]
 
 
-def new_workspace(memory: Memory, size: CallShape) -> Workspace:
-    sizes = workspace_sizes(size)
-    lse2, delta, dq_acc, counters = memory.empty((sum(sizes),), torch.float32).split(sizes)
+def new_workspace(memory: Memory, size: CallShape, split: Split | None) -> Workspace:
+    sizes = workspace_sizes(size, 0 if split is None else split.parts)
+    lse2, delta, dq_acc, counters, dk, dv = memory.empty((sum(sizes),), torch.float32).split(sizes)
     rows, counters = statistics_rows(size), counters.view(torch.int32)
-    return Workspace(
-        lse2.view(rows, -1), delta.view(rows, -1), dq_acc.view(-1, 256), counters, counters[16:], counters[32:]
-    )
+    statistics = lse2.view(rows, -1), delta.view(rows, -1)
+    parts = (None, None, None) if split is None else (split, dk, dv)
+    return Workspace(*statistics, dq_acc.view(-1, 256), counters, counters[16:], counters[32:], *parts)
 
 
 @lru_cache(LIMIT)
-def workspace_sizes(size: CallShape) -> tuple[int, ...]:
-    """Float32 numbers of lse2, delta, dq_acc and the counters."""
+def workspace_sizes(size: CallShape, parts: int) -> tuple[int, ...]:
+    """Float32 numbers of lse2, delta, dq_acc, the counters, and the parts of dK and dV."""
+    d, dv = block_dims(size)
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
-    return tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64
+    keys = parts * size.programs(size.n_k, size.kv_heads, PAD.value) * PAD.value
+    return tokens, tokens, tokens * d, tokens // PAD.value * 4 + 64, keys * d, keys * dv
 
 
 def statistics_rows(size: CallShape) -> int:
     return size.heads * (1 if size.packed else size.batch)
-
-
-def block_dims(size: CallShape) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
-    each of two warpgroups has a multiple of 64 of them."""
-    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
-    return d, max(dv, 128) if d > 128 else dv
 
 
 class Backward(NamedTuple):
@@ -140,7 +137,7 @@ def preprocess_launch(call: Backward) -> Launch:
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, size: CallShape, fold_scale: bool) -> BackwardConfig:
+def backward_config(request: Request, size: CallShape, fold_scale: bool, is_split: bool) -> BackwardConfig:
     block_d, block_dv = block_dims(size)
     has_terms, deterministic = not request.is_plain, request.spec.deterministic
     tile = backward_tile(block_d, plain=not has_terms)
@@ -155,30 +152,21 @@ def backward_config(request: Request, size: CallShape, fold_scale: bool) -> Back
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and block_d > 64,
+        SPLIT=is_split,
     )
-
-
-def tile_schedule(size: CallShape, spec: Spec, block_n: int, num_sms: int) -> tuple[int, int, int, int]:
-    """Tiles per (batch, head) row, rows, rows that are scheduled together, and rows in ascending order."""
-    tiles_per_row = size.tiles(size.n_k, block_n)
-    rows = size.kv_heads * (1 if size.packed else size.batch)
-    rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
-    if not spec.deterministic:
-        return tiles_per_row, rows, rows_in_l2, 0
-    # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
-    rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
-    return tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2
 
 
 def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
     """`score`, `score_scale`, `scale`: as `folded` returns them."""
     request, bwd_inputs, (_, dk, dv), space, size = call
     q, k, v, spec = request[:4]
-    config = backward_config(request, size, score["FOLD"])
+    split = space.split or Split()
+    config = backward_config(request, size, score["FOLD"], space.split is not None)
     if config.HAS_TERMS and not config.FOLD_SCALE:
         score_scale = 1.0  # the scores have been multiplied
-    tiles_per_row, rows, rows_in_l2, ascending_rows = tile_schedule(size, spec, config.BLOCK_N, num_sms)
-    parts = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
+    schedule = tile_schedule(size, spec, split.parts, config.BLOCK_N, num_sms)
+    num_tiles = schedule.tiles_per_row * schedule.rows
+    columns = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
     statistics = (
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
@@ -188,35 +176,38 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
         descriptor(bwd_inputs.dout, config.BLOCK_M, config.DV),
         *statistics,
         *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
-        # with float32 gradients only the box shapes of these two are used
-        descriptor(k if spec.partial else dk, 64, config.D // parts),
-        descriptor(v if spec.partial else dv, 64, config.DV // parts),
-        *(float32_output(dk, spec), float32_output(dv, spec), call.flag, space.semaphores, *call.lengths),
+        # of parts, only the box shapes of these two are used
+        descriptor(k if config.SPLIT else dk, 64, config.D // columns),
+        descriptor(v if config.SPLIT else dv, 64, config.DV // columns),
+        *(space.dk_parts, space.dv_parts, call.flag, space.semaphores, *call.lengths),
+        *(spec.before, spec.after, score_scale * LOG2E.value, scale, space.padded_tokens, schedule.ascending_rows),
+        *(config.GROUP // split.heads, split.queries.bit_length() - 1, split.queries * config.BLOCK_M),
         *(
-            spec.before,
-            spec.after,
-            score_scale * LOG2E.value,
-            scale,
-            space.padded_tokens,
-            ascending_rows,
+            size.tiles(size.n_k, PAD.value) * PAD.value,
             space.counters,
+            num_tiles,
+            schedule.rows,
+            schedule.tiles_per_row,
         ),
-        *(tiles_per_row * rows, rows, tiles_per_row, size.kv_heads, size.batch, rows_in_l2),
+        *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
     )
     options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
     options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}
-    return Launch(backward_kernel, min(tiles_per_row * rows, num_sms), args, options)
+    return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
 def postprocess_launch(call: Backward, scale: float) -> Launch:
-    size, tokens = call.size, call.space.padded_tokens
-    tensors = call.space.dq_acc, view(call.grads[0]), call.flag
-    args = tensors, *call.lengths, scale, tokens, tokens // PAD.value, size.heads, size.batch
-    config = PostprocessConfig(size.d, block_dims(size)[0], not INTERPRETED)
+    size, space, pad = call.size, call.space, PAD.value
+    dq, dk, dv = (view(x) for x in call.grads)
+    tensors = PostprocessTensors(space.dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
+    q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
+    k_total = 2 * size.programs(size.n_k, size.kv_heads, pad) if parts else 0
+    tiles = size.tiles(size.n_q, pad), size.tiles(size.n_k, pad)
+    args = tensors, *call.lengths, scale, *tiles, size.heads, size.kv_heads, size.batch, q_total, parts
+    config = PostprocessConfig(size.d, size.dv, *block_dims(size), not INTERPRETED)
     options = {"CONFIG": config, "num_warps": 8, "launch_pdl": not INTERPRETED}
-    programs = 2 * size.programs(size.n_q, size.heads, PAD.value)
-    return Launch(postprocess_kernel, programs, args, options)
+    return Launch(postprocess_kernel, q_total + k_total, args, options)
 
 
 def repair_launch(call: Backward, num_sms: int) -> Launch:
@@ -241,59 +232,6 @@ def repair_launch(call: Backward, num_sms: int) -> Launch:
     return Launch(repair_backward_kernel, min(max(q_total, k_total), num_sms), args, options)
 
 
-def kv_head_repeats(request: Request, num_sms: int) -> int:
-    """How often each KV head is best repeated, each copy for a part of its query heads. A program owns a tile of keys
-    of a KV head: with few keys and KV heads there are fewer programs than processors, and under a causal mask the
-    longest still run when the others are done. Only if the gradients are float32: they are added without rounding."""
-    spec, size = request.spec, call_shape(request)
-    if not spec.partial or size.heads == size.kv_heads:
-        return 1
-    return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, num_sms)
-
-
-@lru_cache(LIMIT)
-def _kv_head_repeats(size: CallShape, before: int | None, after: int | None, plain: bool, num_sms: int) -> int:
-    row = backward_tile(block_dims(size)[0], plain=plain)
-    group = size.heads // size.kv_heads
-    programs = size.programs(size.n_k, size.kv_heads, row.block_n)
-    queries = -(-size.n_q // size.batch) if size.packed else size.n_q
-    triangle = (before is None) != (after is None)
-    if before is not None and after is not None:
-        queries = min(queries, before + after + row.block_n)
-
-    def time(n: int) -> float:
-        """Estimated, in queries that a program visits. Four more launches cost as much as three tiles."""
-        share = n * programs / num_sms
-        rounds = max(1.0, (share + 1) / 2) if triangle else ceil(share)
-        return rounds * queries * group / n + TILE_OVERHEAD * (3 + share) * (n > 1)
-
-    return min((n for n in (1 << e for e in range(group.bit_length())) if group % n == 0), key=time)
-
-
-def repeat_kv_heads(request: Request, n: int) -> Request:
-    """The same call with each KV head repeated n times."""
-    if n == 1:
-        return request
-    k, v = (x.unsqueeze(-2).expand(*x.shape[:-1], n, -1).flatten(-3, -2) for x in request[1:3])
-    return request._replace(k=k, v=v)
-
-
-def backward(request: Request, bwd_inputs: BackwardInputs) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]]:
-    """A runner (see `backends.protocol`). Tensors: `request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
-    spec, device = request.spec, request.q.device
-    n = kv_head_repeats(request, target_of(device).num_sms)
-    if n == 1:
-        return KernelCall(build_backward(spec), (*request.tensors(), *bwd_inputs), device)
-    split = KernelCall(build_backward(spec), (*repeat_kv_heads(request, n).tensors(), *bwd_inputs), device)
-
-    def run(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        repeated = repeat_kv_heads(Request.of(spec, tensors[:-4]), n).tensors()
-        dq, dk, dv = split((*repeated, *tensors[-4:]))
-        return dq, *(x.unflatten(-2, (-1, n)).sum(-2) for x in (dk, dv))
-
-    return run
-
-
 def build_backward(spec: Spec) -> Build:
     """Tensors: `Request.tensors()`, out, lse, dout, dlse. Results: dq, dk, dv."""
 
@@ -310,7 +248,7 @@ def named_launches(
 ) -> dict[str, Launch]:
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
-    space = new_workspace(memory, call_shape(request))
+    space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
     passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.num_sms)]
     names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)

@@ -22,6 +22,7 @@ from .gluon_compat import (
     tma_store,
     warpgroup_mma,
 )
+from .key_parts import own_blocks, query_heads
 from .pipeline import (
     Tokens,
     apply_mask_mod,
@@ -40,7 +41,8 @@ class BackwardConfig(NamedTuple):
     """The compile-time config of the backward. D, DV: columns of the tiles of Q and K, and of V and dO. A block has
     BLOCK_M queries, a tile BLOCK_N keys; GROUP query heads share a KV head. DQ_BY_TMA: TMA adds dQ to global memory,
     not atomics. FOLD_SCALE: the softmax multiplies q.k by the scale. SCORES_FIRST: the product that would overlap with
-    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers."""
+    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. SPLIT: several
+    programs compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
 
     D: int
     DV: int
@@ -52,6 +54,7 @@ class BackwardConfig(NamedTuple):
     HAS_TERMS: bool = False
     FOLD_SCALE: bool = True
     SCORES_FIRST: bool = False
+    SPLIT: bool = False
 
 
 class Inputs(NamedTuple):
@@ -66,24 +69,23 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; dK and dV, by descriptor or as
-    float32; the flag of the NaN repair pass; a semaphore for each tile of dQ."""
+    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; dK and dV, by descriptor, or with
+    SPLIT their float32 parts; the flag of the NaN repair pass; a semaphore for each tile of dQ."""
 
     dq_acc: tl.tensor
     dq_acc_desc: tl.tensor
     dk: tl.tensor
     dv: tl.tensor
-    dk_float32: tl.tuple
-    dv_float32: tl.tuple
+    dk_parts: tl.tensor
+    dv_parts: tl.tensor
     flag: tl.tensor
     semaphores: tl.tensor
 
 
 class Params(NamedTuple):
     """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `scale_log2` is log2(e),
-    times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC:
-    the tiles of the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see
-    `is_ascending`)."""
+    times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC: the tiles
+    of the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see `is_ascending`)."""
 
     outputs: tl.tuple
     cu_q: tl.tensor
@@ -97,6 +99,7 @@ class Params(NamedTuple):
     padded_tokens: tl.tensor
     ascending_rows: tl.tensor
     terms: tl.tuple
+    parts: tl.tuple
     scheduler: tl.tuple
     SCORE_MOD: tl.constexpr
     MASK_MOD: tl.constexpr
@@ -121,9 +124,9 @@ class RowPipeline(NamedTuple):
 
 
 class QueryRange(NamedTuple):
-    """The queries that see a key tile: [lo, hi) in blocks, for every head of the group, from `start` on in steps of
-    `step` (with a block mask, as `loop_range` counts them). Those inside [full_lo, full_hi) need no mask. `dq_tile` is
-    the number of the first head's first block among all blocks of the padded statistics and of dQ."""
+    """The queries that a key tile visits: [lo, hi) in blocks, for `group` heads from `head` on, from `start` on in
+    steps of `step` (with a block mask, as `loop_range` counts them). Those inside [full_lo, full_hi) need no mask.
+    `dq_tile` is the number of the first head's first block among all blocks of the padded statistics and of dQ."""
 
     start: tl.tensor
     step: tl.tensor
@@ -132,6 +135,9 @@ class QueryRange(NamedTuple):
     full_lo: tl.tensor
     full_hi: tl.tensor
     dq_tile: tl.tensor
+    head: tl.tensor
+    group: tl.tensor
+    shift: tl.tensor
 
 
 class KeyRows(NamedTuple):
@@ -211,31 +217,49 @@ def query_range(w, params, CONFIG: tl.constexpr):
     at = w.first + opaque(w.n_q) - opaque(w.n_k)
     # the forward's band with its sides swapped
     span = band(at, at + CONFIG.BLOCK_N - 1, opaque(w.n_q), params.after, params.before, BLOCK_M)
-    lo, hi = loop_range(span, w, w.h * CONFIG.GROUP, params.terms.blocks, BLOCK_M)
-    hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     row = w.h
     if params.cu_q is None:
         row += w.b * params.scheduler.heads
+    if CONFIG.SPLIT:
+        group = params.parts.group
+        head = query_heads(w.h, params.parts)
+        dq_row = query_heads(row, params.parts)
+        shift = params.parts.shift
+        step = params.parts.step
+    else:
+        group = CONFIG.GROUP
+        head = w.h * CONFIG.GROUP
+        dq_row = row * CONFIG.GROUP
+        shift = 0
+        step = BLOCK_M
+    lo, hi = loop_range(span, w, head, params.terms.blocks, BLOCK_M)
+    hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
+    if CONFIG.SPLIT:
+        lo, hi = own_blocks(lo, hi, w.h, params.parts, BLOCK_M)
     start = lo
-    step = BLOCK_M
     if CONFIG.DETERMINISTIC:
         ascending = is_ascending(row, params, CONFIG)
-        start = tl.where(ascending, start, hi - BLOCK_M)
-        step = tl.where(ascending, BLOCK_M, -BLOCK_M)
+        start = tl.where(ascending, start, hi - step)
+        step = tl.where(ascending, step, -step)
     elif CONFIG.D > 128:
-        start = tl.maximum(tl.minimum(at // BLOCK_M * BLOCK_M, hi - BLOCK_M), start)
+        if CONFIG.SPLIT:
+            start = tl.maximum(tl.minimum(lo + (at - lo) // step * step, hi - step), start)
+        else:
+            start = tl.maximum(tl.minimum(at // BLOCK_M * BLOCK_M, hi - BLOCK_M), start)
     full_hi = tl.where(w.first + CONFIG.BLOCK_N > w.n_k, 0, span.full_hi)
     blocks = opaque(params.padded_tokens) // BLOCK_M
-    if params.cu_q is None:
-        dq_tile = row * CONFIG.GROUP * blocks
-    else:
-        dq_tile = row * CONFIG.GROUP * blocks + (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
-    return QueryRange(start, step, lo, hi, span.full_lo, full_hi, dq_tile)
+    dq_tile = dq_row * blocks
+    if params.cu_q is not None:
+        dq_tile += (w.q0 // PAD + w.b) * (PAD // BLOCK_M)
+    return QueryRange(start, step, lo, hi, span.full_lo, full_hi, dq_tile, head, group, shift)
 
 
 @gluon.jit
 def num_blocks(queries, CONFIG: gl.constexpr):
-    return CONFIG.GROUP * ((queries.hi - queries.lo) // CONFIG.BLOCK_M)
+    if CONFIG.SPLIT:
+        return queries.group * ((queries.hi - queries.lo) // CONFIG.BLOCK_M >> queries.shift)
+    else:
+        return CONFIG.GROUP * ((queries.hi - queries.lo) // CONFIG.BLOCK_M)
 
 
 @gluon.jit
@@ -243,12 +267,12 @@ def next_block(queries, i0, g, CONFIG: gl.constexpr):
     """The block after that at i0 of head g of the group: the next one of this head; DETERMINISTIC, that of the next
     head, which keeps programs that wait for one another at the same queries."""
     if CONFIG.DETERMINISTIC:
-        last = g == CONFIG.GROUP - 1
+        last = g == queries.group - 1
         return gl.where(last, i0 + queries.step, i0), gl.where(last, 0, g + 1)
     elif CONFIG.GROUP == 1 and CONFIG.D <= 128:
-        return i0 + CONFIG.BLOCK_M, g
+        return i0 + queries.step, g
     else:
-        i0 += CONFIG.BLOCK_M
+        i0 += queries.step
         i0 = gl.where(i0 == queries.hi, queries.lo, i0)
         return i0, gl.where(i0 == queries.start, g + 1, g)
 
@@ -328,11 +352,11 @@ def load_rows_stage(rows, n, x, where, statistics, row, column):
 
 
 @gluon.jit
-def load_kv(kv, inputs, w, t):
+def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
     """Producer: loads K and V of the t-th tile."""
     PARTS: gl.constexpr = kv.k.shape[0]
     full = kv.full.index(0)
-    tokens = Tokens(w.b, w.h, w.k0, w.n_k)
+    tokens = Tokens(w.b, queries.head // CONFIG.GROUP if CONFIG.SPLIT else w.h, w.k0, w.n_k)
     mbarrier.wait(kv.empty.index(0), phase(t, 1) ^ 1)
     mbarrier.expect(full, PARTS * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
     for part in gl.static_range(PARTS):
@@ -353,11 +377,11 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
     g = gl.to_tensor(0)
     for m in range(n, n + num_blocks(queries, CONFIG)):
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
-        tokens = Tokens(w.b, w.h * CONFIG.GROUP + g, w.q0, w.n_q)
+        tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
         q_at = tma_coordinates(inputs.q, tokens, i0)
         load_rows_stage(shared.q, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
         if m == n:
-            load_kv(shared.kv, inputs, w, t)
+            load_kv(shared.kv, inputs, w, queries, t, CONFIG)
         do_at = tma_coordinates(inputs.do, tokens, i0)
         load_rows_stage(shared.do, m, inputs.do, do_at, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
@@ -380,7 +404,7 @@ def produce(shared, inputs, tile_info, params, CONFIG: gl.constexpr):
             if queries.hi > queries.lo:
                 load_blocks(shared, inputs, w, queries, n, t, params, CONFIG)
             else:
-                load_kv(shared.kv, inputs, w, t)
+                load_kv(shared.kv, inputs, w, queries, t, CONFIG)
             n += num_blocks(queries, CONFIG)
             t += 1
         tile_id = next_tile_id(scheduler)

@@ -38,7 +38,7 @@ from .backward_tiles import (
     produce,
     query_range,
 )
-from .dq_accumulation import atomic_add_dq, from_register_order, in_register_order, make_order, order_dq
+from .dq_accumulation import atomic_add_dq, make_order, order_dq
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -56,16 +56,17 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .key_parts import part_tile, store_part
 from .pipeline import (
     Tokens,
     make_tile_info,
     phase,
     read_tile_info,
     release_tile_info,
-    store_float32,
     tma_coordinates,
     wait_tile_info,
 )
+from .register_order import from_register_order, in_register_order
 
 # named barriers of both warpgroups
 P_STORED: gl.constexpr = gl.constexpr(8)
@@ -238,7 +239,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     left = w.n_k - w.first
     keys = KeyRows(w, diagonal, left, t)
     i0 = queries.start
-    h = w.h * CONFIG.GROUP
+    h = queries.head
     g = gl.to_tensor(0)
     zero = opaque(gl.to_tensor(0))
     if WG == 0:
@@ -295,9 +296,9 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
         bar_sync(ALL_READ, 256)
-        if outputs.dk_float32.ptr is not None:
-            store_float32(outputs.dk_float32, dk * params.scale, tokens, w.first, D * WG)
-            store_float32(outputs.dv_float32, dv, tokens, w.first, DV * WG)
+        if CONFIG.SPLIT:
+            store_part(outputs.dk_parts, dk, part_tile(w, params) * 2 + WG)
+            store_part(outputs.dv_parts, dv, part_tile(w, params) * 2 + WG)
         else:
             dk_at = tma_coordinates(outputs.dk, tokens, w.first, D * WG)
             dv_at = tma_coordinates(outputs.dv, tokens, w.first, DV * WG)

@@ -5,8 +5,6 @@ A semaphore for each tile of dQ counts the key tiles that have added to it, if D
 
 from typing import NamedTuple
 
-import triton.language as tl
-
 from ..common.device.tile_range import block_at
 from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
 from .gluon_compat import (
@@ -21,6 +19,7 @@ from .gluon_compat import (
     tma_reduce_add,
 )
 from .pipeline import make_mbarriers, phase, release_tile_info, wait_tile_info
+from .register_order import register_order_pointers
 
 # named barrier of a warp that adds dQ, plus the warp's number: dQ is in shared memory
 DQ_STORED: gl.constexpr = gl.constexpr(6)
@@ -41,31 +40,10 @@ def make_order():
 
 
 @gluon.jit
-def in_register_order(dq):
-    """[64, N] as [N / 4, 256] with each thread's values in fours. `postprocess_kernel` restores the order of rows."""
-    N: gl.constexpr = dq.shape[1]
-    x = dq.reshape([4, 2, 8, N // 8, 4, 2])  # warp, half of its rows, row, group of columns, pair, column
-    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
-
-
-@gluon.jit
-def from_register_order(x, LAYOUT: gl.constexpr):
-    """The inverse of `in_register_order`."""
-    N: gl.constexpr = x.shape[0] * 4
-    x = x.reshape([N // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, N])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def atomic_add_dq(dq_acc, dq, tile):
     """dq_acc[tile] += dq, [64, N], in global memory from registers: four values an instruction."""
-    GROUPS: gl.constexpr = dq.shape[1] // 8
-    x = in_register_order(dq).reshape([GROUPS, 512])  # the row is known at compile time, the column from the thread
-    r = gl.arange(0, GROUPS, gl.SliceLayout(1, x.type.layout))[:, None]
-    zero = gl.where(tile < 0, 512, 0)  # a known 0 would keep the sum of pointer and column in registers
-    c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :] + zero
-    first = dq_acc + tl.cast(tile, tl.int64) * (GROUPS * 512)
-    gl.atomic_add(first + c.to(gl.int64) + r.to(gl.int64) * 512, x, sem="relaxed")
+    pointers, x = register_order_pointers(dq_acc, dq, tile)
+    gl.atomic_add(pointers, x, sem="relaxed")
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ TMA_EXTENT: gl.constexpr = gl.constexpr(1 << 30)  # size of a packed descriptor'
 ANY_VALUE = {
     "do_not_specialize": [
         *("n_q", "n_k", "before", "after", "padded_tokens", "ascending_rows"),
+        *("group", "query_shift", "query_step", "padded_keys"),
         *("num_tiles", "rows", "tiles_per_row", "heads", "batch", "rows_in_l2"),
         *("new_tokens", "max_length", "table_stride", "num_pages", "k_page_stride", "v_page_stride"),
     ],

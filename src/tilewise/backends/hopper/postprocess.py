@@ -1,4 +1,4 @@
-"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums."""
+"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums, dK and dV from parts."""
 
 from typing import NamedTuple
 
@@ -38,9 +38,24 @@ class PreprocessConfig(NamedTuple):
     OVERLAP: bool
 
 
+class PostprocessTensors(NamedTuple):
+    """The sums of dQ, the parts of dK and dV (or None); and what is written: dq, dk, dv, and the flag of the NaN repair
+    pass (or None)."""
+
+    dq_acc: tl.tensor
+    dk_parts: tl.tensor
+    dv_parts: tl.tensor
+    dq: tl.tuple
+    dk: tl.tuple
+    dv: tl.tuple
+    flag: tl.tensor
+
+
 class PostprocessConfig(NamedTuple):
     D: int
+    DV: int
     BLOCK_D: int
+    BLOCK_DV: int
     OVERLAP: bool
 
 
@@ -58,28 +73,83 @@ def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG
     store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), Grid(tiles, heads, batch), seqs, CONFIG)
 
 
-@triton.jit(**ANY_SIZE)
-def postprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, scale, padded, tiles, heads, batch, CONFIG: tl.constexpr):
-    """dq = scale * dq_acc, 64 rows at a time; *flag is set if they are not finite. `tensors`: dq_acc, dq, flag.
+@triton.jit
+def load_register_order(ptr, row, COLUMNS: tl.constexpr):
+    """ROWS rows of a float32 buffer, from `row` on, in the order of rows and columns. In memory they are [group of 8
+    columns, warp, row, pair, upper or lower 8 rows, column], as `in_register_order` wrote them."""
+    x = tl.load(ptr + tl.cast(row, tl.int64) * COLUMNS + tl.arange(0, ROWS * COLUMNS))
+    x = tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, COLUMNS])
 
-    In `dq_acc` a tile is [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as `in_register_order`
-    wrote it.
-    """
+
+@triton.jit
+def add_parts(ptr, row, padded, parts, COLUMNS: tl.constexpr):
+    """The sum of ROWS rows of `parts` buffers of `padded` rows, in the order of their numbers."""
+    x = load_register_order(ptr, row, COLUMNS)
+    for part in range(1, parts):
+        x += load_register_order(ptr, row + part * padded, COLUMNS)
+    return x
+
+
+@triton.jit
+def round_keys(tensors, w, first, grid, parts, scale, PACKED: tl.constexpr, CONFIG: tl.constexpr):
+    """dk = scale * the sum of its parts, dv = that of its parts, ROWS rows from `first` on."""
+    padded = grid.tiles * PAD
+    row = (w.h if PACKED else w.b * grid.heads + w.h) * parts * padded + first
+    if PACKED:
+        row += (w.k0 // PAD + w.b) * PAD
+    dk = add_parts(tensors.dk_parts, row, padded, parts, CONFIG.BLOCK_D) * scale
+    store_rows(Rows(tensors.dk, w.b, w.h, w.k0, first, w.n_k), dk, CONFIG.D)
+    dv = add_parts(tensors.dv_parts, row, padded, parts, CONFIG.BLOCK_DV)
+    store_rows(Rows(tensors.dv, w.b, w.h, w.k0, first, w.n_k), dv, CONFIG.DV)
+
+
+@triton.jit
+def round_queries(tensors, w, first, grid, scale, PACKED: tl.constexpr, CONFIG: tl.constexpr):
+    """dq = scale * dq_acc, ROWS rows from `first` on; *flag is set if they are not finite."""
+    row = (w.h if PACKED else w.b * grid.heads + w.h) * grid.tiles * PAD + w.r0 + first
+    x = load_register_order(tensors.dq_acc, row, CONFIG.BLOCK_D) * scale
+    if tensors.flag is not None:
+        bad = tl.sum(x - x, 1)
+        tl.store(tensors.flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
+    store_rows(Rows(tensors.dq, w.b, w.h, w.q0, first, w.n_q), x, CONFIG.D)
+
+
+@triton.jit(**ANY_SIZE)
+def postprocess_kernel(
+    tensors,  # PostprocessTensors
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    scale,
+    q_tiles,
+    k_tiles,
+    heads,
+    kv_heads,
+    batch,
+    q_total,
+    splits,
+    CONFIG: tl.constexpr,
+):
+    """dQ, and of keys that several programs computed dK and dV. There are `q_total` programs of ROWS queries, two for
+    each of the tiles of PAD rows; and of ROWS keys, whose dK and dV have `splits` parts."""
     if CONFIG.OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    dq_acc, dq, flag = tensors
-    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    PACKED: tl.constexpr = cu_q is not None
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
     pid = tl.program_id(0)
-    w = locate(pid // 2, Grid(tiles, heads, batch), Sequences(cu_q, cu_k, n_q, n_k), cu_q, PAD)
-    first = w.first + pid % 2 * ROWS
-    if first < w.n_q:
-        b = w.b if cu_q is None else 0
-        row = (tl.cast(b, tl.int64) * heads + w.h) * padded + w.r0 + first
-        x = tl.load(dq_acc + row * BLOCK_D + tl.arange(0, ROWS * BLOCK_D))
-        x = tl.reshape(x, [BLOCK_D // 8, 4, 8, 4, 2, 2])
-        x = tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, BLOCK_D]) * scale
-        if flag is not None:
-            bad = tl.sum(x - x, 1)
-            tl.store(flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
-        store_rows(Rows(dq, w.b, w.h, w.q0, first, w.n_q), x, CONFIG.D)
+    if pid < q_total:
+        grid = Grid(q_tiles, heads, batch)
+        w = locate(pid // 2, grid, seqs, cu_q, PAD)
+        first = w.first + pid % 2 * ROWS
+        if first < w.n_q:
+            round_queries(tensors, w, first, grid, scale, PACKED, CONFIG)
+    elif tensors.dk_parts is not None:
+        pid -= q_total
+        grid = Grid(k_tiles, kv_heads, batch)
+        w = locate(pid // 2, grid, seqs, cu_k, PAD)
+        first = w.first + pid % 2 * ROWS
+        if first < w.n_k:
+            round_keys(tensors, w, first, grid, splits, scale, PACKED, CONFIG)

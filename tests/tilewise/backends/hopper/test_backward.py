@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace as altered
 from typing import Any
 
@@ -18,7 +19,9 @@ pytestmark = [pytest.mark.usefixtures("triton_runs"), pytest.mark.slow]
 emulator = pytest.importorskip("tilewise_lab.emulator")
 hopper = pytest.importorskip("tilewise.backends.hopper.backward_launches")
 
-from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
+from tilewise.backends.common.launch import DeviceMemory  # noqa: E402
+from tilewise.backends.hopper import backward_schedule  # noqa: E402
+from tilewise.backends.hopper.backward_schedule import Split  # noqa: E402
 
 PLAIN = Case(n_q=150, n_k=150, heads=1, kv_heads=1, d=64, dv=64, dtype="bfloat16", lse_gradient=False)
 WIDE = altered(PLAIN, d=256, dv=256)
@@ -51,16 +54,30 @@ CASES = {
 }
 
 
+class NanMemory(DeviceMemory):
+    """A workspace whose values are NaN until they are written."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return super().empty(shape, dtype).fill_(torch.nan)
+
+
 def gradients(
-    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, num_sms: int = 2, **replaced: Any
+    inputs: Inputs,
+    *,
+    deterministic: bool = False,
+    partial: bool = False,
+    split: Split | None = None,
+    seed: int = 0,
+    num_sms: int = 2,
+    **replaced: Any,
 ) -> list[Tensor]:
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
     out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
-    spec = case.spec._replace(deterministic=deterministic)
-    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    spec = case.spec._replace(deterministic=deterministic, partial=partial)
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
-    space = hopper.new_workspace(DeviceMemory(q.device), hopper.call_shape(request))
+    grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
+    space = hopper.new_workspace(NanMemory(q.device), hopper.call_shape(request), split)
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
     for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, num_sms):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
@@ -89,7 +106,7 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
 @pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
 def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
-    monkeypatch.setattr(hopper, "L2_BYTES", 0)
+    monkeypatch.setattr(backward_schedule, "L2_BYTES", 0)
     case = CASES[name]
     if case.lengths is None:
         case = altered(case, batch=2, n_q=300, n_k=300)
@@ -106,41 +123,55 @@ def test_without_semaphores_they_would(case: Case) -> None:
     assert not all(torch.equal(runs[0], x) for x in runs[1:])
 
 
-@pytest.mark.parametrize("name", ["full", "shared keys", "packed", "lse"])
-def test_copies_of_kv_heads_add_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are more num_sms than programs."""
+SPLIT = {
+    "heads": (altered(PLAIN, heads=4, kv_heads=1, after=0), Split(2)),
+    "each head": (altered(PLAIN, heads=6, kv_heads=2, d=128, dv=128), Split(3)),
+    "blocks": (altered(PLAIN, n_q=500, n_k=300, after=0, dtype="float16"), Split(1, 2)),
+    "128 blocks": (altered(PLAIN, n_q=330, n_k=200, d=128, dv=64, after=0), Split(1, 4)),
+    "heads and blocks": (altered(PLAIN, n_q=300, n_k=300, heads=2, kv_heads=1, batch=2, after=0), Split(2, 2)),
+    "fewer blocks than parts": (altered(PLAIN, n_q=70, n_k=300, after=0), Split(1, 8)),
+    "window": (altered(PLAIN, n_q=400, n_k=400, before=70, after=30, d=128, dv=128), Split(1, 2)),
+    "few queries": (altered(PLAIN, n_q=40, n_k=300, heads=2, kv_heads=1, after=0), Split(2)),
+    "few keys": (altered(PLAIN, n_q=300, n_k=40, after=0), Split(1, 2)),
+    "lse": (altered(PLAIN, heads=2, kv_heads=1, after=0, lse_gradient=True), Split(2)),
+    "packed": (altered(CASES["packed"], heads=4, kv_heads=2), Split(2, 2)),
+    "packed, 72 by 40": (altered(CASES["packed"], d=72, dv=40), Split(1, 2)),
+    "256": (altered(WIDE, n_q=230, n_k=150, heads=2, kv_heads=1, after=0), Split(2)),
+    "256 blocks": (altered(WIDE, n_q=330, n_k=150, after=0), Split(1, 2)),
+    "256 full": (altered(WIDE, n_q=330, n_k=100), Split(1, 4)),
+    "192 by 128, window": (altered(WIDE, n_q=230, n_k=230, d=192, dv=128, before=70, after=30), Split(1, 2)),
+    "256 packed": (altered(CASES["256 packed"], heads=4, kv_heads=2), Split(2, 2)),
+}
 
-    target = Target(hopper.GPU, 64)
 
-    def emulated(build: Any, tensors: Any, device: torch.device) -> Any:
-        def run(tensors: Any) -> Any:
-            built = build(tensors, target, DeviceMemory(device))
-            for launch in built.launches:
-                if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
-                    programs.append(launch.programs)
-                    emulator.launch(*launch)
-                else:
-                    launch()
-            return built.results
-
-        return run
-
-    monkeypatch.setattr(hopper, "KernelCall", emulated)
-    monkeypatch.setattr(hopper, "target_of", lambda _: target)
-    monkeypatch.setattr(hopper, "TILE_OVERHEAD", 0)
-    hopper._kv_head_repeats.cache_clear()
-    programs: list[int] = []
-    inputs = make(altered(CASES[name], heads=4, kv_heads=1), "cpu")
-    case, q, k, v, dout, dlse, cu_q, cu_k = inputs
-    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
-    request = Request(q, k, v, case.spec._replace(partial=True), cu_q=cu_q, cu_k=cu_k)
-    bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
-    found = hopper.backward(request, bwd_inputs)((*request.tensors(), *bwd_inputs))
-    hopper._kv_head_repeats.cache_clear()
-    assert [x.dtype for x in found] == [torch.float32] * 3
-    assert programs == [4 * hopper.call_shape(request).programs(k.shape[-3], 1, 128)]
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize(("case", "split"), SPLIT.values(), ids=SPLIT.keys())
+def test_parts_add_up(case: Case, split: Split, deterministic: bool) -> None:
+    inputs = make(case, "cpu")
     unused = torch.zeros(())
-    check([unused, unused, *(x.to(q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
+    found = gradients(inputs, deterministic=deterministic, split=split, num_sms=5)
+    check([unused, unused, *found], inputs, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("split", [Split(), Split(2)], ids=str)
+@pytest.mark.parametrize("name", ["shared keys", "packed", "256 shared keys"])
+def test_float32_gradients_are_added_without_rounding(name: str, split: Split) -> None:
+    inputs = make(altered(CASES[name], dtype="bfloat16"), "cpu")
+    found = gradients(inputs, partial=True, split=split)
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert all(bool((x != x.bfloat16()).any()) for x in found)
+    unused = torch.zeros(())
+    check([unused, unused, *(x.to(inputs.q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("name", ["heads and blocks", "128 blocks", "packed", "256 blocks"])
+def test_ordered_parts_do_not_depend_on_timing(name: str) -> None:
+    case, split = SPLIT[name]
+    inputs = make(case, "cpu")
+    options: Any = {"deterministic": True, "split": split}
+    first, *others = (gradients(inputs, seed=seed, num_sms=2 + 3 * seed, **options) for seed in range(3))
+    for grads in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
 
 
 def limping(name: str) -> Any:

@@ -37,14 +37,28 @@ CALLS = {
     "128 partial": {"d": 128, "after": 0, "partial": True},
     "128 partial, ordered": {"d": 128, "after": 0, "partial": True, "deterministic": True},
     "256 partial": {"d": 256, "after": 0, "partial": True},
+    "64 split": {"d": 64, "after": 0, "group": 8, "split": [2, 1]},
+    "64 split, packed": {"d": 64, "after": 0, "group": 2, "split": [2, 2], "packed": True},
+    "128 split": {"d": 128, "after": 0, "group": 8, "split": [2, 1]},
+    "128 split, full": {"d": 128, "split": [1, 2]},
+    "128 split, window": {"d": 128, "before": 100, "after": 0, "group": 8, "split": [2, 1]},
+    "128 split, packed": {"d": 128, "after": 0, "group": 4, "split": [2, 1], "packed": True},
+    "128 split, ordered": {"d": 128, "after": 0, "group": 4, "split": [2, 1], "deterministic": True},
+    "128 split, softcap": {"d": 128, "after": 0, "group": 4, "split": [2, 1], "terms": "softcap"},
+    "128 split, document lists": {"d": 128, "group": 2, "split": [2, 1], "terms": "document lists"},
+    "96 split": {"d": 96, "after": 0, "group": 4, "split": [4, 1]},
+    "192 by 128 split, packed": {"d": 192, "dv": 128, "after": 0, "group": 4, "split": [2, 1], "packed": True},
+    "256 split": {"d": 256, "after": 0, "group": 2, "split": [2, 1]},
+    "256 split, ordered": {"d": 256, "group": 2, "split": [2, 2], "deterministic": True},
 }
 # bytes, at most, of what is kept from one key tile to the next, or needed where a block lies on the edge of the mask
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "128 ordered": 8, "128 shared keys": 24}
 SPILLS |= {"256 packed": 16, "256 ordered": 8, "128 softcap": 40, "128 document, packed": 24, "128 bias": 116}
 SPILLS |= {"128 alibi, shared keys": 16, "256 softcap, ordered": 8, "256 document, bias": 8}
-SPILLS |= {"128 partial": 72, "128 partial, ordered": 36, "128 document lists, shared keys": 80}
+SPILLS |= {"128 document lists, shared keys": 80, "128 split, window": 16, "128 split, ordered": 8}
+SPILLS |= {"128 split, document lists": 64}
 
-ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal")  # what other Tritons compile, too
+ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal", "128 split")  # what other Tritons compile, too
 
 
 @pytest.mark.parametrize(("name", "triton"), [*product(CALLS, TRITONS[:1]), *product(ELSEWHERE, TRITONS[1:])])

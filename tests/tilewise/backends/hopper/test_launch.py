@@ -194,24 +194,3 @@ def test_short_causal_calls_have_their_own_row():
     assert tiles.forward_tile(64, 64, banded=True, keys=512).warpgroups == 2
     assert tiles.forward_tile(64, 64, banded=False, keys=512).warpgroups == 3
     assert tiles.forward_tile(64, 64, banded=False, keys=512, plain=False).warpgroups == 2
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "heads", "after", "n"),
-    [
-        (8192, 4096, (8, 2), None, 2),  # 64 programs for 132 processors
-        (4096, 8192, (8, 2), None, 1),  # 128: nothing to be won
-        (8192, 8192, (8, 2), 0, 4),  # 128, the longest of twice the mean
-        (8192, 8192, (32, 8), 0, 4),
-        (8192, 4096, (32, 8), None, 1),
-        (8192, 4096, (8, 8), None, 1),  # no group to divide
-        (8192, 4096, (6, 2), None, 1),  # nor into two halves
-        (128, 128, (8, 1), None, 1),  # nothing worth a copy
-    ],
-)
-def test_kv_heads_are_copied_where_programs_are_few(queries, keys, heads, after, n):
-    from tilewise.backends.hopper.backward_launches import kv_head_repeats
-
-    q, k = (torch.empty(1, m, h, 128, dtype=torch.bfloat16) for m, h in zip((queries, keys), heads, strict=True))
-    assert kv_head_repeats(Request(q, k, k, Spec(0.1, None, after, partial=True)), 132) == n
-    assert kv_head_repeats(Request(q, k, k, Spec(0.1, None, after)), 132) == 1  # whose parts would be rounded

@@ -1,0 +1,154 @@
+"""In what order the Hopper backward computes tiles of keys, and how many programs compute one.
+
+A program computes dK and dV of a tile of keys of a KV head, and visits all queries that see it. With few keys and KV
+heads there are fewer tiles than SMs, and under a causal mask the longest still run when the others are done. Such tiles
+are split: several programs compute one, each for a share of the query heads of the group or, where these are too few,
+of their blocks. Each writes a float32 part of dK and dV, and the postprocess kernel adds the parts.
+"""
+
+from functools import lru_cache
+from heapq import heapreplace
+from itertools import repeat
+from math import ceil, log2
+from typing import NamedTuple
+
+from ...request import LIMIT, Request, Spec
+from ..common.shapes import CallShape, call_shape, padded
+from .support import is_uneven
+from .tiles import BackwardTile, backward_tile
+
+L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are scheduled together
+# The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
+# 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
+FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
+WIDE_FLOPS = 2100.0  # the same for head dims above 128
+BYTES = 19.0  # of memory, of which each SM has its share
+TILE_CYCLES = 4400.0  # the first scores and the last dQ of a tile, which nothing overlaps
+PART_BYTES = 5.8  # of a value of a part: 4, which programs write at the same time
+SPLIT_CYCLES = 1800.0  # of a split, beside the parts' memory
+L2_IN_USE = 56 << 20  # of Q, dO and dQ in use at once, all of which L2 serves; twice as many take L2_MISS more time
+L2_MISS = 0.1
+GAIN = 0.96  # a split that is estimated to take more of the time than this is not worth its memory
+MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end; bounds the parts to 300 MB
+
+
+class Split(NamedTuple):
+    """heads * queries programs compute a tile of keys: each visits 1 / `heads` of the group's query heads, and every
+    `queries`-th of their blocks."""
+
+    heads: int = 1
+    queries: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.heads * self.queries
+
+
+class Schedule(NamedTuple):
+    """`rows` (batch, head, part) triples of `tiles_per_row` tiles each, `rows_in_l2` of them scheduled together. The
+    tiles of the first `ascending_rows` visit their queries in ascending order."""
+
+    tiles_per_row: int
+    rows: int
+    rows_in_l2: int
+    ascending_rows: int
+
+
+def block_dims(size: CallShape) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
+    each of two warpgroups has a multiple of 64 of them."""
+    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
+    return d, max(dv, 128) if d > 128 else dv
+
+
+def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms: int) -> Schedule:
+    """The order of the tiles of a call, each of them split into `parts`."""
+    tiles_per_row = size.tiles(size.n_k, block_n)
+    rows = parts * size.kv_heads * (1 if size.packed else size.batch)
+    # One query head of each row, not the group: with fewer rows together the longest tiles of the last come too late
+    # (32/8 heads, 4 x 4096: 2832 us against 2540; 64/8, D 64, 2 x 8192: 5575 against 5292; 32/8, 16384: the same).
+    rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
+    if not spec.deterministic:
+        return Schedule(tiles_per_row, rows, rows_in_l2, 0)
+    # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
+    rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
+    return Schedule(tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2)
+
+
+def choose_split(request: Request, num_sms: int) -> Split | None:
+    """How tiles of keys are split; None where one program computes a tile and rounds its dK and dV. Float32 gradients
+    (`spec.partial`) are always stored as parts, be it one."""
+    size, spec = call_shape(request), request.spec
+    tile = backward_tile(block_dims(size)[0], plain=request.is_plain)
+    split = _fastest_split(size, spec, tile, num_sms)
+    return split if spec.partial or split.parts > 1 else None
+
+
+@lru_cache(LIMIT)
+def _fastest_split(size: CallShape, spec: Spec, tile: BackwardTile, num_sms: int) -> Split:
+    splits = possible_splits(size, tile.block_n, num_sms)
+    if len(splits) == 1:
+        return Split()
+    whole, *others = (estimated_cycles(size, spec, tile, split, num_sms) for split in splits)
+    best = min(others)
+    return splits[1 + others.index(best)] if best < GAIN * whole else Split()
+
+
+def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
+    """For each number of parts the split with the most shares of query heads; the first is none. Splits into more tiles
+    than the SMs need are left out."""
+    group, tiles = size.heads // size.kv_heads, size.programs(size.n_k, size.kv_heads, block_n)
+    most = max(1, MOST_ROUNDS * num_sms // tiles)
+    heads = [n for n in range(1, group + 1) if group % n == 0]
+    found: dict[int, Split] = {}
+    for split in (Split(n, queries) for queries in (1, 2, 4, 8) for n in heads if n * queries <= most):
+        found.setdefault(split.parts, split)
+    return [found[parts] for parts in sorted(found)]
+
+
+def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
+    """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
+    with one. Packed sequences count as equally long."""
+    d, dv = block_dims(size)
+    has_parts = spec.partial or split.parts > 1
+    heads = size.heads // size.kv_heads // split.heads
+    blocks = blocks_of_tiles(size, spec, tile)
+    schedule = tile_schedule(size, spec, split.parts, tile.block_n, num_sms)
+    rows_at_once = min(schedule.rows * num_sequences(size), max(1.0, num_sms / len(blocks)))
+    in_use = bytes_in_use(size, spec, heads, rows_at_once)
+    products = 2 * tile.block_m * tile.block_n * (3 * d + 2 * dv) / (FLOPS if d <= 128 else WIDE_FLOPS)
+    products *= 1 + L2_MISS * max(0.0, log2(in_use / L2_IN_USE))
+    fixed = TILE_CYCLES + tile.block_n * (d + dv) * (PART_BYTES if has_parts else 2) / BYTES
+    cycles = [ceil(n / split.queries) * heads * products + fixed for n in blocks] * num_sequences(size)
+    busy = [0.0] * num_sms
+    for first in range(0, schedule.rows, schedule.rows_in_l2):
+        rows = min(schedule.rows_in_l2, schedule.rows - first)
+        for tile_cycles in cycles:
+            for _ in repeat(None, rows):
+                heapreplace(busy, busy[0] + tile_cycles)
+    parts_bytes = size.programs(size.n_k, size.kv_heads, 1) * split.parts * (d + dv) * 4
+    return max(busy) + has_parts * (SPLIT_CYCLES + parts_bytes / BYTES / num_sms)
+
+
+def bytes_in_use(size: CallShape, spec: Spec, heads: int, rows_at_once: float) -> float:
+    """Of Q, dO and dQ that the tiles visit which are computed at once. With tiles of different lengths, as under a
+    causal mask, these are at different query heads of the `heads` that each visits."""
+    is_triangle = (spec.before is None) != (spec.after is None)
+    queries = size.n_q / num_sequences(size) * (heads if is_triangle else 1)
+    return rows_at_once * queries * (size.d * 6 + size.dv * 2)
+
+
+def num_sequences(size: CallShape) -> int:
+    """Of a row of tiles."""
+    return size.batch if size.packed else 1
+
+
+def blocks_of_tiles(size: CallShape, spec: Spec, tile: BackwardTile) -> list[int]:
+    """The blocks of queries of one head that see each tile of keys of a sequence."""
+    n_q, n_k = (-(-n // num_sequences(size)) for n in (size.n_q, size.n_k))
+    found = []
+    for first in range(n_q - n_k, n_q, tile.block_n):
+        lo = 0 if spec.after is None else max(first - spec.after, 0)
+        hi = n_q if spec.before is None else min(first + tile.block_n + spec.before, n_q)
+        found.append(max(-(-hi // tile.block_m) - lo // tile.block_m, 0))
+    return found

@@ -1,0 +1,59 @@
+"""Tiles of keys that several programs compute: which queries each visits, and where it stores its part of dK and dV.
+
+`split.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.device.structs import PAD
+from .gluon_compat import gl, gluon, opaque
+from .register_order import register_order_pointers
+
+
+class Parts(NamedTuple):
+    """How a tile of keys is split. A part visits `group` query heads, and of their blocks one in 2^shift: those that
+    begin at multiples of `step` = 2^shift blocks after its first. It counts as a KV head of the tile scheduler: no two
+    of them add to the same block of dQ. It stores `padded_keys` rows of dK and dV, in which packed sequences start at
+    multiples of PAD."""
+
+    group: tl.tensor
+    shift: tl.tensor
+    step: tl.tensor
+    padded_keys: tl.tensor
+
+
+@triton.jit
+def query_heads(h, parts):
+    """The first query head of head h of the tile scheduler."""
+    return (h >> parts.shift) * parts.group
+
+
+@gluon.jit
+def own_blocks(lo, hi, h, parts, BLOCK_M: tl.constexpr):
+    """The first and the end, in steps of parts.step, of the blocks between lo and hi that head h of the tile scheduler
+    visits: the same ones for every tile of keys."""
+    step = opaque(parts.step)
+    lo += (h * BLOCK_M - lo) & (step - 1)
+    return lo, lo + (tl.maximum(hi - lo + step - 1, 0) & -step)
+
+
+@triton.jit
+def part_tile(w, params):
+    """The number of the first 64 keys of the tile w among those of all parts."""
+    row = w.h
+    if params.cu_k is None:
+        row += w.b * params.scheduler.heads
+    row = row * params.parts.padded_keys + w.first
+    if params.cu_k is not None:
+        row += (w.k0 // PAD + w.b) * PAD
+    return row // 64
+
+
+@gluon.jit
+def store_part(parts, x, tile):
+    """parts[tile] = x, [64, N]."""
+    pointers, x = register_order_pointers(parts, x, tile)
+    gl.store(pointers, x)
