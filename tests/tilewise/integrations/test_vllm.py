@@ -68,7 +68,7 @@ def run(backend: Any, x: KvInputs, cache: Tensor, words: dict[str, Any], layers:
     """As vLLM does: write, then attend, in every layer."""
     case = x.case
     impl = backend.get_impl_cls()(case.heads, case.dim, case.dim**-0.5, case.kv_heads, **words)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=told(x, **more))
     pad = torch.full((case.padding, case.kv_heads, case.dim), torch.nan)
     k, v = (torch.cat([x.options[name], pad]) for name in ("k_new", "v_new"))
@@ -119,7 +119,7 @@ def test_against_brute_force(backend: Any) -> None:
 
 def test_other_blocks_share_the_plan(backend: Any) -> None:
     x = inputs(CASE)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
     one = builder.build(0, told(x))
     table, slots = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(15, dtype=torch.int64)
     other = builder.update_block_table(one, table, slots)
@@ -140,7 +140,12 @@ def test_what_it_says_of_itself(backend: Any) -> None:
     assert not backend.supports_head_size(576)
     assert not backend.supports_compute_capability(vllm_stub.DeviceCapability(7, 5))
     captured = told(inputs(CASE))
-    assert builder(None, [], None, torch.device("cpu")).build_for_cudagraph_capture(captured).lengths.eq(1).all()
+    assert (
+        builder(None, [], vllm_stub.vllm_config(), torch.device("cpu"))
+        .build_for_cudagraph_capture(captured)
+        .lengths.eq(1)
+        .all()
+    )
 
 
 def test_a_dry_run_and_refusals(backend: Any) -> None:
