@@ -223,8 +223,8 @@ def report(folder: Path, cases: list[tuple[str, str]]) -> None:
         work = [w for w in GROUPS[group]["work"] if w in x]
         speeds = {w: round(sum(map(len, x[w]["tokens"])) / min(x[w]["seconds"])) for w in work}
         print(
-            f"{group:12s} {backend:9s} engine {x['engine_s']:5.1f} s, {x['compiled_at_start']:3d} kernels at the start, "
-            f"{len(x['compiled_after'])} after; tokens/s {speeds}; repeatable "
+            f"{group:12s} {backend:9s} engine {x['engine_s']:5.1f} s, {x['compiled_at_start']:3d} kernels before, "
+            f"{len(x['compiled_after'])} after the start; tokens/s {speeds}; repeatable "
             f"{[x[w]['repeatable'] for w in work]}"
         )
         base = found.get((group, "FA3"))

@@ -163,8 +163,7 @@ def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
 
 def scratch_lse(q: Tensor) -> Tensor:
     """Memory for an lse that is not returned, with strides that do not depend on the number of tokens: Triton compiles
-    another kernel for a stride that is 1 or a multiple of 16. (The Hopper kernel takes it as contiguous: its values are
-    undefined.)"""
+    another kernel for a stride that is 1 or a multiple of 16."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape[:-1], dtype=dtype).transpose(-1, -2)
 
