@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tilewise
+from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tests.tilewise.integrations import vllm_stub
 from tilewise.integrations import vllm as plugin
+from tilewise.plan_cache import plans
 
 NAME = "tilewise.integrations.vllm_backend"
 
@@ -64,15 +66,27 @@ def told(x: KvInputs, **more: Any) -> vllm_stub.CommonAttentionMetadata:
     )  # fmt: skip
 
 
-def run(backend: Any, x: KvInputs, cache: Tensor, words: dict[str, Any], layers: int = 1, **more: Any) -> Tensor:
+def builder_of(backend: Any) -> Any:
+    return backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
+
+
+def run(
+    backend: Any,
+    x: KvInputs,
+    cache: Tensor,
+    words: dict[str, Any],
+    layers: int = 1,
+    builder: Any = None,
+    **more: Any,
+) -> Tensor:
     """As vLLM does: write, then attend, in every layer."""
     case = x.case
     impl = backend.get_impl_cls()(case.heads, case.dim, case.dim**-0.5, case.kv_heads, **words)
-    builder = backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
+    builder = builder or builder_of(backend)
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=told(x, **more))
-    pad = torch.full((case.padding, case.kv_heads, case.dim), torch.nan)
+    pad = torch.full((case.padding, case.kv_heads, case.dim), torch.nan, dtype=x.q.dtype)
     k, v = (torch.cat([x.options[name], pad]) for name in ("k_new", "v_new"))
-    output = torch.full((x.q.shape[0], case.heads, case.dim), torch.nan)
+    output = torch.full((x.q.shape[0], case.heads, case.dim), torch.nan, dtype=x.q.dtype)
     for _ in range(layers):
         impl.do_kv_cache_update(None, k, v, cache, metadata.slots)
         found = impl.forward(
@@ -94,6 +108,28 @@ def test_a_mixed_batch(backend: Any, layout: str, window: int | None) -> None:
     assert (output[-4:] == 0).all()
     band = {} if window is None else {"window": (window - 1, 0)}
     assert_close(output, tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **band, sinks=sinks))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
+def test_steps_on_kernels(backend: Any, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one builder one after another: other batches, the same batch again. Their plans share memory, and a
+    known shape is not planned anew."""
+    shapes = (CASE, CASE.but(queries=(1, 1, 1, 1), new=(1, 1, 1, 1)), CASE)
+    expected = [inputs(case, torch.float16, seed=n) for n, case in enumerate(shapes)]
+    expected = [tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options) for x in expected]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plans.clear()
+    builder = builder_of(backend)
+    for n, case in enumerate(shapes):
+        x = inputs(case, torch.float16, seed=n)
+        known = len(plans)
+        output = run(backend, x, cache_of(x, "five"), {}, 2, builder)
+        assert_close(output, expected[n], atol=2e-3, rtol=2e-3)
+        assert (len(plans) == known) == (n == 2)
+    (memory,) = builder.memory.values()
+    assert len(memory.blocks["workspace"]) == 1
+    plans.clear()
 
 
 def test_softcap_slopes_and_sequences_that_are_not_causal(backend: Any) -> None:
@@ -119,7 +155,7 @@ def test_against_brute_force(backend: Any) -> None:
 
 def test_other_blocks_share_the_plan(backend: Any) -> None:
     x = inputs(CASE)
-    builder = backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
+    builder = builder_of(backend)
     one = builder.build(0, told(x))
     table, slots = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(15, dtype=torch.int64)
     other = builder.update_block_table(one, table, slots)
