@@ -4,8 +4,8 @@
 
 SITE is a folder with vLLM 0.23 and the packages that it needs (not installed ones, which may be of other versions);
 without --site the installed vLLM is used. Models are small and have dummy weights, so nothing is downloaded. Every case
-is one process with its own engine. All engines start at the same time; then one after another runs the workloads while
-the others wait, so that timings do not disturb each other. Start times are those of engines that start together.
+is one process with its own engine. All engines start at the same time; then those of a group run in turns while all
+others wait. Start times are those of engines that start together.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -61,30 +63,32 @@ GROUPS: dict[str, dict[str, Any]] = {  # name: model, workloads, options of LLM
     },
 }  # fmt: skip
 KV_BYTES = 6 << 30
+FEW_TOKENS = range(3, 19)
+ROUNDS = 3  # timed ones
 
 
 def say(*words: Any) -> None:
     print(f"[{time.strftime('%H:%M:%S')}]", *words, flush=True)
 
 
-def workload(name: str) -> tuple[list[list[int]], int, int]:
-    """(prompts, new tokens of each, how often it runs)"""
+def workload(name: str) -> tuple[list[list[int]], int]:
+    """(prompts, new tokens of each)"""
     draw = random.Random(name)
 
     def prompt(n: int) -> list[int]:
         return [draw.randint(3, 31999) for _ in range(n)]
 
     if name == "small":
-        return [prompt(n) for n in [5, 900, *(draw.randint(5, 900) for _ in range(14))]], 64, 3
+        return [prompt(n) for n in [5, 900, *(draw.randint(5, 900) for _ in range(14))]], 64
     if name == "long":  # the bar of issue 31: 64 requests of 1k in and 256 out
-        return [prompt(1024) for _ in range(64)], 256, 2
+        return [prompt(1024) for _ in range(64)], 256
     if name == "many":  # long and short prompts mixed
-        return [prompt(draw.choice((5, 20, 100, 700, 2500))) for _ in range(128)], 48, 2
+        return [prompt(draw.choice((5, 20, 100, 700, 2500))) for _ in range(128)], 48
     if name == "shared":  # a prefix of 1000 tokens, cached by the first run
         prefix = prompt(1000)
-        return [prefix + prompt(draw.randint(1, 200)) for _ in range(64)], 48, 3
-    if name == "repeats":  # prompts whose n-grams recur
-        return [prompt(12) * draw.randint(2, 20) for _ in range(64)], 96, 2
+        return [prefix + prompt(draw.randint(1, 200)) for _ in range(64)], 48
+    if name == "repeats":  # few different tokens, so n-grams recur
+        return [[draw.choice(FEW_TOKENS) for _ in range(draw.randint(20, 300))] for _ in range(32)], 48
     raise ValueError(name)
 
 
@@ -146,72 +150,125 @@ class Compilations:
         return [name for at, name in self.events if at >= when]
 
 
-def worker(group: str, backend: str, folder: Path) -> None:
-    began = time.perf_counter()
-    name = f"{group}.{backend}"
-    import logging
-
+def set_weights(worker: Any, few_tokens: bool) -> None:
+    """Random weights with which attention decides the tokens. (Those of load_format="dummy" are so small that the next
+    token follows from the last one alone.) `few_tokens`: nearly all tokens are of FEW_TOKENS, so n-grams recur."""
     import torch
+
+    for name, x in worker.get_model().named_parameters():
+        draw = torch.Generator(x.device).manual_seed(zlib.crc32(name.encode()))
+        if "norm" in name:
+            x.data.fill_(2.0 if "q_norm" in name or "k_norm" in name else 1.0)
+            continue
+        gain = {"embed_tokens": 0.5, "lm_head": 3.0, "sinks": 1.0}.get(
+            name.split(".")[-2 if "weight" in name else -1], 2.0
+        )
+        scale = 1.0 if "embed_tokens" in name or "sinks" in name else x.shape[-1] ** -0.5
+        x.data.copy_(torch.randn(x.shape, generator=draw, device=x.device) * gain * scale)
+        if few_tokens and "lm_head" in name:
+            x.data[FEW_TOKENS.start : FEW_TOKENS.stop] *= 3
+
+
+def implementations(worker: Any) -> list[str]:
+    return sorted({type(m.impl).__name__ for m in worker.get_model().modules() if hasattr(m, "impl")})
+
+
+class Engine:
+    """An engine and what it has done."""
+
+    def __init__(self, group: str, backend: str, folder: Path) -> None:
+        import torch
+        from vllm import LLM
+
+        began = time.perf_counter()
+        if backend == "tilewise":
+            from tilewise.integrations.vllm import register
+
+            register()
+        row = GROUPS[group]
+        if row["model"] == "sinks":
+            register_sink_model()
+        words = {
+            "load_format": "dummy", "seed": 0, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_BYTES,
+            "max_model_len": 4096, "max_num_seqs": 256, "dtype": "bfloat16", "skip_tokenizer_init": True,
+            "disable_log_stats": True, "enable_prefix_caching": False, "attention_backend": BACKENDS[backend],
+        }  # fmt: skip
+        self.llm = LLM(model=str(folder / row["model"]), **(words | row["options"]))
+        self.found: dict[str, Any] = {"engine_s": time.perf_counter() - began}
+        self.call = self.llm.llm_engine.model_executor.collective_rpc
+        self.call(set_weights, args=(group == "ngram",))
+        self.found["attention"] = self.call(implementations)[0]
+        self.synchronize = torch.cuda.synchronize
+
+    def generate(self, prompts: list[list[int]], new: int, **words: Any) -> tuple[float, list[Any]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False, **words)
+        self.synchronize()
+        began = time.perf_counter()
+        got = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return time.perf_counter() - began, [o.outputs[0] for o in got]
+
+    def first(self, work: str, with_gaps: bool) -> None:
+        """Tokens, and how far the best of each is before the second; how many requests change with a prompt's start."""
+        prompts, new = workload(work)
+        _, got = self.generate(prompts, new, **({"logprobs": 2} if with_gaps else {}))
+        x = self.found[work] = {"tokens": [list(o.token_ids) for o in got], "seconds": [], "repeatable": True}
+        if with_gaps:
+            best = [[sorted((p.logprob for p in step.values()), reverse=True) for step in o.logprobs] for o in got]
+            x["gaps"] = [[p[0] - p[1] for p in steps] for steps in best]
+        other = [[*reversed(p[: len(p) // 2]), *p[len(p) // 2 :]] for p in prompts[:16]]
+        _, got = self.generate(other, 4)
+        x["changed"] = sum(list(o.token_ids) != t[:4] for o, t in zip(got, x["tokens"], strict=False))
+
+    def timed(self, work: str) -> None:
+        seconds, got = self.generate(*workload(work))
+        x = self.found[work]
+        x["seconds"].append(seconds)
+        x["repeatable"] &= [list(o.token_ids) for o in got] == x["tokens"]
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def worker(group: str, backend: str, folder: Path) -> None:
+    import logging
 
     logging.basicConfig(level=logging.INFO)
     without_nvml()
     compilations = Compilations()
-    from vllm import LLM, SamplingParams
-
-    if backend == "tilewise":
-        from tilewise.integrations.vllm import register
-
-        register()
-    row = GROUPS[group]
-    if row["model"] == "sinks":
-        register_sink_model()
-    words = {
-        "load_format": "dummy", "seed": 0, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_BYTES,
-        "max_model_len": 4096, "max_num_seqs": 256, "dtype": "bfloat16", "skip_tokenizer_init": True,
-        "disable_log_stats": True, "enable_prefix_caching": False, "attention_backend": BACKENDS[backend],
-    }  # fmt: skip
-    imported = time.perf_counter()
-    llm = LLM(model=str(folder / row["model"]), **(words | row["options"]))
-    ready = time.perf_counter()
-    found = {"import_s": imported - began, "engine_s": ready - imported, "compiled_at_start": len(compilations.events)}
-    say(name, found)
+    name = f"{group}.{backend}"
+    engine = Engine(group, backend, folder)
+    engine.found["compiled_before"] = len(compilations.events)
+    say(name, engine.found)
     (folder / f"{name}.ready").touch()
-    while not (folder / f"{name}.turn").exists():
-        time.sleep(0.05)
-    params = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     served = time.perf_counter()
-    for work in row["work"]:
-        prompts, new, runs = workload(work)
-        seconds, tokens = [], []
-        for _ in range(runs):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            got = llm.generate(
-                [{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=new, **params), use_tqdm=False
-            )
-            seconds.append(time.perf_counter() - start)
-            tokens.append([list(o.outputs[0].token_ids) for o in got])
-        found[work] = {"seconds": seconds, "tokens": tokens[-1], "repeatable": all(t == tokens[0] for t in tokens)}
-        say(name, work, [round(s, 3) for s in seconds], f"{sum(map(len, tokens[-1])) / min(seconds):.0f} tokens/s")
-    found["compiled_after"] = compilations.since(served)
-
-    def implementations(w: Any) -> list[str]:
-        return sorted({type(m.impl).__name__ for m in w.get_model().modules() if hasattr(m, "impl")})
-
-    with contextlib.suppress(Exception):
-        found["attention"] = llm.llm_engine.model_executor.collective_rpc(implementations)[0]
-    say(name, "compiled after the start:", found["compiled_after"], found.get("attention"))
-    (folder / f"{name}.json").write_text(json.dumps(found))
+    for n in range(1 + ROUNDS):
+        wait_for(folder / f"{name}.turn{n}")
+        for work in GROUPS[group]["work"]:
+            if n == 0:
+                engine.first(work, with_gaps=group != "ngram")
+            else:
+                engine.timed(work)
+        engine.found["compiled_after"] = compilations.since(served)
+        (folder / f"{name}.json").write_text(json.dumps(engine.found))
+        (folder / f"{name}.done{n}").touch()
 
 
-def compare(a: list[list[int]], b: list[list[int]]) -> str:
-    """How many tokens are equal up to the first difference of every request. One near tie changes all after it."""
-    first = [
-        next((i for i, (x, y) in enumerate(zip(s, t, strict=True)) if x != y), len(s))
-        for s, t in zip(a, b, strict=True)
-    ]
-    same = sum(n == len(s) for n, s in zip(first, a, strict=True))
-    return f"{same} of {len(a)} requests equal ({sum(first)} of {sum(map(len, a))} tokens before a difference)"
+def compare(base: dict[str, Any], x: dict[str, Any]) -> str:
+    """How many requests have equal tokens, and where they differ first, how near the two best tokens were."""
+    a, b = base["tokens"], x["tokens"]
+    first = [next((i for i, (s, t) in enumerate(zip(*z, strict=True)) if s != t), None) for z in zip(a, b, strict=True)]
+    differ = [(n, i) for n, i in enumerate(first) if i is not None]
+    said = f"{len(a) - len(differ)} of {len(a)} requests equal"
+    if differ and "gaps" in base:
+        gaps = sorted(base["gaps"][n][i] for n, i in differ)
+        every = sorted(g for row in base["gaps"] for g in row)
+        said += f"; gaps where they differ first: median {gaps[len(gaps) // 2]:.3f}, largest {gaps[-1]:.3f}"
+        said += f" (of all tokens: median {every[len(every) // 2]:.3f})"
+    return said
 
 
 def report(folder: Path, cases: list[tuple[str, str]]) -> None:
@@ -220,21 +277,21 @@ def report(folder: Path, cases: list[tuple[str, str]]) -> None:
         with contextlib.suppress(OSError):
             found[group, backend] = json.loads((folder / f"{group}.{backend}.json").read_text())
     for (group, backend), x in found.items():
-        work = [w for w in GROUPS[group]["work"] if w in x]
-        speeds = {w: round(sum(map(len, x[w]["tokens"])) / min(x[w]["seconds"])) for w in work}
-        print(
-            f"{group:12s} {backend:9s} engine {x['engine_s']:5.1f} s, {x['compiled_at_start']:3d} kernels before, "
-            f"{len(x['compiled_after'])} after the start; tokens/s {speeds}; repeatable "
-            f"{[x[w]['repeatable'] for w in work]}"
-        )
+        after = x.get("compiled_after", [])
+        before = f"{x['compiled_before']} kernels before the start, {after} after"
+        print(f"{group} {backend}: engine {x['engine_s']:.1f} s, {before}")
         base = found.get((group, "FA3"))
-        if base is not None and backend != "FA3":
-            for w in work:
-                if w in base:
-                    print(
-                        f"{'':12s} {w}: {compare(base[w]['tokens'], x[w]['tokens'])}, "
-                        f"{min(base[w]['seconds']) / min(x[w]['seconds']):.3f} of FA3's speed"
-                    )
+        for work in GROUPS[group]["work"]:
+            row = x.get(work)
+            if row is None or not row["seconds"]:
+                continue
+            tokens = sum(map(len, row["tokens"]))
+            middle = statistics.median(row["seconds"])
+            said = f"    {work}: {tokens / middle:.0f} tokens/s; {row['changed']} of 16 change with the prompt"
+            said += "" if row["repeatable"] else "; runs differ"
+            if base is not None and backend != "FA3" and work in base:
+                said += f"; {statistics.median(base[work]['seconds']) / middle:.3f} of FA3; {compare(base[work], row)}"
+            print(said)
 
 
 def main() -> None:
@@ -285,25 +342,30 @@ def main() -> None:
             processes[group, backend] = subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + given.start
 
-    def is_waited_for(case: tuple[str, str]) -> bool:
-        return processes[case].poll() is None and not (folder / f"{case[0]}.{case[1]}.ready").exists()
+    def is_waited_for(case: tuple[str, str], name: str) -> bool:
+        return processes[case].poll() is None and not (folder / f"{case[0]}.{case[1]}.{name}").exists()
 
-    while time.monotonic() < deadline and any(map(is_waited_for, cases)):
+    while time.monotonic() < deadline and any(is_waited_for(case, "ready") for case in cases):
         time.sleep(0.2)
     for case in cases:
-        if is_waited_for(case):
+        if is_waited_for(case, "ready"):
             say(*case, "has not started in time")
             processes[case].kill()
-    for group, backend in cases:
-        (folder / f"{group}.{backend}.turn").touch()
-        processes[group, backend].wait()
-        lines = (folder / f"{group}.{backend}.log").read_text(errors="replace").splitlines()
-        if processes[group, backend].returncode:
-            print("\n".join(x[:300] for x in lines[-30:]), flush=True)
-        else:
-            shown = [x for x in lines if x.startswith("[") or "tilewise:" in x or "JIT compilation during" in x]
-            print("\n".join(x[:300] for x in shown), flush=True)
-    report(folder, cases)
+            processes[case].wait()
+    groups = list(dict.fromkeys(group for group, _ in cases))
+    for group in groups:  # the engines of a group in turns
+        for n in range(1 + ROUNDS):
+            for case in cases:
+                if case[0] == group:
+                    (folder / f"{case[0]}.{case[1]}.turn{n}").touch()
+                    while is_waited_for(case, f"done{n}"):
+                        time.sleep(0.01)
+        report(folder, [case for case in cases if case[0] == group])
+        sys.stdout.flush()
+    for case in cases:
+        lines = (folder / f"{case[0]}.{case[1]}.log").read_text(errors="replace").splitlines()
+        shown = [x for x in lines if x.startswith("[") or "tilewise:" in x or "JIT compilation during" in x]
+        print("\n".join(x[:300] for x in (lines[-30:] if processes[case].wait() else shown)), flush=True)
 
 
 if __name__ == "__main__":
