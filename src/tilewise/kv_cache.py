@@ -304,7 +304,13 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
     if CHECK_CONTENTS or not is_eager():
         return None
-    return signature(name, tensors, options, os.environ.get(KV_TILE) if options.get("plan") is None else None)
+    plan = options.get("plan")
+    if type(plan) is not KvPlan:
+        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
+    tensors += plan[:3]
+    others = {option: value for option, value in options.items() if option != "plan"}
+    # the shape has 25 items: as one part, and the types as another, because True == 1
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend)
 
 
 def _prepared(

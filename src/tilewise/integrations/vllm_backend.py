@@ -65,9 +65,8 @@ def layers_of(spec: Any, names: list[str], vllm_config: Any) -> list[AttentionLa
             continue
         shape = TilewiseBackend.get_kv_cache_shape(2, spec.block_size, spec.num_kv_heads, spec.head_size)
         k, v = caches(torch.empty(shape, dtype=spec.dtype, device="meta"), spec.head_size)
-        options = impl.options | {"alibi_slopes": impl.slopes, "causal": True}
-        kind = impl.num_heads, *[x is not None if isinstance(x, Tensor) else x for x in options.values()]
-        found[kind] = AttentionLayer(impl.num_heads, k, v, vllm_config.model_config.dtype, options)
+        kind = impl.num_heads, *[x is not None if isinstance(x, Tensor) else x for x in impl.options.values()]
+        found[kind] = AttentionLayer(impl.num_heads, k, v, vllm_config.model_config.dtype, impl.options)
     return [*found.values()]
 
 
@@ -137,9 +136,10 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.sinks, self.kv_cache_dtype = float(scale), sinks, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
-        self.options = {
+        self.options: dict[str, Any] = {
+            "causal": True,
+            "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
             "scale": self.scale,
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
@@ -172,12 +172,15 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise AttentionError("output_scale", "a tensor", "None: quantised outputs are not supported")
-        if self.slopes is not None and self.slopes.device != query.device:
-            self.slopes = self.slopes.to(query.device)
+        slopes = self.options["alibi_slopes"]
+        if slopes is not None and slopes.device != query.device:
+            self.options["alibi_slopes"] = slopes.to(query.device)
         causal, tokens = attn_metadata.causal, attn_metadata.tokens
-        options = self.options | {"alibi_slopes": self.slopes, "causal": causal}
+        options = self.options
         if isinstance(causal, Tensor):
-            options |= {"causal": False, "mask_mod": causal_where(causal.int())}
+            options = options | {"causal": False, "mask_mod": causal_where(causal.int())}
+        elif not causal:
+            options = options | {"causal": False}
         out = output.view(-1, self.num_heads, self.head_size)[:tokens]
         attn_metadata.attend(query[:tokens], *caches(kv_cache, self.head_size), out, **options)
         return output
