@@ -61,8 +61,9 @@ def told(x: KvInputs, **more: Any) -> vllm_stub.CommonAttentionMetadata:
     ]
     cu = x.options["cu_seqlens_q"]
     return vllm_stub.CommonAttentionMetadata(
-        cu, cu, torch.tensor(totals, dtype=torch.int32), len(totals), x.q.shape[0], 5, 64, table,
-        torch.tensor([*slots, *[-1] * case.padding]), **more,
+        cu, cu, torch.tensor(totals, dtype=torch.int32, device=cu.device), len(totals), x.q.shape[0],
+        max(case.each(case.queries)), 64, table,
+        torch.tensor([*slots, *[-1] * case.padding], device=cu.device), **more,
     )  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def run(
     impl = backend.get_impl_cls()(case.heads, case.dim, case.dim**-0.5, case.kv_heads, **words)
     builder = builder or builder_of(backend)
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=told(x, **more))
-    pad = torch.full((case.padding, case.kv_heads, case.dim), torch.nan, dtype=x.q.dtype)
+    pad = x.q.new_full((case.padding, case.kv_heads, case.dim), torch.nan)
     k, v = (torch.cat([x.options[name], pad]) for name in ("k_new", "v_new"))
-    output = torch.full((x.q.shape[0], case.heads, case.dim), torch.nan, dtype=x.q.dtype)
+    output = x.q.new_full((x.q.shape[0], case.heads, case.dim), torch.nan)
     for _ in range(layers):
         impl.do_kv_cache_update(None, k, v, cache, metadata.slots)
         found = impl.forward(
