@@ -47,6 +47,10 @@ def caches(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def first_rows(x: Tensor, n: int) -> Tensor:
+    return x if x.shape[0] == n else x[:n]
+
+
 def step_limits(vllm_config: Any) -> StepLimits:
     """What vLLM's settings say about its steps."""
     scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
@@ -147,13 +151,21 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             "window": None if sliding_window is None else (sliding_window - 1, 0),
         }
         self.write = Writer()
+        self.known: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
+
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The views `caches` of this layer's cache, made again only for another tensor or memory."""
+        known = self.known
+        if known is None or known[0] is not kv_cache or known[1] != kv_cache.data_ptr():
+            known = self.known = kv_cache, kv_cache.data_ptr(), caches(kv_cache, self.head_size)
+        return known[2]
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes the tokens that have slots: the first of a padded batch."""
         tokens = slot_mapping.shape[0]
-        self.write(key[:tokens], value[:tokens], *caches(kv_cache, self.head_size), slot_mapping)
+        self.write(first_rows(key, tokens), first_rows(value, tokens), *self.caches(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -181,8 +193,8 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             options = options | {"causal": False, "mask_mod": causal_where(causal.int())}
         elif not causal:
             options = options | {"causal": False}
-        out = output.view(-1, self.num_heads, self.head_size)[:tokens]
-        attn_metadata.attend(query[:tokens], *caches(kv_cache, self.head_size), out, **options)
+        out = first_rows(output.view(-1, self.num_heads, self.head_size), tokens)
+        attn_metadata.attend(first_rows(query, tokens), *self.caches(kv_cache), out, **options)
         return output
 
 

@@ -166,6 +166,17 @@ def test_other_blocks_share_the_plan(backend: Any) -> None:
     assert other.plans is one.plans
 
 
+def test_views_of_a_cache_are_kept_while_it_stays(backend: Any) -> None:
+    impl = backend.get_impl_cls()(4, 16, 0.25, 2)
+    one, other = torch.zeros(3, 2, 8, 2, 16), torch.ones(3, 2, 8, 2, 16)
+    assert impl.caches(one) is impl.caches(one)
+    assert [x.data_ptr() for x in impl.caches(other)] == [x.data_ptr() for x in other.unbind(1)]
+    first = impl.caches(one)
+    one.set_(other.clone())  # type: ignore[arg-type]
+    assert impl.caches(one) is not first
+    assert (impl.caches(one)[1] == 1).all()
+
+
 def test_what_it_says_of_itself(backend: Any) -> None:
     builder = backend.get_builder_cls()
     assert builder.get_cudagraph_support(None, None) == vllm_stub.AttentionCGSupport.ALWAYS

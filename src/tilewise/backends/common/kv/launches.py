@@ -201,7 +201,8 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         OVERLAP=can_overlap(target.gpu),
         LARGE_SCORES=terms.large_scores is not None,
     )
-    sizes = (partition.programs, partition.items, partition.slots, partition.rows, request.cache_index.batch)
+    rows = (partition.rows, partition.tile.block_m)
+    sizes = (partition.programs, partition.items, partition.slots, *rows, request.cache_index.batch)
     args = (buffers_of(kv), terms.sinks, *sizes)
     return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
 
