@@ -29,7 +29,7 @@ LAYERS = (
     "compat",
     "integrations",
     "distributed",
-    "api kv_cache warmup",
+    "api kv_cache warmup kv_warmup",
     "autograd",
     "ops",
     "plan_cache",
@@ -52,7 +52,7 @@ ONLY_FOR = {
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol warmup"
-    " distributed.calls",
+    " kv_warmup distributed.calls",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 

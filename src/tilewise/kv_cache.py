@@ -138,12 +138,72 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
         return KvPlan(schedule, workspace, ops.new_lse(request.call.q), shape)
     if old is None:
         name = choose(request).backend.name
-        old = KvPlan(*ops.new_schedule(request), ops.new_lse(request.call.q), shape, name)
+        old = KvPlan(*ops.new_schedule(request), ops.scratch_lse(request.call.q), shape, name)
     if traced:
         torch.ops.tilewise.plan_kv(old.schedule, *attend_arguments(request))
     else:
         ops.schedule(request, old.schedule)
     return old
+
+
+class PlanMemory:
+    """Memory for plans that are used one after another, as large as the largest. It is kept as long as this object,
+    because a CUDA graph that was captured with a plan writes into it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[Tensor]] = {"schedule": [], "workspace": [], "lse": []}
+
+    def empty(self, name: str, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """`numel` elements on the device of `like`. Blocks grow by factors of two, so all of them together are at most
+        twice the largest."""
+        blocks = self.blocks[name]
+        if not blocks or blocks[-1].numel() < numel:
+            blocks.append(like.new_empty(max(numel, 2 * blocks[-1].numel() if blocks else 0), dtype=dtype))
+        return blocks[-1][:numel]
+
+    def plan(self, q: Tensor, known: PreparedPlan) -> KvPlan:
+        """An unwritten plan."""
+        schedule = self.empty("schedule", q, known.sizes[0], torch.int64)
+        workspace = self.empty("workspace", q, known.sizes[1], torch.float32)
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = self.empty("lse", q, q.shape[:-1].numel(), dtype).view(q.shape[:-1]).transpose(-1, -2)
+        return KvPlan(schedule, workspace, lse, known.shape, known.backend)
+
+
+class PreparedPlan(NamedTuple):
+    """What `plan_kv_in` keeps of a call: the runner of the schedule and the indices of its tensors among the arguments,
+    as in `Prepared`; the sizes of schedule and workspace; the rest of the plan."""
+
+    runner: Runner
+    order: tuple[int, ...] | None
+    sizes: tuple[int, int]
+    shape: tuple[Any, ...]
+    backend: str
+
+
+def plan_kv_in(
+    memory: PlanMemory, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, **options: Any
+) -> KvPlan:
+    """`plan_kv` for the steps of a serving engine: the plan is made in given memory, over the plan before it, and calls
+    of a known signature are not checked again."""
+    tensors: list[Any] = [q, k_cache, v_cache, lengths]
+    key = _signature("plan_kv", tensors, options)
+    known: PreparedPlan | None = None if key is None else plans.get(key)
+    request = None
+    if known is None:
+        request = checks.attend_request(q, k_cache, v_cache, lengths, checks.kv_options(options))  # type: ignore[arg-type]
+        name, backend = choose(request).backend.name, ops.kv_backend(request)
+        sizes = backend.schedule_sizes(request)
+        schedule = memory.empty("schedule", q, sizes[0], torch.int64)
+        runner = ops.runner_of("schedule", (request, schedule), lambda: backend.schedule(request, schedule))
+        order = positions(structure_of(request)[0], [x for x in tensors if isinstance(x, Tensor)])
+        known = PreparedPlan(runner, order, sizes, _shape_of(request), name)  # type: ignore[arg-type]
+        plans.keep(key if order is not None else None, known)
+    plan = memory.plan(q, known)
+    if known.sizes[0]:
+        wanted = structure_of(request)[0] if request is not None else [tensors[n] for n in known.order or ()]
+        known.runner([*wanted, plan.schedule])
+    return plan
 
 
 @_takes_options
@@ -244,7 +304,13 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
     if CHECK_CONTENTS or not is_eager():
         return None
-    return signature(name, tensors, options, os.environ.get(KV_TILE) if options.get("plan") is None else None)
+    plan = options.get("plan")
+    if type(plan) is not KvPlan:
+        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
+    tensors += plan[:3]
+    others = {option: value for option, value in options.items() if option != "plan"}
+    # the shape has 25 items: as one part, and the types as another, because True == 1
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend)
 
 
 def _prepared(

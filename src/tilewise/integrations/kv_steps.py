@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_cache import append_kv, attention_kv, plan_kv
+from ..kv_cache import PlanMemory, append_kv, attention_kv, plan_kv, plan_kv_in
 from ..kv_request import KvPlan
+
+Memory = dict[Any, PlanMemory]
 
 
 class Plans(dict[Any, KvPlan]):
@@ -22,14 +24,25 @@ class Plans(dict[Any, KvPlan]):
     2
 
     During the capture of a CUDA graph new plans are made, as part of the graph.
+
+    Args:
+        memory: where the plans of one kind of layer after another step are made; None: each plan has its own.
     """
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        self.memory = memory
 
     def of(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, options: dict[str, Any]) -> KvPlan:
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = q.shape, k_cache.shape[1:], v_cache.shape[3], options.get("causal"), options.get("window"), captured
-        plan = self.get(key)
+        kind = q.shape[1:], k_cache.shape[1:], v_cache.shape[3], options.get("causal"), options.get("window")
+        plan = self.get((q.shape, captured, kind))
         if plan is None:
-            plan = self[key] = plan_kv(q, k_cache, v_cache, lengths, **options)
+            if self.memory is None:
+                plan = plan_kv(q, k_cache, v_cache, lengths, **options)
+            else:
+                memory = self.memory.setdefault(kind, PlanMemory())
+                plan = plan_kv_in(memory, q, k_cache, v_cache, lengths, **options)
+            self[q.shape, captured, kind] = plan
         return plan
 
 
@@ -41,18 +54,27 @@ class Step:
         cu_seqlens_q: offsets of the queries.
         page_table: the pages of each sequence.
         max_seqlen_q: the most queries of one sequence.
+        backend: as in `attention_kv`, on a GPU.
+        memory: as of `Plans`.
     """
 
-    def __init__(self, lengths: Tensor, cu_seqlens_q: Tensor, page_table: Any, max_seqlen_q: int) -> None:
+    def __init__(
+        self,
+        lengths: Tensor,
+        cu_seqlens_q: Tensor,
+        page_table: Any,
+        max_seqlen_q: int,
+        backend: str = "triton",
+        memory: Memory | None = None,
+    ) -> None:
         self.lengths = lengths
-        backend = _backend(lengths)
         self.options = {
             "cu_seqlens_q": cu_seqlens_q,
             "page_table": page_table,
             "max_seqlen_q": max_seqlen_q,
-            "backend": backend,
+            "backend": backend if lengths.is_cuda else "auto",
         }
-        self.plans = Plans()
+        self.plans = Plans(memory)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, **options: Any) -> None:
         """Writes the attention of a layer into out."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from copy import copy
 from typing import Any, ClassVar
 
@@ -19,10 +21,12 @@ from vllm.v1.attention.backend import (
 )
 
 from ..errors import AttentionError
+from ..kv_warmup import AttentionLayer, StepLimits, compile_steps
 from ..mods.modifier import mask_mod
 from ..request import MAX_HEAD_DIM
-from .kv_steps import Step, Writer
+from .kv_steps import Memory, Step, Writer
 
+log = logging.getLogger("tilewise")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SPLIT = 4096  # keys in a split if vLLM requires results that do not depend on the batch
 
@@ -43,23 +47,60 @@ def caches(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+def first_rows(x: Tensor, n: int) -> Tensor:
+    return x if x.shape[0] == n else x[:n]
+
+
+def step_limits(vllm_config: Any) -> StepLimits:
+    """What vLLM's settings say about its steps."""
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config
+    most = getattr(drafts, "num_speculative_tokens", None) or 0
+    length = vllm_config.model_config.max_model_len
+    return StepLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, length, most)
+
+
+def layers_of(spec: Any, names: list[str], vllm_config: Any) -> list[AttentionLayer]:
+    """The kinds of attention layers with this cache. Layers that are not ours, such as those of a draft model with
+    another backend, are left out."""
+    context, found = vllm_config.compilation_config.static_forward_context, {}
+    for name in names:
+        impl = getattr(context.get(name), "impl", None)
+        if not isinstance(impl, TilewiseImpl):
+            continue
+        shape = TilewiseBackend.get_kv_cache_shape(2, spec.block_size, spec.num_kv_heads, spec.head_size)
+        k, v = caches(torch.empty(shape, dtype=spec.dtype, device="meta"), spec.head_size)
+        kind = impl.num_heads, *[x is not None if isinstance(x, Tensor) else x for x in impl.options.values()]
+        found[kind] = AttentionLayer(impl.num_heads, k, v, vllm_config.model_config.dtype, impl.options)
+    return [*found.values()]
+
+
 class Metadata(Step, AttentionMetadata):  # type: ignore[misc]
-    def __init__(self, common: Any) -> None:
-        super().__init__(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.max_query_len)
+    def __init__(self, common: Any, limits: StepLimits, memory: Memory) -> None:
+        most, lengths = limits.max_seqlen_q(common.max_query_len), common.seq_lens
+        offsets = common.query_start_loc[: lengths.shape[0] + 1]
+        super().__init__(lengths, offsets, common.block_table_tensor, most, limits.backend(most), memory)
         self.tokens, self.causal, self.slots = common.num_actual_tokens, common.causal, common.slot_mapping
 
 
 class TilewiseBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Makes metadata without reading from the device. The layers plan, in the CUDA graph if there is one."""
+    """Makes metadata without reading from the device. The first layer of a step plans, in the CUDA graph if there is
+    one, into memory that the steps share. Making the builder compiles all kernels that a step can need."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.memory: Memory = {}
+        self.limits = step_limits(vllm_config)
+        began = time.perf_counter()
+        layers = layers_of(kv_cache_spec, layer_names, vllm_config) if device.type == "cuda" else []
+        count = compile_steps(layers, self.limits, device)
+        if count:
+            log.info(f"tilewise: {count} kernels for {len(layer_names)} layers in {time.perf_counter() - began:.1f} s")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        return Metadata(common_attn_metadata)
+        return Metadata(common_attn_metadata, self.limits, self.memory)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         """vLLM captures with the largest lengths, which is slow; the graph is the same for any."""
@@ -99,9 +140,10 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.sinks, self.kv_cache_dtype = float(scale), sinks, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
-        self.options = {
+        self.options: dict[str, Any] = {
+            "causal": True,
+            "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32),
             "scale": self.scale,
             "softcap": logits_soft_cap or None,
             "sinks": sinks,
@@ -109,13 +151,21 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             "window": None if sliding_window is None else (sliding_window - 1, 0),
         }
         self.write = Writer()
+        self.known: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
+
+    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The views `caches` of this layer's cache, made again only for another tensor or memory."""
+        known = self.known
+        if known is None or known[0] is not kv_cache or known[1] != kv_cache.data_ptr():
+            known = self.known = kv_cache, kv_cache.data_ptr(), caches(kv_cache, self.head_size)
+        return known[2]
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes the tokens that have slots: the first of a padded batch."""
         tokens = slot_mapping.shape[0]
-        self.write(key[:tokens], value[:tokens], *caches(kv_cache, self.head_size), slot_mapping)
+        self.write(first_rows(key, tokens), first_rows(value, tokens), *self.caches(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -134,14 +184,17 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise AttentionError("output_scale", "a tensor", "None: quantised outputs are not supported")
-        if self.slopes is not None and self.slopes.device != query.device:
-            self.slopes = self.slopes.to(query.device)
+        slopes = self.options["alibi_slopes"]
+        if slopes is not None and slopes.device != query.device:
+            self.options["alibi_slopes"] = slopes.to(query.device)
         causal, tokens = attn_metadata.causal, attn_metadata.tokens
-        options = self.options | {"alibi_slopes": self.slopes, "causal": causal}
+        options = self.options
         if isinstance(causal, Tensor):
-            options |= {"causal": False, "mask_mod": causal_where(causal.int())}
-        out = output.view(-1, self.num_heads, self.head_size)[:tokens]
-        attn_metadata.attend(query[:tokens], *caches(kv_cache, self.head_size), out, **options)
+            options = options | {"causal": False, "mask_mod": causal_where(causal.int())}
+        elif not causal:
+            options = options | {"causal": False}
+        out = first_rows(output.view(-1, self.num_heads, self.head_size), tokens)
+        attn_metadata.attend(first_rows(query, tokens), *self.caches(kv_cache), out, **options)
         return output
 
 

@@ -118,6 +118,21 @@ def test_an_error_of_warmup_itself_is_raised_and_the_next_call_compiles(monkeypa
     assert compile_launches(launches(fine)) == ["fine"]
 
 
+@needs_async
+def test_an_error_of_parsing_in_two_threads_is_compiled_again() -> None:
+    """CPython's ast.parse may raise SystemError where two threads are parsing."""
+    threads: list[str] = []
+
+    def parse() -> None:
+        threads.append(threading.current_thread().name)
+        if len(threads) == 1:
+            raise SystemError("AST constructor recursion depth mismatch")
+
+    assert compile_launches(launches(Kernel("parsed", parse), Kernel("fine"))) == ["parsed", "fine"]
+    assert len(threads) == 2
+    assert threads[1] == threading.current_thread().name
+
+
 def test_threads_compile_at_once() -> None:
     kernels = [Kernel(str(n)) for n in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tilewise
+from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tests.tilewise.integrations import vllm_stub
 from tilewise.integrations import vllm as plugin
+from tilewise.plan_cache import plans
 
 NAME = "tilewise.integrations.vllm_backend"
 
@@ -59,20 +61,33 @@ def told(x: KvInputs, **more: Any) -> vllm_stub.CommonAttentionMetadata:
     ]
     cu = x.options["cu_seqlens_q"]
     return vllm_stub.CommonAttentionMetadata(
-        cu, cu, torch.tensor(totals, dtype=torch.int32), len(totals), x.q.shape[0], 5, 64, table,
-        torch.tensor([*slots, *[-1] * case.padding]), **more,
+        cu, cu, torch.tensor(totals, dtype=torch.int32, device=cu.device), len(totals), x.q.shape[0],
+        max(case.each(case.queries)), 64, table,
+        torch.tensor([*slots, *[-1] * case.padding], device=cu.device), **more,
     )  # fmt: skip
 
 
-def run(backend: Any, x: KvInputs, cache: Tensor, words: dict[str, Any], layers: int = 1, **more: Any) -> Tensor:
+def builder_of(backend: Any) -> Any:
+    return backend.get_builder_cls()(None, ["layer"], vllm_stub.vllm_config(), torch.device("cpu"))
+
+
+def run(
+    backend: Any,
+    x: KvInputs,
+    cache: Tensor,
+    words: dict[str, Any],
+    layers: int = 1,
+    builder: Any = None,
+    **more: Any,
+) -> Tensor:
     """As vLLM does: write, then attend, in every layer."""
     case = x.case
     impl = backend.get_impl_cls()(case.heads, case.dim, case.dim**-0.5, case.kv_heads, **words)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = builder or builder_of(backend)
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=told(x, **more))
-    pad = torch.full((case.padding, case.kv_heads, case.dim), torch.nan)
+    pad = x.q.new_full((case.padding, case.kv_heads, case.dim), torch.nan)
     k, v = (torch.cat([x.options[name], pad]) for name in ("k_new", "v_new"))
-    output = torch.full((x.q.shape[0], case.heads, case.dim), torch.nan)
+    output = x.q.new_full((x.q.shape[0], case.heads, case.dim), torch.nan)
     for _ in range(layers):
         impl.do_kv_cache_update(None, k, v, cache, metadata.slots)
         found = impl.forward(
@@ -94,6 +109,28 @@ def test_a_mixed_batch(backend: Any, layout: str, window: int | None) -> None:
     assert (output[-4:] == 0).all()
     band = {} if window is None else {"window": (window - 1, 0)}
     assert_close(output, tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **band, sinks=sinks))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
+def test_steps_on_kernels(backend: Any, triton_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one builder one after another: other batches, the same batch again. Their plans share memory, and a
+    known shape is not planned anew."""
+    shapes = (CASE, CASE.but(queries=(1, 1, 1, 1), new=(1, 1, 1, 1)), CASE)
+    expected = [inputs(case, torch.float16, seed=n) for n, case in enumerate(shapes)]
+    expected = [tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options) for x in expected]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plans.clear()
+    builder = builder_of(backend)
+    for n, case in enumerate(shapes):
+        x = inputs(case, torch.float16, seed=n)
+        known = len(plans)
+        output = run(backend, x, cache_of(x, "five"), {}, 2, builder)
+        assert_close(output, expected[n], atol=2e-3, rtol=2e-3)
+        assert (len(plans) == known) == (n == 2)
+    (memory,) = builder.memory.values()
+    assert len(memory.blocks["workspace"]) == 1
+    plans.clear()
 
 
 def test_softcap_slopes_and_sequences_that_are_not_causal(backend: Any) -> None:
@@ -119,7 +156,7 @@ def test_against_brute_force(backend: Any) -> None:
 
 def test_other_blocks_share_the_plan(backend: Any) -> None:
     x = inputs(CASE)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    builder = builder_of(backend)
     one = builder.build(0, told(x))
     table, slots = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(15, dtype=torch.int64)
     other = builder.update_block_table(one, table, slots)
@@ -127,6 +164,17 @@ def test_other_blocks_share_the_plan(backend: Any) -> None:
     assert one.options["page_table"] is x.options["page_table"]
     assert other.slots is slots
     assert other.plans is one.plans
+
+
+def test_views_of_a_cache_are_kept_while_it_stays(backend: Any) -> None:
+    impl = backend.get_impl_cls()(4, 16, 0.25, 2)
+    one, other = torch.zeros(3, 2, 8, 2, 16), torch.ones(3, 2, 8, 2, 16)
+    assert impl.caches(one) is impl.caches(one)
+    assert [x.data_ptr() for x in impl.caches(other)] == [x.data_ptr() for x in other.unbind(1)]
+    first = impl.caches(one)
+    one.set_(other.clone())  # type: ignore[arg-type]
+    assert impl.caches(one) is not first
+    assert (impl.caches(one)[1] == 1).all()
 
 
 def test_what_it_says_of_itself(backend: Any) -> None:
@@ -140,7 +188,12 @@ def test_what_it_says_of_itself(backend: Any) -> None:
     assert not backend.supports_head_size(576)
     assert not backend.supports_compute_capability(vllm_stub.DeviceCapability(7, 5))
     captured = told(inputs(CASE))
-    assert builder(None, [], None, torch.device("cpu")).build_for_cudagraph_capture(captured).lengths.eq(1).all()
+    assert (
+        builder(None, [], vllm_stub.vllm_config(), torch.device("cpu"))
+        .build_for_cudagraph_capture(captured)
+        .lengths.eq(1)
+        .all()
+    )
 
 
 def test_a_dry_run_and_refusals(backend: Any) -> None:

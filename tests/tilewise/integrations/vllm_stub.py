@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -156,6 +156,29 @@ class AttentionImpl(ABC):
         attn_metadata: Any, output: torch.Tensor, output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor: ...  # fmt: skip
+
+
+@dataclass
+class AttentionSpec:
+    """vllm/v1/kv_cache_interface.py, as a metadata builder sees it: of one group of layers."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
+def vllm_config(
+    layers: dict[str, Any] | None = None, tokens: int = 8192, sequences: int = 256, length: int = 4096, drafts: int = 0
+) -> Any:
+    """The parts of a VllmConfig that a backend reads. `layers`: the implementations by name."""
+    context = {name: SimpleNamespace(impl=impl) for name, impl in (layers or {}).items()}
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=sequences),
+        model_config=SimpleNamespace(max_model_len=length, dtype=torch.bfloat16),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )
 
 
 OVERRIDES: dict[Any, str] = {}

@@ -269,3 +269,16 @@ def test_what_a_query_does_not_see_cannot_reach_it(words: str, backend: str) -> 
 @tilewise.mask_mod
 def not_after(b, h, q_idx, kv_idx, *, q_len, kv_len):  # type: ignore[no-untyped-def]
     return kv_idx <= q_idx + (kv_len - q_len)
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_rows_past_the_last_sequence_may_be_more_than_max_seqlen_q(backend: str, heads: int) -> None:
+    """As in a CUDA graph of a larger batch: max_seqlen_q is of the sequences."""
+    x = inputs(KvCase((5, 0, 18), queries=(1, 1, 1), padding=21, heads=heads, kv_heads=2, dim=16))
+    out = torch.full_like(x.q, torch.nan)
+    found = tilewise.attention_kv(
+        x.q, x.k, x.v, x.lengths, **x.options, out=out, max_seqlen_q=1, return_lse=True, backend=backend
+    )
+    compare(found, x)
+    assert (out[-21:] == 0).all()
+    assert (found[1][:, -21:] == -torch.inf).all()

@@ -108,6 +108,35 @@ def test_a_known_append_uses_its_own_tensors(made: Counter[str]) -> None:
     assert made == {"append": 2}  # queries that are not rotated are no part of the request
 
 
+def test_plans_of_steps_share_memory(made: Counter[str]) -> None:
+    """Steps of two shapes in turn, whose plans are made in the same memory; a CUDA graph may still write the old one
+    when it has grown."""
+    memory = kv_cache.PlanMemory()
+    small = KvCase((5, 0, 18), queries=(1, 1, 1), dim=16, heads=2, kv_heads=1, page=8)
+    large = small.but(lengths=(50, 3, 0, 33, 7), queries=(1, 30, 2, 1, 5))
+    addresses = []
+    for seed, case in enumerate((small, large, small, large)):
+        x, y = (inputs(case, torch.float16, seed=seed) for _ in range(2))
+        options = x.options | {"backend": "triton"}
+        plan = kv_cache.plan_kv_in(memory, x.q, x.k, x.v, x.lengths, **options)
+        addresses.append([tensor.data_ptr() for tensor in plan[:3]])
+        out = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, plan=plan, **options)
+        compare((out,), call(y, "reference", plan=False)[:1])
+        assert plan.shape == tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options).shape
+    assert addresses[1] == addresses[2] == addresses[3]  # it has grown once
+    assert {name: len(blocks) for name, blocks in memory.blocks.items()} == {"schedule": 2, "workspace": 1, "lse": 2}
+    assert made["attend"] == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33])
+def test_the_strides_of_an_lse_that_nobody_reads(tokens: int) -> None:
+    """They do not depend on the number of tokens, so neither do the kernels."""
+    x = inputs(CASE.but(lengths=(40,) * tokens, queries=(1,) * tokens), torch.float16)
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton")
+    assert plan.lse.shape == (2, tokens)
+    assert plan.lse.stride() == (1, 2)
+
+
 def test_a_plan_is_made_again_in_its_memory(made: Counter[str]) -> None:
     x = inputs(CASE, torch.float16)
     options = x.options | {"backend": "triton"}

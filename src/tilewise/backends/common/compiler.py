@@ -25,7 +25,16 @@ def compile_launches(launches: Sequence[Launch]) -> list[Any]:
     with ThreadPoolExecutor(THREADS, "tilewise-compile") as pool, async_mode(pool):
         kernels = [start_compiling(launch) for launch in launches]
         log_if_slow([x.future for x in kernels if hasattr(x, "future")])
-    return [x.result() if hasattr(x, "future") else x for x in kernels]
+    return [compiled(launch, x) for launch, x in zip(launches, kernels, strict=True)]
+
+
+def compiled(launch: Launch, kernel: Any) -> Any:
+    """The result of `start_compiling`. CPython 3.11 and early 3.12 may raise SystemError where two threads parse source
+    (gh-106905): such a kernel is compiled again, by this thread."""
+    try:
+        return kernel.result() if hasattr(kernel, "future") else kernel
+    except SystemError:
+        return start_compiling(launch)
 
 
 def async_mode(pool: ThreadPoolExecutor) -> Any:

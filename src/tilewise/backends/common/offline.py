@@ -52,13 +52,17 @@ def compiling_for(arch: int | str) -> Iterator[None]:
         driver.set_active(before)
 
 
-def specialised(arch: int | str, launch: Any) -> str:
-    """Everything in a launch that another compilation would depend on."""
+def specialised(arch: int | str, launch: Any, binders: dict[int, Any] | None = None) -> str:
+    """Everything in a launch that another compilation would depend on. `binders` keeps what is made once a kernel."""
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    backend = make_backend(target_of(arch))
-    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    binders = {} if binders is None else binders
+    bind = binders.get(id(launch.kernel))
+    if bind is None:
+        backend = make_backend(target_of(arch))
+        bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+        binders[id(launch.kernel)] = bind
     _, specialization, _ = bind(*launch.args, **launch.options)
     return f"{launch.kernel.fn.__qualname__} {specialization} {launch.options}"
 

@@ -41,7 +41,9 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     request, out, lse = call.request, call.out, call.lse
     assert out is not None
     assert lse is not None
-    prefill = prefill_launch(request, out, lse, new_state(memory), target.num_sms)
+    # the forward writes a contiguous lse; the lse of a plan is not, and nobody reads it
+    own = lse if lse.is_contiguous() else memory.empty(lse.shape, lse.dtype)
+    prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms)
     if request.call.cu_q is None:
         return [prefill]
     return [

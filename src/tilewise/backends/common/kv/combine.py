@@ -249,9 +249,9 @@ def combine_chunks(partials, schedule, task, head, num_chunks, r, d, CONFIG: tl.
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
-def combine_kernel(buffers, sinks, programs, items, slots, rows, batch, CONFIG: tl.constexpr):
+def combine_kernel(buffers, sinks, programs, items, slots, rows, tile_height, batch, CONFIG: tl.constexpr):
     """Write out and lse of the work items that several splits share, and of those without keys: BLOCK_R rows by
-    BLOCK_DV columns at a time."""
+    BLOCK_DV columns at a time. A tile without keys may have more than `rows` rows: those past the last sequence."""
     if CONFIG.OVERLAP:
         gdc_wait()
     schedule = buffers.schedule
@@ -261,15 +261,16 @@ def combine_kernel(buffers, sinks, programs, items, slots, rows, batch, CONFIG: 
     wide = tl.cdiv(CONFIG.DV, CONFIG.BLOCK_DV)
     blocks = tl.cdiv(rows, CONFIG.BLOCK_R) * wide
     partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
-    for n in range(tl.program_id(0), empties * CONFIG.KV_HEADS * blocks, tl.num_programs(0)):
+    tall = tl.cdiv(tile_height, CONFIG.BLOCK_R) * wide
+    for n in range(tl.program_id(0), empties * CONFIG.KV_HEADS * tall, tl.num_programs(0)):
         records = item_records(schedule, num_splits, items)
-        item = load_item(records + (items - 1 - n // blocks // CONFIG.KV_HEADS).to(tl.int64) * 8)
-        r = n % blocks // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
+        item = load_item(records + (items - 1 - n // tall // CONFIG.KV_HEADS).to(tl.int64) * 8)
+        r = n % tall // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
         d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
         lse = tl.full([CONFIG.BLOCK_R], float("-inf"), tl.float32)
         l = tl.full([CONFIG.BLOCK_R], 0.0, tl.float32)
         empty = Partial(tl.full([CONFIG.BLOCK_R, CONFIG.BLOCK_DV], 0.0, tl.float32), lse, l)
-        at = tile_rows(item, n // blocks % CONFIG.KV_HEADS, r, rows, CONFIG.GROUP)
+        at = tile_rows(item, n // tall % CONFIG.KV_HEADS, r, tile_height, CONFIG.GROUP)
         store_rows(buffers, empty, item, at, d[None, :], sinks, batch, CONFIG)
     for n in range(tl.program_id(0), divided * CONFIG.KV_HEADS * blocks, tl.num_programs(0)):
         record = task_record(schedule, num_splits, n // blocks // CONFIG.KV_HEADS)

@@ -23,7 +23,9 @@ from .decode import DecodeConfig, KvCacheView, decode_kernel
 from .partition import COUNTS, ITEM, RECORD, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 
-BLOCK_ITEMS = 1024  # work items that the schedule kernel computes at once, at most
+# Few sizes, so that an engine's batches share their kernels.
+BLOCK_ITEMS = (128, 1024)  # work items that the schedule kernel computes at once: one for each thread, or eight
+BLOCK_PARTIALS = (8, 32, 128)  # partial results of a row that `combine_kernel` loads at once
 COMBINED = 4096  # elements that a program of `combine_kernel` combines at once
 
 
@@ -77,7 +79,7 @@ def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_qu
         GROUP=q.shape[-2] // k.shape[-2],
         BLOCK_M=partition.tile.block_m,
         ITEM_COST=partition.item_cost,
-        BLOCK_ITEMS=min(BLOCK_ITEMS, triton.next_power_of_2(max(partition.items, 1))),
+        BLOCK_ITEMS=fitting(partition.items, BLOCK_ITEMS),
         BLOCK_SPLITS=triton.next_power_of_2(partition.num_splits + 1),
         OVERLAP=can_overlap(target.gpu),
     )
@@ -162,6 +164,15 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     return [*launches, combine_launch(kv, terms, partition, target)]
 
 
+def fitting(n: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the sizes that n fits into, or the largest.
+
+    >>> fitting(9, (8, 32)), fitting(99, (8, 32))
+    (32, 32)
+    """
+    return next((size for size in sizes if n <= size), sizes[-1])
+
+
 def buffers_of(kv: KvCall) -> Buffers:
     assert kv.out is not None
     assert kv.lse is not None
@@ -175,7 +186,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     q, k, dv = request.q, request.k, request.v.shape[-1]
     max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
     row_sets = max(partition.items * k.shape[-2], 1)
-    partials = 1 if request.split else min(max(triton.next_power_of_2(-(-partition.programs // row_sets)), 8), 128)
+    partials = 1 if request.split else fitting(-(-partition.programs // row_sets), BLOCK_PARTIALS)
     columns = min(padded(dv), COMBINED // partials)
     block_r = min(triton.next_power_of_2(partition.rows), COMBINED // (partials * columns))
     blocks = -(-partition.rows // block_r) * -(-dv // columns)
@@ -190,7 +201,8 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         OVERLAP=can_overlap(target.gpu),
         LARGE_SCORES=terms.large_scores is not None,
     )
-    sizes = (partition.programs, partition.items, partition.slots, partition.rows, request.cache_index.batch)
+    rows = (partition.rows, partition.tile.block_m)
+    sizes = (partition.programs, partition.items, partition.slots, *rows, request.cache_index.batch)
     args = (buffers_of(kv), terms.sinks, *sizes)
     return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
 

@@ -96,7 +96,7 @@ class ScheduleConfig(NamedTuple):
 # tuple, whatever `do_not_specialize` says: these are parameters of the kernels themselves, and become structs inside.
 QUERY_SIZES = ["n_q", "n_new", "tokens", "batch", "max_queries", "num_positions", "before", "after"]
 CACHE_SIZES = ["capacity", "page_size", "num_pages", "table_pages", "table_stride"]
-SPLIT_SIZES = ["tiles", "items", "num_splits", "programs", "chunk_size", "min_chunks", "slots", "rows"]
+SPLIT_SIZES = ["tiles", "items", "num_splits", "programs", "chunk_size", "min_chunks", "slots", "rows", "tile_height"]
 RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES
 RECORD: tl.constexpr = tl.constexpr(partition.RECORD)
 
