@@ -25,8 +25,8 @@ class KvTile(NamedTuple):
     max_registers: int = 0
 
 
-def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int) -> KvTile:
-    """The tile for sequences with at most so many rows (0 if unknown).
+def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: bool = False) -> KvTile:
+    """The tile for sequences with at most so many rows (0 if unknown). `quantised`: K or V has 8 or 4 bits.
 
     >>> tile(90, 2, 128, 4)
     KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0)
@@ -35,6 +35,8 @@ def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int) -> KvTile:
     if override:
         return KvTile(*map(int, override.split("x")))
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
+    if quantised and itemsize == 2 and fits_16:
+        return _quantised(arch, padded_dim)
     if arch in (90, 100, 103):
         return _large(itemsize, padded_dim, fits_16)
     return _small(itemsize, padded_dim, fits_16)
@@ -53,6 +55,17 @@ def _large(itemsize: int, dim: int, fits_16: bool) -> KvTile:
     if dim <= 256:
         return KvTile(64, 64, 8, 2, 1)
     return KvTile(16, 32, 8, 2, 1)
+
+
+def _quantised(arch: Arch, dim: int) -> KvTile:
+    """16 rows on every GPU: the matrix product then takes both operands from registers, where numbers are unpacked. The
+    operands of wgmma would go back to shared memory first."""
+    large = arch in (90, 100, 103)
+    if dim <= 128:
+        return KvTile(16, 128 if large else 64, 4, 3 if large else 2, 3 if large else 2)
+    if dim <= 256:
+        return KvTile(16, 64 if large else 32, 4, 2, 2 if large else 1)
+    return KvTile(16, 32 if large else 16, 4, 2, 1)
 
 
 def _small(itemsize: int, dim: int, fits_16: bool) -> KvTile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ....kv_formats import format_of, head_dim
 from ..gpu import Gpu
 from ..tiles import padded
 from . import kv_tiles
@@ -45,8 +46,9 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
+    narrow = any(format_of(x) is not None for x in (k, v))
     if tile is None:
-        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), max_rows)
+        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, narrow)
     if request.call.cu_q is None:
         tiles = -(-q.shape[1] * group // tile.block_m)
         items = q.shape[0] * tiles
