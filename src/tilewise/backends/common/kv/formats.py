@@ -26,7 +26,8 @@ class Stored(NamedTuple):
 
     FORMAT: None for floats that attention computes in. PARTS of a word. OPERAND and PRECISION: of the product. SCALE:
     None, "head" (the same for all keys of a sequence and head) or "token". GROUPS of dims that have a scale of their
-    own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two words at a time are unpacked, in PTX.
+    own, 1 or 2. FACTOR: K's products are multiplied by a factor of each row. PAIRS: two words at a time are unpacked,
+    in PTX.
     """
 
     FORMAT: str | None
@@ -51,6 +52,7 @@ class QueryTile(NamedTuple):
 def unpack_words(x, C: tl.constexpr, FORMAT: tl.constexpr):
     """Part C of words, in float16, which holds the numbers of every format exactly. e4m3: its exponent and fraction as
     those of a float16 are the number / 256. Integers: with 0x6400 above them they are the fraction of 1024 + n."""
+    x = x.to(tl.int16)  # bytes that are not read as words
     if FORMAT == "int4":
         n = ((x >> 4 * C) & 15) ^ 0x6408
         return n.to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
@@ -149,8 +151,9 @@ def power_of_two(x):
 
 @triton.jit
 def load_queries(q, rows, exists, scale, D: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr):
-    """The QueryTile of rows. `scale`: of K, if it is the same for all of its keys. If q is bfloat16 and keys are float16, rows are divided by a power of two: no query is too
-    large for float16 then, and none loses more than float32 would."""
+    """The QueryTile of rows. `scale`: of K, if it is the same for all of its keys. If q is bfloat16 and keys are
+    float16, rows are divided by a power of two: no query is too large for float16 then, and none loses more than
+    float32 would."""
     PARTS: tl.constexpr = STORED.PARTS
     i = tl.arange(0, BLOCK_D // PARTS)[None, :]
     parts = ()

@@ -35,9 +35,10 @@ def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: bool 
     if override:
         return KvTile(*map(int, override.split("x")))
     fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
-    if quantised and itemsize == 2 and fits_16:
-        return _quantised(arch, padded_dim)
-    if arch in (90, 100, 103):
+    large = arch in (90, 100, 103)
+    if quantised and itemsize == 2:
+        return _quantised(large, padded_dim, fits_16)
+    if large:
         return _large(itemsize, padded_dim, fits_16)
     return _small(itemsize, padded_dim, fits_16)
 
@@ -57,15 +58,16 @@ def _large(itemsize: int, dim: int, fits_16: bool) -> KvTile:
     return KvTile(16, 32, 8, 2, 1)
 
 
-def _quantised(arch: Arch, dim: int) -> KvTile:
-    """16 rows on every GPU: the matrix product then takes both operands from registers, where numbers are unpacked. The
-    operands of wgmma would go back to shared memory first."""
-    large = arch in (90, 100, 103)
+def _quantised(large: bool, dim: int, fits_16: bool) -> KvTile:
+    """With 16 rows the matrix product takes both operands from registers, where numbers are unpacked. The operands of
+    wgmma go back to shared memory first, which pays where there are many rows."""
     if dim <= 128:
-        return KvTile(16, 128 if large else 64, 4, 3 if large else 2, 3 if large else 2)
+        if fits_16:
+            return KvTile(16, 128, 4, 3, 3, max_registers=168) if large else KvTile(16, 64, 4, 2, 2)
+        return KvTile(64, 32, 4, 3, 2) if large else KvTile(64, 32, 4, 2, 2)
     if dim <= 256:
-        return KvTile(16, 64 if large else 32, 4, 2, 2 if large else 1)
-    return KvTile(16, 32 if large else 16, 4, 2, 1)
+        return KvTile(16, 64, 4, 2, 2) if large else KvTile(16, 32, 4, 2, 1)
+    return KvTile(16, 32, 4, 2, 1) if large else KvTile(16, 16, 4, 2, 1)
 
 
 def _small(itemsize: int, dim: int, fits_16: bool) -> KvTile:
