@@ -70,7 +70,7 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x (.., heads, dim) as stored in a cache of a dtype. `scale`: (.., heads, groups), which may broadcast. As an
     integer, nan is 0."""
     found = FORMATS[dtype]
-    y = (x.float().unflatten(-1, (scale.shape[-1], -1)) / scale[..., None]).flatten(-2)
+    y: Tensor = (x.float().unflatten(-1, (scale.shape[-1], -1)) / scale[..., None]).flatten(-2)
     if not found.is_integer:
         return y.clamp(-found.largest, found.largest).to(dtype)
     n = y.round().nan_to_num(0.0).clamp(-found.largest - 1, found.largest).to(torch.int8)
@@ -85,4 +85,5 @@ def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if FORMATS[stored.dtype].bits == 4:
         stored = torch.cat([stored & 15, stored >> 4], -1).to(torch.int8)
         stored = torch.where(stored > 7, stored - 16, stored)
-    return (stored.to(dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None].to(dtype)).flatten(-2)
+    x: Tensor = stored.to(dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None].to(dtype)
+    return x.flatten(-2)

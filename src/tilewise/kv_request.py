@@ -272,9 +272,9 @@ def append_request(*given: Any) -> tuple[AppendRequest, str]:
     """The request of such arguments, and the backend."""
     k, v, rotated, k_scales, v_scales, k_new, v_new, *rest = given
     places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:7]), rest[7:]
-    *weights, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest
+    q_weight, k_weight, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest
     rotary = None if cos is None else Rotary(cos, sin, interleaved, at, q_at)
-    norm = None if weights[0] is None else QkNorm(*weights, eps, offset)
+    norm = None if q_weight is None else QkNorm(q_weight, k_weight, eps, offset)
     k_scale, v_scale = scales_of(k_scale, v_scale, k_number, v_number)
     k_scale, v_scale = k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales
     return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated, k_scale, v_scale, norm), backend

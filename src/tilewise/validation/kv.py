@@ -60,8 +60,10 @@ class KvOptions(TypedDict, total=False):
 
 
 # Options of `append_kv`: where new tokens go.
-OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "starts")
-OF_APPEND += ("rotary", "qk_norm", "k_scale", "v_scale")
+OF_APPEND = (
+    *("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "starts"),
+    *("rotary", "qk_norm", "k_scale", "v_scale"),
+)
 # Options that `attention` has too.
 SCORE_OPTIONS = ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "score_mod", "mask_mod")
 NAMES = tuple(KvOptions.__annotations__)
@@ -168,10 +170,10 @@ def append_request(
     if rotary is None and norm is None:
         q = None
     given: Any = options
-    scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
-    check_written_scale("k_scale", scales[0])
-    check_written_scale("v_scale", scales[1])
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, *scales, norm)
+    k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
+    check_written_scale("k_scale", k_scale)
+    check_written_scale("v_scale", v_scale)
+    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:

@@ -34,7 +34,7 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
         return None
     if scale is None:
         if found.is_integer:
-            expected = f"a number or a float32 tensor: a {found.name} cache holds x / {name}, rounded"
+            expected = f"a number or a float32 tensor: an {found.name} cache holds x / {name}, rounded"
             raise AttentionError(name, "None", expected)
         return None
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
@@ -56,7 +56,8 @@ def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
         names.append(f"{shapes[4]} by token, head and half of the dims")
     if tuple(scale.shape) not in shapes:
         raise AttentionError(f"shape of {name}", tuple(scale.shape), " or ".join(names))
-    return scale
+    found_scale: Scale = scale
+    return found_scale
 
 
 def check_written_scale(name: str, scale: Scale) -> None:
@@ -93,7 +94,8 @@ def checked_norm(norm: Any, k_new: Tensor) -> QkNorm | None:
     for name, number in (("eps", norm.eps), ("offset", norm.offset)):
         if not isinstance(number, (int, float)) or not isfinite(number) or (name == "eps" and number < 0):
             raise AttentionError(f"qk_norm {name}", repr(number), "a finite number" + (" >= 0" * (name == "eps")))
-    return QkNorm(*(x.detach().contiguous() for x in weights), float(norm.eps), float(norm.offset))
+    q_weight, k_weight = (x.detach().contiguous() for x in weights)
+    return QkNorm(q_weight, k_weight, float(norm.eps), float(norm.offset))
 
 
 def _described(scale: Any) -> str:
