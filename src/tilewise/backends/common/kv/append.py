@@ -184,6 +184,8 @@ def apply_rotary(x, h, d, mask, norm, angles, CONFIG: tl.constexpr):
 def store_heads(x, p, tile, h, d, mask):
     """Write heads h and dims d of the token at p, in the dtype of the view x."""
     p = p + h.to(tl.int64) * x.strides[2]
+    if tile.dtype.is_floating() and tile.dtype != x.ptr.dtype.element_ty:
+        tile = tile.to(tl.float32)
     tl.store(p + columns(x, d), tile.to(x.ptr.dtype.element_ty), mask=mask)
 
 
