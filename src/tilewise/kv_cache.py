@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose
 from .errors import AttentionError
-from .kv_formats import head_dim
+from .kv_formats import has_token_scales, head_dim
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
 from .ops import kv as ops
 from .options import show_options
@@ -320,7 +320,8 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None
-    return *tensors, *options, *present, places.capacity(k), places.new
+    scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
+    return *tensors, *options, *present, *scales, places.capacity(k), places.new
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:

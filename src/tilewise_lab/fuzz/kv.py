@@ -175,8 +175,8 @@ def code(case: KvCase) -> str:
         at = ", ".join(str(list(axis)) for axis in zip(*dead, strict=True))
         for name, store in (("k_cache", case.k_store), ("v_cache", case.v_store)):
             lines.append(f"{name}[{at}] = {127 if store in stored.LARGEST else NAN}")
-    scales, made = _scales(case, f"[{at}]" if dead else "")
-    lines += made
+    scales, scale_lines = _scales(case, f"[{at}]" if dead else "")
+    lines += scale_lines
     lines.append("before = k_cache.clone(), v_cache.clone()")
     lead = (tokens + case.slack,) if case.packed else (batch, case.queries[0])
     lines.append(f"q = {randn(*lead, heads, case.d)}")

@@ -94,7 +94,7 @@ class _Cache:
         self.data = before.to(dtype, copy=True) if not self.store else before.clone()
         scale = found.get(f"before_{name}_scale")
         number = 2.0 / stored.LARGEST[self.store] if self.kind == "number" else None
-        self.scale = number if scale is None else scale.clone()
+        self.scale: Any = number if scale is None else scale.clone()
 
     def read(self, b: int, j: int) -> Tensor:
         place = self.case.place(b, j)

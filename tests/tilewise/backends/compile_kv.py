@@ -28,6 +28,7 @@ from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
 
 BATCH, ROWS = 4, 64
+COPIES = ("LDGSTS", "LDSM", "F2FP")  # copies to shared memory and from it, packed conversions
 
 
 def launch_of(
@@ -113,7 +114,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
         made = compiled(**row)
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
-    matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name == "LDGSTS"}
+    matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name in COPIES}
     facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
     return row | facts | {"instructions": matrix}
 

@@ -82,7 +82,7 @@ class DecodeConfig(NamedTuple):
 
     GROUP to PRECISION, BOUNDED and OVERLAP are those of `KernelConfig`. PAGE_SIZE: None for a dense cache.
     K, V: how they are stored. PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those
-    of k and v are equal; SAME_SCALE_STRIDES: those of their scales, by token. HAS_STARTS: sequences may begin past the cache's first key.
+    of k and v are equal. HAS_STARTS: sequences may begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
     depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
@@ -114,7 +114,6 @@ class DecodeConfig(NamedTuple):
     FIXED_SPLIT: bool
     PREFETCH_PAGES: bool
     SAME_STRIDES: bool
-    SAME_SCALE_STRIDES: bool
     HAS_STARTS: bool
     CONCURRENT: bool
     FLAG_NAN: bool
@@ -269,8 +268,7 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         v_tile = load_keys(cache.v, base, offsets, inside, DIMS, CONFIG.BLOCK_DV // STORED_V.PARTS)
         v_scales = ()
         if STORED_V.SCALE == "token":
-            if not CONFIG.SAME_SCALE_STRIDES:
-                scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
+            scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
             v_scales = token_scales(cache.v_scale, scale_base, scale_rows, inside, STORED_V)
         mask = None
         if CONFIG.REPAIR:

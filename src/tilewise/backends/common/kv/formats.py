@@ -69,7 +69,7 @@ def unpack_words(x, C: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def unpack_pairs(x, C: tl.constexpr, FORMAT: tl.constexpr):
     """The same for two words in a 32-bit register, in PTX: Triton's own code works on one word at a time."""
-    if FORMAT == "int4" and C % 2 == 0:
+    if FORMAT == "int4":
         return tl.inline_asm_elementwise(
             f"""{{
             .reg .b32 t, one;
@@ -77,23 +77,6 @@ def unpack_pairs(x, C: tl.constexpr, FORMAT: tl.constexpr):
             shr.b32 t, $1, {4 * C};
             lop3.b32 t, t, 0x000F000F, one, 0x6A;
             sub.f16x2 $0, t, one;
-            }}""",
-            "=r,r",
-            [x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    elif FORMAT == "int4":  # the high four bits of a byte: 1024 + 16 n, times 1 / 16
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 t, one, sixteenth, bias;
-            mov.b32 one, 0x64806480;
-            mov.b32 sixteenth, 0x2C002C00;
-            mov.b32 bias, 0xD480D480;
-            shr.b32 t, $1, {4 * C - 4};
-            lop3.b32 t, t, 0x00F000F0, one, 0x6A;
-            fma.rn.f16x2 $0, t, sixteenth, bias;
             }}""",
             "=r,r",
             [x],

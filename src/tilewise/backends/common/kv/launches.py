@@ -129,7 +129,6 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         stored_of(x, q, scale, target.gpu) for x, scale in ((k, request.k_scale), (v, request.v_scale))
     )
     k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
-    k_scale, v_scale = scale_of(request.k_scale), scale_of(request.v_scale)
     rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = DecodeConfig(
         GROUP=q.shape[-2] // k.shape[-2],
@@ -151,7 +150,6 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         FIXED_SPLIT=request.split is not None,
         PREFETCH_PAGES=partition.tile.prefetch_pages != 0,
         SAME_STRIDES=view(k_words)[1:] == view(v_words)[1:],
-        SAME_SCALE_STRIDES=stored_k.SCALE == stored_v.SCALE == "token" and k_scale.x[1:] == v_scale.x[1:],
         HAS_STARTS=places.starts is not None,
         CONCURRENT=concurrent,
         FLAG_NAN=rows_differ,
@@ -164,7 +162,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         view(q),
         KvCacheView(
             *(view(k_words), view(v_words), places.table, places.indptr, places.rows),
-            *(k_scale, v_scale),
+            *(scale_of(request.k_scale), scale_of(request.v_scale)),
         ),
         buffers_of(kv),
         request.tree,
