@@ -1,4 +1,4 @@
-"""Quantised KV caches, and what their numbers are by definition: the nearest of all numbers that a format has."""
+"""Quantised KV caches, with the numbers that they should hold: the nearest of all that a format has."""
 
 from __future__ import annotations
 
@@ -9,59 +9,22 @@ import torch
 from torch import Tensor
 
 from tests.kv_cases import KvInputs
+from tilewise_lab.fuzz.stored import LARGEST as LARGEST_BY_NAME
+from tilewise_lab.fuzz.stored import nearest as nearest_by_name
+from tilewise_lab.fuzz.stored import pack, token_scale, unpack
 
 E4M3, E5M2, INT8, INT4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0, INT4: 7.0}
+LARGEST = {getattr(torch, name): x for name, x in LARGEST_BY_NAME.items()}
 KINDS = ("none", "float", "tensor", "head", "batch", "token", "group")  # of scales
 
 
-def numbers(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The finite numbers of a format, ascending, and their codes (bytes; int4: four bits)."""
-    if dtype == INT4:
-        values = torch.arange(-8, 8)
-        return values.double(), values & 15
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = codes.view(dtype).double()
-    keep = values.isfinite() & ~((values == 0) & (codes == 128))
-    values, codes = values[keep], codes[keep].int()
-    order = values.argsort()
-    return values[order], codes[order]
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def nearest(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(number, code) of the format that is nearest to each of y (float32); of two, the one with an even code; beyond
-    the largest, the largest."""
-    values, codes = numbers(dtype)
-    y = y.double().clamp(values[0], values[-1])
-    above = torch.searchsorted(values, y).clamp(1, len(values) - 1)
-    below = above - 1
-    low, high = y - values[below], values[above] - y
-    up = (high < low) | ((high == low) & (codes[above] % 2 == 0))
-    at = torch.where(up, above, below)
-    code = codes[at]
-    if not dtype.is_floating_point:
-        return values[at], code
-    sign = (y == 0) & y.signbit()  # -0.0
-    small = (values[at] == 0) & y.signbit()
-    return values[at], torch.where(sign | small, torch.full_like(code, 128), code)
-
-
-def scales(x: Tensor, dtype: torch.dtype, kind: str) -> Any:
-    """Scales of one token x (heads, dim), by token: (heads,), or by group (heads, 2)."""
-    parts = x.float().unflatten(-1, (2 if kind == "group" else 1, -1)).abs().amax(-1)
-    found = parts / torch.full_like(parts, LARGEST[dtype])
-    found = torch.where(found == 0, 1.0, found)
-    return found if kind == "group" else found.squeeze(-1)
-
-
-def stored(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(numbers times scale in float64, bytes) of tokens x (.., heads, dim) with scales (.., heads or 1, groups)."""
-    scale = scale.float().repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
-    value, code = nearest(x.float() / scale, dtype)
-    if dtype == INT4:
-        low, high = code.chunk(2, -1)
-        code = low | (high << 4)
-    return value * scale.double(), code.to(torch.uint8)
+    """(number, code) of the format that is nearest to each of y."""
+    return nearest_by_name(y, name_of(dtype))
 
 
 def quantised(
@@ -98,9 +61,10 @@ def quantised(
             numbers_of = torch.zeros(sequence.shape, dtype=torch.float64)
             for j, token in enumerate(sequence.cpu()):
                 row, at = places(x, b, j)
-                own = scales(token, dtype, kind) if by_token else scale[b] if kind == "batch" else scale
+                own = new_scales(token, dtype, kind) if by_token else scale[b] if kind == "batch" else scale
                 grouped = own if kind == "group" else own.reshape(-1, 1)
-                numbers_of[j], code = stored(token, grouped, dtype)
+                code = pack(token, name_of(dtype), grouped)
+                numbers_of[j] = unpack(code, name_of(dtype), grouped)
                 if j < starts[b]:
                     continue
                 after[row, at] = code
@@ -121,6 +85,12 @@ def quantised(
         elif kind != "none":
             options[f"{name}_scale"] = scale.to(cache.device)
     return replace(x, k=caches[0], v=caches[1], options=options, keys=lists[0], values=lists[1]), wanted
+
+
+def new_scales(token: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
+    """Scales of one token (heads, dim): (heads,), or by group (heads, 2)."""
+    found = token_scale(token, name_of(dtype), 2 if kind == "group" else 1)
+    return found if kind == "group" else found.squeeze(-1)
 
 
 def strided(x: Tensor, like: Tensor) -> Tensor:
