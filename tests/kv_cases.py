@@ -191,7 +191,7 @@ def expected(
         weights = (p / l.masked_fill(l == 0, 1))[..., :-1]
         outs.append((weights.nan_to_num() @ v.nan_to_num()).transpose(0, 1))
         logs.append(log)
-    padding = x.q.new_zeros(case.padding, case.heads, x.v.shape[-1]).to(plain)
+    padding = x.q.new_zeros(case.padding, case.heads, case.dim_v or case.dim).to(plain)
     return torch.cat([*outs, padding]), torch.cat([*logs, padding[..., 0].mT - torch.inf], 1)
 
 

@@ -9,7 +9,7 @@ from . import mods
 from .api import attention, attention_varlen, check
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
-from .kv_request import KvPlan, Rotary
+from .kv_request import KvPlan, QkNorm, Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionError",
     "KvPlan",
+    "QkNorm",
     "Rotary",
     "append_kv",
     "attention",

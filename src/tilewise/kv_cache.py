@@ -12,6 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose
 from .errors import AttentionError
+from .kv_formats import has_token_scales, head_dim
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
 from .ops import kv as ops
 from .options import show_options
@@ -44,8 +45,10 @@ def attention_kv(
     Args:
         q: queries (B, Sq, H, D), or packed (T, H, D) with cu_seqlens_q. Rows past the last packed sequence get out = 0
             and lse = -inf.
-        k_cache: (rows, tokens, Hk, D), or with a page table (pages, page size, Hk, D). Any strides, any page size.
-        v_cache: as k_cache, with Dv.
+        k_cache: (rows, tokens, Hk, D), or with a page table (pages, page size, Hk, D). Any strides, any page size. The
+            dtype is q's, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, or uint8 with two int4 in each byte:
+            byte i of the D / 2 of a head has dims i (low bits) and i + D / 2 (high bits).
+        v_cache: as k_cache, with Dv. Its dtype need not be k_cache's.
         lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
         k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
         v_new: new values, as k_new.
@@ -58,6 +61,11 @@ def attention_kv(
         cache_rows: (B,): the row of a dense cache for each sequence. Default 0, 1, ...
         starts: (B,): the first valid key of each sequence, if it is padded on the left.
         rotary: a `tilewise.Rotary`, applied to k_new and q.
+        qk_norm: a `tilewise.QkNorm`, applied to k_new and q before `rotary`.
+        k_scale: of a quantised k_cache: a key is the stored number times k_scale. A number, or a float32 tensor of
+            shape (), (Hk,), (B, Hk), or by token and head, (rows or pages, tokens, Hk) as the cache, which is written
+            for new tokens. For int4 also (.., Hk, 2), a scale for each half of the dims. Default 1 for float8.
+        v_scale: of a quantised v_cache, as k_scale.
         tree: mask among the draft tokens of speculative decoding: tree[b, i, j] is True if query i sees draft j, one of
             the last Sq keys of the sequence. bool (B, Sq, Sq); packed (T, drafts); or an int64 bit mask for each query.
         causal: default True. The last query of a sequence is at its last key.
@@ -246,7 +254,8 @@ def append_kv(
     backend: str = "auto",
     **options: Any,
 ) -> Tensor | None:
-    """Writes new keys and values into a cache in place, with rotary embedding if given.
+    """Writes new keys and values into a cache in place, with qk-norm and rotary embedding if given, quantised if the
+    cache is.
 
     >>> import torch
     >>> cache, new = torch.zeros(1, 8, 2, 4), torch.ones(1, 3, 2, 4)
@@ -262,13 +271,14 @@ def append_kv(
         k_cache: as in `attention_kv`.
         v_cache: as in `attention_kv`.
         lengths: as in `attention_kv`.
-        q: queries to which `rotary` is applied too.
+        q: queries to which `qk_norm` and `rotary` are applied too.
         backend: as in `attention`.
-        options: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows and rotary, as in
-            `attention_kv`.
+        options: cu_seqlens_new, cu_seqlens_q (of a packed q), page_table, slots, cache_rows, rotary, qk_norm, k_scale
+            and v_scale, as in `attention_kv`. A quantised cache stores x / scale, rounded to nearest and saturated; a
+            scale by token and head is set to the largest magnitude / 448 (e5m2: 57344, int8: 127, int4: 7).
 
     Returns:
-        q, with rotary embedding if `rotary` is given; None without q.
+        q, normalised and rotated if `qk_norm` or `rotary` is given; None without q.
 
     Raises:
         AttentionError: an argument is not as above. Nothing was launched.
@@ -334,8 +344,8 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
     new = None
     if given["k_new"] is not None:
         new = checks.append_request(given["k_new"], given["v_new"], k_cache, v_cache, request.cache_index, q, given)
-    elif given["rotary"] is not None or given["slots"] is not None:
-        raise AttentionError("rotary and slots", "given without new tokens", "k_new and v_new too")
+    elif any(given[name] is not None for name in ("rotary", "qk_norm", "slots")):  # type: ignore[literal-required]
+        raise AttentionError("rotary, qk_norm and slots", "given without new tokens", "k_new and v_new too")
     plan = given["plan"]
     if plan is not None:
         _check_plan(plan, request)
@@ -373,15 +383,16 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
     (q, k, v, spec, *_), places = request.call, request.cache_index
-    tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, q.device
+    tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None
-    return *tensors, *options, *present, places.capacity(k), places.new
+    scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
+    return *tensors, *options, *present, *scales, places.capacity(k), places.new
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:
     q, _, v, *_ = request.call
-    shape = (*q.shape[:-1], v.shape[-1])
+    shape = (*q.shape[:-1], head_dim(v))
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise AttentionError(
             "out", f"{out.dtype} {tuple(out.shape)} on {out.device}", f"{q.dtype} {shape} on {q.device}"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .kv_formats import has_token_scales
 from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
@@ -30,6 +31,25 @@ class Rotary(NamedTuple):
     interleaved: bool = False
     positions: Tensor | None = None
     q_positions: Tensor | None = None
+
+
+class QkNorm(NamedTuple):
+    """RMSNorm of new keys, and of the queries that come with them, before the rotary embedding (Qwen 3, Gemma 3).
+
+        tilewise.QkNorm(q_weight, k_weight, eps=1e-6)                 x / sqrt(mean(x^2) + eps) * weight
+        tilewise.QkNorm(q_weight, k_weight, eps=1e-6, offset=1.0)     .. * (weight + 1), as in Gemma
+
+    The weights (D,) are shared by all heads. The mean is over the dims of a head. All is computed in float32.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float = 1e-6
+    offset: float = 0.0
+
+
+# The scale of a quantised cache: a number, or float32 of shape (), (Hk,), (B, Hk), or by token and head as the cache.
+Scale = Tensor | float | None
 
 
 class KvPlan(NamedTuple):
@@ -89,7 +109,7 @@ class KvRequest(NamedTuple):
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
     of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
-    a sequence, 0 if unknown.
+    a sequence, 0 if unknown. `k_scale` and `v_scale`: of quantised caches (kv_formats).
     """
 
     call: Request
@@ -97,6 +117,8 @@ class KvRequest(NamedTuple):
     tree: Tensor | None = None
     split: int | None = None
     max_seqlen_q: int = 0
+    k_scale: Scale = None
+    v_scale: Scale = None
 
     # Not for code that torch.compile traces: torch 2.10 does not support properties of a named tuple.
     @property
@@ -118,7 +140,8 @@ class KvRequest(NamedTuple):
 
 class AppendRequest(NamedTuple):
     """New tokens (B, Sn, Hk, D), or packed (T, Hk, D) with places.cu_new, and the caches that they are written to, at
-    `slots` if given; and queries that are rotated with them into `rotated`."""
+    `slots` if given; and queries that are normalised and rotated with them into `rotated`. Scales by token and head are
+    written too."""
 
     k_new: Tensor
     v_new: Tensor
@@ -130,6 +153,9 @@ class AppendRequest(NamedTuple):
     q: Tensor | None = None
     cu_q: Tensor | None = None
     rotated: Tensor | None = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    norm: QkNorm | None = None
 
 
 class KvCall(NamedTuple):
@@ -178,14 +204,16 @@ def _like(x: tuple[Any, ...], items: Iterable[Any]) -> Any:
 
 
 PLACES = "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new"
+SCALES = "Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number"
 ATTEND = (
     f"Tensor q, Tensor k, Tensor v, {PLACES}, Tensor? cu_q, Tensor? tree, Tensor? sinks, Tensor[] score, Tensor[] mask,"
     " float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
-    " float[] mask_numbers, int? split, SymInt max_seqlen_q"
+    f" float[] mask_numbers, int? split, SymInt max_seqlen_q, {SCALES}"
 )
 APPEND = (
     f"Tensor k_new, Tensor v_new, {PLACES}, Tensor? slots, Tensor? cos, Tensor? sin, bool interleaved,"
-    " Tensor? positions, Tensor? q_positions, Tensor? q, Tensor? cu_q, str backend"
+    " Tensor? positions, Tensor? q_positions, Tensor? q, Tensor? cu_q, Tensor? q_weight, Tensor? k_weight, float eps,"
+    f" float offset, {SCALES}, str backend"
 )
 
 
@@ -195,7 +223,8 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     terms = (call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask))
     band = (spec.scale, spec.before, spec.after, spec.backend)
     mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
-    return (*call[:3], *request.cache_index, *terms, *band, *mods, request.split, request.max_seqlen_q)
+    scales = scale_arguments(request.k_scale, request.v_scale)
+    return (*call[:3], *request.cache_index, *terms, *band, *mods, request.split, request.max_seqlen_q, *scales)
 
 
 def attend_request(*given: Any) -> KvRequest:
@@ -203,22 +232,49 @@ def attend_request(*given: Any) -> KvRequest:
     q, k, v, *rest = given
     places, rest = CacheIndex(*rest[:7]), rest[7:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
-    mask_numbers, split, max_seqlen_q = rest
+    mask_numbers, split, max_seqlen_q, *scales = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
     spec = Spec(scale, before, after, backend, *score_mod, *mask_mod)
     call = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
-    return KvRequest(call, places, tree, split, max_seqlen_q)
+    return KvRequest(call, places, tree, split, max_seqlen_q, *scales_of(*scales))
+
+
+def scale_arguments(k: Scale, v: Scale) -> tuple[Any, ...]:
+    """The arguments of the ops for two scales, in the order of `SCALES`."""
+    tensors = [x if isinstance(x, Tensor) else None for x in (k, v)]
+    return *tensors, *[None if isinstance(x, Tensor) else x for x in (k, v)]
+
+
+def scales_of(
+    k: Tensor | None, v: Tensor | None, k_number: float | None, v_number: float | None
+) -> tuple[Scale, Scale]:
+    """The scales of such arguments."""
+    return k_number if k is None else k, v_number if v is None else v
 
 
 def append_arguments(request: AppendRequest, backend: str) -> tuple[Any, ...]:
-    """The arguments of the op for a request, in the order of `APPEND`, after the caches and the rotated queries."""
+    """The arguments of the op for a request, in the order of `APPEND`, after those that `written_arguments` returns.
+    Scales that are written are not repeated."""
     rotary = request.rotary or (None, None, False, None, None)
-    return request.k_new, request.v_new, *request.cache_index, request.slots, *rotary, request.q, request.cu_q, backend
+    norm = request.norm or (None, None, 0.0, 0.0)
+    scales = [None if has_token_scales(x) else x for x in (request.k_scale, request.v_scale)]
+    tokens = request.k_new, request.v_new, *request.cache_index, request.slots
+    return *tokens, *rotary, request.q, request.cu_q, *norm, *scale_arguments(*scales), backend
 
 
-def append_request(k: Tensor, v: Tensor, rotated: Tensor | None, *given: Any) -> tuple[AppendRequest, str]:
+def written_arguments(request: AppendRequest) -> tuple[Any, ...]:
+    """What an append writes: the caches, the rotated queries, and scales by token and head."""
+    scales = [x if has_token_scales(x) else None for x in (request.k_scale, request.v_scale)]
+    return request.k, request.v, request.rotated, *scales
+
+
+def append_request(*given: Any) -> tuple[AppendRequest, str]:
     """The request of such arguments, and the backend."""
-    k_new, v_new, *rest = given
-    places, (slots, *tables, q, cu_q, backend) = CacheIndex(*rest[:7]), rest[7:]
-    rotary = None if tables[0] is None else Rotary(*tables)
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated), backend
+    k, v, rotated, k_scales, v_scales, k_new, v_new, *rest = given
+    places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:7]), rest[7:]
+    q_weight, k_weight, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest
+    rotary = None if cos is None else Rotary(cos, sin, interleaved, at, q_at)
+    norm = None if q_weight is None else QkNorm(q_weight, k_weight, eps, offset)
+    k_scale, v_scale = scales_of(k_scale, v_scale, k_number, v_number)
+    k_scale, v_scale = k_scale if k_scales is None else k_scales, v_scale if v_scales is None else v_scales
+    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, rotated, k_scale, v_scale, norm), backend

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..backends.protocol import KvBackend, Runner
 from ..backends.registry import choose
+from ..kv_formats import head_dim
 from ..kv_request import (
     APPEND,
     ATTEND,
@@ -23,6 +24,7 @@ from ..kv_request import (
     attend_arguments,
     attend_request,
     structure_of,
+    written_arguments,
 )
 from ..plan_cache import plans, structure_signature
 from ..request import Spec
@@ -32,7 +34,10 @@ _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")
 _library.define(f"plan_kv(Tensor(a!) schedule, {ATTEND}) -> ()")
 _library.define(f"attend_kv(Tensor(a!) out, Tensor(b!) lse, Tensor(c!) workspace, Tensor schedule, {ATTEND}) -> ()")
-_library.define(f"append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? rotated, {APPEND}) -> ()")
+_library.define(
+    "append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? rotated, Tensor(d!)? k_scales, Tensor(e!)? v_scales,"
+    f" {APPEND}) -> ()"
+)
 
 
 class WrittenTokens(NamedTuple):
@@ -132,14 +137,15 @@ def _flops(out: Tensor, lse: Tensor, workspace: Tensor, schedule: Tensor, *given
         queries = q.shape[1] if cu_q is None else cu_q.diff()
         keys = places.lengths + (places.new if places.cu_new is None else places.cu_new.diff())
         pairs = int((keys.long() * queries).sum())
-    return 2 * pairs * int(q.shape[-2] * (q.shape[-1] + request.v.shape[-1]))
+    return 2 * pairs * int(q.shape[-2] * (q.shape[-1] + head_dim(request.v)))
 
 
 def traced_append(request: AppendRequest, backend: str) -> Tensor | None:
     """The op `append_kv`. Returns the rotated queries, if there are any."""
     q = request.q
     rotated = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    torch.ops.tilewise.append_kv(request.k, request.v, rotated, *append_arguments(request, backend))
+    request = request._replace(rotated=rotated)
+    torch.ops.tilewise.append_kv(*written_arguments(request), *append_arguments(request, backend))
     return rotated
 
 
@@ -154,7 +160,7 @@ def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
     if memory is None or workspace is None:
         memory, workspace = torch.ops.tilewise.new_plan_kv(*given)
     q, v = request.call.q, request.call.v
-    out = q.new_empty((*q.shape[:-1], v.shape[-1])) if call.out is None else call.out
+    out = q.new_empty((*q.shape[:-1], head_dim(v))) if call.out is None else call.out
     lse = new_lse(q)
     register_formulas()
     torch.ops.tilewise.attend_kv(out, lse, workspace, memory, *given)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError
-from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, Rotary
+from ..kv_formats import head_dim
+from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, QkNorm, Rotary, Scale
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
@@ -19,6 +20,7 @@ from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
 from .dense import sized
+from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
 SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
@@ -37,6 +39,9 @@ class KvOptions(TypedDict, total=False):
     cache_rows: Tensor | None
     starts: Tensor | None
     rotary: Rotary | None
+    qk_norm: QkNorm | None
+    k_scale: Scale
+    v_scale: Scale
     tree: Tensor | None
     causal: bool
     window: Window | None
@@ -55,7 +60,10 @@ class KvOptions(TypedDict, total=False):
 
 
 # Options of `append_kv`: where new tokens go.
-OF_APPEND = ("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "rotary", "starts")
+OF_APPEND = (
+    *("cu_seqlens_new", "cu_seqlens_q", "page_table", "slots", "cache_rows", "starts"),
+    *("rotary", "qk_norm", "k_scale", "v_scale"),
+)
 # Options that `attention` has too.
 SCORE_OPTIONS = ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "score_mod", "mask_mod")
 NAMES = tuple(KvOptions.__annotations__)
@@ -115,7 +123,9 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     terms = call.score if call.sinks is None else (*call.score, call.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
-    return KvRequest(call, places, tree, _split(options["split"]), q.shape[1] if cu_q is None else int(most or 0))
+    scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
+    most = q.shape[1] if cu_q is None else int(most or 0)
+    return KvRequest(call, places, tree, _split(options["split"]), most, *scales)
 
 
 def append_request(
@@ -133,14 +143,11 @@ def append_request(
         axes = "(tokens, heads, dim) with cu_seqlens_new" if packed else "(batch, tokens, heads, dim)"
         if tensor(name, x).dim() != (3 if packed else 4):
             raise AttentionError(f"shape of {name}", tuple(x.shape), axes)
-        if x.shape[-2:] != cache.shape[-2:]:
-            raise AttentionError(
-                f"heads and dim of {name}", tuple(x.shape[-2:]), f"the cache's {tuple(cache.shape[-2:])}"
-            )
-        _like(name, x, cache)
+        check_new_dtype(name, x, cache)
         _check_untransformed(f"{name}, written into a cache", x)
         if any(step == 0 and n > 1 for step, n in zip(cache.stride(), cache.shape, strict=True)):
             raise AttentionError("strides of a cache to write to", cache.stride(), DISTINCT)
+    _like("v_new", v_new, k_new)
     if k_new.shape[:-1] != v_new.shape[:-1]:
         raise AttentionError("shape of v_new", tuple(v_new.shape), f"k_new's {tuple(k_new.shape)} up to the head dim")
     batch = places.lengths.shape[0]
@@ -159,7 +166,14 @@ def append_request(
         cu_q = _queries(q, k_new, batch, options["cu_seqlens_q"])
     if rotary is not None:
         rotary = _rotary(rotary, k_new, q)
-    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q if rotary is not None else None, cu_q)
+    norm = checked_norm(options["qk_norm"], k_new)
+    if rotary is None and norm is None:
+        q = None
+    given: Any = options
+    k_scale, v_scale = (checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v)))
+    check_written_scale("k_scale", k_scale)
+    check_written_scale("v_scale", v_scale)
+    return AppendRequest(k_new, v_new, k, v, places, slots, rotary, q, cu_q, None, k_scale, v_scale, norm)
 
 
 def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor | None:
@@ -232,14 +246,16 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     for name, x in (("k_cache", k), ("v_cache", v)):
         _check_cache(name, x)
-        _like(name, x, q)
+        check_cache_dtype(name, x, q.dtype, "q's")
+        if x.device != q.device:
+            raise AttentionError(f"device of {name}", x.device, f"{q.device}, as the other tensors")
     if q.dtype not in DTYPES:
         raise AttentionError("dtype of q", q.dtype, " or ".join(map(str, DTYPES)))
-    for name, d in (("q", q.shape[-1]), ("v_cache", v.shape[-1])):
+    for name, d in (("q", q.shape[-1]), ("v_cache", head_dim(v))):
         if not 1 <= d <= MAX_HEAD_DIM:
             raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
-    if k.shape[-1] != q.shape[-1]:
-        raise AttentionError("head dim of k_cache", k.shape[-1], f"q's {q.shape[-1]}")
+    if head_dim(k) != q.shape[-1]:
+        raise AttentionError("head dim of k_cache", head_dim(k), f"q's {q.shape[-1]}")
     if k.shape[:3] != v.shape[:3]:
         raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
     heads, kv_heads = q.shape[-2], k.shape[-2]

@@ -40,6 +40,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         raise AttentionError("tree", f"{drafts} drafts", f"{max(queries)}, one for each query of a sequence")
     starts = [0] * places.batch if places.starts is None else places.starts.tolist()
     table = None if places.table is None else places.table.tolist()
+    _check_constant_scales(request)
     for b, (length, new) in enumerate(zip(places.lengths.tolist(), appended, strict=True)):
         if length < 0:
             raise AttentionError(f"lengths[{b}]", length, "0 or more")
@@ -54,12 +55,41 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
             if new and slots is None:
                 first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
                 _check_overwritten(b, pages, (first, length, new), page)
+        _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
     if places.rows is not None:
         for b, row in enumerate(places.rows.tolist()):
             if not 0 <= row < k.shape[0]:
                 raise AttentionError(f"cache_rows[{b}]", row, f"0 to {k.shape[0] - 1}")
     if slots is not None:
         _check_slots(slots, k.shape[0] * page)
+
+
+def _check_constant_scales(request: KvRequest) -> None:
+    for name, scale in (("k_scale", request.k_scale), ("v_scale", request.v_scale)):
+        if isinstance(scale, Tensor) and scale.dim() < 3:
+            wrong = ~scale.isfinite() | (scale == 0)
+            if bool(wrong.any()):
+                raise AttentionError(name, scale[wrong].tolist()[:4], "finite numbers other than 0")
+
+
+def _check_token_scales(request: KvRequest, b: int, tokens: tuple[int, int], pages: list[int] | None) -> None:
+    """Raises AttentionError if a token in the cache, from `tokens[0]` to before `tokens[1]`, has a scale that is not
+    finite: nothing has been appended there, or a token that is not finite."""
+    rows = request.cache_index.rows
+    page = request.k.shape[1]
+    for name, scale in (("k_scale", request.k_scale), ("v_scale", request.v_scale)):
+        if not isinstance(scale, Tensor) or scale.dim() < 3 or tokens[0] >= tokens[1]:
+            continue
+        j = torch.arange(*tokens, device=scale.device)
+        if pages is None:
+            of_tokens = scale[b if rows is None else int(rows[b].clamp(0, scale.shape[0] - 1)), j]
+        else:
+            of_tokens = scale[torch.tensor(pages, device=scale.device)[j // page], j % page]
+        wrong = ~of_tokens.isfinite().flatten(1).all(1)
+        if bool(wrong.any()):
+            at = int(j[wrong][0])
+            expected = "finite numbers: append_kv writes the scales of new tokens"
+            raise AttentionError(f"{name} of token {at} of sequence {b}", of_tokens[wrong][0].tolist(), expected)
 
 
 def check_plan(given: list[PlannedTile], expected: list[PlannedTile]) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+from tilewise_lab.fuzz import stored
 from tilewise_lab.fuzz.twins import MASK, SCORE, Twin
 
+NAN = "float('nan')"
 TERMS = ("window", "scale", "softcap", "split", "return_lse")
 
 
@@ -20,7 +22,8 @@ TERMS = ("window", "scale", "softcap", "split", "return_lse")
 class KvCase:
     """lengths, queries, new: of each sequence; new: () for none. page 0: a dense cache. The defaults are the simplest.
 
-    slots: which of the new tokens, counted through all sequences, are not written.
+    slots: which of the new tokens, counted through all sequences, are not written. k_store, v_store: dtypes of the
+    caches, "" for that of q; k_scale, v_scale: the kinds of their scales (`stored`).
     """
 
     seed: int = 0
@@ -41,6 +44,10 @@ class KvCase:
     d: int = 4
     dv: int = 4
     heads_first: bool = False
+    k_store: str = ""
+    v_store: str = ""
+    k_scale: str = ""
+    v_scale: str = ""
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
@@ -99,6 +106,8 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
     lengths = tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(batch))
     new = queries if r.random() < 0.6 else ()
     d = r.choice((2, 4, 8, 16, 18) if small else (2, 4, 6, 16, 40, 64))
+    dv = d if r.random() < 0.6 else r.choice((1, 3, 8, 20))
+    stores = [_store(r, n) for n in (d, dv)]
 
     def maybe(x: Any, odds: float = 0.2) -> Any:
         return x if r.random() < odds else None
@@ -108,15 +117,28 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
         dtype=r.choice(dtypes), lengths=lengths, queries=queries, new=new, packed=packed,
         slack=r.choice((0, 0, 3)) if packed else 0, page=r.choice((0, 1, 2, 3, 8, 16, 24)), csr=r.random() < 0.3,
         starts=tuple(r.randint(0, n) for n in lengths) if r.random() < 0.25 else (), kv_heads=r.choice((1, 2)),
-        group=r.choice((1, 2, 3, 4)), d=d, dv=d if r.random() < 0.6 else r.choice((1, 3, 8, 20)),
+        group=r.choice((1, 2, 3, 4)), d=d, dv=dv,
+        k_store=stores[0][0], k_scale=stores[0][1], v_store=stores[1][0], v_scale=stores[1][1],
         heads_first=r.random() < 0.2, causal=r.random() < 0.75, scale=maybe(r.choice((0.3, -0.5, 0.0))),
         window=maybe((r.choice((None, 0, 3, 20)), r.choice((None, 0, 2))), 0.3),
         softcap=maybe(r.choice((0.5, 2.0))), split=maybe(r.choice((0, 128))), alibi=r.random() < 0.15,
         sinks=r.random() < 0.2, score_mod=maybe(r.choice(list(SCORE))), mask_mod=maybe(r.choice(list(MASK))),
-        tree=r.random() < 0.15, rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 else "",
+        tree=r.random() < 0.15,
+        rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 and not stores[0][0] else "",
         slots=tuple(n for n in range(sum(new)) if r.random() < 0.3) if new and r.random() < 0.2 else None,
         plan=r.random() < 0.3, out=r.random() < 0.2, return_lse=r.random() < 0.6,
     )  # fmt: skip
+
+
+def _store(r: random.Random, dim: int) -> tuple[str, str]:
+    """A dtype of a cache and the kind of its scale: of two dims in three, that of q."""
+    if r.random() < 0.6:
+        return "", ""
+    name = r.choice(["float16", "bfloat16", *(n for n in stored.LARGEST if n != "uint8" or dim % 4 == 0)])
+    if name not in stored.LARGEST:
+        return name, ""
+    kinds = [kind for kind in stored.KINDS if kind != "group" or name == "uint8"]
+    return name, r.choice([*kinds, ""] if name.startswith("float") else kinds)
 
 
 def code(case: KvCase) -> str:
@@ -135,9 +157,15 @@ def code(case: KvCase) -> str:
         lines.append(f"torch.set_default_device({case.device!r})")
     lines.append(f"torch.manual_seed({case.seed})")
     rows, page = case.shape
-    for name, dim in (("k_cache", case.d), ("v_cache", case.dv)):
+    if case.k_store in stored.LARGEST or case.v_store in stored.LARGEST:
+        lines.append("from tilewise_lab.fuzz import stored")
+    for name, dim, store in (("k_cache", case.d, case.k_store), ("v_cache", case.dv, case.v_store)):
         inner = (case.kv_heads, page) if case.heads_first else (page, case.kv_heads)
-        lines.append(f"{name} = {randn(rows, *inner, dim)}{'.transpose(1, 2)' if case.heads_first else ''}")
+        made = f"{randn(rows, *inner, dim)}{f'.to(torch.{store})' if store else ''}"
+        if store in stored.LARGEST:
+            shape = rows, *inner, dim // 2 if store == "uint8" else dim
+            made = f"stored.random_bytes({shape}, {store!r})"
+        lines.append(f"{name} = {made}{'.transpose(1, 2)' if case.heads_first else ''}")
     starts = case.starts or (0,) * batch
     used = {case.place(b, j) for b, n in enumerate(case.lengths) for j in range(starts[b], n)}
     if case.slots is not None:  # what is not written is what was there
@@ -145,13 +173,16 @@ def code(case: KvCase) -> str:
     dead = [(row, at) for row in range(rows) for at in range(page) if (row, at) not in used]
     if dead:
         at = ", ".join(str(list(axis)) for axis in zip(*dead, strict=True))
-        lines.append(f"k_cache[{at}] = v_cache[{at}] = float('nan')")
+        for name, store in (("k_cache", case.k_store), ("v_cache", case.v_store)):
+            lines.append(f"{name}[{at}] = {127 if store in stored.LARGEST else NAN}")
+    scales, scale_lines = _scales(case, f"[{at}]" if dead else "")
+    lines += scale_lines
     lines.append("before = k_cache.clone(), v_cache.clone()")
     lead = (tokens + case.slack,) if case.packed else (batch, case.queries[0])
     lines.append(f"q = {randn(*lead, heads, case.d)}")
     if case.slack:
         lines.append(f"q[{tokens}:] = float('nan')")
-    args = {"causal": "False"} if not case.causal else {}
+    args = scales | ({"causal": "False"} if not case.causal else {})
     if case.packed:
         args["cu_seqlens_q"] = _ends(case.queries)
     if case.page and case.csr:
@@ -198,6 +229,28 @@ def code(case: KvCase) -> str:
     return "\n".join([*lines, *_use(case, args, new)])
 
 
+def _scales(case: KvCase, dead: str) -> tuple[dict[str, str], list[str]]:
+    """The arguments k_scale and v_scale, and the lines that make them. `dead`: an index of tokens that nobody reads."""
+    args, lines = {}, []
+    (rows, page), heads = case.shape, case.kv_heads
+    for name, store, kind in (("k", case.k_store, case.k_scale), ("v", case.v_store, case.v_scale)):
+        if store not in stored.LARGEST:
+            continue
+        lines.append(f"{name}_cache = {name}_cache.view(torch.{store})")
+        size = 2.0 / stored.LARGEST[store]
+        shapes = {"scalar": (), "head": (heads,), "batch": (len(case.lengths), heads), "token": (rows, page, heads)}
+        shapes["group"] = (rows, page, heads, 2)
+        if kind == "number":
+            args[f"{name}_scale"] = repr(size)
+        elif kind:
+            args[f"{name}_scale"] = f"{name}_scale"
+            lines.append(f"{name}_scale = (torch.rand({shapes[kind]}) + 0.5) * {size!r}")
+            if kind in ("token", "group") and dead:
+                lines.append(f"{name}_scale{dead} = float('nan')")
+            lines.append(f"before_{name}_scale = {name}_scale.clone()")
+    return args, lines
+
+
 def mods_of(case: KvCase) -> Iterator[tuple[str, Twin]]:
     if case.score_mod is not None:
         yield "score", SCORE[case.score_mod]
@@ -220,7 +273,9 @@ def _use(case: KvCase, args: dict[str, str], new: dict[str, str]) -> list[str]:
 
     if case.mode == "append" and new:
         where: dict[str, str] = {
-            n: args[n] for n in ("page_table", "cache_rows", "cu_seqlens_q", "backend") if n in args
+            n: args[n]
+            for n in ("page_table", "cache_rows", "cu_seqlens_q", "backend", "k_scale", "v_scale")
+            if n in args
         }
         where |= {"cu_seqlens_new": args["cu_seqlens_q"]} if case.packed else {}
         words = {n: x for n, x in new.items() if n not in ("k_new", "v_new")} | where
@@ -256,6 +311,10 @@ def candidates(case: KvCase) -> Iterator[KvCase]:
     for name in case.dict():
         if name not in ("seed", "backend", "device", "lengths", "queries"):
             changes: dict[str, Any] = {name: getattr(simplest, name)}
+            if name in ("k_store", "v_store"):
+                changes[f"{name[0]}_scale"] = ""
+            if name in ("k_scale", "v_scale") and not getattr(case, f"{name[0]}_store").startswith("float"):
+                continue
             if name == "new":
                 changes |= {"rotary": "", "slots": None}
             if name == "packed":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise_lab.fuzz import stored
 from tilewise_lab.fuzz.kv import KvCase, mods_of
 from tilewise_lab.fuzz.twins import Place
 
@@ -18,7 +19,12 @@ def fault(case: KvCase, found: dict[str, Any]) -> tuple[str, str] | None:
     lse = torch.promote_types(dtype, torch.float32)
     if case.return_lse and lse != dtype:
         peer["lse"] = results(case, found, lse)["lse"]
-    ours = dict(zip(("out", "lse"), found["outs"], strict=False)) | {n: found[n] for n in ("k_cache", "v_cache")}
+    ours = dict(zip(("out", "lse"), found["outs"], strict=False))
+    for name, store in (("k_cache", case.k_store), ("v_cache", case.v_store)):
+        if not store:
+            ours[name] = found[name]
+        elif (wrong := _wrong_bytes(case, found, name, exact)) is not None:
+            return name, wrong
     if len(found["outs"]) != 1 + case.return_lse:
         return "out", f"out: {len(found['outs'])} results"
     for name, x in ours.items():
@@ -42,7 +48,7 @@ def _largest(x: Tensor, exact: Tensor) -> float:
 
 def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """out, lse and both caches, with all arithmetic in one dtype."""
-    k_cache, v_cache = (x.to(dtype, copy=True) for x in found["before"])
+    caches = _Cache(case, found, "k", dtype), _Cache(case, found, "v", dtype)
     q = found["q"].to(dtype)
     heads, outs, logs = case.kv_heads * case.group, [], []
     at_q = at_new = 0
@@ -55,11 +61,13 @@ def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str
         for i in range(case.new[b] if case.new else 0):
             j = case.lengths[b] + i
             if case.slots is None or at_new + i not in case.slots:
-                k_cache[case.place(b, j)] = _turned(case, found, new[0][at_new + i], j, dtype)
-                v_cache[case.place(b, j)] = new[1][at_new + i]
+                caches[0].write(b, j, _turned(case, found, new[0][at_new + i], j, dtype))
+                caches[1].write(b, j, new[1][at_new + i])
         if case.new:
             mine = _stacked([_turned(case, found, x, total - n_q + i, dtype) for i, x in enumerate(mine)], mine)
-        keys, values = (_stacked([x[case.place(b, j)] for j in range(total)], x[0, :0]) for x in (k_cache, v_cache))
+        keys, values = (
+            _stacked([x.read(b, j) for j in range(total)], q.new_empty(0, case.kv_heads, x.dim)) for x in caches
+        )
         out, log = _one(case, found, b, mine, keys, values, at_q, dtype)
         outs.append(out)
         logs.append(log)
@@ -70,7 +78,51 @@ def results(case: KvCase, found: dict[str, Any], dtype: torch.dtype) -> dict[str
         out, log = torch.cat(outs), torch.cat(logs, -1)
     else:
         out, log = torch.stack(outs), torch.stack(logs)
-    return {"out": out, "lse": log, "k_cache": k_cache, "v_cache": v_cache}
+    found_scales = {f"{x.name}_scale": x.scale for x in caches}
+    return {"out": out, "lse": log, "k_cache": caches[0].data, "v_cache": caches[1].data, **found_scales}
+
+
+class _Cache:
+    """K or V: numbers in the dtype of the computation, or as they are stored."""
+
+    def __init__(self, case: KvCase, found: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+        self.case, self.name, self.dtype = case, name, dtype
+        self.store = case.k_store if name == "k" else case.v_store
+        self.kind = case.k_scale if name == "k" else case.v_scale
+        self.dim = case.d if name == "k" else case.dv
+        before: Tensor = found["before"]["kv".index(name)]
+        self.data = before.to(dtype, copy=True) if not self.store else before.clone()
+        scale = found.get(f"before_{name}_scale")
+        number = 2.0 / stored.LARGEST[self.store] if self.kind == "number" else None
+        self.scale: Any = number if scale is None else scale.clone()
+
+    def read(self, b: int, j: int) -> Tensor:
+        place = self.case.place(b, j)
+        if self.store not in stored.LARGEST:
+            return self.data[place].to(self.dtype)
+        scale = stored.scale_at(self.scale, b, place, self.data.device)
+        return stored.unpack(self.data[place].contiguous().view(torch.uint8), self.store, scale).to(self.dtype)
+
+    def write(self, b: int, j: int, x: Tensor) -> None:
+        place = self.case.place(b, j)
+        if self.store not in stored.LARGEST:
+            self.data[place] = x
+            return
+        if self.kind in ("token", "group"):
+            groups = 2 if self.kind == "group" else 1
+            self.scale[place] = stored.token_scale(x, self.store, groups).view_as(self.scale[place])
+        scale = stored.scale_at(self.scale, b, place, self.data.device)
+        self.data.view(torch.uint8)[place] = stored.pack(x, self.store, scale)
+
+
+def _wrong_bytes(case: KvCase, found: dict[str, Any], name: str, exact: dict[str, Any]) -> str | None:
+    """What is wrong with a cache of another dtype than q's, and with its scales."""
+    if not torch.equal(*(x.contiguous().view(torch.uint8) for x in (found[name], exact[name]))):
+        return f"{name}: other bytes"
+    scale = exact[f"{name[0]}_scale"]
+    if isinstance(scale, Tensor) and not torch.equal(found[f"{name[0]}_scale"].nan_to_num(-1), scale.nan_to_num(-1)):
+        return f"{name}: other scales"
+    return None
 
 
 def _stacked(tokens: list[Tensor], none: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
 A row: {"arch": 90 or "gfx942", "kernel": "attend" ("repair", "schedule", "combine", "append")}, and the call: dim,
-dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile.
+dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile, stored (dtypes of K and V), scale, norm.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
 
 BATCH, ROWS = 4, 64
+COPIES = ("LDGSTS", "LDSM", "F2FP")  # copies to shared memory and from it, packed conversions
 
 
 def launch_of(
@@ -45,6 +46,9 @@ def launch_of(
     split: int | None = None,
     term: str | None = None,
     tile: list[int] | None = None,
+    stored: list[str] | None = None,
+    scale: str | None = None,
+    norm: bool = False,
 ) -> Any:
     gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
     kind, dv = getattr(torch, dtype), dim_v or dim
@@ -53,7 +57,14 @@ def launch_of(
     if packed:
         q = q.flatten(0, 1)
         options["cu_seqlens_q"] = torch.zeros(BATCH + 1, dtype=torch.int32)
-    k, v = (torch.empty(ROWS, page or 4096, kv_heads, d, dtype=kind) for d in (dim, dv))
+    k, v = (
+        torch.empty(ROWS, page or 4096, kv_heads, d // 2 if name == "uint8" else d, dtype=getattr(torch, name))
+        for d, name in zip((dim, dv), stored or [dtype] * 2, strict=True)
+    )
+    for name, x in (("k_scale", k), ("v_scale", v)):
+        shapes: Any = {"tensor": (), "head": (kv_heads,), "token": x.shape[:3], "group": (*x.shape[:3], 2)}
+        if scale is not None and x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            options[name] = torch.ones(shapes[scale])
     if page:
         options["page_table"] = torch.zeros(BATCH, ROWS, dtype=torch.int32)
     options |= {
@@ -74,7 +85,10 @@ def launch_of(
                 torch.empty(BATCH, queries, kv_heads, dv, dtype=kind),
             )
             rotary = tilewise.Rotary(torch.zeros(64, dim // 2), torch.zeros(64, dim // 2))
-            asked = checks.kv_options({"page_table": options.get("page_table"), "rotary": rotary})
+            names = ("page_table", "k_scale", "v_scale")
+            asked = checks.kv_options({"rotary": rotary, **{n: options[n] for n in names if n in options}})
+            if norm:
+                asked["qk_norm"] = tilewise.QkNorm(torch.ones(dim), torch.ones(dim))
             places = checks.places_of(new[0], k, lengths, asked)
             request = checks.append_request(*new, k, v, places, q, asked)
             return kv_launch.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
@@ -100,7 +114,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
         made = compiled(**row)
     except Exception as error:
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
-    matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name == "LDGSTS"}
+    matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name in COPIES}
     facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
     return row | facts | {"instructions": matrix}
 

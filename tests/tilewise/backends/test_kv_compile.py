@@ -16,6 +16,7 @@ from tilewise.backends.common import tiles
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
+E4M3, INT8, INT4 = (["float8_e4m3fn"] * 2, ["int8"] * 2, ["uint8"] * 2)  # dtypes of K and V
 ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend"},
     {"kernel": "attend", "queries": 16},
@@ -26,6 +27,10 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "schedule", "packed": True},
     {"kernel": "combine"},
     {"kernel": "append"},
+    {"kernel": "attend", "stored": E4M3, "scale": "head"},
+    {"kernel": "attend", "stored": INT8, "scale": "token"},
+    {"kernel": "attend", "stored": INT4, "scale": "group"},
+    {"kernel": "append", "stored": INT4, "scale": "group", "norm": True},
 )
 MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     *({"kernel": "attend", "page": page} for page in (0, 1, 64, 256)),
@@ -33,6 +38,11 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     {"kernel": "attend", "queries": 100, "packed": True, "term": "softcap"},
     {"kernel": "attend", "split": 4096},
     {"kernel": "attend", "dim": 512},
+    *({"kernel": "attend", "queries": 16, "stored": x, "scale": "token"} for x in (E4M3, INT8, INT4)),
+    *({"kernel": "attend", "dim": dim, "stored": E4M3, "scale": "token"} for dim in (64, 256, 512)),
+    {"kernel": "attend", "stored": ["bfloat16", "float8_e4m3fn"], "scale": "head", "page": 64},
+    {"kernel": "attend", "stored": ["float16", "float8_e5m2"], "scale": "tensor", "page": 0},
+    {"kernel": "append", "stored": ["float8_e5m2", "float8_e4m3fn"], "scale": "token", "norm": True},
 )
 SPILL = 8  # bytes that a thread may put aside once, before the first loop
 # Of these rows more: for an item, none in the loop over keys (read off the instructions). To shrink, never to grow.
@@ -82,3 +92,11 @@ def test_keys_are_loaded_ahead() -> None:
     assert made["instructions"]["LDGSTS"] > 0
     assert made["instructions"]["HGMMA"] > 0
     assert made["shared"] >= 2 * 3 * 64 * 128 * 2
+
+
+def test_bytes_are_read_as_words() -> None:
+    """ldmatrix reads K and V of a quantised cache, and a packed conversion unpacks e4m3."""
+    (made,) = reports([{"arch": 90, "kernel": "attend", "stored": E4M3, "scale": "head"}])
+    assert made["instructions"]["LDSM"] > 0
+    assert made["instructions"]["F2FP"] >= 128
+    assert made["instructions"]["LDGSTS"] > 0

@@ -70,6 +70,8 @@ def unsupported_cache(request: Any) -> str | None:
     places = getattr(request, "cache_index", None)
     if places is None:
         return None
+    if any(x.dtype != request.q.dtype for x in (request.k, request.v)):
+        return f"a cache of {request.k.dtype} and {request.v.dtype}, of q's {request.q.dtype}"
     if request.tree is not None or request.split is not None:
         return "a tree of drafts" if request.tree is not None else "a split of the keys"
     if places.starts is not None or places.indptr is not None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
-from tilewise.kv_request import AppendRequest, CacheIndex, KvCall, KvRequest, PlannedTile, Rotary, structure_of
+from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token_scales
+from tilewise.kv_request import (
+    AppendRequest,
+    CacheIndex,
+    KvCall,
+    KvRequest,
+    PlannedTile,
+    QkNorm,
+    Rotary,
+    Scale,
+    structure_of,
+)
 from tilewise.mods import mask_mod
 from tilewise.mods.program import Mod, bound
 from tilewise.request import Request
@@ -53,7 +64,12 @@ def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
     cu_q = bounds_of(call.q, call.cu_q)
     totals = clamped_totals(places, call.k)
     cu_k = torch.cat([totals.new_zeros(1), totals.cumsum(0)]).int()
-    k, v = (torch.cat([x[:0, 0], *(x[at] for at in tokens(places, totals, x))]) for x in (call.k, call.v))
+    dtype = common_dtype(call)
+    k, v = (
+        torch.cat([q.new_empty(0, x.shape[2], head_dim(x), dtype=dtype), *loaded(x, scale, places, totals, dtype)])
+        for x, scale in ((call.k, request.k_scale), (call.v, request.v_scale))
+    )
+    q = q.to(dtype)
     mask = bound(masks_of(request, cu_q))
     spec = call.spec
     if mask is not None:
@@ -62,11 +78,37 @@ def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
         q, k, v, spec, None, call.sinks, call.score, cu_q, cu_k, None, () if mask is None else mask.tensors
     )
     out, lse = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
-    out = out.view(*call.q.shape[:-1], out.shape[-1])
+    out = out.view(*call.q.shape[:-1], out.shape[-1]).to(call.q.dtype)
     if call.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
         lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous()
     out = out if kv.out is None else kv.out.copy_(out)
     return out, lse if kv.lse is None else kv.lse.copy_(lse)
+
+
+def common_dtype(call: Request) -> torch.dtype:
+    """The dtype that a call with a cache is computed in: q's, if the caches have it; at least float32 otherwise."""
+    if call.k.dtype == call.q.dtype == call.v.dtype:
+        return call.q.dtype
+    return torch.promote_types(call.q.dtype, torch.float32)
+
+
+def loaded(cache: Tensor, scale: Scale, places: CacheIndex, totals: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The keys or values (tokens, heads, dim) of every sequence."""
+    for b, at in enumerate(tokens(places, totals, cache)):
+        if format_of(cache) is None:
+            yield cache[at].to(dtype)
+        else:
+            yield dequantise(cache[at], scale_at(scale, b, at, cache), dtype)
+
+
+def scale_at(scale: Scale, b: int | Tensor, at: tuple[Tensor, Tensor], cache: Tensor) -> Tensor:
+    """The scales (.., heads, groups) of the tokens of sequences b at (pages, offsets); axes may have size 1."""
+    if not isinstance(scale, Tensor):
+        number = 1.0 if scale is None else scale
+        return torch.full((1, 1), number, dtype=torch.float32, device=cache.device)
+    if scale.dim() >= 3:
+        return scale[at] if scale.dim() == 4 else scale[at][..., None]
+    return (scale[b] if scale.dim() == 2 else scale.reshape(-1))[..., None]
 
 
 @mask_mod
@@ -98,7 +140,9 @@ def append(request: AppendRequest) -> Tensor | None:
     k, v, places, rotary = request.k, request.v, request.cache_index, request.rotary
     new = Tokens.of(request.k_new, places.cu_new)
     at = places.lengths.long()[new.b] + new.i
-    k_new, v_new = request.k_new, request.v_new
+    k_new, v_new, norm = request.k_new, request.v_new, request.norm
+    if norm is not None:
+        k_new = apply_norm(k_new, norm.k_weight, norm)
     if rotary is not None:
         k_new = apply_rotary(k_new, at if rotary.positions is None else rotary.positions.flatten(), rotary)
     k_new, v_new = (x.reshape(-1, *x.shape[-2:]) for x in (k_new, v_new))
@@ -109,12 +153,37 @@ def append(request: AppendRequest) -> Tensor | None:
         slots = request.slots.flatten().long()
         row, offset = slots // k.shape[1], slots % k.shape[1]
         fits = (slots >= 0) & (row < k.shape[0])
-    k[row[fits], offset[fits]] = k_new[fits].to(k.dtype)
-    v[row[fits], offset[fits]] = v_new[fits].to(v.dtype)
-    if request.q is None or rotary is None:
+    where = row[fits], offset[fits]
+    store(k, k_new[fits], request.k_scale, new.b[fits], where)
+    store(v, v_new[fits], request.v_scale, new.b[fits], where)
+    if request.q is None:
         return None
-    rotated = apply_rotary(request.q, query_positions(request, rotary), rotary)
+    rotated = request.q
+    if norm is not None:
+        rotated = apply_norm(rotated, norm.q_weight, norm)
+    if rotary is not None:
+        rotated = apply_rotary(rotated, query_positions(request, rotary), rotary)
+    rotated = rotated.to(request.q.dtype)
     return rotated if request.rotated is None else request.rotated.copy_(rotated)
+
+
+def store(cache: Tensor, x: Tensor, scale: Scale, b: Tensor, at: tuple[Tensor, Tensor]) -> None:
+    """Write new tokens x (tokens, heads, dim) of sequences b to (pages, offsets). Scales by token are written first."""
+    if format_of(cache) is None:
+        cache[at] = x.to(cache.dtype)
+        return
+    if isinstance(scale, Tensor) and scale.dim() >= 3:
+        groups = scale.shape[3] if scale.dim() == 4 else 1
+        scale[at] = token_scales(x, cache.dtype, groups).view(-1, *scale.shape[2:])
+    stored = quantise(x, scale_at(scale, b, at, cache), cache.dtype)
+    cache.view(torch.uint8)[at] = stored.view(torch.uint8)
+
+
+def apply_norm(x: Tensor, weight: Tensor, norm: QkNorm) -> Tensor:
+    """RMSNorm of every head of x (.., heads, dim), at least in float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rms = (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return wide / rms * (weight.to(wide.dtype) + norm.offset)
 
 
 def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
@@ -130,7 +199,7 @@ def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
 
 
 def apply_rotary(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """x (.., heads, dim), rotated by the angles of its tokens' positions."""
+    """x (.., heads, dim), rotated by the angles of its tokens' positions; at least in float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = rotary.cos.shape[1]
     at = positions.long().clamp(0, max(rotary.cos.shape[0] - 1, 0))
@@ -142,7 +211,7 @@ def apply_rotary(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     else:
         a, b = wide[..., :half], wide[..., half:width]
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([rotated, wide[..., width:]], -1).to(x.dtype)
+    return torch.cat([rotated, wide[..., width:]], -1)
 
 
 class Tokens(NamedTuple):

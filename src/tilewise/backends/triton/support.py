@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...kv_formats import format_of, has_words
 from ...request import Request
 from ..common.gpu import Gpu, has_triton
 
@@ -25,6 +26,15 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
         return f"the GPU is a {gpu.arch}, of {' and '.join(AMD)}"
+    return None if isinstance(request, Request) else unsupported_cache(request)
+
+
+def unsupported_cache(request: Any) -> str | None:
+    """Returns why a cache is not supported, or None."""
+    for name, x in (("k_cache", request.k), ("v_cache", request.v)):
+        found = format_of(x)
+        if found is not None and found.bits == 4 and not has_words(x):
+            return f"{name} in int4 whose bytes are not contiguous pairs: head dims are multiples of 4 with stride 1"
     return None
 
 

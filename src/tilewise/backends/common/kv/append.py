@@ -1,5 +1,5 @@
-"""Append new keys and values to a cache, where their sequences end or at given slots, and apply the rotary embedding to
-keys and queries on the way. One program handles one token, all of its heads."""
+"""Append new keys and values to a cache, where their sequences end or at given slots: normalise and rotate keys and
+queries, quantise keys and values. One program handles one token, all of its heads."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from ..device.structs import View
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import columns
+from .formats import encode, head_scale
 from .schedule import RUNTIME_SIZES
 
 
@@ -59,6 +60,32 @@ class Angles(NamedTuple):
     num_positions: tl.tensor
 
 
+class NormWeights(NamedTuple):
+    """Weights (dims,) of qk-norm, or None."""
+
+    q: tl.tensor = None
+    k: tl.tensor = None
+
+
+class HeadNorm(NamedTuple):
+    """RMSNorm of heads: x * factor * (weight + offset). The weight of all dims, or None; the factor 1 / rms of each
+    head, or eps where it is not computed yet."""
+
+    weight: tl.tensor
+    factor: tl.tensor
+    offset: tl.tensor
+
+
+class CacheFormat(NamedTuple):
+    """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, 1 or 2;
+    SCALE as in `Stored`; the largest number, to which a token's scale maps its largest magnitude."""
+
+    FORMAT: str | None
+    GROUPS: int
+    SCALE: str | None
+    LARGEST: float
+
+
 class CacheSizes(NamedTuple):
     """Stride of the page table, pages (or rows) of the cache, pages of a sequence (with `indptr`, of all) in the table,
     tokens of a page (or row)."""
@@ -71,7 +98,8 @@ class CacheSizes(NamedTuple):
 
 class AppendConfig(NamedTuple):
     """KV heads, query heads; head dims; heads and padded head dims of a tile; half the dims that are rotated; whether
-    neighbouring dims form a pair; sequences that are searched at once; whether the launch overlaps the one before."""
+    neighbouring dims form a pair; sequences that are searched at once; formats of the cache; whether the launch
+    overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
@@ -83,6 +111,8 @@ class AppendConfig(NamedTuple):
     HALF: int
     INTERLEAVED: bool
     BLOCK_BATCH: int
+    K: CacheFormat
+    V: CacheFormat
     OVERLAP: bool
 
 
@@ -107,10 +137,29 @@ def token_pointer(x, b, t):
 
 
 @triton.jit
-def apply_rotary(x, h, d, mask, angles, CONFIG: tl.constexpr):
-    """The heads h of the token where the view x begins, each pair of dims rotated by the angle of its position."""
+def norm_factor(x, h, mask, eps, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """1 / rms of the heads h of the token where the view x begins."""
+    d = tl.arange(0, BLOCK_D)[None, :]
     p = x.ptr + h.to(tl.int64) * x.strides[2]
-    tile = tl.load(p + columns(x, d), mask=mask, other=0.0)
+    tile = tl.load(p + columns(x, d), mask=mask & (d < D), other=0.0).to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(tile * tile, 1)[:, None] / D + eps)
+
+
+@triton.jit
+def load_heads(x, h, d, mask, norm):
+    """Dims d of the heads h of the token where the view x begins, normalised."""
+    tile = tl.load(x.ptr + h.to(tl.int64) * x.strides[2] + columns(x, d), mask=mask, other=0.0)
+    if norm.weight is None:
+        return tile
+    else:
+        weight = tl.load(norm.weight + d + h * 0, mask=mask, other=0.0).to(tl.float32)
+        return tile.to(tl.float32) * norm.factor * (weight + norm.offset)
+
+
+@triton.jit
+def apply_rotary(x, h, d, mask, norm, angles, CONFIG: tl.constexpr):
+    """The same, each pair of dims rotated by the angle of the token's position."""
+    tile = load_heads(x, h, d, mask, norm)
     if angles.cos is None:
         return tile
     else:
@@ -124,7 +173,7 @@ def apply_rotary(x, h, d, mask, angles, CONFIG: tl.constexpr):
             pair = tl.where(first, d + HALF, d - HALF)
             frequency = tl.where(first, d, d - HALF)
         rotated = d < 2 * HALF
-        other = tl.load(p + columns(x, pair), mask=mask & rotated, other=0.0).to(tl.float32)
+        other = load_heads(x, h, pair, mask & rotated, norm).to(tl.float32)
         at = clamp(angles.position, 0, angles.num_positions - 1).to(tl.int64) * HALF + frequency
         cos = tl.load(angles.cos + at, mask=rotated, other=1.0).to(tl.float32)
         sin = tl.load(angles.sin + at, mask=rotated, other=0.0).to(tl.float32)
@@ -135,6 +184,8 @@ def apply_rotary(x, h, d, mask, angles, CONFIG: tl.constexpr):
 def store_heads(x, p, tile, h, d, mask):
     """Write heads h and dims d of the token at p, in the dtype of the view x."""
     p = p + h.to(tl.int64) * x.strides[2]
+    if tile.dtype.is_floating() and tile.dtype != x.ptr.dtype.element_ty:
+        tile = tile.to(tl.float32)
     tl.store(p + columns(x, d), tile.to(x.ptr.dtype.element_ty), mask=mask)
 
 
@@ -169,32 +220,116 @@ def append_slot(t, b, j, exists, places, sizes):
 
 
 @triton.jit
-def append_token(new, cache, source, target, d, angles, CONFIG: tl.constexpr):
-    """Copy a token from (batch row, index) in `new` to (page, offset) in the cache, its key rotated."""
+def new_scale(tile, LARGEST: tl.constexpr):
+    """The scale of each head of a new token: its largest magnitude / LARGEST, or 1 if that is 0; nan if one is."""
+    scale = tl.div_rn(tl.max(tl.abs(tile), 1)[:, None], LARGEST)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return tl.where(tl.max((tile != tile).to(tl.int32), 1)[:, None] > 0, float("nan"), scale)
+
+
+@triton.jit
+def stored_scale(scale, tile, b, target, h, mask, group, CACHE: tl.constexpr):
+    """The scale of a new token's heads; one by token is computed from the tile and written."""
+    if CACHE.SCALE == "token":
+        LARGEST: tl.constexpr = CACHE.LARGEST
+        found = new_scale(tile, LARGEST)
+        x = scale.x
+        p = token_pointer(x, target[0], target[1]) + h.to(tl.int64) * x.strides[2] + group * x.strides[3]
+        tl.store(p, found, mask=mask)
+        return found
+    else:
+        return head_scale(scale, b, h * mask.to(tl.int32))
+
+
+@triton.jit
+def quantised(tile, scale, CACHE: tl.constexpr):
+    """A tile as it is stored."""
+    FORMAT: tl.constexpr = CACHE.FORMAT
+    if CACHE.SCALE is not None:
+        tile = tl.div_rn(tile, scale + tl.zeros_like(tile))
+    return encode(tile, FORMAT)
+
+
+@triton.jit
+def write_heads(
+    x,
+    cache,
+    scale,
+    b,
+    target,
+    h,
+    norm,
+    angles,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CACHE: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Write the heads h of the token where the view x begins to `target` (page, offset), in the format of the cache."""
+    p = token_pointer(cache, target[0], target[1])
+    exists = h < CONFIG.KV_HEADS
+    if CACHE.FORMAT == "int4":
+        d = tl.arange(0, BLOCK_D // 2)[None, :]
+        mask = exists & (d < D // 2)
+        lower = apply_rotary(x, h, d, mask, norm, angles, CONFIG).to(tl.float32)
+        upper = apply_rotary(x, h, d + D // 2, mask, norm, angles, CONFIG).to(tl.float32)
+        if CACHE.GROUPS == 2:
+            lower = quantised(lower, stored_scale(scale, lower, b, target, h, exists, 0, CACHE), CACHE)
+            upper = quantised(upper, stored_scale(scale, upper, b, target, h, exists, 1, CACHE), CACHE)
+        else:
+            # a nan of either half, else the larger magnitude
+            most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
+            most = tl.where(upper != upper, upper, most)
+            found = stored_scale(scale, most, b, target, h, exists, 0, CACHE)
+            lower = quantised(lower, found, CACHE)
+            upper = quantised(upper, found, CACHE)
+        store_heads(cache, p, lower | (upper << 4), h, d, mask)
+    else:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        mask = exists & (d < D)
+        tile = apply_rotary(x, h, d, mask, norm, angles, CONFIG)
+        if CACHE.FORMAT is not None:
+            tile = tile.to(tl.float32)
+            tile = quantised(tile, stored_scale(scale, tile, b, target, h, exists, 0, CACHE), CACHE)
+        store_heads(cache, p, tile, h, d, mask)
+
+
+@triton.jit
+def append_token(new, cache, scales, source, b, target, angles, norms, CONFIG: tl.constexpr):
+    """Write a token from (batch row, index) in `new` to (page, offset) in the cache, its key normalised and rotated.
+    b: its sequence."""
+    CACHE_K: tl.constexpr = CONFIG.K
+    CACHE_V: tl.constexpr = CONFIG.V
     k_new = new.k
     v_new = new.v
     for first in range(0, CONFIG.KV_HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
-        mask = (h < CONFIG.KV_HEADS) & (d < CONFIG.D)
         x = View(token_pointer(k_new, source[0], source[1]), k_new.strides)
-        tile = apply_rotary(x, h, d, mask, angles, CONFIG)
-        store_heads(cache.k, token_pointer(cache.k, target[0], target[1]), tile, h, d, mask)
-        dv = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
-        mask = (h < CONFIG.KV_HEADS) & (dv < CONFIG.DV)
-        p = token_pointer(v_new, source[0], source[1]) + h.to(tl.int64) * v_new.strides[2]
-        tile = tl.load(p + columns(v_new, dv), mask=mask, other=0.0)
-        store_heads(cache.v, token_pointer(cache.v, target[0], target[1]), tile, h, dv, mask)
+        norm = norms
+        if norms.weight is not None:
+            factor = norm_factor(x, h, h < CONFIG.KV_HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)
+            norm = HeadNorm(norms.weight, factor, norms.offset)
+        write_heads(x, cache.k, scales.k, b, target, h, norm, angles, CONFIG.D, CONFIG.BLOCK_D, CACHE_K, CONFIG)
+        x = View(token_pointer(v_new, source[0], source[1]), v_new.strides)
+        nothing = Angles(None, None, 0, 0)
+        plain = HeadNorm(None, 1.0, 0.0)
+        write_heads(x, cache.v, scales.v, b, target, h, plain, nothing, CONFIG.DV, CONFIG.BLOCK_DV, CACHE_V, CONFIG)
 
 
 @triton.jit
-def rotate_query(queries, b, t, d, angles, CONFIG: tl.constexpr):
-    """Write the rotated query at (batch row, index)."""
+def rotate_query(queries, b, t, angles, norms, CONFIG: tl.constexpr):
+    """Write the query at (batch row, index), normalised and rotated."""
     q = queries.q
+    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     for first in range(0, CONFIG.HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
         mask = (h < CONFIG.HEADS) & (d < CONFIG.D)
         x = View(token_pointer(q, b, t), q.strides)
-        tile = apply_rotary(x, h, d, mask, angles, CONFIG)
+        norm = norms
+        if norms.weight is not None:
+            factor = norm_factor(x, h, h < CONFIG.HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)
+            norm = HeadNorm(norms.weight, factor, norms.offset)
+        tile = apply_rotary(x, h, d, mask, norm, angles, CONFIG)
         store_heads(queries.rotated, token_pointer(queries.rotated, b, t), tile, h, d, mask)
 
 
@@ -202,9 +337,13 @@ def rotate_query(queries, b, t, d, angles, CONFIG: tl.constexpr):
 def append_kernel(
     new,
     cache,
+    scales,
     queries,
     places,
     rotary,
+    weights,
+    eps,
+    norm_offset,
     tokens,
     n_new,
     n_q,
@@ -222,7 +361,6 @@ def append_kernel(
         gdc_launch_dependents()
         gdc_wait()
     t = tl.program_id(0)
-    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
     if t < tokens:
         b, i, n = sequence_of(t, places.cu_new, n_new, batch, CONFIG.BLOCK_BATCH)
         exists = (b < batch) & (i >= 0)
@@ -237,7 +375,8 @@ def append_kernel(
             if places.cu_new is not None:
                 source = (b * 0, t)
             angles = Angles(rotary.cos, rotary.sin, position, num_positions)
-            append_token(new, cache, source, (page, offset), d, angles, CONFIG)
+            norms = HeadNorm(weights.k, eps, norm_offset)
+            append_token(new, cache, scales, source, b, (page, offset), angles, norms, CONFIG)
     elif queries.q.ptr is not None:
         t -= tokens
         b, i, n = sequence_of(t, places.cu_q, n_q, batch, CONFIG.BLOCK_BATCH)
@@ -253,7 +392,8 @@ def append_kernel(
                 appended = new_end - tl.load(places.cu_new + b, mask=exists, other=0)
             position = tl.load(places.lengths + b, mask=exists, other=0) + appended - n + i
         angles = Angles(rotary.cos, rotary.sin, position, num_positions)
+        norms = HeadNorm(weights.q, eps, norm_offset)
         if places.cu_q is None:
-            rotate_query(queries, b, i, d, angles, CONFIG)
+            rotate_query(queries, b, i, angles, norms, CONFIG)
         else:
-            rotate_query(queries, b * 0, t, d, angles, CONFIG)
+            rotate_query(queries, b * 0, t, angles, norms, CONFIG)

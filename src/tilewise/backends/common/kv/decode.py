@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..device.mask import masked, visible
-from ..device.matmul import dot, raise_flag
+from ..device.matmul import raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
 from ..device.structs import Pairs, ScoreParams, Work
@@ -21,7 +21,6 @@ from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
     Partial,
-    columns,
     load_partial,
     merge,
     nan_flags,
@@ -32,18 +31,31 @@ from .combine import (
     store_rows,
     tile_rows,
 )
+from .formats import (
+    Stored,
+    add_values,
+    head_scale,
+    join_parts,
+    key_product,
+    load_queries,
+    scaled_weights,
+    token_scales,
+    value_dims,
+)
 from .schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
 
 
 class KvCacheView(NamedTuple):
-    """Keys and values as views; the page table, with `indptr` that of all sequences one after another; or, of a dense
-    cache, the batch row of each sequence."""
+    """Keys and values as views, of words where they are quantised, and their scales; the page table, with `indptr` that
+    of all sequences one after another; or, of a dense cache, the batch row of each sequence."""
 
     k: tl.tuple
     v: tl.tuple
     page_table: tl.tensor
     indptr: tl.tensor
     rows: tl.tensor
+    k_scale: tl.tuple
+    v_scale: tl.tuple
 
 
 class KeyRange(NamedTuple):
@@ -70,8 +82,8 @@ class DecodeConfig(NamedTuple):
     """What the decode kernel is compiled for.
 
     GROUP to PRECISION, BOUNDED and OVERLAP are those of `KernelConfig`. PAGE_SIZE: None for a dense cache.
-    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal.
-    HAS_STARTS: sequences may begin past the cache's first key.
+    K, V: how they are stored. PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those
+    of k and v are equal. HAS_STARTS: sequences may begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
     depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
@@ -98,6 +110,8 @@ class DecodeConfig(NamedTuple):
     OVERLAP: bool
     PAGE_SIZE: int | None
     KV_HEADS: int
+    K: Stored
+    V: Stored
     FIXED_SPLIT: bool
     PREFETCH_PAGES: bool
     SAME_STRIDES: bool
@@ -189,11 +203,13 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
+def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     """(acc, m, l) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N. The tree mask of this
     sequence begins at its row w.r0."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
+    STORED_K: tl.constexpr = CONFIG.K
+    STORED_V: tl.constexpr = CONFIG.V
     cache = keys.cache
     offset = w.n_k - w.n_q
     first_position = w.first // CONFIG.GROUP + offset
@@ -208,7 +224,11 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
+    acc = ()
+    PARTS: tl.constexpr = STORED_V.PARTS
+    for _ in tl.static_range(PARTS):
+        acc += (tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV // PARTS], 0.0, tl.float32),)
+    unit = 1e-30  # of acc: see `scaled_weights`
     i = rows.i[:, None]
     h = rows.h[:, None]
     page = load_pages(keys, keys.lo, PAGE_SIZE, N)
@@ -222,8 +242,12 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         if CONFIG.HAS_STARTS or params.before is not None:
             inside = inside & (at + tl.arange(0, N) >= keys.first)
         base, offsets = key_offsets(cache.k, page, w.h, at, PAGE_SIZE, N)
-        k_tile = load_keys(cache.k, base, offsets, inside, CONFIG.D, CONFIG.BLOCK_D)
-        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=CONFIG.PRECISION)
+        k_tile = load_keys(cache.k, base, offsets, inside, CONFIG.D // STORED_K.PARTS, CONFIG.BLOCK_D // STORED_K.PARTS)
+        k_scales = ()
+        if STORED_K.SCALE == "token":
+            scale_base, scale_rows = key_offsets(cache.k_scale.x, page, w.h, at, PAGE_SIZE, N)
+            k_scales = token_scales(cache.k_scale, scale_base, scale_rows, inside, STORED_K)
+        product = key_product(queries, k_tile, k_scales, STORED_K)
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
@@ -237,7 +261,12 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
-        v_tile = load_keys(cache.v, base, offsets, inside, CONFIG.DV, CONFIG.BLOCK_DV)
+        DIMS: tl.constexpr = CONFIG.DV // STORED_V.PARTS
+        v_tile = load_keys(cache.v, base, offsets, inside, DIMS, CONFIG.BLOCK_DV // STORED_V.PARTS)
+        v_scales = ()
+        if STORED_V.SCALE == "token":
+            scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
+            v_scales = token_scales(cache.v_scale, scale_base, scale_rows, inside, STORED_V)
         mask = None
         if CONFIG.REPAIR:
             mask = visible(pairs, params)
@@ -245,15 +274,19 @@ def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
                 mask = mask & (j >= keys.start)
             if tree.ptr is not None:
                 mask = mask & tree_visible(tree, w, i, j - offset, at - offset, N)
-        p = p.to(v_tile.dtype)
         if CONFIG.BOUNDED:
+            p = p.to(v_tile.dtype)
             rounded += tl.sum(p.to(tl.float32), 1)
-        acc = dot(p, v_tile, acc * alpha[:, None], mask, CONFIG)
+        weights, alpha, unit = scaled_weights(p, alpha, v_scales, unit, mask, STORED_V)
+        acc = add_values(acc, weights, alpha, v_tile, v_scales, mask, STORED_V)
         if CONFIG.PREFETCH_PAGES:
             page = next_page
+    out = join_parts(acc, STORED_V)
     if CONFIG.BOUNDED:
-        acc *= rounding_correction(l, rounded)[:, None]
-    return acc, m, l
+        out *= rounding_correction(l, rounded)[:, None]
+    if STORED_V.SCALE == "token" and STORED_V.OPERAND == "float16":
+        out *= unit
+    return out, m, l
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -281,6 +314,8 @@ def decode_kernel(
     CONFIG: tl.constexpr,
 ):
     """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed."""
+    STORED_K: tl.constexpr = CONFIG.K
+    STORED_V: tl.constexpr = CONFIG.V
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
         if not CONFIG.CONCURRENT:
@@ -306,16 +341,18 @@ def decode_kernel(
             stop = tl.minimum(stop, chunk + 1)
         w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
         r = tl.arange(0, CONFIG.BLOCK_M)
-        d_q = tl.arange(0, CONFIG.BLOCK_D)[None, :]
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
-        q_rows = row_pointers(q, item, at)[:, None] + columns(q, d_q)
-        q_tile = tl.load(q_rows, mask=at.exists[:, None] & (d_q < CONFIG.D), other=0.0)
+        k_scale = 1.0
+        if STORED_K.SCALE == "head":
+            k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
+        q_rows = row_pointers(q, item, at)
+        queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         first_key, hi = visible_keys(item, before, after, CONFIG)
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
         pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
         acc, m, l = attend(
-            q_tile,
+            queries,
             KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
             w,
             at,
@@ -324,6 +361,8 @@ def decode_kernel(
             CONFIG,
         )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        if STORED_V.SCALE == "head":
+            out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)
         partial = Partial(out, m if CONFIG.LARGE_SCORES else row_logsumexp(m, l, None), l)
         # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
         late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
@@ -331,7 +370,7 @@ def decode_kernel(
             if not CONFIG.REPAIR:
                 raise_flag(flags + (program + late), out)
         r += late
-        d = tl.arange(0, CONFIG.BLOCK_DV)[None, :] + late
+        d = value_dims(tl.arange(0, CONFIG.BLOCK_DV)[None, :] + late, CONFIG.DV, CONFIG.BLOCK_DV, STORED_V)
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
         slot = tl.cast(program, tl.int64) * slots * rows
         if entered > 0:

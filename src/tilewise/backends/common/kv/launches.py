@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from ....errors import AttentionError
-from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile
+from ....kv_formats import format_of, has_token_scales, head_dim
+from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
 from ..device.structs import View
 from ..gpu import Gpu
 from ..kernel_config import precision
@@ -17,11 +18,21 @@ from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from ..shapes import padded, view
 from . import kv_tiles
 from . import partition as partitions
-from .append import AppendConfig, AppendPlaces, KeyValue, Queries, RotaryTables, append_kernel
+from .append import (
+    AppendConfig,
+    AppendPlaces,
+    CacheFormat,
+    KeyValue,
+    NormWeights,
+    Queries,
+    RotaryTables,
+    append_kernel,
+)
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, KvCacheView, decode_kernel
 from .partition import COUNTS, ITEM, RECORD, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
+from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
 
 # Few sizes, so that an engine's batches share their kernels.
 BLOCK_ITEMS = (128, 1024)  # work items that the schedule kernel computes at once: one for each thread, or eight
@@ -46,7 +57,7 @@ def checked_partition(
     """The partition of a request. Raises AttentionError if the tensors of a plan have other sizes than it needs."""
     partition = partition_of(request, target)
     found = [schedule.numel()] if workspace is None else [schedule.numel(), workspace.numel()]
-    expected = [partition.schedule_numel, partition.workspace_numel(request.v.shape[-1])][: len(found)]
+    expected = [partition.schedule_numel, partition.workspace_numel(head_dim(request.v))][: len(found)]
     if found != expected:
         raise AttentionError("sizes of the plan", found, f"{expected}: call plan_kv on this device, in this process")
     return partition
@@ -55,7 +66,7 @@ def checked_partition(
 def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:
     """The number of int64 elements of the schedule, and of float32 elements of the workspace."""
     partition = partition_of(request, target_of(request.q.device) if target is None else target)
-    return partition.schedule_numel, partition.workspace_numel(request.v.shape[-1])
+    return partition.schedule_numel, partition.workspace_numel(head_dim(request.v))
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
@@ -116,25 +127,31 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(call, target.gpu, derivative=False)
     terms = device_terms(call, target.gpu)
+    stored_k, stored_v = (
+        stored_of(x, q, scale, target.gpu) for x, scale in ((k, request.k_scale), (v, request.v_scale))
+    )
+    k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
     rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = DecodeConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
-        DV=v.shape[-1],
+        DV=dim_v,
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=partition.tile.block_n,
-        BLOCK_D=padded(q.shape[-1]),
-        BLOCK_DV=padded(v.shape[-1]),
+        BLOCK_D=padded(q.shape[-1], 16 * stored_k.PARTS),
+        BLOCK_DV=padded(dim_v, 16 * stored_v.PARTS),
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
-        BOUNDED=scoring["FOLD"] and is_bounded(call, scale),
+        BOUNDED=scoring["FOLD"] and is_bounded(call, scale) and stored_v.OPERAND == "bfloat16",
         LARGE_SCORES=terms.large_scores is not None,
         OVERLAP=can_overlap(target.gpu),
         PAGE_SIZE=None if places.table is None else k.shape[1],
         KV_HEADS=k.shape[-2],
+        K=stored_k,
+        V=stored_v,
         FIXED_SPLIT=request.split is not None,
         PREFETCH_PAGES=partition.tile.prefetch_pages != 0,
-        SAME_STRIDES=view(k)[1:] == view(v)[1:],
+        SAME_STRIDES=view(k_words)[1:] == view(v_words)[1:],
         HAS_STARTS=places.starts is not None,
         CONCURRENT=concurrent,
         FLAG_NAN=rows_differ,
@@ -145,7 +162,10 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     words = 0 if request.tree is None else request.tree.shape[1]
     args = (
         view(q),
-        KvCacheView(view(k), view(v), places.table, places.indptr, places.rows),
+        KvCacheView(
+            *(view(k_words), view(v_words), places.table, places.indptr, places.rows),
+            *(scale_of(request.k_scale), scale_of(request.v_scale)),
+        ),
         buffers_of(kv),
         request.tree,
         *(spec.before, spec.after, scale),
@@ -183,7 +203,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     """Combines as many partial results at once as a row is likely to have, and as many rows and columns as fit beside
     them."""
     request = kv.request
-    q, k, dv = request.q, request.k, request.v.shape[-1]
+    q, k, dv = request.q, request.k, head_dim(request.v)
     max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
     row_sets = max(partition.items * k.shape[-2], 1)
     partials = 1 if request.split else fitting(-(-partition.programs // row_sets), BLOCK_PARTIALS)
@@ -207,38 +227,55 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
 
 
+def cache_format(cache: Tensor, scale: Scale) -> CacheFormat:
+    """What the append kernel is compiled for in K or V."""
+    found = format_of(cache)
+    if found is None:
+        return CacheFormat(None, 1, None, 1.0)
+    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
+    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
+    return CacheFormat(found.name, groups, kind, found.largest)
+
+
 def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
     k_new, v_new, k, v, places = request[:5]
-    rotary, q, rotated, table = request.rotary, request.q, request.rotated, places.table
+    rotary, q, rotated, table, norm = request.rotary, request.q, request.rotated, places.table, request.norm
     tokens = k_new.shape[:-2].numel()
     queries = 0 if q is None else q.shape[:-2].numel()
     heads = 0 if q is None else q.shape[-2]
-    none = View(None, (0, 0, 0, 0, None))
-    tables = RotaryTables()
+    tables, weights = RotaryTables(), NormWeights()
     if rotary is not None:
         tables = RotaryTables(rotary.cos, rotary.sin, rotary.positions, rotary.q_positions)
-    columns = padded(max(k.shape[-1], v.shape[-1]))
+    if norm is not None:
+        weights = NormWeights(norm.q_weight, norm.k_weight)
+    dim, dim_v = k_new.shape[-1], v_new.shape[-1]
+    columns = padded(max(dim, dim_v))
     config = AppendConfig(
         KV_HEADS=k.shape[-2],
         HEADS=heads,
-        D=k.shape[-1],
-        DV=v.shape[-1],
+        D=dim,
+        DV=dim_v,
         BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
-        BLOCK_D=padded(k.shape[-1]),
-        BLOCK_DV=padded(v.shape[-1]),
+        BLOCK_D=padded(dim),
+        BLOCK_DV=padded(dim_v),
         HALF=1 if rotary is None else rotary.cos.shape[1],
         INTERLEAVED=rotary is not None and rotary.interleaved,
         BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
+        K=cache_format(k, request.k_scale),
+        V=cache_format(v, request.v_scale),
         OVERLAP=can_overlap(gpu),
     )
     table_stride, table_pages = (0, 0) if table is None else (table.stride(0), table.shape[-1])
     n_q = 0 if q is None or q.dim() == 3 else q.shape[1]
     args = (
         KeyValue(view(k_new), view(v_new)),
-        KeyValue(view(k), view(v)),
-        Queries(none if q is None else view(q), none if rotated is None else view(rotated)),
+        KeyValue(view(bytes_of(k)), view(bytes_of(v))),
+        KeyValue(scale_of(request.k_scale), scale_of(request.v_scale)),
+        Queries(NO_VIEW if q is None else view(q), NO_VIEW if rotated is None else view(rotated)),
         AppendPlaces(places.lengths, table, places.indptr, places.rows, places.cu_new, request.cu_q, request.slots),
         tables,
+        weights,
+        *((0.0, 0.0) if norm is None else (norm.eps, norm.offset)),
         *(tokens, places.new, n_q, places.batch, 1 if rotary is None else rotary.cos.shape[0]),
         *(table_stride, k.shape[0], table_pages, k.shape[1]),
     )

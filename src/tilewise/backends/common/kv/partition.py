@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ....kv_formats import format_of, has_token_scales, head_dim
 from ..gpu import Gpu
 from ..tiles import padded
 from . import kv_tiles
@@ -40,13 +41,24 @@ class Partition(NamedTuple):
         return self.programs * (self.slots * self.rows * (dim_v + 2) + 1)
 
 
+def _quantised(request: Any) -> str | None:
+    """How the caches are quantised, as `kv_tiles.tile` tells them apart."""
+    found = [format_of(x) for x in (request.k, request.v)]
+    if None in found:
+        return None if found[0] is found[1] else "one"
+    by_token = has_token_scales(request.k_scale) or has_token_scales(request.v_scale)
+    return "token" if by_token and max(x.bits for x in found if x is not None) == 8 else "both"
+
+
 def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) -> Partition:
     """The partition of a `KvRequest`, from shapes alone, on a GPU with so many multiprocessors."""
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None:
-        tile = kv_tiles.tile(gpu.arch, q.element_size(), padded(max(q.shape[-1], v.shape[-1])), max_rows)
+        tile = kv_tiles.tile(
+            gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
+        )
     if request.call.cu_q is None:
         tiles = -(-q.shape[1] * group // tile.block_m)
         items = q.shape[0] * tiles

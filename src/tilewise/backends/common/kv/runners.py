@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kv_formats import head_dim
 from ....kv_request import AppendRequest, KvCall, KvRequest, structure_of
 from ..kernel_call import KernelCall
 from ..launch import Built, Launch, Memory, Target
@@ -81,6 +82,6 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
 def run_forward(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
     """The out and lse of the call, or new ones."""
     q, v = call.request.q, call.request.v
-    out = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype) if call.out is None else call.out
+    out = memory.empty((*q.shape[:-1], head_dim(v)), q.dtype) if call.out is None else call.out
     lse = memory.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.float32) if call.lse is None else call.lse
     return out, lse

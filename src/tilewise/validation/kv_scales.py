@@ -1,0 +1,102 @@
+"""Validates what turns new tokens into the numbers of a cache: dtypes, scales, the weights of qk-norm."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+from ..kv_formats import FORMATS, format_of, head_dim
+from ..kv_request import QkNorm, Scale
+from .arguments import DTYPES, resolved, tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def check_cache_dtype(name: str, cache: Tensor, dtype: torch.dtype, whose: str) -> None:
+    """Raises AttentionError if a cache cannot hold tokens of a dtype."""
+    if cache.dtype not in (dtype, *HALVES, *FORMATS):
+        expected = f"{whose} {dtype}, or one of {', '.join(str(x) for x in (*HALVES, *FORMATS))} (uint8: int4, packed)"
+        raise AttentionError(f"dtype of {name}", cache.dtype, expected)
+
+
+def checked_scale(name: str, scale: Any, cache: Tensor, batch: int) -> Scale:
+    """k_scale or v_scale of a cache."""
+    found = format_of(cache)
+    cache_name = name[0] + "_cache"
+    if found is None:
+        if scale is not None:
+            expected = f"None: {cache_name} has {cache.dtype}, which needs no scale"
+            raise AttentionError(name, _described(scale), expected)
+        return None
+    if scale is None:
+        if found.is_integer:
+            expected = f"a number or a float32 tensor: an {found.name} cache holds x / {name}, rounded"
+            raise AttentionError(name, "None", expected)
+        return None
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        if not isfinite(scale) or scale == 0:
+            raise AttentionError(name, scale, "a finite number other than 0")
+        return float(scale)
+    scale = resolved(tensor(name, scale))
+    if scale.dtype != torch.float32:
+        raise AttentionError(f"dtype of {name}", scale.dtype, "torch.float32")
+    if scale.device != cache.device:
+        raise AttentionError(f"device of {name}", scale.device, f"{cache.device}, as the cache; or a Python float")
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise AttentionError("requires_grad", f"True for {name}", "torch.no_grad() or .detach()")
+    heads = cache.shape[2]
+    shapes = [(), (heads,), (batch, heads), tuple(cache.shape[:3])]
+    names = ["()", f"({heads},) by head", f"({batch}, {heads}) by sequence and head", f"{shapes[3]} by token and head"]
+    if found.bits == 4:
+        shapes.append((*cache.shape[:3], 2))
+        names.append(f"{shapes[4]} by token, head and half of the dims")
+    if tuple(scale.shape) not in shapes:
+        raise AttentionError(f"shape of {name}", tuple(scale.shape), " or ".join(names))
+    found_scale: Scale = scale
+    return found_scale
+
+
+def check_written_scale(name: str, scale: Scale) -> None:
+    """Raises AttentionError if the scales of new tokens cannot be written."""
+    if not isinstance(scale, Tensor) or scale.dim() < 3:
+        return
+    if any(step == 0 and n > 1 for step, n in zip(scale.stride(), scale.shape, strict=True)):
+        raise AttentionError(f"strides of {name}", scale.stride(), "distinct memory for each element")
+
+
+def check_new_dtype(name: str, x: Tensor, cache: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise AttentionError(f"dtype of {name}", x.dtype, " or ".join(map(str, DTYPES)))
+    check_cache_dtype(name[0] + "_cache", cache, x.dtype, f"{name}'s")
+    if x.device != cache.device:
+        raise AttentionError(f"device of {name}", x.device, f"{cache.device}, as the other tensors")
+    if x.shape[-2:] != (cache.shape[-2], head_dim(cache)):
+        expected = f"the cache's {(cache.shape[-2], head_dim(cache))}"
+        raise AttentionError(f"heads and dim of {name}", tuple(x.shape[-2:]), expected)
+
+
+def checked_norm(norm: Any, k_new: Tensor) -> QkNorm | None:
+    if norm is None:
+        return None
+    if not isinstance(norm, QkNorm):
+        raise AttentionError("qk_norm", type(norm).__name__, "tilewise.QkNorm(q_weight, k_weight)")
+    weights = [resolved(norm.q_weight), resolved(norm.k_weight)]
+    for name, x in zip(("q_weight", "k_weight"), weights, strict=True):
+        if tuple(tensor(f"qk_norm {name}", x).shape) != (k_new.shape[-1],) or not x.is_floating_point():
+            expected = f"floats ({k_new.shape[-1]},), one for each dim of a head"
+            raise AttentionError(f"qk_norm {name}", f"{x.dtype} {tuple(x.shape)}", expected)
+        if x.device != k_new.device:
+            raise AttentionError(f"device of qk_norm {name}", x.device, f"{k_new.device}, as the other tensors")
+    for name, number in (("eps", norm.eps), ("offset", norm.offset)):
+        if not isinstance(number, (int, float)) or not isfinite(number) or (name == "eps" and number < 0):
+            raise AttentionError(f"qk_norm {name}", repr(number), "a finite number" + (" >= 0" * (name == "eps")))
+    q_weight, k_weight = (x.detach().contiguous() for x in weights)
+    return QkNorm(q_weight, k_weight, float(norm.eps), float(norm.offset))
+
+
+def _described(scale: Any) -> str:
+    return f"a tensor {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)

@@ -1,0 +1,86 @@
+"""Numbers of quantised caches by definition, apart from the library: of all numbers that a format has, the nearest."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "uint8": 7.0}  # uint8: two int4
+KINDS = ("number", "scalar", "head", "batch", "token", "group")  # of scales; group: int4 alone
+
+
+@cache
+def numbers(name: str) -> tuple[Tensor, Tensor]:
+    """The finite numbers of a format, ascending, and their codes (bytes; int4: four bits)."""
+    with torch.device("cpu"):
+        if name == "uint8":
+            values = torch.arange(-8, 8)
+            return values.double(), values & 15
+        codes = torch.arange(256, dtype=torch.uint8)
+        values = codes.view(getattr(torch, name)).double()
+        keep = values.isfinite() & ~((values == 0) & (codes == 128))
+        values, codes = values[keep], codes[keep]
+        order = values.argsort()
+        return values[order], codes[order].int()
+
+
+def nearest(y: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """(number, code) of the format that is nearest to each of y (float32); of two, the one with an even code; beyond
+    the largest, the largest."""
+    values, codes = (x.to(y.device) for x in numbers(name))
+    y = y.double().clamp(values[0], values[-1])
+    above = torch.searchsorted(values, y.contiguous()).clamp(1, len(values) - 1)
+    below = above - 1
+    low, high = y - values[below], values[above] - y
+    at = torch.where((high < low) | ((high == low) & (codes[above] % 2 == 0)), above, below)
+    negative_zero = (values[at] == 0) & y.signbit() & name.startswith("float")
+    return values[at], torch.where(negative_zero, torch.full_like(codes[at], 128), codes[at])
+
+
+def pack(x: Tensor, name: str, scale: Tensor) -> Tensor:
+    """The bytes of tokens x (.., heads, dim), with scales (.., heads or 1, groups)."""
+    _, code = nearest(x.float() / by_dim(scale, x.shape[-1]), name)
+    if name == "uint8":
+        low, high = code.chunk(2, -1)
+        code = low | (high << 4)
+    return code.to(torch.uint8)
+
+
+def unpack(stored: Tensor, name: str, scale: Tensor) -> Tensor:
+    """The numbers of bytes, in float64."""
+    if name == "uint8":
+        values = torch.cat([stored & 15, stored >> 4], -1).double()
+        values = torch.where(values > 7, values - 16, values)
+    else:
+        values = stored.view(getattr(torch, name)).double()
+    return values * by_dim(scale, values.shape[-1]).double()
+
+
+def by_dim(scale: Tensor, dim: int) -> Tensor:
+    return scale.float().repeat_interleave(dim // scale.shape[-1], -1)
+
+
+def token_scale(x: Tensor, name: str, groups: int = 1) -> Tensor:
+    """The scales (.., heads, groups) of tokens x (.., heads, dim)."""
+    most = x.float().unflatten(-1, (groups, -1)).abs().amax(-1)
+    scale = most / torch.full_like(most, LARGEST[name])
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def scale_at(scale: Any, b: int, place: tuple[int, int], device: Any) -> Tensor:
+    """The scales (heads or 1, groups) of the token of sequence b at (row, offset)."""
+    if not isinstance(scale, Tensor):
+        return torch.full((1, 1), 1.0 if scale is None else scale, device=device)
+    if scale.dim() >= 3:
+        return scale[place] if scale.dim() == 4 else scale[place][:, None]
+    return (scale[b] if scale.dim() == 2 else scale.reshape(-1))[:, None]
+
+
+def random_bytes(shape: tuple[int, ...], name: str) -> Tensor:
+    """Bytes without nan and infinity, of numbers that are not much smaller than the largest."""
+    low, high = {"float8_e4m3fn": (64, 126), "float8_e5m2": (100, 123)}.get(name, (0, 255))
+    found = torch.randint(low, high + 1, shape, dtype=torch.uint8)
+    return found | (torch.randint(0, 2, shape, dtype=torch.uint8) << 7) if name.startswith("float") else found

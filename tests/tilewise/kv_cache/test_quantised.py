@@ -1,0 +1,247 @@
+"""Quantised KV caches: every format and kind of scale, on each backend, beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tests.kv_cases import KvCase, compare, inputs
+from tests.quantised_cases import E4M3, E5M2, INT4, INT8, KINDS, nearest, quantised
+
+BASE = KvCase((18, 3, 0, 9), dim=16, page=8)
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def check(
+    case: KvCase, dtypes: Any, kinds: Any, backend: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
+    x, wanted = quantised(inputs(case, dtype), dtypes, kinds)
+    found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **options, return_lse=True, backend=backend)
+    compare(found, x, **options)
+    for name, cache in (("k", x.k), ("v", x.v)):
+        if name in wanted:
+            assert torch.equal(cache.view(torch.uint8), wanted[name]), f"bytes of {name}"
+        if f"{name}_scale" in wanted:
+            assert torch.equal(x.options[f"{name}_scale"].nan_to_num(-1), wanted[f"{name}_scale"].nan_to_num(-1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8, INT4], ids=str)
+def test_formats_and_scales(dtype: torch.dtype, kind: str, backend: str) -> None:
+    if kind == ("none" if dtype in (INT8, INT4) else "group") or (kind == "group" and dtype != INT4):
+        pytest.skip("not a scale of this format")
+    check(BASE.but(new=1), (dtype, dtype), (kind, kind), backend, BRAIN)
+    check(BASE.but(page=0, queries=(3, 1, 0, 11), new=(3, 1, 0, 2)), (dtype, dtype), (kind, kind), backend, HALF)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kinds"),
+    [
+        ((BRAIN, E4M3), ("", "head")),
+        ((E4M3, BRAIN), ("token", "")),
+        ((HALF, BRAIN), ("", "")),
+        ((BRAIN, HALF), ("", "")),
+        ((INT8, INT4), ("head", "group")),
+        ((INT4, E5M2), ("group", "none")),
+        ((E4M3, INT8), ("batch", "token")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BRAIN], ids=str)
+def test_k_and_v_are_independent(dtypes: Any, kinds: Any, dtype: torch.dtype, backend: str) -> None:
+    check(BASE.but(new=2, queries=2), dtypes, kinds, backend, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT8, "token"), (INT4, "group")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        BASE.but(page=3),
+        BASE.but(page=1, csr=True, new=1),
+        BASE.but(page=64, heads=6, kv_heads=1, dim=24, dim_v=40),
+        BASE.but(layout="heads_first", new=3, queries=3),
+        BASE.but(queries=(9, 1, 1, 4), new=(9, 1, 0, 4), padding=2, csr=True, page=2),
+        BASE.but(starts=(5, 3, 0, 8), new=1),
+    ],
+    ids=str,
+)
+def test_layouts(case: KvCase, dtype: torch.dtype, kind: str, backend: str) -> None:
+    check(case, (dtype, dtype), (kind, kind), backend, BRAIN)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT8, "token")], ids=str)
+def test_odd_dims_and_strides(dtype: torch.dtype, kind: str, backend: str) -> None:
+    """Bytes that cannot be read as words of 16 bits."""
+    check(BASE.but(dim=15, dim_v=7, new=1), (dtype, dtype), (kind, kind), backend, BRAIN)
+    x, _ = quantised(inputs(BASE, BRAIN), (dtype, dtype), (kind, kind))
+    room = torch.full((*x.k.shape[:3], 33), 127, dtype=torch.uint8).view(dtype)
+    room[..., 1:33:2] = x.k
+    found = tilewise.attention_kv(x.q, room[..., 1:33:2], x.v, x.lengths, **x.options, return_lse=True, backend=backend)
+    compare(found, x)
+
+
+@pytest.mark.parametrize("options", [{"window": (6, 0)}, {"softcap": 0.7}, {"causal": False}, {"scale": -0.3}], ids=str)
+@pytest.mark.parametrize(("dtype", "kind"), [(E4M3, "head"), (INT4, "group")], ids=str)
+def test_bands_and_scores(options: Any, dtype: torch.dtype, kind: str, backend: str) -> None:
+    check(BASE.but(queries=3, new=3), (dtype, dtype), (kind, kind), backend, BRAIN, **options)
+
+
+@pytest.mark.parametrize("kind", ["head", "token"])
+def test_sinks_trees_splits_and_plans(kind: str, backend: str) -> None:
+    dtypes, kinds = (INT8, E4M3), (kind, kind)
+    check(BASE.but(new=1), dtypes, kinds, backend, BRAIN, sinks=torch.randn(4))
+    x, _ = quantised(inputs(KvCase((200, 40, 290), dim=16), BRAIN), dtypes, kinds)
+    for options in ({"split": 128}, {"split": 0}):
+        found = tilewise.attention_kv(
+            x.q, x.k, x.v, x.lengths, **x.options, **options, return_lse=True, backend=backend
+        )
+        compare(found, x)
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend=backend)
+    found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, plan=plan, return_lse=True, backend=backend)
+    compare(found, x)
+    tree = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2
+    x, _ = quantised(inputs(KvCase((20, 5), queries=3, new=3, dim=16), BRAIN), dtypes, kinds)
+    found = tilewise.attention_kv(
+        x.q, x.k, x.v, x.lengths, **x.options, tree=torch.tensor(tree).bool(), return_lse=True, backend=backend
+    )
+    compare(found, x, tree=tree)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8, INT4], ids=str)
+@pytest.mark.parametrize("new", [torch.float32, HALF, BRAIN], ids=str)
+def test_appended_bytes(dtype: torch.dtype, new: torch.dtype, backend: str) -> None:
+    """Round to nearest even, saturate: every float16 and bfloat16 there is, beside the nearest number of the format."""
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    if new == torch.float32:  # halfway between two numbers of the format, and the floats next to that
+        bits = bits.view(HALF).float().view(torch.int32)
+        x = torch.cat([(bits + n).view(torch.float32) for n in (-1, 0, 1)])
+    else:
+        x = bits.view(new)
+    x = x[x.isfinite()]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 256)).view(1, -1, 1, 256)
+    for scale in (0.37, 1.0):
+        width = 128 if dtype == INT4 else 256
+        caches = torch.zeros(2, 1, x.shape[1], 1, width, dtype=torch.uint8).view(dtype).unbind(0)
+        tilewise.append_kv(x, x, *caches, 0, k_scale=scale, v_scale=torch.tensor([scale]), backend=backend)
+        _, code = nearest(x.float() / torch.tensor(scale), dtype)
+        if dtype == INT4:
+            low, high = code.chunk(2, -1)
+            code = low | (high << 4)
+        assert torch.equal(caches[0].view(torch.uint8), code.to(torch.uint8))
+        assert torch.equal(caches[1].view(torch.uint8), caches[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, INT8, INT4], ids=str)
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, backend: str) -> None:
+    """With a scale by token, a nan or an infinity in a token makes the token nan, in every format."""
+    for bad in (torch.nan, torch.inf):
+        new = torch.randn(1, 3, 2, 16)
+        new[0, 1, 0, 5] = bad
+        caches = torch.zeros(2, 1, 4, 2, 8 if dtype == INT4 else 16, dtype=torch.uint8).view(dtype).unbind(0)
+        scales = torch.zeros(2, 1, 4, 2).unbind(0)
+        tilewise.append_kv(new, new, *caches, 0, k_scale=scales[0], v_scale=scales[1], backend=backend)
+        q = torch.randn(1, 1, 2, 16)
+        out = tilewise.attention_kv(q, *caches, 3, k_scale=scales[0], v_scale=scales[1], backend=backend)
+        assert out[0, 0, 0].isnan().all()
+        assert out[0, 0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("words", ["", "split", "tree"])
+@pytest.mark.parametrize("dtype", [E4M3, INT8], ids=str)
+def test_what_a_query_does_not_see_cannot_reach_it(words: str, dtype: torch.dtype, backend: str) -> None:
+    """Scales that are not finite, and in float8 numbers that are not, of keys that only later queries see."""
+    x, y = (
+        quantised(
+            inputs(KvCase((9, 3, 17), queries=4, new=4, dim=16, heads=2, kv_heads=1, page=8), BRAIN),
+            (dtype, dtype),
+            ("token", "token"),
+        )[0]
+        for _ in range(2)
+    )
+    options: Any = {
+        "": {"window": (6, 0)},
+        "split": {"split": 128},
+        "tree": {"tree": torch.tril(torch.ones(3, 4, 4, dtype=torch.bool))},
+    }[words]
+    clean = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **options, backend=backend)
+    for name in ("k_new", "v_new"):
+        y.options[name][:, 2] = torch.tensor([torch.nan, torch.inf, -torch.inf])[:, None, None]
+    out = tilewise.attention_kv(y.q, y.k, y.v, y.lengths, **y.options, **options, backend=backend)
+    assert torch.equal(out[:, :2], clean[:, :2])
+    assert not out[:, 2:].isfinite().any()
+
+
+def test_scales_of_any_size(backend: str) -> None:
+    """Weights times scales beyond the range of float16, in either direction, and both in one sequence."""
+    for sizes in ([1e-12] * 40, [1e12] * 40, [10.0 ** (n % 17 - 8) for n in range(40)]):
+        x = inputs(KvCase((40,), dim=16), BRAIN)
+        for b in range(1):
+            x.values[b] *= torch.tensor(sizes)[:, None, None]
+        x, _ = quantised(x, (E4M3, INT8), ("token", "token"))
+        found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, return_lse=True, backend=backend)
+        compare(found, x)
+
+
+def test_queries_beyond_float16(backend: str) -> None:
+    """bfloat16 queries are multiplied in float16 where keys are quantised."""
+    for size in (1e-30, 1e-6, 1e30):
+        x = inputs(KvCase((40, 7), dim=16), BRAIN)
+        x.q[:] *= size
+        x.rows[:] = [row * size for row in x.rows]
+        x, _ = quantised(x, (E4M3, E4M3), ("head", "none"))
+        found = tilewise.attention_kv(
+            x.q, x.k, x.v, x.lengths, **x.options, scale=0.25 / size, return_lse=True, backend=backend
+        )
+        compare(found, x, scale=0.25 / size)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("interleaved", [None, False, True])
+def test_qk_norm(offset: float, interleaved: bool | None, backend: str) -> None:
+    from tests.tilewise.kv_cache.test_append_kv import angles, rotated
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 3, 4, 20), torch.randn(2, 3, 2, 20) * 5, torch.randn(2, 3, 2, 12)
+    weights = torch.rand(20), torch.randn(20)
+    norm = tilewise.QkNorm(*weights, eps=1e-3, offset=offset)
+    rotary = None if interleaved is None else tilewise.Rotary(*angles(10), interleaved)
+    caches = torch.zeros(2, 8, 2, 20), torch.zeros(2, 8, 2, 12)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    found = tilewise.append_kv(k, v, *caches, lengths, q=q, qk_norm=norm, rotary=rotary, backend=backend)
+    at = torch.tensor([0, 1, 2, 4, 5, 6])
+    exact = [rms_norm(x, w + offset, 1e-3).flatten(0, 1) for x, w in zip((q, k), weights, strict=True)]
+    if interleaved is not None:
+        exact = [rotated(x, at, *angles(10), interleaved) for x in exact]
+    assert found is not None
+    assert torch.allclose(found.flatten(0, 1).double(), exact[0], atol=2e-6)
+    keys = torch.cat([caches[0][0, :3], caches[0][1, 4:7]])
+    assert torch.allclose(keys.double(), exact[1], atol=4e-6)
+    assert torch.equal(caches[1][1, 4:7], v[1])
+
+
+def test_qk_norm_into_a_quantised_cache(backend: str) -> None:
+    """Norm, then rotation, then the scale of the token: one call is its parts."""
+    torch.manual_seed(0)
+    x, y = (quantised(inputs(BASE.but(new=2, queries=2), BRAIN), (INT8, E4M3), ("token", "head"))[0] for _ in range(2))
+    at = torch.arange(64)[:, None] / 100 ** (torch.arange(8) / 8)
+    how = {"qk_norm": tilewise.QkNorm(torch.rand(16), torch.rand(16)), "rotary": tilewise.Rotary(at.cos(), at.sin())}
+    out = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **how, backend=backend)
+    k, v = y.options.pop("k_new"), y.options.pop("v_new")
+    q = tilewise.append_kv(k, v, y.k, y.v, y.lengths, **y.options, **how, q=y.q, backend=backend)
+    assert q is not None
+    parts = tilewise.attention_kv(q, y.k, y.v, y.lengths + 2, **y.options, backend=backend)
+    assert torch.equal(out, parts)
+    assert torch.equal(x.k, y.k)
+    wide = tilewise.append_kv(
+        k.float(), v.float(), y.k.clone(), y.v.clone(), y.lengths, **y.options, **how, q=y.q.float(), backend=backend
+    )
+    assert torch.allclose(q.float(), wide, atol=2e-2)
