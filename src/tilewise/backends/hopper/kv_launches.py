@@ -74,7 +74,7 @@ def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, n
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse), state, num_sms, size, config, cache)
+    return forward_launch(packed, kv, (out, lse, None), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -63,8 +63,8 @@ class ReferenceBackend:
     differentiable_backward = staticmethod(whole.differentiable_backward)
 
 
-def forward(request: Request) -> tuple[Tensor, Tensor]:
-    """(out, lse)"""
+def forward(request: Request) -> tuple[Tensor, ...]:
+    """(out, lse), and the largest score of each head if the call returns it."""
     return tiled.forward(request) if request.is_plain else scored.forward(request)
 
 

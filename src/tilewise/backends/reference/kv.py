@@ -61,7 +61,7 @@ def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
     packed = Request(
         q, k, v, spec, None, call.sinks, call.score, cu_q, cu_k, None, () if mask is None else mask.tensors
     )
-    out, lse = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
+    out, lse, *_ = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
     out = out.view(*call.q.shape[:-1], out.shape[-1])
     if call.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
         lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous()
