@@ -28,7 +28,7 @@ LAYERS = (
     "tilewise",
     "compat",
     "integrations",
-    "distributed",
+    "distributed sparse",
     "api kv_cache warmup",
     "autograd",
     "ops",

@@ -30,9 +30,9 @@ class Tensors(NamedTuple):
 @triton.jit
 def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
     """(acc, m, l, top) of online softmax over the keys that the tile of queries at w sees, or over one of `splits`
-    parts of them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are nan. If
-    tensors.v.ptr is None, acc stays 0. `top` is the largest score of each row, -inf without CONFIG.MAX_LOGIT: m starts
-    from the sink, and may be 0 or in other units."""
+    parts of them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are
+    nan. If tensors.v.ptr is None, acc stays 0. `top` is the largest score of each row, -inf without CONFIG.MAX_LOGIT:
+    m starts from the sink, and may be 0 or in other units."""
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
     # float32 operands are two halves each: no registers are left for loop invariants
     LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"

@@ -1,0 +1,5 @@
+"""Sparse attentions on the kernels of `tilewise.attention`: exact over the pairs that each of them names."""
+
+from .moba import mean_key_gate, moba
+
+__all__ = ["mean_key_gate", "moba"]
