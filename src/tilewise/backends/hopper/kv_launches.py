@@ -41,7 +41,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     request, out, lse = call.request, call.out, call.lse
     assert out is not None
     assert lse is not None
-    prefill = prefill_launch(request, out, lse, new_state(memory), target.num_sms)
+    prefill = prefill_launch(request, out, lse, new_state(memory), target.num_sms, call.max_logit)
     if request.call.cu_q is None:
         return [prefill]
     return [
@@ -50,7 +50,9 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     ]
 
 
-def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
+def prefill_launch(
+    request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int, max_logit: Tensor | None = None
+) -> Launch:
     """The Hopper forward on a KV cache."""
     call, places = request.call, request.cache_index
     q, k, v, spec = call[:4]
@@ -74,7 +76,7 @@ def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, n
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse, None), state, num_sms, size, config, cache)
+    return forward_launch(packed, kv, (out, lse, max_logit), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -65,7 +65,8 @@ class ReferenceBackend:
 
 def forward(request: Request) -> tuple[Tensor, ...]:
     """(out, lse), and the largest score of each head if the call returns it."""
-    return tiled.forward(request) if request.is_plain else scored.forward(request)
+    out, lse, *largest = tiled.forward(request) if request.is_plain else scored.forward(request)
+    return out, lse, *map(tiled.max_logit, largest)
 
 
 def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.tiled import accumulate_, have_large_scores, max_logit, row_maxima
+from tilewise.backends.reference.tiled import accumulate_, have_large_scores, row_maxima
 from tilewise.mods import PROGRAMS, dropout
 from tilewise.mods.blocks import kinds_of
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
@@ -47,7 +47,7 @@ class Sequence(NamedTuple):
 
 
 def forward(request: Request) -> tuple[Tensor, ...]:
-    """(out, lse), and the largest score of each head if the call returns it."""
+    """(out, lse), and if spec.max_logit the largest score of each row, shaped as lse."""
     request = with_padded_bias(request)
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -72,7 +72,7 @@ def forward(request: Request) -> tuple[Tensor, ...]:
                 lse_all[:, block.tokens] = log_sum
                 for x in largest:
                     x[:, block.tokens] = row_maxima(s, None)
-    return (out, lse, *map(max_logit, by_row[1:]))
+    return out, *by_row
 
 
 class Pass(NamedTuple):

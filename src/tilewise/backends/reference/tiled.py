@@ -78,7 +78,8 @@ class Tile(NamedTuple):
 
 
 def forward(request: Request) -> tuple[Tensor, ...]:
-    """out and lse = log Σ_j exp(s_ij). Dense (B, S, H, D) -> lse (B, H, Sq); packed (T, H, D) -> lse (H, T).
+    """out and lse = log Σ_j exp(s_ij). Dense (B, S, H, D) -> lse (B, H, Sq); packed (T, H, D) -> lse (H, T). If
+    spec.max_logit also the largest score of each row, shaped as lse.
 
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
@@ -127,7 +128,7 @@ def forward(request: Request) -> tuple[Tensor, ...]:
     by_row = [lse] if largest is None else [lse, largest]
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         run(parts([q, out, *map(as_rows, by_row)], [k, v], request, by_rows=True), attend)
-    return (out, lse) if largest is None else (out, lse, max_logit(largest))
+    return (out, lse) if largest is None else (out, lse, largest)
 
 
 def row_maxima(s: Tensor, hide: Tensor | None) -> Tensor:
