@@ -105,9 +105,7 @@ def _plan(memory: Tensor, *given: Any) -> None:
 
 
 @torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
-def _attend(
-    out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any
-) -> None:
+def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any) -> None:
     request = attend_request(*given)
     if max_logit is not None:
         spec = request.call.spec._replace(max_logit=True)
