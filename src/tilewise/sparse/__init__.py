@@ -2,5 +2,7 @@
 
 from .moba import mean_key_gate, moba
 from .neighborhood import neighborhood
+from .nsa import nsa, selected_blocks
+from .topk import topk
 
-__all__ = ["mean_key_gate", "moba", "neighborhood"]
+__all__ = ["mean_key_gate", "moba", "neighborhood", "nsa", "selected_blocks", "topk"]
