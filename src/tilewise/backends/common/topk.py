@@ -214,7 +214,7 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], q: Tensor, k: Tensor, v: Tens
         main, rest = padded(d), 0
     wide = (main + rest) * q.element_size() > 512
     backward = kernel is topk_backward_kernel
-    rows = min(32 if wide and backward else 64, padded(group))
+    rows = min(32 if wide else 64, padded(group))  # 64 rows of 512 columns spill
     columns = 16 if INTERPRETED else 16 if wide and backward else 32 if wide or backward else 64
     config = TopkConfig(group, d, dv, main, rest, rows, columns, padded(dv), precision(q, gpu))
     programs = batch * n_q * kv_heads * -(-group // rows)
