@@ -179,9 +179,9 @@ class Forward(_Work):
     def compute(self, sources: tuple[int, ...]) -> None:
         for call, request in self.calls(sources, *self.keys_of(sources)):
             out, lse, *max_logit = _call_plan(request).forward(request.tensors())
-            for x in max_logit if self.max_logit is not None else ():
+            if self.max_logit is not None:
                 own = self.ulysses.heads_of(self.max_logit, 1)
-                torch.maximum(own, x, out=own)
+                torch.maximum(own, max_logit[0], out=own)
             if request.cu_q is not None:
                 out, lse = out[None], lse[None]
             if self.is_first and call.queries.is_all:

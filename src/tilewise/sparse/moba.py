@@ -1,8 +1,8 @@
 """Mixture of block attention (MoBA): causal attention over a query's own block of keys and the best blocks before it.
 
 The queries that chose a block become one packed sequence, whose keys are the block. Packed attention gives (out, lse)
-of every query over each of its blocks, and the results of a query merge by their lse (`tilewise.merge`): exact attention
-over the union of the blocks. The work is in proportion to the chosen blocks, forward and backward.
+of every query over each of its blocks, and the results of a query merge by their lse (as in `tilewise.merge`): exact
+attention over the union of the blocks. The products are in proportion to the chosen blocks, forward and backward.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def moba(
     """
     _check(q, k, block_size, top_k)
     batch, n, heads, _ = q.shape
-    blocks, options = n // block_size, {"scale": scale, "return_lse": True, "backend": backend}
+    blocks = n // block_size
+    options: Any = {"scale": scale, "return_lse": True, "backend": backend}
     parts = [x.reshape(batch * blocks, block_size, *x.shape[2:]) for x in (q, k, v)]
     own, own_lse = attention(*parts, causal=True, **options)
     own = own.reshape(batch * n * heads, 1, v.shape[-1])  # a row for each query of each head
@@ -89,7 +90,8 @@ def moba(
         own, own_lse = torch.cat([own, out], 1), torch.cat([own_lse, lse], 1)
     # o = sum of exp(lse_n - lse) o_n: the weights are the softmax of the lse of a query's parts
     weights = torch.softmax(own_lse, 1)
-    return (own.to(weights.dtype) * weights[..., None]).sum(1).to(q.dtype).view(batch, n, heads, v.shape[-1])
+    merged: Tensor = (own.to(weights.dtype) * weights[..., None]).sum(1).to(q.dtype).view(batch, n, heads, v.shape[-1])
+    return merged
 
 
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
@@ -146,9 +148,9 @@ class Repeated(torch.autograd.Function):
 
 
 def _check(q: Tensor, k: Tensor, block_size: int, top_k: int) -> None:
-    for name, x in (("block_size", block_size), ("top_k", top_k)):
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise AttentionError(f"{name} of moba", repr(x), "an int, at least 1")
+    for name, number in (("block_size", block_size), ("top_k", top_k)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1")
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

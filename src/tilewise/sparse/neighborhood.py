@@ -122,8 +122,9 @@ def neighborhood(
             )
     layout = Layout(*_layout(windows, str(q.device)))
     rows = [x.flatten(1, len(space)).index_select(1, layout.order) for x in (q, k, v)]
-    out = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
-    return out.index_select(1, layout.inverse).unflatten(1, space)
+    out: Tensor = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
+    found: Tensor = out.index_select(1, layout.inverse).unflatten(1, space)
+    return found
 
 
 @constant
@@ -158,7 +159,8 @@ def _axis(window: Window) -> Axis:
     at = torch.arange(length)
     remainder, index = at % step, at // step
     count = (length - remainder + step - 1) // step  # tokens with this remainder
-    before = sum(((length - r + step - 1) // step * (remainder > r)).long() for r in range(step))  # of smaller ones
+    counts = torch.tensor([0, *((length - r + step - 1) // step for r in range(step))])
+    before = counts.cumsum(0)[remainder]  # tokens with smaller remainders
     if causal:
         first, last = (index - size + 1).clamp(min=0), index
     else:
@@ -170,7 +172,7 @@ def _axis(window: Window) -> Axis:
 def _each(name: str, value: Any, axes: int, kind: type) -> tuple[Any, ...]:
     """The value of each axis."""
     found = tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
-    fits = len(found) == axes and all(type(x) is kind and (kind is bool or x >= 1) for x in found)
+    fits = len(found) == axes and all(type(x) is kind for x in found) and (kind is bool or min(found) >= 1)
     if not fits:
         expected = "True or False" if kind is bool else "an int, at least 1"
         raise AttentionError(f"{name} of neighborhood", repr(value), f"{expected}, or one for each of {axes} axes")

@@ -75,16 +75,20 @@ def nsa(
     """
     _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
     if compressed is None:
-        compressed = tuple(_means(x, block_size) for x in (k, v))  # type: ignore[assignment]
+        compressed = _means(k, block_size), _means(v, block_size)
+    keys, values = _checked(compressed, k, v, block_size)
     options: Any = {"scale": scale, "backend": backend}
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
-    coarse, lse = attention(q, *_checked(compressed, k, v, block_size), mask_mod=_ended_blocks(block_size), return_lse=True, **options)
+    coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
     if blocks is None:
-        blocks = selected_blocks(q, compressed[0], lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
+        blocks = selected_blocks(q, keys, lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
     chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
-    parts = zip((coarse, chosen, near), gates, strict=True)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return sum(out.to(dtype) * gate.to(dtype)[..., None] for out, gate in parts).to(q.dtype)  # type: ignore[union-attr]
+    total: Any = 0.0
+    for out, gate in zip((coarse, chosen, near), gates, strict=True):
+        total = total + out.to(dtype) * gate.to(dtype)[..., None]
+    found: Tensor = total.to(q.dtype)
+    return found
 
 
 @torch.no_grad()
@@ -141,7 +145,9 @@ def _tokens(blocks: Tensor, q: Tensor, k: Tensor, block_size: int) -> Tensor:
 
 def _means(x: Tensor, block_size: int) -> Tensor:
     """Of each block, summed in float32."""
-    return x.unflatten(1, (-1, block_size)).mean(2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    means: Tensor = x.unflatten(1, (-1, block_size)).mean(2, dtype=dtype).to(x.dtype)
+    return means
 
 
 def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,9 @@ def _backward(
     group = k.shape[2]
     for rows, part in _parts(q, k, v, indices, scale):
         do, o = (x[:, rows].to(dtype).unflatten(2, (group, -1)) for x in (dout, out))
-        stats = [x[:, :, rows].transpose(1, 2).unflatten(2, (group, -1)).unsqueeze(-1) for x in (lse, dlse) if x is not None]
+        stats = [
+            x[:, :, rows].transpose(1, 2).unflatten(2, (group, -1)).unsqueeze(-1) for x in (lse, dlse) if x is not None
+        ]
         own_lse, *own_dlse = (x.to(dtype) for x in stats)
         p = torch.exp(part.scores - own_lse.masked_fill(own_lse == -torch.inf, torch.inf))
         dp = torch.einsum("bchgd,bchkd->bchgk", do, part.v)
@@ -218,8 +220,8 @@ def _backend(q: Tensor, name: str) -> str:
 def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
         if not isinstance(x, Tensor) or x.dim() != 4:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise AttentionError(f"shape of {name} of topk", found, "a tensor with 4 axes")
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(f"shape of {name} of topk", shape, "a tensor with 4 axes")
         if x.device != q.device:
             raise AttentionError(f"device of {name} of topk", x.device, f"q's {q.device}")
     for name, x in (("k", k), ("v", v)):

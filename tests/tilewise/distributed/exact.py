@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.tilewise.distributed.cases import CASES, Case, Inputs, along_queries, faults, make, planned, run
 import tilewise
+from tests.tilewise.distributed.cases import CASES, Case, Inputs, along_queries, faults, make, planned, run
 from tilewise import AttentionError
 from tilewise.distributed import Plan, attention, check, plan
 from tilewise.distributed.layout import LAYOUTS

@@ -82,9 +82,7 @@ def test_some_queries_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("n", "n_k", "heads", "kv_heads", "d", "dv", "count"), [*SHAPES, (2, 40, 20, 1, 80, 64, 37)])
-def test_kernels(
-    n: int, n_k: int, heads: int, kv_heads: int, d: int, dv: int, count: int, triton_runs: None
-) -> None:
+def test_kernels(n: int, n_k: int, heads: int, kv_heads: int, d: int, dv: int, count: int, triton_runs: None) -> None:
     x, indices = inputs(n, n_k, heads, kv_heads, d, dv, torch.float32), drawn(n, n, n_k, kv_heads, count).int()
     ours = sparse.topk(*x, indices, return_lse=True, backend="triton")
     wide = [t.detach().double().requires_grad_() for t in x]
@@ -97,9 +95,7 @@ def test_kernels_of_any_strides(triton_runs: None) -> None:
     x, indices = inputs(9, 14, 4, 2, 8, 6, torch.float32), drawn(3, 9, 14, 2, 5)
     moved = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in x]
     steps = torch.stack([indices, indices], -1)[..., 0]
-    ours, expected = (
-        sparse.topk(*t, i, return_lse=True, backend="triton") for t, i in ((moved, steps), (x, indices))
-    )
+    ours, expected = (sparse.topk(*t, i, return_lse=True, backend="triton") for t, i in ((moved, steps), (x, indices)))
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(grads(*ours, moved), grads(*expected, x))
 

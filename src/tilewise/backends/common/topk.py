@@ -205,7 +205,9 @@ def topk_backward_kernel(tensors, gradients, n_q, n_k, kv_heads, count, scale, C
         tl.store(pointers, dq_rest.to(dtype), mask=mask)
 
 
-def _launch(kernel: Any, tensors: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, count: int, scale: float, gpu: Gpu) -> Launch:
+def _launch(
+    kernel: Any, tensors: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, count: int, scale: float, gpu: Gpu
+) -> Launch:
     batch, n_q, heads, d = q.shape
     kv_heads, dv, group = k.shape[2], v.shape[3], heads // k.shape[2]
     main = d if d == padded(d) else max(16, padded(d) // 2)

@@ -194,8 +194,8 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 @triton.jit
 def attend(q_tile, keys, w, rows, params, tree, CONFIG: tl.constexpr):
-    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N; `top` is the largest
-    score of each row. The tree mask of this sequence begins at its row w.r0."""
+    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N; `top` is the
+    largest score of each row. The tree mask of this sequence begins at its row w.r0."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     cache = keys.cache
