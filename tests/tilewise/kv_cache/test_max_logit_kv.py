@@ -55,7 +55,7 @@ def test_dense_queries(options: dict[str, Any], backend: str) -> None:
 
 
 def test_pages_new_tokens_and_packed_queries(backend: str) -> None:
-    q, cache, _ = inputs()
+    q, _, _ = inputs()
     pages = torch.randn(12, 16, 2, 16)
     table = torch.tensor([[3, 1, 0], [5, 2, 7]], dtype=torch.int32)
     lengths = torch.tensor([17, 30], dtype=torch.int32)
