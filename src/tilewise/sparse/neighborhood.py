@@ -1,15 +1,16 @@
 """Neighbourhood attention (NATTEN) in 1, 2 and 3 dimensions: each token sees a window of kernel_size tokens an axis.
 
-Row by row, the window of an image's token is kernel_size short runs far apart, and most pairs of a tile are hidden. So
-tokens are permuted into boxes of about TILE tokens, between which a block mask is dense, and the results are permuted
-back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come next to
-each other first, and a window is again a range.
+Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles of
+keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box sees few others, and the results are
+permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come
+next to each other first, and a window is again a range.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ..errors import AttentionError
 from ..mods import BlockMask, block_mask, mask_mod
 from ..torch_internals import constant
 
-BOXES = {1: (128,), 2: (8, 16), 3: (4, 4, 8)}  # tokens along each axis of a box: 128, the tokens of a block mask's tile
+TILE = 128  # tokens of a box: those of a block mask's tile
 LAYOUTS = 64  # grids whose permutation and mask are kept
 
 
@@ -140,7 +141,7 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
         places = torch.meshgrid(*(axis.place for axis in axes), indexing="ij")
         key = torch.zeros_like(places[0])
         for part in ("box", "inside"):
-            for window, place, size in zip(windows, places, BOXES[len(windows)], strict=True):
+            for window, place, size in zip(windows, places, box_of(windows), strict=True):
                 count = -(-window.length // size) if part == "box" else size
                 key = key * count + (place // size if part == "box" else place % size)
         order = key.flatten().argsort(stable=True)
@@ -152,6 +153,26 @@ def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
         tokens = prod(window.length for window in windows)
         mask = block_mask(NEAR[len(windows)](*tables), tokens, tokens)
         return Layout(order.to(device), order.argsort().to(device), mask)
+
+
+def box_of(windows: Sequence[Window]) -> tuple[int, ...]:
+    """The tokens along each axis of a box, powers of two: of the shapes with TILE tokens the one that sees the fewest.
+
+    >>> box_of([Window(128, 13, 1, False)] * 2), box_of([Window(32, 7, 1, False)] * 2)
+    ((8, 16), (4, 32))
+    """
+    sizes = [[1 << n for n in range(8) if 1 << n < 2 * window.length] for window in windows]
+    most = max(prod(box) for box in product(*sizes) if prod(box) <= TILE)
+
+    def seen(box: Sequence[int]) -> int:
+        total = 1
+        for size, (length, kernel_size, _, causal) in zip(box, windows, strict=True):
+            sides, reach = (1, kernel_size - 1) if causal else (2, kernel_size // 2)
+            total *= min(-(-length // size), 1 + sides * -(-reach // size))
+        return total
+
+    boxes = (box for box in product(*sizes) if prod(box) == most)
+    return min(boxes, key=lambda box: (seen(box), max(box), box))
 
 
 def _axis(window: Window) -> Axis:

@@ -2,7 +2,9 @@
 
 The portable kernels gather the named keys tile by tile; the reference gathers them in torch, some queries at a time.
 The gradients of keys are sums over the queries that name them: by atomics, or with deterministic=True by a sorted
-scatter in torch. Which keys a query names is the caller's: see examples/lightning_indexer.py.
+scatter in torch. docs/how-to/sparse.md has an indexer that chooses the keys, and its training loss.
+
+"auto" is the reference: the kernels have run in Triton's interpreter, and compile for sm_90, but have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def topk(
         return_lse: if True, lse (B, H, Sq) is returned too.
         deterministic: if True, the gradients have the same bits in every run, by a slower sum. Default: as
             torch.use_deterministic_algorithms says.
-        backend: "reference", "triton" or "auto".
+        backend: "reference" (torch, any device), "triton" (kernels that have not been measured on a GPU yet), or
+            "auto", which is the reference.
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype, or (out, lse). Both are differentiable with respect to q, k and v. A query
@@ -207,12 +210,11 @@ def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backend(q: Tensor, name: str) -> str:
-    gpu = gpu_of(q.device)
     if name == "auto":
-        return "triton" if gpu is not None and gpu.kind != "interpreter" and q.dtype != torch.float64 else "reference"
+        return "reference"
     if name not in ("reference", "triton"):
         raise AttentionError("backend of topk", repr(name), "'auto', 'reference' or 'triton'")
-    if name == "triton" and (gpu is None or q.dtype == torch.float64):
+    if name == "triton" and (gpu_of(q.device) is None or q.dtype == torch.float64):
         raise AttentionError("backend='triton' of topk", f"{q.dtype} on {q.device}", "a GPU, and no float64")
     return name
 

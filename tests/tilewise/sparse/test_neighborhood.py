@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from tilewise import AttentionError, sparse
 
 
@@ -82,13 +83,22 @@ def test_on_the_kernels(backend: str) -> None:
         torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
 
 
-def test_boxes_visit_fewer_tiles_than_rows() -> None:
-    """Of 64 x 64 tokens and windows of 7 x 7: a box of 8 x 16 sees 9 boxes, or 6 or 4 at borders."""
+@tilewise.mask_mod
+def in_rows(b, h, q_idx, kv_idx, n, size):
+    row = min(max(q_idx // n - size // 2, 0), n - size)
+    column = min(max(q_idx % n - size // 2, 0), n - size)
+    in_row = (kv_idx // n >= row) & (kv_idx // n < row + size)
+    return in_row & (kv_idx % n >= column) & (kv_idx % n < column + size)
+
+
+@pytest.mark.parametrize(("n", "size", "share"), [(32, 7, 1.0), (64, 15, 0.85), (128, 13, 0.75)])
+def test_boxes_visit_no_more_tiles_than_rows(n: int, size: int, share: float) -> None:
     from tilewise.sparse.neighborhood import Window, _kept_layout
 
-    mask = _kept_layout((Window(64, 7, 1, False), Window(64, 7, 1, False)), "cpu").mask
-    assert len(mask.lists[1]) == 22 * 10  # (3 * 8 - 2) rows of boxes times (3 * 4 - 2) columns
-    assert mask.block == (128, 128)
+    ours = _kept_layout((Window(n, size, 1, False),) * 2, "cpu").mask
+    rows = tilewise.block_mask(in_rows(n, size), n * n, n * n)
+    assert len(ours.lists[1]) <= share * len(rows.lists[1])
+    assert ours.block == (128, 128)
 
 
 def test_compiled() -> None:
