@@ -33,6 +33,7 @@ if INTERPRETED:
             "tilewise.backends.triton.launches",
             "tilewise.backends.hopper.kv_launches",
             "tilewise.backends.common.merge_kernel",
+            "tilewise.backends.common.topk",
             "tests.tilewise.backends.probes",
             "triton.experimental.gluon.language",
         ):

@@ -28,7 +28,7 @@ LAYERS = (
     "tilewise",
     "compat",
     "integrations",
-    "distributed",
+    "distributed sparse",
     "api kv_cache warmup kv_warmup",
     "autograd",
     "ops",
@@ -52,7 +52,7 @@ ONLY_FOR = {
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol warmup"
-    " kv_warmup distributed.calls",
+    " kv_warmup distributed.calls sparse.topk",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tilewise_lab.costs.explanation import Explanation
     from tilewise_lab.costs.kv import KvExplanation
 
-    from . import compat, integrations
+    from . import compat, integrations, sparse
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "replaces_sdpa",
     "scaled_dot_product_attention",
     "score_mod",
+    "sparse",
     "warmup",
 ]
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ _LATER = {
     "replace_sdpa": "tilewise.integrations.sdpa",
     "replaces_sdpa": "tilewise.integrations.sdpa",
     "scaled_dot_product_attention": "tilewise.integrations.sdpa",
+    "sparse": "tilewise.sparse",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
@@ -15,11 +16,34 @@ from .validation import dense as validation
 from .validation import nested
 
 OutLse = tuple[Tensor, Tensor]
+OutMaxLogit = tuple[Tensor, Tensor]
+OutLseMaxLogit = tuple[Tensor, Tensor, Tensor]
+Result = Tensor | OutLse | OutLseMaxLogit
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[True], **options: Unpack[OtherOptions]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[OtherOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[OtherOptions],
 ) -> OutLse: ...
 
 
@@ -31,18 +55,39 @@ def attention(
     *,
     layout: str = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
-) -> Tensor: ...
+) -> OutMaxLogit: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: bool, **options: Unpack[OtherOptions]
-) -> Tensor | OutLse: ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[OtherOptions],
+) -> OutLseMaxLogit: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: str = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    **options: Unpack[OtherOptions],
+) -> Result: ...
 
 
 @takes_options
-def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **options: Unpack[Options]) -> Tensor | OutLse:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **options: Unpack[Options]) -> Result:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile in O(S) memory.
 
     >>> import torch
@@ -77,23 +122,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
         seed: of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same seed
             drops the same weights: `tilewise.dropout_mask` returns which.
         return_lse: if True, lse is returned too.
+        return_max_logit: if True, the largest score of each head is returned too, last, as QK-clip needs it.
         deterministic: if True, the gradients have the same bits in every run. Default: as
             torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
         backend: "reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype. With return_lse=True (out, lse): lse (B, H, Sq) is the natural logsumexp of the
-        scores in float32 (float64 for float64). Both are differentiable.
+        scores in float32 (float64 for float64). Both are differentiable. With return_max_logit=True the last result is
+        (B, H) in float32: the largest score of each head over all visible pairs, after scale, softcap, mods, ALiBi and
+        bias. Sinks and NaNs do not count; it is -inf if no pair is visible, and has no gradient.
 
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     if not isinstance(layout, str) or layout != "bshd" or is_autocast(q):
         q, k, v = validation.to_bshd(q, k, v, layout)
-    out, lse = _run(q, k, v, options)
+    out, *others = _run(q, k, v, options)
     if layout != "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if options.get("return_lse") else out
+    result: Result = returned(out, others, options)
+    return result
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[OtherOptions],
+) -> Tensor: ...
 
 
 @overload
@@ -107,6 +172,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[OtherOptions],
 ) -> OutLse: ...
 
@@ -122,8 +188,9 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
-) -> Tensor: ...
+) -> OutMaxLogit: ...
 
 
 @overload
@@ -136,9 +203,26 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
-    return_lse: bool,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
-) -> Tensor | OutLse: ...
+) -> OutLseMaxLogit: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: bool = ...,
+    return_max_logit: bool = ...,
+    **options: Unpack[OtherOptions],
+) -> Result: ...
 
 
 @takes_options
@@ -152,7 +236,7 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **options: Unpack[Options],
-) -> Tensor | OutLse:
+) -> Result:
     """`attention` over sequences packed one after the other, without padding and without a host sync.
 
     >>> import torch
@@ -179,15 +263,24 @@ def attention_varlen(
         options: as in `attention`. A bias is (B, H, max_seqlen_q, max_seqlen_k), or broadcasts to it.
 
     Returns:
-        out (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (H, T).
+        out (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (H, T). With return_max_logit=True the last
+        result is (H,): the largest score of each head over all sequences.
 
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
     cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
     q, k, v = validation.to_bshd(q, k, v)
-    out, lse = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
-    return (out, lse) if options.get("return_lse") else out
+    out, *others = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
+    result: Result = returned(out, others, options)
+    return result
+
+
+def returned(out: Tensor, others: Sequence[Tensor], options: Options) -> Any:
+    """What a call returns. `others`: lse, and with return_max_logit=True the largest score of each head."""
+    if options.get("return_lse"):
+        return (out, *others)
+    return (out, others[1]) if options.get("return_max_logit") else out
 
 
 @takes_options
@@ -238,8 +331,8 @@ def check(
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] = (), max_seqlens: Any = ()) -> Any:
-    """(out, lse), by the plan of an earlier call with the same signature or by a new one. lse may be None if
-    `return_lse` is False."""
+    """(out, lse), and with return_max_logit=True the largest score of each head, by the plan of an earlier call with
+    the same signature or by a new one. lse may be None if `return_lse` is False."""
     tensors = [q, k, v, *cu]
     key = None
     if is_eager() and not validation.CHECK_CONTENTS:
@@ -252,8 +345,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
         return run_plan(plan, plan.tensors(tensors), with_lse)
     if not cu and isinstance(q, Tensor) and q.is_nested:
         values, offsets = nested.unpacked(q, k, v)
-        out, lse = _run(*values, options, offsets, (None, None))
-        return nested.packed(out, lse, q)
+        return nested.packed(*_run(*values, options, offsets, (None, None)), q=q)
     request = validation.checked_request(q, k, v, cu, max_seqlens, options)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)

@@ -28,7 +28,8 @@ REFERENCE = ReferenceBackend.name  # torch itself differentiates its results, to
 
 
 def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool = True) -> Any:
-    """(out, lse), through an autograd Function if a derivative may be needed.
+    """(out, lse), through an autograd Function if a derivative may be needed; and the largest score of each head if
+    spec.max_logit.
 
     Args:
         spec: the checked options.
@@ -53,9 +54,9 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
         return run_forward(spec, plan, tensors)
     if torch.compiler.is_compiling():  # torch.compile does not allow one tensor as two arguments of a Function
         tensors = [x if x is None or n == 0 else x.view_as(x) for n, x in enumerate(tensors)]
-    function: Any = AttentionWithLse if with_lse else Attention
-    found = function.apply(spec, plan, *tensors)
-    return found if with_lse else (found, None)
+    if with_lse or spec.max_logit:
+        return AttentionWithLse.apply(spec, plan, *tensors)  # type: ignore[no-untyped-call]
+    return Attention.apply(spec, plan, *tensors), None  # type: ignore[no-untyped-call]
 
 
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
@@ -64,13 +65,13 @@ def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -
         return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
-    if with_lse:
+    if with_lse or plan.spec.max_logit:
         return AttentionWithLse.apply(plan.spec, plan, *tensors)  # type: ignore[no-untyped-call]
     return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]
 
 
 def run_forward(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None]) -> Any:
-    """(out, lse), by the plan or by the registered op."""
+    """(out, lse), and the largest score of each head if spec.max_logit, by the plan or by the registered op."""
     if plan is not None:
         return tuple(plan.forward(tensors))
     request = Request.of(spec, tensors)
@@ -78,11 +79,12 @@ def run_forward(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | No
         from .ops import dtensor
 
         return dtensor.forward(request)
-    return ops.registered("forward")(*arguments(request))
+    return ops.registered(ops.forward_op(spec))(*arguments(request))
 
 
 class AttentionWithLse(torch.autograd.Function):
-    """(out, lse), both differentiable. Arguments: spec, plan or None, and `Request.tensors()`."""
+    """(out, lse), both differentiable, and the largest score of each head if spec.max_logit. Arguments: spec, plan or
+    None, and `Request.tensors()`."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, plan: Any, *tensors: Any) -> Any:
@@ -91,7 +93,7 @@ class AttentionWithLse(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
         if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
             return _backward(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
@@ -126,7 +128,7 @@ class TransformedAttention(AttentionWithLse):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         spec, plan, *tensors = inputs
         _save(ctx, spec, plan, tensors, output)
-        ctx.save_for_forward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output[:2])
 
     @staticmethod
     def jvp(ctx: Any, _spec: Any, _plan: Any, *tangents: Any) -> Any:
@@ -137,12 +139,15 @@ class TransformedAttention(AttentionWithLse):
                 "forward mode on these kernels", "a tangent of a bias, sinks or mod", "tangents of q, k and v only"
             )
         given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
-        return torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
+        tangents_of = torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
+        return (*tangents_of, None) if ctx.spec.max_logit else tangents_of
 
 
 def _save(ctx: Any, spec: Any, plan: Any, tensors: Any, results: Any) -> None:
     ctx.spec, ctx.plan = spec, plan
-    ctx.save_for_backward(*tensors, *results)
+    ctx.save_for_backward(*tensors, *results[:2])
+    if spec.max_logit:
+        ctx.mark_non_differentiable(results[2])
     ctx.set_materialize_grads(False)
 
 

@@ -78,6 +78,8 @@ def attention_kv(
         mask_mod: as in `attention`, with kv_idx as in score_mod.
         out: a tensor for the result.
         return_lse: if True, lse is returned too.
+        return_max_logit: if True, the largest score of each head is returned too, last. "auto" then chooses the
+            reference; name a backend for its kernels.
         plan: a plan from `plan_kv`. One plan serves all layers of a step that have the same shapes.
         split: keys per split (split-KV, as in FlashDecoding). A fixed number makes results independent of the rest of
             the batch; 0 is one split. Default: chosen on the device.
@@ -86,7 +88,8 @@ def attention_kv(
 
     Returns:
         out (B, Sq, H, Dv) or (T, H, Dv) in q's dtype. With return_lse=True (out, lse), lse (B, H, Sq) or (H, T) in
-        float32 (float64 for float64).
+        float32 (float64 for float64). With return_max_logit=True the last result is (B, H), or (H,) for a packed q, as
+        in `attention`.
 
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
@@ -98,14 +101,20 @@ def attention_kv(
         given = checks.kv_options(options)
         call = _call(q, k_cache, v_cache, lengths, given)
         if is_traced(*call.request.call[:3]):
-            traced = ops.traced_attend(call)
-            return traced if given["return_lse"] else traced[0]
+            return _returned(ops.traced_attend(call), given["return_lse"])
         runner = ops.runner_of("attend", call, lambda: ops.kv_backend(call.request).attend(call))
         known = _prepared(key, tensors, call, runner, given["return_lse"])
         results = known.runner(structure_of(call)[0])
     else:
         results = known.runner([tensors[n] for n in known.order])
-    return tuple(results[:2]) if known.returns_lse else results[0]
+    return _returned(results, known.returns_lse)
+
+
+def _returned(results: Sequence[Tensor], with_lse: bool) -> Any:
+    """What `attention_kv` returns, of out, lse and perhaps max_logit."""
+    out, lse, *max_logit = results
+    found = (out, lse, *max_logit) if with_lse else (out, *max_logit)
+    return found if len(found) > 1 else out
 
 
 @_takes_options

@@ -159,7 +159,8 @@ class AppendRequest(NamedTuple):
 
 
 class KvCall(NamedTuple):
-    """A call of `attention_kv`. The schedule with its workspace, out and lse are allocated by the call if None."""
+    """A call of `attention_kv`. The schedule with its workspace, out, lse and, if spec.max_logit, max_logit are
+    allocated by the call if None."""
 
     request: KvRequest
     append: AppendRequest | None = None
@@ -167,6 +168,7 @@ class KvCall(NamedTuple):
     workspace: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
+    max_logit: Tensor | None = None
 
 
 _TENSOR = object()  # stands for a tensor

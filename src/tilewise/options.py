@@ -16,7 +16,7 @@ from .request import Window
 
 
 class OtherOptions(TypedDict, total=False):
-    """The options of `attention` except return_lse, on which the type of the result depends."""
+    """The options of `attention` except return_lse and return_max_logit, on which the type of the result depends."""
 
     causal: bool
     window: Window | None
@@ -37,6 +37,7 @@ class Options(OtherOptions, total=False):
     """The options of `attention`."""
 
     return_lse: bool
+    return_max_logit: bool
 
 
 def _defaults() -> Options:
@@ -54,6 +55,7 @@ def _defaults() -> Options:
         "dropout_p": 0.0,
         "seed": None,
         "return_lse": False,
+        "return_max_logit": False,
         "deterministic": None,
         "backend": "auto",
     }

@@ -134,7 +134,7 @@ class CallPlan:
     Attributes:
         spec: the checked options.
         backend: what computes the forward; `reason` says why it was chosen.
-        forward: a runner from `Request.tensors()` to (out, lse).
+        forward: a runner from `Request.tensors()` to (out, lse), and the largest score of each head if spec.max_logit.
         order: where these tensors stand among the arguments of the call; None if some are made anew for every call.
         requires_grad: whether a tensor of the call does.
     """

@@ -47,6 +47,7 @@ class Spec(NamedTuple):
     deterministic: bool = False  # the gradients are the same bits in every run
     max_seqlen: int | None = None  # bounds the lengths of packed sequences; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: returned in float32
+    max_logit: bool = False  # the largest score of each head is returned too
 
     @staticmethod
     def of(

@@ -17,6 +17,7 @@ EXAMPLES: dict[str, tuple[float, ...]] = {
     "causal": (),
     "document": (200, 56, 300, 468),
     "prefix_lm": (300,),
+    "prefix_tree": (-1, 384, 0, 256, 1, 128, 0, 128, 0, 128),
     "window_with_globals": (96, 32),
     "dilated_window": (24, 8),
     "neighbourhood_2d": (32, 3),
@@ -37,7 +38,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("mod", help=f"{', '.join(EXAMPLES)}, or FILE.py:NAME of a mask or score mod of yours")
     parser.add_argument(
         "numbers", nargs="*", type=number,
-        help="its arguments; for document, the documents' lengths; for alibi, the slopes of the heads; for t5_relative,"
+        help="its arguments; for document, the documents' lengths; for prefix_tree, the parent and length"
+        " of each segment; for alibi, the slopes of the heads; for t5_relative,"
         " buckets and the largest distance",
     )  # fmt: skip
     parser.add_argument("--queries", type=int, default=1024)
@@ -99,6 +101,9 @@ def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
             bound = make(cu_seqlens=torch.tensor([0, *arguments]).cumsum(0), tokens=tokens)
         case "prefix_lm":
             bound = make(torch.tensor(arguments))
+        case "prefix_tree":
+            lengths = torch.tensor([0, *arguments[1::2]])
+            bound = make(torch.tensor(arguments[::2]), lengths.cumsum(0))
         case "alibi":
             bound = make(torch.tensor(arguments, dtype=torch.float32))
         case "t5_relative":

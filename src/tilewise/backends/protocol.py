@@ -55,7 +55,8 @@ class Backend(Protocol):
         ...
 
     def forward(self, request: Request) -> Runner:
-        """Tensors: `request.tensors()`. Results: out, lse."""
+        """Tensors: `request.tensors()`. Results: out, lse, and the largest score of each head if
+        spec.max_logit."""
         ...
 
     def has_backward(self, request: Request) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..api import returned
 from ..errors import AttentionError
 from ..mods.blocks import BlockMask
 from ..options import Options, options_of, takes_options
@@ -76,7 +77,9 @@ def attention(
             sequence: (B or 1, H or 1, rows or 1, tokens or 1).
 
     Returns:
-        out, or (out, lse) with return_lse=True, of this rank's queries. Both are differentiable.
+        out, or (out, lse) with return_lse=True, of this rank's queries. Both are differentiable. With
+        return_max_logit=True the last result is the largest score of each head over the queries of all ranks, (B, H),
+        or (H,) for packed documents without a batch axis.
 
     Raises:
         AttentionError: if there is no plan, the tensors do not have its tokens, or an option is not supported.
@@ -88,12 +91,11 @@ def attention(
     is_flat = plan.packed and isinstance(q, Tensor) and q.dim() == 3
     if is_flat:
         q, k, v = q[None], k[None], v[None]
-    out, lse = ops.attend(plan, _request(plan, q, k, v, options, tokens=plan.counts()[plan.rank]))
+    found = ops.attend(plan, _request(plan, q, k, v, options, tokens=plan.counts()[plan.rank]))
+    out, *others = (x[0] for x in found) if is_flat else found
     if layout != "bshd":
-        out = out.transpose(1, 2)
-    if is_flat:
-        out, lse = out[0], lse[0]
-    return (out, lse) if options.get("return_lse") else out
+        out = out.transpose(-3, -2)
+    return returned(out, others, options)
 
 
 @takes_options
@@ -122,10 +124,9 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     if is_flat:
         q, k, v = q[None], k[None], v[None]
     request = _request(plan, q, k, v, options, tokens=plan.tokens)
-    out, lse = ops.Rehearsed.apply(plan, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
-    if is_flat:
-        out, lse = out[0], lse[0]
-    return (out, lse) if options.get("return_lse") else out
+    found = ops.Rehearsed.apply(plan, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
+    out, *others = (x[0] for x in found) if is_flat else found
+    return returned(out, others, options)
 
 
 def _request(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Options, *, tokens: int) -> Request:

@@ -97,6 +97,13 @@ def run(group: Any, steps: Any, device: torch.device) -> Any:
         return stop.value
 
 
+def maximum(group: Any, x: Tensor) -> Tensor:
+    """x, with the maximum over all ranks in place."""
+    if group is not None:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    return x
+
+
 def _finish(exchange: tuple[list[Any], Exchange] | None) -> None:
     for work in exchange[0] if exchange else ():
         work.wait()

@@ -40,15 +40,16 @@ class Saved(NamedTuple):
 
 
 def forward(plan: Partition, rank: int, request: Request) -> Steps:
-    """Returns (out, lse, saved) of a rank. The request has the rank's tokens: (B, tokens, heads, dim); a packed plan
-    has one batch row."""
+    """Returns (out, lse, saved, max_logit) of a rank. The request has the rank's tokens: (B, tokens, heads, dim); a
+    packed plan has one batch row. max_logit (B, H) is the largest score of this rank's pairs, -inf for the heads that
+    others have; None if the call does not return it."""
     ulysses = Ulysses(plan, rank, request.q.shape[2], request.k.shape[2])
     q, k, v = yield from ulysses.to_heads(HEADS_IN, request[:3], kv=2)
     work = Forward(plan, ulysses, request, q, (k, v))
     yield from work.run()
     saved = Saved(q, k, v, *work.results())
     out, lse = yield from ulysses.to_tokens(HEADS_OUT, [saved.out, saved.lse.mT])
-    return out, lse.mT, saved
+    return out, lse.mT, saved, work.max_logit
 
 
 def backward(
@@ -169,11 +170,18 @@ class Forward(_Work):
         super().__init__(plan, ulysses, request, q, kv)
         self.out = q.new_zeros((*q.shape[:-1], kv[1].shape[-1]), dtype=self.dtype)
         self.lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=self.dtype)
+        heads = request.q.shape[2]
+        self.max_logit: Tensor | None = None
+        if request.spec.max_logit:
+            self.max_logit = q.new_full((q.shape[0], heads), -torch.inf, dtype=torch.float32)
         self.is_first = True
 
     def compute(self, sources: tuple[int, ...]) -> None:
         for call, request in self.calls(sources, *self.keys_of(sources)):
-            out, lse = _call_plan(request).forward(request.tensors())
+            out, lse, *max_logit = _call_plan(request).forward(request.tensors())
+            if self.max_logit is not None:
+                own = self.ulysses.heads_of(self.max_logit, 1)
+                torch.maximum(own, max_logit[0], out=own)
             if request.cu_q is not None:
                 out, lse = out[None], lse[None]
             if self.is_first and call.queries.is_all:

@@ -26,11 +26,14 @@ _library.define(
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(*args: Any) -> list[Tensor]:
-    """[out, lse], and with Ulysses the tensors of `Saved`: without it they are the inputs and results."""
+    """[out, lse], the largest score of each head if the call returns it, and with Ulysses the tensors of `Saved`:
+    without it they are the inputs and results."""
     plan, request = PLANS[int(args[ARGUMENTS])], request_from_arguments(*args[:ARGUMENTS])
     with torch.no_grad():
-        out, lse, saved = cluster.run(plan.group, execute.forward(plan, plan.rank, request), request.q.device)
-    return [out, lse.contiguous(), *(saved if plan.ulysses_size > 1 else ())]
+        steps = execute.forward(plan, plan.rank, request)
+        out, lse, saved, max_logit = cluster.run(plan.group, steps, request.q.device)
+        found = [] if max_logit is None else [cluster.maximum(plan.group, max_logit)]
+    return [out, lse.contiguous(), *found, *(saved if plan.ulysses_size > 1 else ())]
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -55,6 +58,8 @@ def _forward_fake(*args: Any) -> list[Tensor]:
         return out, q.new_empty((q.shape[0], heads, rows), dtype=dtype)
 
     found = [*results(q.shape[1], q.shape[2])]
+    if request.spec.max_logit:
+        found.append(q.new_empty((q.shape[0], q.shape[2]), dtype=torch.float32))
     if ulysses_size > 1:
         plan = PLANS[int(args[ARGUMENTS])]
         ulysses = Ulysses(plan, plan.rank, q.shape[2], k.shape[2])
@@ -74,19 +79,21 @@ def _backward_fake(saved: Any, dout: Any, dlse: Any, wanted: list[bool], *args: 
 
 
 class Distributed(torch.autograd.Function):
-    """(out, lse) of this rank's queries, both differentiable."""
+    """(out, lse) of this rank's queries, both differentiable; and the largest score of each head if spec.max_logit."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, ulysses_size: int, spec: Spec, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, number: int, ulysses_size: int, spec: Spec, *tensors: Any) -> tuple[Tensor, ...]:
         request = Request.of(spec, tensors)
-        out, lse, *saved = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
+        out, lse, *rest = torch.ops.tilewise_distributed.forward(*arguments(request), number, ulysses_size)
+        max_logit, saved = rest[: int(spec.max_logit)], rest[int(spec.max_logit) :]
         ctx.number, ctx.spec, ctx.n = number, spec, len(tensors)
         ctx.save_for_backward(*tensors, *(saved or (out, lse)))
+        ctx.mark_non_differentiable(*max_logit)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> Any:
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each access
         tensors, saved = kept[: ctx.n], kept[ctx.n :]
         request = Request.of(ctx.spec, tensors)
@@ -117,13 +124,14 @@ def _zeros_of_out(request: Request) -> Tensor:
 
 
 def attend(plan: Plan, request: Request) -> Any:
-    """(out, lse) of this rank; through autograd only where a gradient may be needed."""
+    """(out, lse) of this rank, and the largest score of each head if the call returns it; through autograd only where a
+    gradient may be needed."""
     if torch.is_grad_enabled() and needs_grad(request):
         if torch.compiler.is_compiling():  # a traced Function takes no tensor twice
             request = request._replace(k=request.k.view_as(request.k), v=request.v.view_as(request.v))
         return Distributed.apply(plan.number, plan.ulysses_size, request.spec, *request.tensors())  # type: ignore[no-untyped-call]
-    out, lse, *_ = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.ulysses_size)
-    return out, lse
+    found = torch.ops.tilewise_distributed.forward(*arguments(request), plan.number, plan.ulysses_size)
+    return tuple(found[: 2 + int(request.spec.max_logit)])
 
 
 def needs_grad(request: Request) -> bool:
@@ -132,22 +140,25 @@ def needs_grad(request: Request) -> bool:
 
 
 class Rehearsed(torch.autograd.Function):
-    """(out, lse) of all ranks in this process, on whole tensors (B, tokens, heads, dim)."""
+    """(out, lse) of all ranks in this process, on whole tensors (B, tokens, heads, dim); and the largest score of each
+    head if spec.max_logit."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, spec: Spec, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, spec: Spec, *tensors: Any) -> tuple[Tensor, ...]:
         request = Request.of(spec, tensors)
         ranks = range(plan.ranks)
         found = cluster.rehearse([execute.forward(plan, r, _shard_request(plan, request, r)) for r in ranks])
         ctx.plan, ctx.spec, ctx.n, ctx.saved = plan, spec, len(tensors), [x[2] for x in found]
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+        max_logit = [torch.stack([x[3] for x in found]).amax(0)] if spec.max_logit else []
+        ctx.mark_non_differentiable(*max_logit)
         if plan.strategy == "tree":
-            return found[0][0], found[0][1]
-        return plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2)
+            return found[0][0], found[0][1], *max_logit
+        return plan.unshard([x[0] for x in found]), plan.unshard([x[1] for x in found], 2), *max_logit
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> Any:
         plan, request = ctx.plan, Request.of(ctx.spec, ctx.saved_tensors)
         wanted = _wanted(request.spec, ctx.needs_input_grad[5:])
         dout = _zeros_of_out(request) if dout is None else dout

@@ -21,6 +21,7 @@ from tilewise.mods.builtin import (
 )
 from tilewise.mods.modifier import mask_mod, score_mod
 from tilewise.mods.program import PROGRAMS, Mod, Program, restored_mod
+from tilewise.mods.trees import prefix_tree, tree_positions
 
 torch.serialization.add_safe_globals([restored_mod, restored_block_mask])  # for torch.load(..., weights_only=True)
 
@@ -38,9 +39,11 @@ __all__ = [
     "mask_mod",
     "neighbourhood_2d",
     "prefix_lm",
+    "prefix_tree",
     "score_mod",
     "softcap",
     "strided_sparse",
     "t5_relative",
+    "tree_positions",
     "window_with_globals",
 ]

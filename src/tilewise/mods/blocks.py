@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tilewise.errors import AttentionError
 from tilewise.mods.dropout import is_whole
-from tilewise.mods.expr import B, Expr, H, I, J, Place, arithmetic, compare, const, evaluate, load, logic, substitute
+from tilewise.mods.expr import B, Expr, H, I, J, arithmetic, compare, const, load, logic, substitute
 from tilewise.mods.program import Mod, Program, check_filled, register
+from tilewise.mods.tile_bounds import Tiles, tile_kinds
 from tilewise.request import Request, band
 
-PAIRS = 1 << 24  # pairs for which the mod is evaluated at a time
 LARGE = 128  # queries and keys of a tile that every kernel supports
 Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 Band = tuple[int | None, int | None]
@@ -148,8 +148,10 @@ def block_mask(
             [0, 0, 0, 2]], dtype=torch.int8)
 
     batch and heads are 1 where the mask does not depend on them, that is, where the mod reads `b` (or `h`) at most to
-    index axes of size 1. `causal` and `window`, if the call has them, leave out the tiles they hide. The mod is
-    evaluated for a strip of rows at a time: O(tiles) memory, one pass.
+    index axes of size 1. `causal` and `window`, if the call has them, leave out the tiles they hide. Most tiles of
+    documents, windows and trees are known to be empty or full from the bounds of what the mod compares; it is evaluated
+    for the pairs of the others, some tiles at a time: O(tiles) memory. While decoding, `block_mask(mod, 1, n_k)` makes
+    the tiles of the newest query alone (mods that read `q_pos` give the same rows as in the whole sequence).
     """
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
@@ -293,34 +295,8 @@ def _kinds(
     mod: Mod, head: tuple[int, int], lengths: tuple[int, int], edges: Band, block: tuple[int, int], device: torch.device
 ) -> Tensor:
     """(Tq, Tk) int8 of one head (b, h): 0 empty, 1 the mod hides some pairs, 2 only the band does, 3 full."""
-    (n_q, n_k), (block_q, block_k), (before, after) = lengths, block, edges
-    t_k = -(-n_k // block_k)
-    j = torch.arange(n_k, device=device)
-    strip = max(1, PAIRS // (n_k * block_q)) * block_q
-    kinds = []
-    for start in range(0, n_q, strip):
-        i = torch.arange(start, min(start + strip, n_q), device=device)[:, None]
-        place = Place(*head, i, j, n_q, n_k)
-        (shown,) = evaluate([mod.program.root], place, None, mod.tensors, mod.numbers)
-        shown = torch.as_tensor(shown, device=device).expand(len(i), n_k)
-        q_pos = i + (n_k - n_q)
-        in_band = torch.ones_like(shown)
-        if before is not None:
-            in_band &= j >= q_pos - before
-        if after is not None:
-            in_band &= j <= q_pos + after
-        rows = -(-len(i) // block_q)
-        padding = (0, t_k * block_k - n_k, 0, rows * block_q - len(i))
-
-        def tiles(x: Tensor, fill: bool, padding: tuple[int, ...] = padding, rows: int = rows) -> Tensor:
-            whole = torch.nn.functional.pad(x, padding, value=fill)
-            return whole.view(rows, block_q, t_k, block_k)
-
-        some = tiles(shown & in_band, False).any(3).any(1)
-        all_shown = tiles(shown | ~in_band, True).all(3).all(1)
-        full = all_shown & tiles(in_band, True).all(3).all(1)
-        kinds.append(some * (1 + all_shown.to(torch.int8) + full.to(torch.int8)))
-    return torch.cat(kinds)
+    tiles = Tiles(head, *lengths, block, device)
+    return tile_kinds(mod.program.root, tiles, edges, mod.tensors, mod.numbers)
 
 
 def _both_lists(kinds: Tensor, block: tuple[int, int]) -> Lists:

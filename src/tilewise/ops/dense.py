@@ -14,12 +14,13 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..backends.registry import choose
 from ..plan_cache import CallPlan, plan_of
-from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, request_from_arguments
+from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, Spec, request_from_arguments
 from .flops import register_formulas
 
 _library = torch.library.Library("tilewise", "DEF")
 _bwd_inputs = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
 _library.define(f"forward({SCHEMA}) -> (Tensor, Tensor)")
+_library.define(f"forward_max_logit({SCHEMA}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"backward({_bwd_inputs}, {SCHEMA}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"term_gradients({_bwd_inputs}, bool[] wanted, {SCHEMA}) -> Tensor[]")
 _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
@@ -30,6 +31,11 @@ def registered(name: str) -> Callable[..., Any]:
     register_formulas()
     op: Callable[..., Any] = getattr(torch.ops.tilewise, name)
     return op
+
+
+def forward_op(spec: Spec) -> str:
+    """The name of the forward's op."""
+    return "forward_max_logit" if spec.max_logit else "forward"
 
 
 def chosen(request: Request) -> Backend:
@@ -74,6 +80,12 @@ def _forward(*call: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+@torch.library.impl(_library, "forward_max_logit", "CompositeExplicitAutograd")
+def _forward_max_logit(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_logit = _plan(*call).forward(_tensors(*call))
+    return out, lse, max_logit
+
+
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = _plan(*call).backward(_tensors(*call), prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse)))
@@ -103,6 +115,12 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
     statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*batch, n_q, heads, request.v.shape[-1]), dtype=dtype)
     return out, q.new_empty((*batch, heads, n_q), dtype=statistic)
+
+
+@torch.library.register_fake("tilewise::forward_max_logit", lib=_library)
+def _forward_max_logit_fake(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _forward_fake(*call)
+    return out, lse, lse.new_empty(lse.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("tilewise::backward", lib=_library)
@@ -160,5 +178,5 @@ def _at(x: Any, dim: Any, i: int) -> Any:
     return x if dim is None or not isinstance(x, Tensor) else x.select(dim, i)
 
 
-for _name in ("forward", "backward", "term_gradients", "jvp"):
+for _name in ("forward", "forward_max_logit", "backward", "term_gradients", "jvp"):
     _mapped(_name)

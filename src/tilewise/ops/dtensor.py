@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ..errors import AttentionError
 from ..mods import PROGRAMS
 from ..request import BackwardInputs, Request, arguments
-from .dense import registered
+from .dense import forward_op, registered
 
 ALL = Replicate()
 
@@ -82,10 +82,10 @@ def _local(x: Any, places: list[Any]) -> Any:
 
 
 def forward(request: Request) -> Any:
-    """(out, lse)"""
+    """(out, lse), and the largest score of each head if the call returns it, placed as lse."""
     at = _Placements(request)
-    out, lse = registered("forward")(*at.call(request))
-    return at.wrapped(out, at.rows), at.wrapped(lse, at.lines)
+    out, *by_head = registered(forward_op(request.spec))(*at.call(request))
+    return at.wrapped(out, at.rows), *(at.wrapped(x, at.lines) for x in by_head)
 
 
 def backward(bwd_inputs: BackwardInputs, request: Request) -> Any:

@@ -43,6 +43,7 @@ def register_formulas() -> None:
                 registry.setdefault(op, counter.flop_registry[op])
 
 
+@counted("forward_max_logit")
 @counted("forward")
 def _forward(*call: Any, out_val: Any = None, **_: Any) -> int:
     """Two products, of head dims D and Dv, for each pair."""

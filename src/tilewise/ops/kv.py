@@ -33,7 +33,8 @@ from .flops import counted, readable, register_formulas
 _library = torch.library.Library("tilewise", "FRAGMENT")
 _library.define(f"new_plan_kv({ATTEND}) -> (Tensor, Tensor)")
 _library.define(f"plan_kv(Tensor(a!) schedule, {ATTEND}) -> ()")
-_library.define(f"attend_kv(Tensor(a!) out, Tensor(b!) lse, Tensor(c!) workspace, Tensor schedule, {ATTEND}) -> ()")
+_written = "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) workspace, Tensor(d!)? max_logit"
+_library.define(f"attend_kv({_written}, Tensor schedule, {ATTEND}) -> ()")
 _library.define(
     "append_kv(Tensor(a!) k, Tensor(b!) v, Tensor(c!)? rotated, Tensor(d!)? k_scales, Tensor(e!)? v_scales,"
     f" {APPEND}) -> ()"
@@ -109,8 +110,12 @@ def _plan(memory: Tensor, *given: Any) -> None:
 
 
 @torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
-def _attend(out: Tensor, lse: Tensor, workspace: Tensor, memory: Tensor, *given: Any) -> None:
-    call = KvCall(attend_request(*given), None, memory, workspace, out, lse)
+def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any) -> None:
+    request = attend_request(*given)
+    if max_logit is not None:
+        spec = request.call.spec._replace(max_logit=True)
+        request = request._replace(call=request.call._replace(spec=spec))
+    call = KvCall(request, None, memory, workspace, out, lse, max_logit)
     run("attend", call, lambda: kv_backend(call.request).attend(call))
 
 
@@ -125,7 +130,9 @@ for _name in ("plan_kv", "attend_kv", "append_kv"):
 
 
 @counted("attend_kv")
-def _flops(out: Tensor, lse: Tensor, workspace: Tensor, schedule: Tensor, *given: Any, **_: Any) -> int:
+def _flops(
+    out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, schedule: Tensor, *given: Any, **_: Any
+) -> int:
     """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
     fake tensors), of a cache that is full."""
     request = attend_request(*given)
@@ -149,7 +156,7 @@ def traced_append(request: AppendRequest, backend: str) -> Tensor | None:
     return rotated
 
 
-def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
+def traced_attend(call: KvCall) -> tuple[Tensor, ...]:
     """The ops of a traced call. Everything that they write is allocated here."""
     request, memory, workspace = call.request, call.schedule, call.workspace
     if call.append is not None:
@@ -162,9 +169,10 @@ def traced_attend(call: KvCall) -> tuple[Tensor, Tensor]:
     q, v = request.call.q, request.call.v
     out = q.new_empty((*q.shape[:-1], head_dim(v))) if call.out is None else call.out
     lse = new_lse(q)
+    max_logit = lse.new_empty(lse.shape[:-1], dtype=torch.float32) if request.spec.max_logit else None
     register_formulas()
-    torch.ops.tilewise.attend_kv(out, lse, workspace, memory, *given)
-    return out, lse
+    torch.ops.tilewise.attend_kv(out, lse, workspace, max_logit, memory, *given)
+    return (out, lse) if max_logit is None else (out, lse, max_logit)
 
 
 def scratch_lse(q: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def sized(
     """
     if not isinstance(options["backend"], str):
         raise AttentionError("backend", type(options["backend"]).__name__, "a name, as a str")
-    for name in ("causal", "return_lse", "deterministic"):
+    for name in ("causal", "return_lse", "return_max_logit", "deterministic"):
         if not isinstance(options[name], bool) and not (name == "deterministic" and options[name] is None):
             raise AttentionError(name, repr(options[name]), "True or False")
     scale, softcap, dropout_p = options["scale"], options["softcap"], options["dropout_p"]
@@ -195,6 +195,7 @@ def sized(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     named: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": deterministic}
+    named["max_logit"] = options["return_max_logit"]
     mask = options["mask_mod"]
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):

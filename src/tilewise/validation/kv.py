@@ -53,6 +53,7 @@ class KvOptions(TypedDict, total=False):
     mask_mod: Mod | None
     out: Tensor | None
     return_lse: bool
+    return_max_logit: bool
     plan: Any
     split: int | None
     max_seqlen_q: int | None
@@ -71,7 +72,7 @@ NAMES = tuple(KvOptions.__annotations__)
 
 def defaults() -> KvOptions:
     options: Any = dict.fromkeys(NAMES)
-    options.update(causal=True, return_lse=False, backend="auto")
+    options.update(causal=True, return_lse=False, return_max_logit=False, backend="auto")
     found: KvOptions = options
     return found
 
@@ -118,7 +119,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     if isinstance(mask, BlockMask):
         raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
-    chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "backend")}
+    chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
     call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
     terms = call.score if call.sinks is None else (*call.score, call.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)

@@ -25,8 +25,9 @@ def unpacked(q: Any, k: Any, v: Any) -> tuple[tuple[Tensor, Tensor, Tensor], tup
     return (q.values(), k.values(), v.values()), (q.offsets().int(), k.offsets().int())
 
 
-def packed(out: Tensor, lse: Tensor | None, q: Any) -> tuple[Tensor, Tensor | None]:
-    """out (T, H, D) and lse (H, T) as nested (B, j, H, D) and (B, H, j), of the same sequences as q."""
+def packed(out: Tensor, lse: Tensor | None, *others: Tensor, q: Any) -> tuple[Any, ...]:
+    """out (T, H, D) and lse (H, T) as nested (B, j, H, D) and (B, H, j), of the same sequences as q; the others as
+    they are."""
     like: Any = torch.nested.nested_tensor_from_jagged
     stacked = None if lse is None else like(lse.mT, q.offsets()).transpose(1, 2)
-    return like(out, q.offsets()), stacked
+    return like(out, q.offsets()), stacked, *others

@@ -184,6 +184,11 @@ def atomic_add(pointer: Pointer, value: Any, sem: str = "") -> Any:
     return Value(old) if index.dim() else Int(old)
 
 
+def atomic_max(pointer: Pointer, value: Any, sem: str = "") -> None:
+    current().step()
+    pointer.memory().scatter_reduce_(0, pointer.index().flatten(), torch.as_tensor(raw(value)).flatten(), "amax")
+
+
 class Descriptor:
     """A TMA descriptor: axes with sizes and strides over a tensor, and a box. Addresses wrap at 2^64 bytes."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import tilewise
 from tests.tilewise.distributed.cases import CASES, Case, Inputs, along_queries, faults, make, planned, run
 from tilewise import AttentionError
 from tilewise.distributed import Plan, attention, check, plan
@@ -83,6 +84,23 @@ def two_axes(rank: int, ranks: int) -> list[str]:
     found += compare(rank, "documents", mesh)
     line = dist.init_device_mesh("cpu", (ranks,))
     return found + compare(rank, "causal", line) + compare(rank, "window", line)
+
+
+def max_logit(rank: int, ranks: int) -> list[str]:
+    """The largest score of each head is the maximum over all ranks, also in a compiled function."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 41, heads, 8) for heads in (4, 2, 2))
+    _, expected = tilewise.attention(q, k, v, causal=True, return_max_logit=True)
+    found = []
+    for strategy in ("ring", "ulysses"):
+        made = plan(seqlen=41, causal=True, strategy=strategy)
+        own = [made.shard(x).requires_grad_() for x in (q, k, v)]
+        for f in (attention, torch.compile(attention, backend="aot_eager")):
+            out, _, ours = f(*own, plan=made, return_lse=True, return_max_logit=True)
+            out.sum().backward()
+            if not torch.allclose(ours, expected) or ours.requires_grad:
+                found.append(f"{strategy} on rank {rank}: {ours}, not {expected}")
+    return found
 
 
 def probe(rank: int, ranks: int) -> list[str]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 JOBS = {  # by module
-    "a_few": "exact", "odd_sizes": "exact", "two_axes": "exact", "probe": "exact", "all_ways": "exact",
+    "a_few": "exact", "odd_sizes": "exact", "two_axes": "exact", "max_logit": "exact", "probe": "exact",
+    "all_ways": "exact",
     "training": "with_torch", "dtensors": "with_torch", "torchs_own": "with_torch", "compiled": "with_torch",
     "models": "hugging_face", "models_compiled": "hugging_face",
 }  # fmt: skip

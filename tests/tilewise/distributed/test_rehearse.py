@@ -167,3 +167,22 @@ def test_a_group_that_sends_nothing_from_a_gpu(monkeypatch):
 
     with pytest.raises(AttentionError, match="gloo, which sends nothing from a GPU"):
         cluster.run(Group(), iter(()), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("strategy", "layout"), WAYS)
+def test_the_largest_score_is_that_of_all_ranks(strategy, layout):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 37, heads, 8, requires_grad=True) for heads in (6, 2, 2))
+    made = plan(4, seqlen=37, causal=True, strategy=strategy, layout=layout, node=2)
+    options = {"softcap": 3.0, "sinks": torch.full((6,), 9.0), "return_max_logit": True}
+    out, found = rehearse(q, k, v, plan=made, **options)
+    alone_out, expected = tilewise.attention(q, k, v, causal=True, **options)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(out, alone_out)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    packed = [x[0].detach() for x in (q, k, v)]
+    made = plan(4, cu_seqlens=[0, 9, 30, 37], causal=True, strategy=strategy, layout=layout, node=2)
+    cu = torch.tensor([0, 9, 30, 37], dtype=torch.int32)
+    _, _, found = rehearse(*packed, plan=made, return_lse=True, return_max_logit=True)
+    _, expected = tilewise.attention_varlen(*packed, cu, cu, causal=True, return_max_logit=True)
+    torch.testing.assert_close(found, expected)

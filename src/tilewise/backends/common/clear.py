@@ -1,5 +1,5 @@
 """A packed buffer may be longer than its sequences. No other kernel writes the rows after the last sequence; this one
-fills them as rows without visible keys."""
+fills them as rows without visible keys. And the largest score of each head starts from -inf."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,7 @@ from .launch import Launch, can_overlap, overlapped
 from .pdl import gdc_wait
 
 BLOCK: tl.constexpr = tl.constexpr(1024)
+HEADS_AT_ONCE: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
@@ -51,3 +52,18 @@ def clear_launches(
     sizes = [0 if t is None else t[0].numel() if t.dim() == 3 and len(t) else 1 for t in (x, y, z)]
     args = (x, y, z), cu_x, cu_y, cu_x.shape[0] - 1, x.shape[0], y.shape[-1 if y.dim() == 2 else 0], lines, *sizes
     return [Launch(clear_kernel, 128, args, {"Y": y_value} | overlapped(can_overlap(gpu)))]
+
+
+@triton.jit(**ANY_SIZE)
+def clear_max_logit_kernel(max_logit, total):
+    """max_logit = -inf, of which the kernels that follow take the maximum with each of their tiles."""
+    at = tl.program_id(0) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
+    tl.store(max_logit + at, float("-inf"), mask=at < total)
+
+
+def clear_max_logit(max_logit: Tensor | None) -> list[Launch]:
+    """The launch before those that compute the largest score of each head, if the call returns it."""
+    if max_logit is None:
+        return []
+    total = max_logit.numel()
+    return [Launch(clear_max_logit_kernel, -(-total // HEADS_AT_ONCE.value), (max_logit, total), {"num_warps": 4})]

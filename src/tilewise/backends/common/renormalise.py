@@ -82,7 +82,7 @@ def renormalise_kernel(
         large = (tl.abs(lse_i) >= LARGE_LSE) & (tl.abs(lse_i) < float("inf"))
         factor = tl.full([CONFIG.BLOCK_M], 1.0, tl.float32)
         if tl.max(large.to(tl.int32), 0) > 0:
-            _, m, l = stream_keys(
+            _, m, l, _ = stream_keys(
                 tensors, w, 0, None, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, False
             )
             large = large & (l > 0.0)

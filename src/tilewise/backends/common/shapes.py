@@ -82,6 +82,13 @@ def new_results(request: Request, memory: Memory) -> tuple[Tensor, Tensor]:
     return out, memory.empty((*outer, heads, tokens), torch.float32)
 
 
+def new_max_logit(request: Request, memory: Memory) -> Tensor | None:
+    """Memory for the largest score of each head, (batch, heads) or packed (heads,), if the call returns it."""
+    if not request.spec.max_logit:
+        return None
+    return memory.empty((*request.q.shape[:-3], request.q.shape[-2]), torch.float32)
+
+
 def new_gradients(request: Request, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the gradients of q, k and v."""
     dq, dk, dv = (memory.empty(x.shape, request.result_dtype) for x in request[:3])

@@ -107,12 +107,13 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O, by a TMA descriptor or as float32; lse; and the flag of the NaN repair pass."""
+    """O, by a TMA descriptor or as float32; lse; the flag of the NaN repair pass; the largest score of each head."""
 
     o: tl.tensor
     o_float32: tl.tuple
     lse: tl.tensor
     flag: tl.tensor
+    max_logit: tl.tensor
 
 
 class Shared(NamedTuple):
@@ -360,6 +361,7 @@ def forward_kernel(
     lse,
     counter,
     flag,
+    max_logit,
     cu_q,
     cu_k,
     n_q,
@@ -388,7 +390,7 @@ def forward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
-        Outputs(o, o_float32, lse, flag),
+        Outputs(o, o_float32, lse, flag, max_logit),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),

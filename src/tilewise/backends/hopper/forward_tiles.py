@@ -243,6 +243,8 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
     terms = params.terms
     total = gl.sum(l_i, 1)
     alpha = 1.0
+    if outputs.max_logit is not None:
+        store_max_logit(m_i, w, first, outputs.max_logit, params)
     if terms.sinks.ptr is not None:
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
         alpha, m_i, total = add_sink(m_i, total, row_maximum(sink, LOG2E, terms.large_scores), terms)
@@ -282,6 +284,17 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
     PACKED: gl.constexpr = params.cu_q is not None
     rows = row_pointers(outputs.lse, params.n_q, params.heads, w.b, w.h, w.q0, i, PACKED)
     gl.store(rows, gl.where(has_keys, log, float("-inf")), mask=i < w.n_q)
+
+
+@gluon.jit
+def store_max_logit(m_i, w, first, max_logit, params):
+    """max_logit[b, h], or packed [h], becomes the maximum of itself and m_i, in natural units: one atomic for each
+    warp, which has 16 rows. NaNs do not count."""
+    i = first + gl.arange(0, ROWS, m_i.type.layout)
+    top = m_i * LN2 if params.terms.large_scores is None else m_i
+    top = gl.max(gl.where((i < w.n_q) & (top > float("-inf")), top, float("-inf")).reshape([4, 16]), 1)
+    head = w.h if params.cu_q is not None else w.b * params.heads + w.h
+    gl.atomic_max(max_logit + head + gl.arange(0, 4, top.type.layout) * 0, top, sem="relaxed")
 
 
 @gluon.jit

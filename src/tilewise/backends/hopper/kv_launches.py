@@ -43,7 +43,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     assert lse is not None
     # the forward writes a contiguous lse; the lse of a plan is not, and nobody reads it
     own = lse if lse.is_contiguous() else memory.empty(lse.shape, lse.dtype)
-    prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms)
+    prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms, call.max_logit)
     if request.call.cu_q is None:
         return [prefill]
     return [
@@ -52,7 +52,9 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     ]
 
 
-def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
+def prefill_launch(
+    request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int, max_logit: Tensor | None = None
+) -> Launch:
     """The Hopper forward on a KV cache."""
     call, places = request.call, request.cache_index
     q, k, v, spec = call[:4]
@@ -76,7 +78,7 @@ def prefill_launch(request: KvRequest, out: Tensor, lse: Tensor, state: State, n
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse), state, num_sms, size, config, cache)
+    return forward_launch(packed, kv, (out, lse, max_logit), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ...request import LIMIT, BackwardInputs, Request, Spec
-from ..common.clear import clear_launches
+from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_results, padded, view
+from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded, view
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
@@ -45,19 +45,24 @@ def new_state(memory: Memory) -> State:
 
 
 def build_forward(spec: Spec) -> Build:
-    """Tensors: `Request.tensors()`. Results: out, lse."""
+    """Tensors: `Request.tensors()`. Results: out, lse, and the largest score of each head if the call returns it."""
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
-        return Built((out, lse), all_forward_launches(request, out, lse, target, memory))
+        max_logit = new_max_logit(request, memory)
+        launches = all_forward_launches(request, out, lse, target, memory, max_logit)
+        return Built((out, lse) if max_logit is None else (out, lse, max_logit), launches)
 
     return build
 
 
-def all_forward_launches(request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory) -> list[Launch]:
+def all_forward_launches(
+    request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, max_logit: Tensor | None = None
+) -> list[Launch]:
+    launches = forward_launches(request, out, lse, new_state(memory), target.num_sms, max_logit)
     cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, GPU, -torch.inf)
-    return [*forward_launches(request, out, lse, new_state(memory), target.num_sms), *cleared]
+    return [*clear_max_logit(max_logit), *launches, *cleared]
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
@@ -69,20 +74,33 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
         found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
         return found | named_sink_launches(request, bwd_inputs, target, memory)
     repaired, packed = request.is_masked, request.cu_q is not None
-    names = ["hopper forward", *["(forward repair)"] * repaired, *["(forward clear)"] * packed]
-    return dict(zip(names, all_forward_launches(request, out, lse, target, memory), strict=False))
+    max_logit = new_max_logit(request, memory)
+    names = [
+        *["(forward max logit)"] * request.spec.max_logit,
+        "hopper forward",
+        *["(forward repair)"] * repaired,
+        *["(forward clear)"] * packed,
+    ]
+    return dict(zip(names, all_forward_launches(request, out, lse, target, memory, max_logit), strict=False))
 
 
 def forward_launches(
-    request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int, **overrides: Any
+    request: Request,
+    out: Tensor,
+    lse: Tensor,
+    state: State,
+    num_sms: int,
+    max_logit: Tensor | None = None,
+    **overrides: Any,
 ) -> list[Launch]:
     """The forward and, where some rows do not see some keys, the repair of NaNs that a matrix product lets through.
     `overrides` replaces fields of the ForwardConfig."""
-    request, out, lse = by_group(request, out, lse)
+    if max_logit is None:  # which is by head
+        request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
     config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
     kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
-    launches = [forward_launch(request, kv, (out, lse), state, num_sms, size, config)]
+    launches = [forward_launch(request, kv, (out, lse, max_logit), state, num_sms, size, config)]
     return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
 
 
@@ -110,16 +128,17 @@ def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, num_
 def forward_launch(
     request: Request,
     kv: Sequence[Any],
-    results: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor | None],
     state: State,
     num_sms: int,
     size: CallShape,
     config: ForwardConfig,
     cache: KvCache = NO_CACHE,
 ) -> Launch:
-    """`kv`: the TMA descriptors of K and V, two each. `results`: out, lse. With a cache nothing is repaired."""
+    """`kv`: the TMA descriptors of K and V, two each. `results`: out, lse and the largest score of each head, or
+    None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
-    out, lse = results
+    out, lse, max_logit = results
     block_m = ROWS.value * config.WARPGROUPS
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
@@ -130,7 +149,7 @@ def forward_launch(
         # with float32 results only the dtype of this descriptor is used, that of P
         descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES),
         *(float32_output(out, spec), lse, state.counter),
-        state.flag if request.is_masked and cache.lengths is None else None,
+        *(state.flag if request.is_masked and cache.lengths is None else None, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
         *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, max(1, rows_in_l2) * config.GROUP),
         device_terms(request, GPU, (block_m, config.BLOCK_N)),

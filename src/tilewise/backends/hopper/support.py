@@ -88,6 +88,8 @@ def unsupported_cache(request: Any) -> str | None:
 def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
+    if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
+        return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):
         places = getattr(request, "cache_index", None)
         if places is None:

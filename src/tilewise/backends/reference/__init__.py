@@ -63,9 +63,10 @@ class ReferenceBackend:
     differentiable_backward = staticmethod(whole.differentiable_backward)
 
 
-def forward(request: Request) -> tuple[Tensor, Tensor]:
-    """(out, lse)"""
-    return tiled.forward(request) if request.is_plain else scored.forward(request)
+def forward(request: Request) -> tuple[Tensor, ...]:
+    """(out, lse), and the largest score of each head if the call returns it."""
+    out, lse, *largest = tiled.forward(request) if request.is_plain else scored.forward(request)
+    return out, lse, *map(tiled.max_logit, largest)
 
 
 def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,8 +52,8 @@ class ReferenceCache:
         return run
 
 
-def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
-    """(out, lse), after the new tokens are appended."""
+def attend(kv: KvCall) -> tuple[Tensor, ...]:
+    """(out, lse), and the largest score of each head if the call returns it, after the new tokens are appended."""
     request = kv.request
     if kv.append is not None:
         rotated = append(kv.append)
@@ -77,12 +77,15 @@ def attend(kv: KvCall) -> tuple[Tensor, Tensor]:
     packed = Request(
         q, k, v, spec, None, call.sinks, call.score, cu_q, cu_k, None, () if mask is None else mask.tensors
     )
-    out, lse = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
+    out, *by_row = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
     out = out.view(*call.q.shape[:-1], out.shape[-1]).to(call.q.dtype)
     if call.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
-        lse = lse.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous()
+        by_row = [x.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous() for x in by_row]
+    lse, *largest = by_row
     out = out if kv.out is None else kv.out.copy_(out)
-    return out, lse if kv.lse is None else kv.lse.copy_(lse)
+    lse = lse if kv.lse is None else kv.lse.copy_(lse)
+    found = [tiled.max_logit(x) for x in largest]
+    return out, lse, *(found if kv.max_logit is None else [kv.max_logit.copy_(x) for x in found])
 
 
 def common_dtype(call: Request) -> torch.dtype:

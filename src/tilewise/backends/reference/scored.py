@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.tiled import accumulate_, have_large_scores
+from tilewise.backends.reference.tiled import accumulate_, have_large_scores, row_maxima
 from tilewise.mods import PROGRAMS, dropout
 from tilewise.mods.blocks import kinds_of
 from tilewise.mods.expr import Expr, Place, evaluate, scatter_, sites
@@ -46,15 +46,17 @@ class Sequence(NamedTuple):
     blocks: list[Block]
 
 
-def forward(request: Request) -> tuple[Tensor, Tensor]:
+def forward(request: Request) -> tuple[Tensor, ...]:
+    """(out, lse), and if spec.max_logit the largest score of each row, shaped as lse."""
     request = with_padded_bias(request)
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
+    by_row = [lse, torch.full_like(lse, -torch.inf)] if spec.max_logit else [lse]  # and the largest score of each row
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        for (q_all, out_all, lse_all), (k_all, v_all), blocks in sequences(
-            [q, out, lse.mT.unsqueeze(-1)], [k, v], request
+        for (q_all, out_all, lse_all, *largest), (k_all, v_all), blocks in sequences(
+            [q, out, *(x.mT.unsqueeze(-1) for x in by_row)], [k, v], request
         ):
             for block in blocks:
                 q_tile = q_all[:, block.tokens].to(dtype)
@@ -68,7 +70,9 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
                 accumulate_(acc, p if factor is None else p * factor, v_tile, hide)
                 out_all[:, block.tokens] = acc.to(out.dtype)
                 lse_all[:, block.tokens] = log_sum
-    return out, lse
+                for x in largest:
+                    x[:, block.tokens] = row_maxima(s, None)
+    return out, *by_row
 
 
 class Pass(NamedTuple):

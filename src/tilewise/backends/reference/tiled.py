@@ -77,8 +77,9 @@ class Tile(NamedTuple):
         return self.clear_(torch.ones_like(x[0], dtype=torch.bool)).logical_not_()
 
 
-def forward(request: Request) -> tuple[Tensor, Tensor]:
-    """out and lse = log Σ_j exp(s_ij). Dense (B, S, H, D) -> lse (B, H, Sq); packed (T, H, D) -> lse (H, T).
+def forward(request: Request) -> tuple[Tensor, ...]:
+    """out and lse = log Σ_j exp(s_ij). Dense (B, S, H, D) -> lse (B, H, Sq); packed (T, H, D) -> lse (H, T). If
+    spec.max_logit also the largest score of each row, shaped as lse.
 
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
@@ -89,9 +90,10 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=request.result_dtype)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
+    largest = torch.full_like(lse, -torch.inf) if spec.max_logit else None  # of each row
 
     def attend(part: Part) -> None:
-        q_view, out_view, lse_view = part.rows
+        q_view, out_view, lse_view, *largest_view = part.rows
         k_all, v_all = (load(x, ALL, dtype) for x in part.keys)
         (_, q_size), (_, k_size), (sane, v_size) = size(q_view), size(k_all), size(v_all)
         mild = are_mild(part, spec, q_size, k_size, v_size)
@@ -101,9 +103,12 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
             acc = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
             l = torch.zeros_like(acc[..., :1])
             m = l if mild else l - torch.finfo(dtype).max  # and not -inf, from which nothing can be subtracted
+            top = torch.full_like(l, -torch.inf)
             for tile in key_tiles(part, rows, spec):
                 k_tile, v_tile = keys_of(tile)
                 s = scores(q_tile, k_tile, buffer)
+                if largest_view:
+                    top = torch.maximum(top, row_maxima(s, tile.hidden(s)))
                 if mild:
                     p = tile.clear_(s.exp_())
                 else:
@@ -117,10 +122,26 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
                 accumulate_(acc, p, v_tile, None if sane else tile.hidden(p))
             store(out_view, rows, acc.div_(l.masked_fill(l == 0.0, 1.0)))
             store(lse_view, rows, m + l.log())
+            for x in largest_view:
+                store(x, rows, top)
 
+    by_row = [lse] if largest is None else [lse, largest]
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        run(parts([q, out, as_rows(lse)], [k, v], request, by_rows=True), attend)
-    return out, lse
+        run(parts([q, out, *map(as_rows, by_row)], [k, v], request, by_rows=True), attend)
+    return (out, lse) if largest is None else (out, lse, largest)
+
+
+def row_maxima(s: Tensor, hide: Tensor | None) -> Tensor:
+    """The largest visible score of each row, (.., R, C) -> (.., R, 1). NaNs do not count."""
+    unseen = s.isnan() if hide is None else s.isnan() | hide
+    s = s.masked_fill(unseen, -torch.inf)
+    return s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
+
+
+def max_logit(largest: Tensor) -> Tensor:
+    """The largest score of each head, (B, H) or packed (H,) float32, from those of the rows, shaped as lse."""
+    found = largest.amax(-1) if largest.shape[-1] else largest.new_full(largest.shape[:-1], -torch.inf)
+    return found.to(torch.float32)
 
 
 def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,14 +23,16 @@ from tilewise.backends.reference.scored import (
     with_padded_bias,
     without_padding,
 )
+from tilewise.backends.reference.tiled import max_logit, row_maxima
 from tilewise.errors import AttentionError
 from tilewise.mods import PROGRAMS
 from tilewise.mods.expr import Expr, scattered, sites
 from tilewise.request import BackwardInputs, Request
 
 
-def differentiable(request: Request) -> tuple[Tensor, Tensor]:
-    """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory."""
+def differentiable(request: Request) -> tuple[Tensor, ...]:
+    """(out, lse) as torch sees them: differentiable to any order, forward and backward, in O(Sq Sk) memory. And the
+    largest score of each head if the call returns it."""
     _check_offsets(request)
     request = with_padded_bias(request)
     q, cu_q = request.q, request.cu_q
@@ -38,17 +40,25 @@ def differentiable(request: Request) -> tuple[Tensor, Tensor]:
     request = _widened(request, dtype)
     outs = [q.new_zeros(0, q.shape[-2], request.v.shape[-1])]
     logs = [q.new_zeros(q.shape[-2], 0, dtype=dtype)]
+    tops = []
     with torch.autocast(q.device.type, enabled=False):
         for whole in _wholes(request, []):
             outs.append(masked_product(whole.weights, whole.v, whole.hide).transpose(0, 1).to(q.dtype))  # (n_q, H, Dv)
             logs.append(whole.lse.squeeze(-1))  # (H, n_q)
+            tops.append(max_logit(whole.top))
     if cu_q is None:
-        batch = q.shape[0]
-        return (torch.stack(outs[1:]), torch.stack(logs[1:])) if batch else _nothing(request)
+        if not q.shape[0]:
+            return _nothing(request)
+        found = torch.stack(outs[1:]), torch.stack(logs[1:])
+        return (*found, torch.stack(tops)) if request.spec.max_logit else found
     rest = q.shape[0] - sum(len(x) for x in outs)  # of a buffer that is longer than its sequences
     outs.append(q.new_zeros(rest, *outs[0].shape[1:]))
     logs.append(logs[0].new_full((q.shape[-2], rest), -torch.inf))
-    return torch.cat(outs), torch.cat(logs, -1)
+    found = torch.cat(outs), torch.cat(logs, -1)
+    if not request.spec.max_logit:
+        return found
+    nothing = torch.full((q.shape[-2],), -torch.inf, dtype=torch.float32, device=q.device)
+    return *found, torch.stack([nothing, *tops]).amax(0)
 
 
 def _widened(request: Request, dtype: torch.dtype) -> Request:
@@ -61,11 +71,13 @@ def _widened(request: Request, dtype: torch.dtype) -> Request:
     return request._replace(bias=bias, sinks=sinks, score=tuple(x for x in score if x is not None))
 
 
-def _nothing(request: Request) -> tuple[Tensor, Tensor]:
-    """(out, lse) of an empty batch."""
+def _nothing(request: Request) -> tuple[Tensor, ...]:
+    """The results of an empty batch."""
     q, v = request.q, request.v
     out = q[..., :1].expand(*q.shape[:-1], v.shape[-1])
-    return out, q[..., 0].transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    lse = q[..., 0].transpose(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+    top = torch.empty((0, q.shape[2]), dtype=torch.float32, device=q.device)
+    return (out, lse, top) if request.spec.max_logit else (out, lse)
 
 
 def differentiable_backward(
@@ -154,6 +166,7 @@ class Whole(NamedTuple):
     p: Tensor
     lse: Tensor
     factor: Tensor | None
+    top: Tensor  # (H, n_q): the largest score of each row
 
     @property
     def weights(self) -> Tensor:
@@ -187,7 +200,8 @@ def _wholes(request: Request, more_rows: list[Tensor]) -> Iterator[Whole]:
         raw = raw.masked_fill((bad_q | bad_k.mT) & ~hide, torch.nan)
         s = score_terms(raw, block, request, dtype).masked_fill(hide, -torch.inf)
         p, lse = softmax(s, request.sinks)
-        yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, dropout_factor(block.place, request, dtype))
+        factor, top = dropout_factor(block.place, request, dtype), row_maxima(s.detach(), None).squeeze(-1)
+        yield Whole(block, q_all, k_all, v_all, rows, raw, hide, p, lse, factor, top)
 
 
 def masked_product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...request import BackwardInputs, Request, Spec
 from ..common import tiles
-from ..common.clear import clear_launches
+from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
 from ..common.kernel_config import (
@@ -24,7 +24,7 @@ from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, 
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
 from ..common.score_terms import device_terms, folded, has_large_scores, is_bounded, mask_mod
-from ..common.shapes import call_shape, new_gradients, new_results, padded, sequences_and_window, view
+from ..common.shapes import call_shape, new_gradients, new_max_logit, new_results, padded, sequences_and_window, view
 from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
@@ -33,19 +33,27 @@ OFFLINE_PROCESSORS = 132  # those of an H100
 
 
 def build_forward(spec: Spec) -> Build:
-    """Tensors: `Request.tensors()`. Results: out, lse."""
+    """Tensors: `Request.tensors()`. Results: out, lse, and the largest score of each head if the call returns it."""
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
+        max_logit = new_max_logit(request, memory)
         splits = splits_of_keys(request, target)
-        return Built((out, lse), list(forward_launches(request, out, lse, target, memory, splits).values()))
+        launches = forward_launches(request, out, lse, target, memory, splits, max_logit)
+        return Built((out, lse) if max_logit is None else (out, lse, max_logit), list(launches.values()))
 
     return build
 
 
 def forward_launches(
-    request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, splits: int
+    request: Request,
+    out: Tensor,
+    lse: Tensor,
+    target: Target,
+    memory: Memory,
+    splits: int,
+    max_logit: Tensor | None = None,
 ) -> dict[str, Launch]:
     """The launches by name, in order: the forward over all keys, or over parts of them which are then merged; and the
     NaN repair pass if a mask may hide keys. Names in parentheses are of small kernels."""
@@ -53,17 +61,18 @@ def forward_launches(
     flags = flag_count(request, splits)
     flag = memory.empty((flags,), torch.int32) if flags else None
     if splits == 1:
-        first = forward_launch(request, out, lse, gpu, flags=flag)
-        cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
-        last = named("(forward clear)", cleared)
+        first = forward_launch(request, out, lse, gpu, 1, flag, max_logit)
+        clear = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
+        last = named("(forward clear)", clear)
     else:
         large_scores = has_large_scores(request)  # then m and l are stored instead of lse
         out_splits = memory.empty((splits * out.shape[0], *out.shape[1:]), torch.float32)
         lse_splits = memory.empty(((2 if large_scores else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
-        first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag)
+        first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag, max_logit)
         last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, large_scores)}
     repair = repairs(repair_forward_kernel, first, target, EACH=True)
-    return {"forward": first} | named("(forward repair)", repair) | last
+    cleared = named("(forward max logit)", clear_max_logit(max_logit))
+    return cleared | {"forward": first} | named("(forward repair)", repair) | last
 
 
 def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
@@ -71,14 +80,20 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
     if not backward:
-        return forward_launches(request, out, lse, target, memory, 1)
+        return forward_launches(request, out, lse, target, memory, 1, new_max_logit(request, memory))
     bwd_inputs = BackwardInputs(out, lse, out, None)
     found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
     return found | named_sink_launches(request, bwd_inputs, target, memory)
 
 
 def forward_launch(
-    request: Request, out: Tensor, lse: Tensor, gpu: Gpu, splits: int = 1, flags: Tensor | None = None
+    request: Request,
+    out: Tensor,
+    lse: Tensor,
+    gpu: Gpu,
+    splits: int = 1,
+    flags: Tensor | None = None,
+    max_logit: Tensor | None = None,
 ) -> Launch:
     """The forward over all keys, or over `splits` parts of them: out and lse then have splits * batch rows."""
     q, k, v, _ = request[:4]
@@ -90,7 +105,7 @@ def forward_launch(
         forward_kernel,
         splits * rows.programs(rows.n_q, rows.heads, tile.block_m),
         (
-            Tensors(view(q), view(k), view(v), view(out), lse, flags),
+            Tensors(view(q), view(k), view(v), view(out), lse, flags, max_logit),
             *sequences_and_window(request),
             scale,
             *rows.grid(rows.n_q, rows.heads, tile.block_m),
@@ -104,6 +119,7 @@ def forward_launch(
             **scoring,
             MASK_MOD=mask_mod(request),
             HEADS=heads,
+            MAX_LOGIT=max_logit is not None,
             BOUNDED=scoring["FOLD"] and is_bounded(request, scale),
             OVERLAP=(size.packed or splits > 1 or flags is not None) and can_overlap(gpu),
             EVEN=is_even(size, size.n_k, tile.block_n),

@@ -62,6 +62,7 @@ def main(
     terms: str = "",
     partial: bool = False,
     page: int | None = None,
+    max_logit: bool = False,
 ) -> None:
     """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
     heads, batch, dv = 4, 2, dv or d
@@ -77,7 +78,8 @@ def main(
         out, position_offsets = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
         request = request._replace(position_offsets=position_offsets if terms else None)
     if page is None:
-        launches = forward_launches(request, out, lse, state, 132)
+        top = torch.empty(lse.shape[:-1]) if max_logit else None
+        launches = forward_launches(request, out, lse, state, 132, top)
     else:
         k, v = (torch.empty(batch if page == 0 else 1024, page or n, heads, x, dtype=q.dtype) for x in (d, dv))
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None

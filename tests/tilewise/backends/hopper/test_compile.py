@@ -53,6 +53,10 @@ CALLS = {
     "192 by 128 pages of 64": {"d": 192, "dv": 128, "after": 0, "page": 64},
     "256 pages of 16": {"d": 256, "after": 0, "page": 16},
     "128 partial alibi": {"d": 128, "after": 0, "partial": True, "terms": "alibi"},
+    "64 max logit": {"d": 64, "after": 0, "max_logit": True},
+    "128 max logit": {"d": 128, "after": 0, "max_logit": True},
+    "128 max logit, packed": {"d": 128, "max_logit": True, "packed": True},
+    "256 max logit": {"d": 256, "after": 0, "max_logit": True},
 }
 ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")
 SPILLS = {

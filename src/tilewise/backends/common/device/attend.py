@@ -15,7 +15,8 @@ from .tile_range import band, head_of, locate, loop_range, split_range, tile_at
 
 
 class Tensors(NamedTuple):
-    """Views of q, k, v and o; lse; and the flags of the NaN repair pass, or None."""
+    """Views of q, k, v and o; lse; the flags of the NaN repair pass, or None; and the largest score of each head, or
+    None."""
 
     q: tl.tuple
     k: tl.tuple
@@ -23,13 +24,15 @@ class Tensors(NamedTuple):
     o: tl.tuple
     lse: tl.tensor
     flags: tl.tensor
+    max_logit: tl.tensor = None
 
 
 @triton.jit
 def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """(acc, m, l) of online softmax over the keys that the tile of queries at w sees, or over one of `splits` parts of
-    them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are nan. If
-    tensors.v.ptr is None, acc stays 0."""
+    """(acc, m, l, top) of online softmax over the keys that the tile of queries at w sees, or over one of `splits`
+    parts of them (None: all): o = acc / l. NAN_SAFE: values that a row does not see cannot reach it, even if they are
+    nan. If tensors.v.ptr is None, acc stays 0. `top` is the largest score of each row, -inf without CONFIG.MAX_LOGIT:
+    m starts from the sink, and may be 0 or in other units."""
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
     # float32 operands are two halves each: no registers are left for loop invariants
     LEAN: tl.constexpr = NAN_SAFE or CONFIG.PRECISION != "ieee"
@@ -50,6 +53,7 @@ def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAF
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     rounded = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
+    top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     if terms.sinks.ptr is not None:  # a sink is a key without a value, in the first split
         sink = tl.load(terms.sinks.ptr + head_of(w, r, CONFIG.HEADS) * terms.sinks.stride).to(tl.float32)
         sink = tl.where(split == 0, sink, float("-inf"))
@@ -64,6 +68,8 @@ def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAF
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
         s = scores(product, pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
         s = masked(s, float("-inf"), pairs, edge, partial, params)
+        if CONFIG.MAX_LOGIT:
+            top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, qk_scale, terms.large_scores, CONFIG.BOUNDED)
         if tensors.v.ptr is not None:
             v_rows = Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k)
@@ -75,7 +81,21 @@ def stream_keys(tensors, w, split, splits, params, CONFIG: tl.constexpr, NAN_SAF
             acc = dot(p, v_tile, acc * alpha[:, None], sees, CONFIG)
     if CONFIG.BOUNDED:
         acc *= rounding_correction(l, rounded)[:, None]
-    return acc, m, l
+    if CONFIG.FOLD:
+        top *= params.scale
+    return acc, m, l, top
+
+
+@triton.jit
+def store_max_logit(max_logit, top, w, h, exists, heads, CONFIG: tl.constexpr):
+    """max_logit[b, h], or packed [h], becomes the maximum of itself and the rows of a tile. NaNs do not count."""
+    top = tl.where(exists & (top > float("-inf")), top, float("-inf"))
+    if not CONFIG.PACKED:
+        max_logit += w.b * heads
+    if CONFIG.HEADS == 1:
+        tl.atomic_max(max_logit + w.h, tl.max(top, 0), sem="relaxed")
+    else:
+        tl.atomic_max(max_logit + h, top, mask=exists, sem="relaxed")
 
 
 @triton.jit
@@ -92,7 +112,7 @@ def attend(pid, tensors, grid, seqs, splits, params, CONFIG: tl.constexpr, NAN_S
         pid = pid // splits
     w = locate(pid, grid, seqs, seqs.cu_q, CONFIG.BLOCK_M, CONFIG.HEADS)
     if w.first < w.n_q * CONFIG.HEADS:
-        acc, m, l = stream_keys(tensors, w, split, splits, params, CONFIG, NAN_SAFE)
+        acc, m, l, top = stream_keys(tensors, w, split, splits, params, CONFIG, NAN_SAFE)
         if tensors.flags is not None and not NAN_SAFE:
             raise_flag(tensors.flags + flag, acc)
         b = w.b
@@ -116,4 +136,6 @@ def attend(pid, tensors, grid, seqs, splits, params, CONFIG: tl.constexpr, NAN_S
             lse = row_logsumexp(m, l, params.terms.large_scores)
         exists = i < w.n_q
         heads = grid.heads * CONFIG.HEADS
+        if tensors.max_logit is not None:
+            store_max_logit(tensors.max_logit, top, w, h, exists, heads, CONFIG)
         tl.store(row_pointers(tensors.lse, seqs.n_q, heads, b, h, w.q0, i, CONFIG.PACKED), lse, mask=exists)

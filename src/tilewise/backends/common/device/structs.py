@@ -194,3 +194,4 @@ class KernelConfig(NamedTuple):
     SUM_K: bool = True  # which of dK and dV a key kernel computes
     SUM_V: bool = True
     HEADS: int = 1  # query heads whose queries share a tile: 1 or GROUP
+    MAX_LOGIT: bool = False  # the largest score of each head is computed

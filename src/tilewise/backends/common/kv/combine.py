@@ -15,12 +15,14 @@ from .schedule import RUNTIME_SIZES, item_records, load_item, load_task, split_r
 
 
 class Buffers(NamedTuple):
-    """out and lse as views, the workspace of partial results, the schedule."""
+    """out and lse as views, the workspace of partial results, the schedule; and the largest score of each head, or
+    None."""
 
     out: tl.tuple
     lse: tl.tuple
     workspace: tl.tensor
     schedule: tl.tensor
+    max_logit: tl.tensor = None
 
 
 class Partials(NamedTuple):

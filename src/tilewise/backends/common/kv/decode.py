@@ -93,7 +93,7 @@ class DecodeConfig(NamedTuple):
 
     FLAG_NAN: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan sets its
     flag in the workspace. REPAIR: the launch that follows, in which such programs compute their split once more so that
-    a value cannot reach a row that does not see it.
+    a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head is computed too.
     """
 
     GROUP: int
@@ -119,6 +119,7 @@ class DecodeConfig(NamedTuple):
     CONCURRENT: bool
     FLAG_NAN: bool
     REPAIR: bool
+    MAX_LOGIT: bool
 
 
 @triton.jit
@@ -204,8 +205,8 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 @triton.jit
 def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
-    """(acc, m, l) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N. The tree mask of this
-    sequence begins at its row w.r0."""
+    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N; `top` is the
+    largest score of each row. The tree mask of this sequence begins at its row w.r0."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K
@@ -229,6 +230,7 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     for _ in tl.static_range(PARTS):
         acc += (tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV // PARTS], 0.0, tl.float32),)
     unit = 1e-30  # of acc: see `scaled_weights`
+    top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     i = rows.i[:, None]
     h = rows.h[:, None]
     page = load_pages(keys, keys.lo, PAGE_SIZE, N)
@@ -258,6 +260,8 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         if tree.ptr is not None:
             if at + N > offset:
                 s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
+        if CONFIG.MAX_LOGIT:
+            top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
         if not CONFIG.SAME_STRIDES:
             base, offsets = key_offsets(cache.v, page, w.h, at, PAGE_SIZE, N)
@@ -286,7 +290,9 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         out *= rounding_correction(l, rounded)[:, None]
     if STORED_V.SCALE == "token" and STORED_V.OPERAND == "float16":
         out *= unit
-    return out, m, l
+    if CONFIG.FOLD:
+        top *= params.scale
+    return out, m, l, top
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -351,7 +357,7 @@ def decode_kernel(
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
         pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
-        acc, m, l = attend(
+        acc, m, l, top = attend(
             queries,
             KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
             w,
@@ -360,6 +366,10 @@ def decode_kernel(
             TreeMask(tree, tree_words),
             CONFIG,
         )
+        if CONFIG.MAX_LOGIT:
+            line = buffers.max_logit + tl.where(n_q > 0, item.b, 0) * (CONFIG.KV_HEADS * CONFIG.GROUP)
+            counts = at.exists & (item.b < batch) & (top > float("-inf"))
+            tl.atomic_max(line + at.h, top, mask=counts, sem="relaxed")
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         if STORED_V.SCALE == "head":
             out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)

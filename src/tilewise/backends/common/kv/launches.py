@@ -156,6 +156,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         CONCURRENT=concurrent,
         FLAG_NAN=rows_differ,
         REPAIR=False,
+        MAX_LOGIT=kv.max_logit is not None,
     )
     table_stride = 0 if places.table is None else places.table.stride(0)
     n_q = 0 if call.cu_q is not None else q.shape[1]
@@ -179,7 +180,8 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     launches = [Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))]
     if rows_differ:
-        repair = launch_options(config._replace(REPAIR=True, CONCURRENT=False), **mods, **shape | {"num_stages": 1})
+        repaired = config._replace(REPAIR=True, CONCURRENT=False, MAX_LOGIT=False)
+        repair = launch_options(repaired, **mods, **shape | {"num_stages": 1})
         launches.append(launches[0]._replace(options=repair))
     return [*launches, combine_launch(kv, terms, partition, target)]
 
@@ -196,7 +198,7 @@ def fitting(n: int, sizes: tuple[int, ...]) -> int:
 def buffers_of(kv: KvCall) -> Buffers:
     assert kv.out is not None
     assert kv.lse is not None
-    return Buffers(view(kv.out), row_view(kv.lse), kv.workspace, kv.schedule)
+    return Buffers(view(kv.out), row_view(kv.lse), kv.workspace, kv.schedule, kv.max_logit)
 
 
 def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target) -> Launch:

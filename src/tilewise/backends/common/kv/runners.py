@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ....kv_formats import head_dim
 from ....kv_request import AppendRequest, KvCall, KvRequest, structure_of
+from ..clear import clear_max_logit
 from ..kernel_call import KernelCall
 from ..launch import Built, Launch, Memory, Target
+from ..shapes import new_max_logit
 from .launches import append_launch
 
 Schedule = Callable[[KvRequest, Tensor, Target], Launch | None]
@@ -51,13 +53,14 @@ def schedule_runner(request: KvRequest, schedule: Tensor, launch: Schedule) -> K
 
 
 def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend) -> KernelCall:
-    """The runner of `attention_kv`. It returns out and lse."""
+    """The runner of `attention_kv`. It returns out and lse, and the largest score of each head if spec.max_logit."""
     tensors, structure = structure_of(call)
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         call: KvCall = structure(tensors)
-        launches: list[Launch] = []
         request = call.request
+        max_logit = new_max_logit(request.call, memory) if call.max_logit is None else call.max_logit
+        launches = clear_max_logit(max_logit)
         if call.append is not None:
             append = with_rotated(call.append, memory)
             launches.append(append_launch(append, target.gpu))
@@ -73,8 +76,8 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
             launches += [] if found is None else [found]
         out, lse = run_forward(call, memory)
         if request.q.shape[:-1].numel():
-            launches += attend(call._replace(request=request, out=out, lse=lse), target, memory)
-        return Built((out, lse), launches)
+            launches += attend(call._replace(request=request, out=out, lse=lse, max_logit=max_logit), target, memory)
+        return Built((out, lse) if max_logit is None else (out, lse, max_logit), launches)
 
     return KernelCall(build, tensors, call.request.q.device)
 

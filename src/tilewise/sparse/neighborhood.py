@@ -1,0 +1,212 @@
+"""Neighbourhood attention (NATTEN) in 1, 2 and 3 dimensions: each token sees a window of kernel_size tokens an axis.
+
+Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles of
+keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box sees few others, and the results are
+permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come
+next to each other first, and a window is again a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..errors import AttentionError
+from ..mods import BlockMask, block_mask, mask_mod
+from ..torch_internals import constant
+
+TILE = 128  # tokens of a box: those of a block mask's tile
+LAYOUTS = 64  # grids whose permutation and mask are kept
+
+
+@mask_mod
+def _near_1d(b, h, q_idx, kv_idx, x, x_lo, x_hi):  # type: ignore[no-untyped-def]
+    return (x_lo[q_idx] <= x[kv_idx]) & (x[kv_idx] <= x_hi[q_idx])
+
+
+@mask_mod
+def _near_2d(b, h, q_idx, kv_idx, x, x_lo, x_hi, y, y_lo, y_hi):  # type: ignore[no-untyped-def]
+    in_x = (x_lo[q_idx] <= x[kv_idx]) & (x[kv_idx] <= x_hi[q_idx])
+    return in_x & (y_lo[q_idx] <= y[kv_idx]) & (y[kv_idx] <= y_hi[q_idx])
+
+
+@mask_mod
+def _near_3d(b, h, q_idx, kv_idx, x, x_lo, x_hi, y, y_lo, y_hi, z, z_lo, z_hi):  # type: ignore[no-untyped-def]
+    in_x = (x_lo[q_idx] <= x[kv_idx]) & (x[kv_idx] <= x_hi[q_idx])
+    in_y = (y_lo[q_idx] <= y[kv_idx]) & (y[kv_idx] <= y_hi[q_idx])
+    return in_x & in_y & (z_lo[q_idx] <= z[kv_idx]) & (z[kv_idx] <= z_hi[q_idx])
+
+
+NEAR = {1: _near_1d, 2: _near_2d, 3: _near_3d}
+
+
+class Window(NamedTuple):
+    """One axis: its length, and the window."""
+
+    length: int
+    kernel_size: int
+    dilation: int
+    causal: bool
+
+
+class Axis(NamedTuple):
+    """By coordinate: the place of the token when tokens of equal remainder by the dilation come next to each other; and
+    the first and last place that it sees."""
+
+    place: Tensor
+    first: Tensor
+    last: Tensor
+
+
+class Layout(NamedTuple):
+    """The order of the tokens in boxes, its inverse, and the mask in that order."""
+
+    order: Tensor
+    inverse: Tensor
+    mask: BlockMask
+
+
+def neighborhood(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int] = 1,
+    causal: bool | Sequence[bool] = False,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of each token of a grid over the kernel_size nearest tokens along every axis.
+
+    >>> q, k, v = (torch.randn(1, 16, 16, 2, 32) for _ in range(3))
+    >>> neighborhood(q, k, v, kernel_size=7).shape
+    torch.Size([1, 16, 16, 2, 32])
+
+    As in NATTEN, the window is centred on the query (an even one has one more token before it), and shifted at borders
+    so that it keeps its size. Along a causal axis it ends with the query, and is cut off at the border.
+
+    Args:
+        q: queries (B, *space, H, D), 1 to 3 axes of space.
+        k: keys (B, *space, Hk, D).
+        v: values (B, *space, Hk, Dv).
+        kernel_size: tokens of a window, one number for all axes or one for each.
+        dilation: the step between tokens of a window. kernel_size * dilation is at most the length of the axis.
+        causal: if True, a token sees none after itself along the axis.
+        scale: as in `tilewise.attention`.
+        backend: as in `tilewise.attention`.
+
+    Returns:
+        out (B, *space, H, Dv) in q's dtype, differentiable.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
+    space = _checked_space(q, k, v)
+    sizes = _each("kernel_size", kernel_size, len(space), int)
+    steps = _each("dilation", dilation, len(space), int)
+    ends = _each("causal", causal, len(space), bool)
+    windows = tuple(map(Window, space, sizes, steps, ends))
+    for n, (length, size, step, _) in enumerate(windows):
+        if size * step > length:
+            raise AttentionError(
+                f"kernel_size of neighborhood along axis {n}",
+                f"{size} with dilation {step}",
+                f"at most {length} tokens",
+            )
+    layout = Layout(*_layout(windows, str(q.device)))
+    rows = [x.flatten(1, len(space)).index_select(1, layout.order) for x in (q, k, v)]
+    out: Tensor = attention(*rows, mask_mod=layout.mask, scale=scale, backend=backend)
+    found: Tensor = out.index_select(1, layout.inverse).unflatten(1, space)
+    return found
+
+
+@constant
+def _layout(windows: tuple[Window, ...], device: str) -> tuple[Any, ...]:
+    return tuple(_kept_layout(windows, device))
+
+
+@lru_cache(LAYOUTS)
+def _kept_layout(windows: tuple[Window, ...], device: str) -> Layout:
+    """The same for every call with such a grid and window."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        axes = [_axis(window) for window in windows]
+        places = torch.meshgrid(*(axis.place for axis in axes), indexing="ij")
+        key = torch.zeros_like(places[0])
+        for part in ("box", "inside"):
+            for window, place, size in zip(windows, places, box_of(windows), strict=True):
+                count = -(-window.length // size) if part == "box" else size
+                key = key * count + (place // size if part == "box" else place % size)
+        order = key.flatten().argsort(stable=True)
+        tables = []
+        for n, axis in enumerate(axes):
+            coordinate = torch.arange(windows[n].length).view([-1 if m == n else 1 for m in range(len(axes))])
+            flat = coordinate.expand([w.length for w in windows]).flatten()[order]
+            tables += [x[flat].int().to(device) for x in axis]
+        tokens = prod(window.length for window in windows)
+        mask = block_mask(NEAR[len(windows)](*tables), tokens, tokens)
+        return Layout(order.to(device), order.argsort().to(device), mask)
+
+
+def box_of(windows: Sequence[Window]) -> tuple[int, ...]:
+    """The tokens along each axis of a box, powers of two: of the shapes with TILE tokens the one that sees the fewest.
+
+    >>> box_of([Window(128, 13, 1, False)] * 2), box_of([Window(32, 7, 1, False)] * 2)
+    ((8, 16), (4, 32))
+    """
+    sizes = [[1 << n for n in range(8) if 1 << n < 2 * window.length] for window in windows]
+    most = max(prod(box) for box in product(*sizes) if prod(box) <= TILE)
+
+    def seen(box: Sequence[int]) -> int:
+        total = 1
+        for size, (length, kernel_size, _, causal) in zip(box, windows, strict=True):
+            sides, reach = (1, kernel_size - 1) if causal else (2, kernel_size // 2)
+            total *= min(-(-length // size), 1 + sides * -(-reach // size))
+        return total
+
+    boxes = (box for box in product(*sizes) if prod(box) == most)
+    return min(boxes, key=lambda box: (seen(box), max(box), box))
+
+
+def _axis(window: Window) -> Axis:
+    length, size, step, causal = window
+    at = torch.arange(length)
+    remainder, index = at % step, at // step
+    count = (length - remainder + step - 1) // step  # tokens with this remainder
+    counts = torch.tensor([0, *((length - r + step - 1) // step for r in range(step))])
+    before = counts.cumsum(0)[remainder]  # tokens with smaller remainders
+    if causal:
+        first, last = (index - size + 1).clamp(min=0), index
+    else:
+        first = torch.minimum((index - size // 2).clamp(min=0), count - size)
+        last = first + size - 1
+    return Axis(before + index, before + first, before + last)
+
+
+def _each(name: str, value: Any, axes: int, kind: type) -> tuple[Any, ...]:
+    """The value of each axis."""
+    found = tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
+    fits = len(found) == axes and all(type(x) is kind for x in found) and (kind is bool or min(found) >= 1)
+    if not fits:
+        expected = "True or False" if kind is bool else "an int, at least 1"
+        raise AttentionError(f"{name} of neighborhood", repr(value), f"{expected}, or one for each of {axes} axes")
+    return found
+
+
+def _checked_space(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not 4 <= x.dim() <= 6:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(f"shape of {name} of neighborhood", found, "(batch, 1 to 3 axes of space, heads, dim)")
+        if x.shape[:-2] != q.shape[:-2]:
+            raise AttentionError(
+                f"batch and space of {name} of neighborhood", tuple(x.shape[:-2]), f"q's {tuple(q.shape[:-2])}"
+            )
+    return tuple(q.shape[1:-2])

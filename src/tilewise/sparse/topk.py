@@ -1,0 +1,257 @@
+"""Attention of each query over the keys that it names, as in DeepSeek's sparse attention (DSA).
+
+The portable kernels gather the named keys tile by tile; the reference gathers them in torch, some queries at a time.
+The gradients of keys are sums over the queries that name them: by atomics, or with deterministic=True by a sorted
+scatter in torch. docs/how-to/sparse.md has an indexer that chooses the keys, and its training loss.
+
+"auto" is the reference: the kernels have run in Triton's interpreter, and compile for sm_90, but have not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.common.gpu import gpu_of
+from ..errors import AttentionError
+from ..validation.dense import CHECK_CONTENTS
+
+MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
+GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
+_library = torch.library.Library("tilewise_sparse", "DEF")
+_inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
+_library.define(f"topk({_inputs}) -> (Tensor, Tensor)")
+_library.define(
+    f"topk_backward(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool deterministic, {_inputs})"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+def topk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query over exactly the keys that it names.
+
+    >>> q, k, v = torch.randn(1, 5, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 9, 1, 16)
+    >>> indices = torch.tensor([[0, -1], [0, 1], [2, 0], [3, 1], [8, 4]]).view(1, 5, 1, 2)
+    >>> topk(q, k, v, indices).shape
+    torch.Size([1, 5, 4, 16])
+
+    Args:
+        q: queries (B, Sq, H, D). D is at most 576 and Dv at most 512, as in multi-head latent attention.
+        k: keys (B, Sk, Hk, D). H is a multiple of Hk.
+        v: values (B, Sk, Hk, Dv).
+        indices: (B, Sq, Hk, K) int32 or int64: the keys of each query, shared by the query heads of a KV head; -1 for
+            none. A query names no key twice. On a GPU that is not checked (TILEWISE_CHECK=1 does), and an index past
+            the end names none.
+        scale: factor of q.k. Default 1 / sqrt(D).
+        return_lse: if True, lse (B, H, Sq) is returned too.
+        deterministic: if True, the gradients have the same bits in every run, by a slower sum. Default: as
+            torch.use_deterministic_algorithms says.
+        backend: "reference" (torch, any device), "triton" (kernels that have not been measured on a GPU yet), or
+            "auto", which is the reference.
+
+    Returns:
+        out (B, Sq, H, Dv) in q's dtype, or (out, lse). Both are differentiable with respect to q, k and v. A query
+        without keys gets out = 0, lse = -inf and gradients of 0.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
+    _check(q, k, v, indices)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale):
+        raise AttentionError("scale of topk", repr(scale), "a finite number, or None for 1/sqrt(D)")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse = Topk.apply(q, k, v, indices.contiguous(), float(scale), deterministic, _backend(q, backend))  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+class Topk(torch.autograd.Function):
+    """(out, lse), both differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, indices: Any, scale: Any, deterministic: Any, backend: Any) -> Any:
+        out, lse = torch.ops.tilewise_sparse.topk(q, k, v, indices, scale, backend)
+        ctx.save_for_backward(q, k, v, indices, out, lse)
+        ctx.scale, ctx.deterministic, ctx.backend = scale, deterministic, backend
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, indices, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = torch.ops.tilewise_sparse.topk_backward(
+            out, lse, dout, dlse, ctx.deterministic, q, k, v, indices, ctx.scale, ctx.backend
+        )
+        return *grads, None, None, None, None
+
+
+@torch.library.impl(_library, "topk", "CompositeExplicitAutograd")
+def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        from ..backends.common import topk as kernels
+
+        gpu = gpu_of(q.device)
+        assert gpu is not None
+        with torch.cuda.device_of(q):
+            return kernels.forward(q, k, v, indices, scale, gpu)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
+    for rows, part in _parts(q, k, v, indices, scale):
+        p, log_sum = _softmax(part.scores)
+        out[:, rows] = torch.einsum("bchgk,bchkd->bchgd", p, part.v).flatten(2, 3).to(q.dtype)
+        lse[:, :, rows] = log_sum.flatten(2, 3).transpose(1, 2)
+    return out, lse
+
+
+@torch.library.impl(_library, "topk_backward", "CompositeExplicitAutograd")
+def _backward(
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    deterministic: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "triton" and not deterministic:
+        from ..backends.common import topk as kernels
+
+        gpu = gpu_of(q.device)
+        assert gpu is not None
+        saved = out, lse.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous()
+        with torch.cuda.device_of(q):
+            return kernels.backward(q, k, v, indices, scale, saved, gpu)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
+    group = k.shape[2]
+    for rows, part in _parts(q, k, v, indices, scale):
+        do, o = (x[:, rows].to(dtype).unflatten(2, (group, -1)) for x in (dout, out))
+        stats = [
+            x[:, :, rows].transpose(1, 2).unflatten(2, (group, -1)).unsqueeze(-1) for x in (lse, dlse) if x is not None
+        ]
+        own_lse, *own_dlse = (x.to(dtype) for x in stats)
+        p = torch.exp(part.scores - own_lse.masked_fill(own_lse == -torch.inf, torch.inf))
+        dp = torch.einsum("bchgd,bchkd->bchgk", do, part.v)
+        delta = (do * o).sum(-1, keepdim=True) - (own_dlse[0] if own_dlse else 0.0)
+        ds = scale * (p * (dp - delta)).masked_fill(~part.seen, 0.0)
+        dq[:, rows] = torch.einsum("bchgk,bchkd->bchgd", ds, part.k).flatten(2, 3).to(q.dtype)
+        # a sum over equal indices in a fixed order, on a GPU too: index_put_ sorts them
+        dk.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", ds, part.q), accumulate=True)
+        dv.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", p, do), accumulate=True)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@torch.library.register_fake("tilewise_sparse::topk", lib=_library)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+
+
+@torch.library.register_fake("tilewise_sparse::topk_backward", lib=_library)
+def _backward_fake(out: Tensor, lse: Tensor, dout: Any, dlse: Any, deterministic: bool, *inputs: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in inputs[:3])
+
+
+class Part:
+    """Some queries, with the keys that they name: q (b, c, Hk, G, D), k and v (b, c, Hk, K, D), in the dtype of sums;
+    scores (b, c, Hk, G, K), -inf where there is no key; `seen`, and the places `at` of the keys in k."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        batch, _, kv_heads, _ = indices.shape
+        seen = (indices >= 0) & (indices < k.shape[1])
+        b = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
+        h = torch.arange(kv_heads, device=q.device).view(1, 1, -1, 1)
+        self.at = b, torch.where(seen, indices, 0).long(), h
+        hide = ~seen.unsqueeze(-1)
+        self.q = q.to(dtype).unflatten(2, (kv_heads, -1))
+        self.k, self.v = (x[self.at].to(dtype).masked_fill(hide, 0.0) for x in (k, v))
+        self.seen = seen.unsqueeze(3)
+        scores = scale * torch.einsum("bchgd,bchkd->bchgk", self.q, self.k)
+        self.scores = scores.masked_fill(~self.seen, -torch.inf)
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> Iterator[tuple[slice, Part]]:
+    """All queries, as many at a time as GATHERED allows."""
+    each = q.shape[0] * indices.shape[2] * indices.shape[3] * (k.shape[3] + v.shape[3])
+    step = max(1, GATHERED // max(1, each))
+    for first in range(0, q.shape[1] if k.shape[1] else 0, step):
+        rows = slice(first, min(first + step, q.shape[1]))
+        yield rows, Part(q[:, rows], k, v, indices[:, rows], scale)
+
+
+def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, lse) over the last axis; a row without keys gets 0 and -inf."""
+    lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    return torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]), lse
+
+
+def _backend(q: Tensor, name: str) -> str:
+    if name == "auto":
+        return "reference"
+    if name not in ("reference", "triton"):
+        raise AttentionError("backend of topk", repr(name), "'auto', 'reference' or 'triton'")
+    if name == "triton" and (gpu_of(q.device) is None or q.dtype == torch.float64):
+        raise AttentionError("backend='triton' of topk", f"{q.dtype} on {q.device}", "a GPU, and no float64")
+    return name
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("indices", indices)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise AttentionError(f"shape of {name} of topk", shape, "a tensor with 4 axes")
+        if x.device != q.device:
+            raise AttentionError(f"device of {name} of topk", x.device, f"q's {q.device}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or not q.is_floating_point():
+            raise AttentionError(f"dtype of {name} of topk", x.dtype, f"q's {q.dtype}, a float")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        found = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise AttentionError("shapes of k and v of topk", found, f"(B, Sk, Hk, D) of q's {tuple(q.shape)}, and Dv")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise AttentionError("heads of q of topk", q.shape[2], f"a multiple of k's {k.shape[2]}")
+    if not (1 <= q.shape[3] <= MAX_DIM and 1 <= v.shape[3] <= MAX_VALUE_DIM):
+        raise AttentionError("head dims of topk", (q.shape[3], v.shape[3]), f"1 to {MAX_DIM}, and to {MAX_VALUE_DIM}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise AttentionError("dtype of indices of topk", indices.dtype, "torch.int32 or torch.int64")
+    if indices.shape[:3] != (*q.shape[:2], k.shape[2]) or indices.shape[3] == 0:
+        expected = f"(B, Sq, Hk, K), {(*q.shape[:2], k.shape[2])} and K at least 1"
+        raise AttentionError("shape of indices of topk", tuple(indices.shape), expected)
+    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (is_read or CHECK_CONTENTS) and indices.numel():
+        _check_contents(indices, k.shape[1])
+
+
+def _check_contents(indices: Tensor, n_k: int) -> None:
+    least, most = int(indices.min()), int(indices.max())
+    if least < -1 or most >= n_k:
+        raise AttentionError("indices of topk", least if least < -1 else most, f"-1 for none, or 0 to {n_k - 1}")
+    ordered = indices.sort(-1).values
+    again = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).nonzero()
+    if len(again):
+        b, i, h, n = again[0].tolist()
+        raise AttentionError(f"indices[{b}, {i}, {h}] of topk", f"key {int(ordered[b, i, h, n])} twice", "no key twice")

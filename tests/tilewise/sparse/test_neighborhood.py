@@ -1,0 +1,131 @@
+"""Neighbourhood attention against a float64 loop over tokens, with its gradients."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import AttentionError, sparse
+
+
+def seen(x: int, length: int, size: int, step: int, causal: bool) -> list[int]:
+    """The coordinates that coordinate x of an axis sees, as NATTEN's documentation has it."""
+    own = list(range(x % step, length, step))  # the tokens that dilation leaves
+    at = own.index(x)
+    if causal:
+        return own[max(0, at - size + 1) : at + 1]
+    start = min(max(at - size // 2, 0), len(own) - size)
+    return own[start : start + size]
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, sizes: Any, steps: Any, causal: Any) -> Tensor:
+    space = q.shape[1:-2]
+    group = q.shape[-2] // k.shape[-2]
+    out = []
+    for b in range(q.shape[0]):
+        for at in product(*map(range, space)):
+            keys = list(product(*(seen(*x) for x in zip(at, space, sizes, steps, causal, strict=True))))
+            for h in range(q.shape[-2]):
+                ks = torch.stack([k[(b, *j)][h // group] for j in keys])
+                vs = torch.stack([v[(b, *j)][h // group] for j in keys])
+                p = (ks @ q[(b, *at)][h] / q.shape[-1] ** 0.5).softmax(0)
+                out.append(p @ vs)
+    return torch.stack(out).view(q.shape[0], *space, q.shape[-2], v.shape[-1])
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "1d": ((23,), (5,), (1,), (False,)),
+    "1d even": ((20,), (4,), (2,), (False,)),
+    "1d causal": ((23,), (5,), (3,), (True,)),
+    "1d whole": ((9,), (9,), (1,), (False,)),
+    "2d": ((7, 9), (3, 5), (1, 1), (False, False)),
+    "2d dilated": ((9, 11), (3, 2), (3, 4), (False, False)),
+    "2d half causal": ((6, 7), (3, 3), (2, 1), (True, False)),
+    "2d kernel 1": ((5, 4), (1, 1), (1, 2), (False, True)),
+    "3d": ((4, 5, 6), (3, 2, 3), (1, 2, 2), (False, False, True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_loop(name: str) -> None:
+    space, sizes, steps, causal = CASES[name]
+    torch.manual_seed(0)
+    x = [torch.randn(1, *space, h, 4, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1)]
+    expected = loop(*x, sizes, steps, causal)
+    out = sparse.neighborhood(*x, kernel_size=sizes, dilation=steps, causal=causal)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    grads = [torch.autograd.grad((y * weights).sum(), x) for y in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_numbers_for_all_axes_and_scale() -> None:
+    x = [torch.randn(2, 8, 8, 2, 4, dtype=torch.float64) for _ in range(3)]
+    out = sparse.neighborhood(*x, kernel_size=3, dilation=2, causal=True, scale=0.3)
+    expected = loop(x[0] * 0.6, *x[1:], (3, 3), (2, 2), (True, True))
+    torch.testing.assert_close(out, expected)
+
+
+def test_on_the_kernels(backend: str) -> None:
+    torch.manual_seed(1)
+    x = [torch.randn(1, 12, 13, h, 16, requires_grad=True) for h in (2, 1, 1)]
+    wide = [t.detach().double().requires_grad_() for t in x]
+    expected = loop(*wide, (5, 3), (2, 1), (False, False))
+    out = sparse.neighborhood(*x, kernel_size=(5, 3), dilation=(2, 1), backend=backend)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(out.square().sum(), x), torch.autograd.grad(expected.square().sum(), wide)
+    for ours, truth in zip(*grads, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@tilewise.mask_mod
+def in_rows(b, h, q_idx, kv_idx, n, size):
+    row = min(max(q_idx // n - size // 2, 0), n - size)
+    column = min(max(q_idx % n - size // 2, 0), n - size)
+    in_row = (kv_idx // n >= row) & (kv_idx // n < row + size)
+    return in_row & (kv_idx % n >= column) & (kv_idx % n < column + size)
+
+
+@pytest.mark.parametrize(("n", "size", "share"), [(32, 7, 1.0), (64, 15, 0.85), (128, 13, 0.75)])
+def test_boxes_visit_no_more_tiles_than_rows(n: int, size: int, share: float) -> None:
+    from tilewise.sparse.neighborhood import Window, _kept_layout
+
+    ours = _kept_layout((Window(n, size, 1, False),) * 2, "cpu").mask
+    rows = tilewise.block_mask(in_rows(n, size), n * n, n * n)
+    assert len(ours.lists[1]) <= share * len(rows.lists[1])
+    assert ours.block == (128, 128)
+
+
+def test_compiled() -> None:
+    x = [torch.randn(1, 9, 9, 2, 8, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(sparse.neighborhood, backend="aot_eager", fullgraph=True)
+    out, eager = compiled(*x, kernel_size=3), sparse.neighborhood(*x, kernel_size=3)
+    torch.testing.assert_close(out, eager)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(eager.sum(), x))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kernel_size": 0}, "kernel_size of neighborhood: found 0; expected an int, at least 1"),
+        ({"kernel_size": (3, 3, 3)}, r"kernel_size of neighborhood: found \(3, 3, 3\); expected an int"),
+        ({"kernel_size": 10}, "kernel_size of neighborhood along axis 0: found 10 with dilation 1; expected at most 9"),
+        ({"kernel_size": 5, "dilation": 2}, "kernel_size of neighborhood along axis 0: found 5 with dilation 2"),
+        ({"kernel_size": 3, "dilation": 0}, "dilation of neighborhood: found 0"),
+        ({"kernel_size": 3, "causal": 1}, "causal of neighborhood: found 1; expected True or False"),
+        ({"kernel_size": 3.0}, "kernel_size of neighborhood: found 3.0"),
+    ],
+)
+def test_errors(options: dict[str, Any], match: str) -> None:
+    x = torch.randn(1, 9, 9, 2, 8)
+    with pytest.raises(AttentionError, match=match):
+        sparse.neighborhood(x, x, x, **options)
+    with pytest.raises(AttentionError, match="shape of q of neighborhood"):
+        sparse.neighborhood(x[0, 0], x, x, kernel_size=3)
+    with pytest.raises(AttentionError, match="batch and space of k of neighborhood"):
+        sparse.neighborhood(x, x[:, :8], x[:, :8], kernel_size=3)

@@ -1,0 +1,168 @@
+"""Attention over named keys against a float64 loop over queries, with its gradients."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import AttentionError, sparse
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    batch, n, heads, d = q.shape
+    group = heads // k.shape[2]
+    out, lse = [], []
+    for b in range(batch):
+        for i in range(n):
+            for h in range(heads):
+                keys = [j for j in indices[b, i, h // group].tolist() if j >= 0]
+                s = (d**-0.5 if scale is None else scale) * (k[b, keys, h // group] @ q[b, i, h])
+                out.append(s.softmax(0) @ v[b, keys, h // group] if keys else v.new_zeros(v.shape[3]))
+                lse.append(s.logsumexp(0) if keys else s.new_tensor(-torch.inf))
+    return torch.stack(out).view(batch, n, heads, -1), torch.stack(lse).view(batch, n, heads).transpose(1, 2)
+
+
+def drawn(seed: int, n: int, n_k: int, kv_heads: int, count: int, batch: int = 2) -> Tensor:
+    """Some -1 among them, some queries without any."""
+    r = random.Random(seed)
+
+    def row() -> list[int]:
+        kept = r.sample(range(n_k), min(n_k, r.randint(0, count)))
+        found = kept + [-1] * (count - len(kept))
+        r.shuffle(found)
+        return found
+
+    return torch.tensor([[[row() for _ in range(kv_heads)] for _ in range(n)] for _ in range(batch)])
+
+
+def inputs(n: int, n_k: int, heads: int, kv_heads: int, d: int, dv: int, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(n + d)
+    shapes = (2, n, heads, d), (2, n_k, kv_heads, d), (2, n_k, kv_heads, dv)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def grads(out: Tensor, lse: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
+    torch.manual_seed(7)
+    seen = lse > -torch.inf
+    loss = (out * torch.randn(out.shape, dtype=torch.float64).to(out.dtype)).sum()
+    loss = loss + (lse.masked_fill(~seen, 0.0) * torch.randn(lse.shape, dtype=torch.float64).to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, x)
+
+
+SHAPES = [(9, 14, 4, 2, 8, 6, 5), (7, 11, 3, 3, 5, 8, 11), (6, 20, 6, 1, 24, 16, 20), (5, 4, 2, 1, 4, 4, 1)]
+
+
+@pytest.mark.parametrize(("n", "n_k", "heads", "kv_heads", "d", "dv", "count"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_as_the_loop(
+    n: int, n_k: int, heads: int, kv_heads: int, d: int, dv: int, count: int, dtype: torch.dtype
+) -> None:
+    x, indices = inputs(n, n_k, heads, kv_heads, d, dv, torch.float64), drawn(n, n, n_k, kv_heads, count).to(dtype)
+    ours = sparse.topk(*x, indices, return_lse=True)
+    expected = loop(*x, indices)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(grads(*ours, x), grads(*expected, x))
+    torch.testing.assert_close(sparse.topk(*x, indices, scale=-0.2), loop(*x, indices, -0.2)[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 700])
+def test_some_queries_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.modules["tilewise.sparse.topk"], "GATHERED", chunk)
+    x, indices = inputs(9, 14, 4, 2, 8, 6, torch.float64), drawn(3, 9, 14, 2, 5)
+    ours, expected = sparse.topk(*x, indices, return_lse=True), loop(*x, indices)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(grads(*ours, x), grads(*expected, x))
+
+
+@pytest.mark.parametrize(("n", "n_k", "heads", "kv_heads", "d", "dv", "count"), [*SHAPES, (2, 40, 20, 1, 80, 64, 37)])
+def test_kernels(n: int, n_k: int, heads: int, kv_heads: int, d: int, dv: int, count: int, triton_runs: None) -> None:
+    x, indices = inputs(n, n_k, heads, kv_heads, d, dv, torch.float32), drawn(n, n, n_k, kv_heads, count).int()
+    ours = sparse.topk(*x, indices, return_lse=True, backend="triton")
+    wide = [t.detach().double().requires_grad_() for t in x]
+    expected = loop(*wide, indices)
+    for a, b in zip((*ours, *grads(*ours, x)), (*expected, *grads(*expected, wide)), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
+
+
+def test_kernels_of_any_strides(triton_runs: None) -> None:
+    x, indices = inputs(9, 14, 4, 2, 8, 6, torch.float32), drawn(3, 9, 14, 2, 5)
+    moved = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in x]
+    steps = torch.stack([indices, indices], -1)[..., 0]
+    ours, expected = (sparse.topk(*t, i, return_lse=True, backend="triton") for t, i in ((moved, steps), (x, indices)))
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(grads(*ours, moved), grads(*expected, x))
+
+
+def test_unnamed_keys_do_not_leak(backend: str) -> None:
+    x = [t.detach() for t in inputs(9, 14, 4, 2, 8, 6, torch.float32)]
+    indices = drawn(3, 9, 10, 2, 5)
+    poisoned = [x[0], *(t.clone() for t in x[1:])]
+    for t in poisoned[1:]:
+        t[:, 10:] = torch.nan
+        t[:, 0] = torch.where((indices == 0).any(), t[:, 0], torch.nan)
+    leaves = [[t.requires_grad_() for t in some] for some in (x, poisoned)]
+    out = [sparse.topk(*some, indices, backend=backend) for some in leaves]
+    torch.testing.assert_close(*out)
+    found = [torch.autograd.grad(o.sum(), some) for o, some in zip(out, leaves, strict=True)]
+    torch.testing.assert_close(*found)
+
+
+def test_all_keys_are_causal_attention(backend: str) -> None:
+    x = inputs(12, 12, 4, 2, 16, 16, torch.float32)
+    j = torch.arange(12)
+    indices = torch.where(j <= j[:, None], j, -1).view(1, 12, 1, 12).expand(2, 12, 2, 12)
+    expected = tilewise.attention(*x, causal=True)
+    torch.testing.assert_close(sparse.topk(*x, indices, backend=backend), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_deterministic_and_compiled() -> None:
+    x, indices = inputs(9, 14, 4, 2, 8, 6, torch.float32), drawn(3, 9, 14, 2, 5)
+    eager = sparse.topk(*x, indices, return_lse=True)
+    compiled = torch.compile(sparse.topk, backend="aot_eager", fullgraph=True)
+    expected = grads(*eager, x)
+    for f, more in ((compiled, {}), (sparse.topk, {"deterministic": True})):
+        found = f(*x, indices, return_lse=True, **more)
+        torch.testing.assert_close(found, eager)
+        torch.testing.assert_close(grads(*found, x), expected)
+
+
+def test_no_keys() -> None:
+    q, k = torch.randn(1, 3, 2, 4, requires_grad=True), torch.randn(1, 0, 1, 4, requires_grad=True)
+    out, lse = sparse.topk(q, k, k, torch.full((1, 3, 1, 2), -1), return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not torch.autograd.grad(out.sum(), q)[0].any()
+
+
+def bad(**changes: Any) -> dict[str, Any]:
+    q, k, v = (t.detach() for t in inputs(3, 5, 4, 2, 8, 6, torch.float32))
+    return {"q": q, "k": k, "v": v, "indices": drawn(0, 3, 5, 2, 4)} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"indices": torch.full((2, 3, 2, 4), 5)}, "indices of topk: found 5; expected -1 for none, or 0 to 4"),
+        ({"indices": torch.full((2, 3, 2, 4), -2)}, "indices of topk: found -2"),
+        ({"indices": torch.full((2, 3, 2, 4), 1)}, r"indices\[0, 0, 0\] of topk: found key 1 twice"),
+        ({"indices": torch.zeros(2, 3, 2, 0, dtype=torch.int32)}, "shape of indices of topk"),
+        ({"indices": torch.zeros(2, 3, 1, 4, dtype=torch.int32)}, "shape of indices of topk"),
+        ({"indices": torch.zeros(2, 3, 2, 4)}, "dtype of indices of topk: found torch.float32"),
+        ({"k": torch.zeros(2, 5, 3, 8), "v": torch.zeros(2, 5, 3, 8)}, "heads of q of topk: found 4"),
+        ({"v": torch.zeros(2, 4, 2, 6)}, "shapes of k and v of topk"),
+        ({"q": torch.zeros(2, 3, 4)}, "shape of q of topk"),
+        ({"k": torch.zeros(2, 5, 2, 8).half()}, "dtype of k of topk"),
+        ({"scale": float("nan")}, "scale of topk: found nan"),
+        ({"backend": "hopper"}, "backend of topk: found 'hopper'"),
+    ],
+)
+def test_errors(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(AttentionError, match=match):
+        sparse.topk(**bad(**changes))
