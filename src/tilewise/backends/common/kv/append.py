@@ -176,7 +176,7 @@ def append_token(new, cache, source, target, d, angles, CONFIG: tl.constexpr):
     for first in range(0, CONFIG.KV_HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
         mask = (h < CONFIG.KV_HEADS) & (d < CONFIG.D)
-        x = View(token_pointer(k_new, source[0], source[1]), k_new.strides, k_new.wide)
+        x = View(token_pointer(k_new, source[0], source[1]), k_new.strides)
         tile = apply_rotary(x, h, d, mask, angles, CONFIG)
         store_heads(cache.k, token_pointer(cache.k, target[0], target[1]), tile, h, d, mask)
         dv = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
@@ -193,7 +193,7 @@ def rotate_query(queries, b, t, d, angles, CONFIG: tl.constexpr):
     for first in range(0, CONFIG.HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
         mask = (h < CONFIG.HEADS) & (d < CONFIG.D)
-        x = View(token_pointer(q, b, t), q.strides, q.wide)
+        x = View(token_pointer(q, b, t), q.strides)
         tile = apply_rotary(x, h, d, mask, angles, CONFIG)
         store_heads(queries.rotated, token_pointer(queries.rotated, b, t), tile, h, d, mask)
 

@@ -16,6 +16,7 @@ from ..device.matmul import dot, raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
 from ..device.structs import Pairs, ScoreParams, Work
+from ..device.tile_io import index
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
@@ -69,8 +70,8 @@ class DecodeConfig(NamedTuple):
     """What the decode kernel is compiled for.
 
     GROUP to PRECISION, BOUNDED and OVERLAP are those of `KernelConfig`. PAGE_SIZE: None for a dense cache.
-    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal. HAS_STARTS:
-    sequences may begin past the cache's first key.
+    PREFETCH_PAGES: page numbers are loaded a tile ahead of their keys. SAME_STRIDES: those of k and v are equal.
+    HAS_STARTS: sequences may begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
     depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
@@ -143,9 +144,7 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     base = h.to(tl.int64) * x.strides[2]
     if PAGE_SIZE is None or PAGE_SIZE % N == 0:
         place = at if PAGE_SIZE is None else at % PAGE_SIZE
-        if x.wide is not None:
-            r = r.to(tl.int64)
-        return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], r * x.strides[1]
+        return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], index(x, r) * x.strides[1]
     else:
         place = r % PAGE_SIZE if N % PAGE_SIZE == 0 else (at + r) % PAGE_SIZE
         return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
@@ -155,12 +154,10 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
 def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a cache. Those that are not inside are not read: 0, as are columns past D."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    if x.wide is not None:
-        d = d.to(tl.int64)
     mask = inside[:, None]
     if D != BLOCK_D:
         mask = mask & (d < D)
-    return tl.load(x.ptr + base + (rows[:, None] + d * x.strides[3]), mask=mask, other=0.0)
+    return tl.load(x.ptr + base + (rows[:, None] + index(x, d) * x.strides[3]), mask=mask, other=0.0)
 
 
 @triton.jit

@@ -201,7 +201,7 @@ def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
     tokens = k_new.shape[:-2].numel()
     queries = 0 if q is None else q.shape[:-2].numel()
     heads = 0 if q is None else q.shape[-2]
-    none = View(None, (0, 0, 0, 0))
+    none = View(None, (0, 0, 0, 0, None))
     tables = RotaryTables()
     if rotary is not None:
         tables = RotaryTables(rotary.cos, rotary.sin, rotary.positions, rotary.q_positions)
