@@ -19,7 +19,7 @@ CASES = {
     "GQA": replace(PLAIN, n_q=2048, n_k=2048, heads=32, kv_heads=8),
     "MQA": replace(PLAIN, heads=32, kv_heads=1, lse_gradient=False),
     "64": replace(PLAIN, heads=64, kv_heads=8, d=64, dv=64, dtype="float16"),
-    "one head of each": replace(PLAIN, n_q=1500, n_k=200, heads=8, kv_heads=8, d=96, dv=96),
+    "one head of each": replace(PLAIN, n_q=3000, n_k=200, heads=8, kv_heads=8, d=96, dv=96, after=None),
     "seven heads": replace(PLAIN, n_q=700, n_k=300, heads=14, d=256, dv=256, after=None),
     "window": replace(PLAIN, before=300, layouts=("bhsd", "qkv", "bhsd", "batch"), batch=2),
     "packed": replace(PLAIN, batch=7, n_q=1215, n_k=1130, lengths=LENGTHS, heads=6),
