@@ -34,7 +34,8 @@ CASES = {
 }
 
 
-def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`planned`: with the lse of a plan, whose memory is transposed."""
     from tilewise.backends.common.gpu import INTERPRETER
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.hopper import kv_launches as kv_launch
@@ -42,7 +43,7 @@ def attend(x: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
     *outer, n_q, heads, _ = x.q.shape
     out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
-    lse = torch.full((*outer, heads, n_q), torch.nan)
+    lse = torch.full((*outer, n_q, heads), torch.nan).mT if planned else torch.full((*outer, heads, n_q), torch.nan)
     target = Target(INTERPRETER, 2)
     numbers, floats = kv_launch.schedule_sizes(request, target)
     schedule, workspace = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
@@ -63,6 +64,21 @@ def test_every_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_launch, "MAX_DECODE_QUERIES", 60)  # of packed sequences, which the portable kernels compute
     x = inputs(CASES[name], torch.bfloat16)
     compare(attend(x), x)
+
+
+def test_the_lse_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward writes a contiguous lse: not into this one, in which the decode kernels write other rows."""
+    from tilewise.backends.hopper import kv_launches as kv_launch
+
+    monkeypatch.setattr(kv_launch, "MAX_DECODE_QUERIES", 60)
+    x = inputs(CASES["packed"], torch.bfloat16)
+    out, lse = attend(x, planned=True)
+    expected_out, expected_lse = attend(x)
+    assert torch.equal(out, expected_out)
+    decoded = [*range(70, 73), *range(203, 208)]  # rows of short sequences, and past the last one
+    assert torch.equal(lse[:, decoded], expected_lse[:, decoded])
+    others = [i for i in range(lse.shape[1]) if i not in decoded]
+    assert lse[:, others].isnan().all()
 
 
 @pytest.mark.parametrize(
