@@ -1,7 +1,7 @@
 """Neighbourhood attention (NATTEN) in 1, 2 and 3 dimensions: each token sees a window of kernel_size tokens an axis.
 
-Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles of
-keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box sees few others, and the results are
+Row by row, the window of an image's token is kernel_size short runs far apart, and a tile of queries needs many tiles
+of keys. So tokens are permuted into boxes of TILE tokens, shaped so that a box sees few others, and the results are
 permuted back. With dilation d, tokens whose coordinates differ by multiples of d form an axis of their own: they come
 next to each other first, and a window is again a range.
 """
