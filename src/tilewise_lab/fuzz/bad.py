@@ -60,6 +60,7 @@ BAD: dict[str, tuple[str, ...]] = {
         "torch.ones(2, 2) > 0", "'causal'", "tilewise.block_mask(tilewise.mods.block_diagonal(2), 7, 7)",
     ),
     "return_lse": (*_NO_BOOL, "None"),
+    "return_max_logit": (*_NO_BOOL, "None"),
     "deterministic": _NO_BOOL,
     "backend": ("'cuda'", "None", "3", "['auto']", "'Reference'", "object()"),
     "max_seqlen_q": ("'x'", "1.5", "-1", "[2]", "object()"),

@@ -59,6 +59,7 @@ class Case:
     dropout_p: float = 0.0
     dropout_seed: int = 11
     return_lse: bool = False
+    return_max_logit: bool = False
     deterministic: bool | None = None
     hidden: str | None = None
     bad: tuple[str, str] | None = None
@@ -123,11 +124,14 @@ class Case:
     def outputs(self) -> dict[str, tuple[int, ...]]:
         lead = (self.tokens[0],) if self.packed else (self.batch, self.n_q)
         lse = (self.heads, self.tokens[0]) if self.packed else (self.batch, self.heads, self.n_q)
-        return {"out": (*lead, self.heads, self.dv)} | ({"lse": lse} if self.return_lse else {})
+        found = {"out": (*lead, self.heads, self.dv)} | ({"lse": lse} if self.return_lse else {})
+        return found | ({"max_logit": lse[:-1] if not self.packed else (self.heads,)} if self.return_max_logit else {})
 
     def dtype_of(self, name: str) -> str:
         if name == "lse":
             return "float64" if self.compute_dtype == "float64" else "float32"
+        if name == "max_logit":
+            return "float32"
         if name == "out":
             return self.compute_dtype
         if name in ("q", "k", "v"):
@@ -186,7 +190,7 @@ def code(case: Case | kv.KvCase, poisoned: dict[str, list[tuple[int, ...]]] | No
         lines += [f"d{n} = {made(case, n, shape, name=f'd{n}')}" for n, shape in case.outputs().items()]
     if case.mode in ("jvp", "second"):
         lines += [f"t_{n} = {made(case, n, case.shapes()[n], name=f't_{n}')}" for n in case.wants]
-    ends = "" if case.return_lse else ","
+    ends = "" if case.return_lse or case.return_max_logit else ","
     lines += [f"def f({', '.join(case.wants)}):", f"    return {call}{ends}"]
     return "\n".join([*lines, *_use(case)])
 
@@ -272,7 +276,8 @@ def _call(case: Case) -> str:
         args |= {"cu_seqlens_q": "cu_q", "cu_seqlens_k": "cu_k"}
         if case.bias is not None:
             args |= {"max_seqlen_q": str(case.longest[0]), "max_seqlen_k": str(case.longest[1])}
-    options = {n: getattr(case, n) for n in ("causal", "window", "scale", "softcap", "return_lse", "deterministic")}
+    names = ("causal", "window", "scale", "softcap", "return_lse", "return_max_logit", "deterministic")
+    options = {n: getattr(case, n) for n in names}
     args |= {
         n: _number(x)
         for n, x in options.items()

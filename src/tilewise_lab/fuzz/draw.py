@@ -61,6 +61,8 @@ def draw_kv(seed: int, number: int, where: Where) -> kv.KvCase:
     """The same of a call with a KV cache."""
     r = random.Random(f"kv {seed} {number} {where}")
     case = kv.draw(r, where.dtypes, where.interpreted)
+    if case.mode == "compile" and case.mask_mod == "tree":  # which reads its tree on the host
+        case = replace(case, mode="call")
     return replace(case, seed=r.randrange(10_000), backend=where.backend, device=where.device)
 
 
@@ -140,7 +142,7 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
     usual = ("backward", "backward", "backward", "backward", "enable_grad", "no_grad", "inference", "call")
     transforms = ("autocast", "func.grad", "func.vjp", "vmap", "vmap of grad", "functional_call", "checkpoint", "jvp")
     mode = r.choice(usual) if kind < 0.6 else r.choice(transforms) if kind < 0.96 else r.choice(("second", "jacrev"))
-    if kind > 0.985 and not where.interpreted:
+    if kind > 0.985 and not where.interpreted and case.mask_mod != "tree":  # which reads its tree on the host
         mode = r.choice(("compile eager", "compile aot_eager"))
     if mode == "second" and case.dtype not in ("float32", "float64"):
         case = replace(case, dtype="float32")
@@ -161,7 +163,8 @@ def _used(r: random.Random, case: Case, where: Where) -> Case:
     layouts = [(n, _layout(r)) for n in (*names, "dout", "dlse") if r.random() < 0.3]
     if mode == "jvp":  # torch gives a tangent the strides of its primal, and cannot write to one that overlaps itself
         layouts = [(n, layout) for n, layout in layouts if not layout.startswith("expanded")]
-    return replace(case, mode=mode, wants=tuple(wants), layouts=tuple(layouts))
+    largest = mode in ("call", "no_grad", "inference") and r.random() < 0.4
+    return replace(case, mode=mode, wants=tuple(wants), layouts=tuple(layouts), return_max_logit=largest)
 
 
 def _layout(r: random.Random) -> str:

@@ -34,22 +34,25 @@ class Noise(NamedTuple):
 
 
 def attend(case: Case, x: Tensors, fixed: Tensors, dtype: torch.dtype, noise: Noise | None = None) -> Tensors:
-    """out and lse of the call, from its floating-point tensors `x` in `dtype` and the others."""
-    outs, logs = [], []
+    """out, lse and the largest score of each head, from the call's floating-point tensors `x` in `dtype` and the
+    others."""
+    outs, logs, tops = [], [], []
     for b, q, k, v in _sequences(case, x):
-        o, lse = _one(case, b, q, k, v, x, fixed, dtype, noise)
+        o, lse, top = _one(case, b, q, k, v, x, fixed, dtype, noise)
         outs.append(o.transpose(0, 1))
         logs.append(lse)
+        tops.append(top)
     device = x["q"].device
+    nothing = torch.full((case.heads,), -torch.inf, dtype=dtype, device=device)
     if case.packed:
         rest = case.slack[0]
         outs.append(torch.zeros(rest, case.heads, case.dv, dtype=dtype, device=device))
         logs.append(torch.full((case.heads, rest), -torch.inf, dtype=dtype, device=device))
-        return {"out": torch.cat(outs), "lse": torch.cat(logs, -1)}
+        return {"out": torch.cat(outs), "lse": torch.cat(logs, -1), "max_logit": torch.stack([nothing, *tops]).amax(0)}
     if not outs:
         empty = {n: torch.zeros(shape, dtype=dtype, device=device) for n, shape in case.outputs().items()}
         return {"lse": torch.zeros(0, case.heads, case.n_q, dtype=dtype, device=device)} | empty
-    return {"out": torch.stack(outs), "lse": torch.stack(logs)}
+    return {"out": torch.stack(outs), "lse": torch.stack(logs), "max_logit": torch.stack(tops)}
 
 
 def _sequences(case: Case, x: Tensors) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -66,7 +69,7 @@ def _sequences(case: Case, x: Tensors) -> Iterator[tuple[int, Tensor, Tensor, Te
 def _one(
     case: Case, b: int, q: Tensor, k: Tensor, v: Tensor, x: Tensors, fixed: Tensors, dtype: torch.dtype,
     noise: Noise | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     h, i, j = (torch.arange(n, device=q.device) for n in (case.heads, q.shape[1], k.shape[1]))
     place = Place(b, h[:, None, None], i[:, None], j, len(i), len(j))
     scale = case.d**-0.5 if case.scale is None else case.scale
@@ -99,11 +102,17 @@ def _one(
         x["sinks"][:, None, None].expand(-1, len(i), 1) if case.sinks else s.new_full((len(h), len(i), 1), -torch.inf)
     )
     if noise is None:
-        return _plain(s, hide, sink, keep, v)
+        return *_plain(s, hide, sink, keep, v), _top(s, hide)
     bound = noise.unit * (4 + sizes + abs(scale) * (q.abs() @ k.abs().mT).detach())
     s = _Cut.apply(s, bound + noise.tanh * s.detach().abs(), noise)  # type: ignore[no-untyped-call]
     out, lse = _Noisy.apply(s, hide, sink, keep, v, noise)  # type: ignore[no-untyped-call]
-    return out, lse
+    return out, lse, _top(s, hide)
+
+
+def _top(s: Tensor, hide: Tensor) -> Tensor:
+    """(H,): the largest visible score of each head."""
+    visible = s.detach().masked_fill(hide, -torch.inf).flatten(1)
+    return visible.amax(1) if visible.shape[1] else visible.new_full((len(s),), -torch.inf)
 
 
 def seen(case: Case, place: Place, fixed: Tensors) -> Tensor:

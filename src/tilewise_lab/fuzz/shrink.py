@@ -14,7 +14,7 @@ AnyCase = Case | kv.KvCase
 SIMPLEST = Case()
 OPTIONS = (
     "bias", "alibi", "sinks", "score_mod", "mask_mod", "block", "dropout_p", "softcap", "hidden", "window", "causal",
-    "scale", "gain", "deterministic", "layouts", "dtypes", "slack", "return_lse", "dtype", "group",
+    "scale", "gain", "deterministic", "layouts", "dtypes", "slack", "return_lse", "return_max_logit", "dtype", "group",
 )  # fmt: skip
 MODES = ("call", "backward", "func.grad", "func.vjp")
 SIZES = ("batch", "n_q", "n_k", "heads", "d", "dv")

@@ -42,6 +42,35 @@ def nobody(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
     return kv_idx < 0
 
 
+SEGMENT = 3  # tokens of a segment of `tree`
+
+
+def parents_of(steps: Tensor) -> Tensor:
+    """A parent for each SEGMENT tokens, from any numbers."""
+    numbers = torch.arange(-(-len(steps) // SEGMENT), device=steps.device)
+    return steps[: len(numbers)] % (numbers + 1) - 1
+
+
+def tree(steps: Tensor) -> tilewise.mods.Mod:
+    """A prefix tree of as many tokens as there are steps."""
+    parents = parents_of(steps)
+    ends = (torch.arange(len(parents) + 1, device=steps.device) * SEGMENT).clamp(max=len(steps))
+    return tilewise.mods.prefix_tree(parents, ends)
+
+
+def on_path(p: Place, steps: Tensor) -> Tensor:
+    """Walks from each segment to its root."""
+    parents = parents_of(steps).tolist()
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool, device=steps.device)
+    for s in range(len(parents)):
+        at = s
+        while at >= 0:
+            ancestors[s, at] = True
+            at = parents[at]
+    own = p.at.clamp(min=0)
+    return (p.j <= p.at) & ancestors[own // SEGMENT, p.j // SEGMENT]
+
+
 class Place(NamedTuple):
     """Of one sequence: its number, the heads (H, 1, 1), queries (n_q, 1) and keys (n_k,), and both lengths."""
 
@@ -124,6 +153,7 @@ MASK = {
     "strided": Twin(
         "tilewise.mods.strided_sparse(3)", {}, lambda p: (p.j <= p.at) & ((p.at - p.j < 3) | (p.j % 3 == 2))
     ),
+    "tree": Twin("twins.tree(steps)", {"steps": ("S",)}, on_path),
     "odd heads": Twin(
         "twins.odd_heads_look_back()", {}, lambda p: (p.h % 2 == 0) | (p.j <= p.at), "h"
     ),
