@@ -7,7 +7,7 @@ attention over the union of the blocks. The products are in proportion to the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..ops.dense import registered
+from ..options import Options
 from ..request import Request, Spec, arguments
 from ..validation.dense import checked_request
 
@@ -74,7 +75,7 @@ def moba(
     Raises:
         AttentionError: an argument is not as above.
     """
-    _check(q, k, block_size, top_k)
+    _check(q, k, v, block_size, top_k)
     blocks = q.shape[1] // block_size
     chosen = None
     if min(top_k, blocks) > 1:
@@ -82,8 +83,9 @@ def moba(
             wanted = (gate or mean_key_gate)(q, k, block_size)
             _check_gate(wanted, (*q.shape[:3], blocks))
             chosen = best_before(wanted, block_size, min(top_k, blocks) - 1)
-    options: Any = {"scale": scale, "backend": backend}
-    spec = checked_request(*_by_block((q, k, v), block_size), (), (), {"causal": True, **options}).spec
+    options: Options = {"causal": True, "scale": scale, "backend": backend}
+    q_blocks, k_blocks, v_blocks = (_by_block(x, block_size) for x in (q, k, v))
+    spec = checked_request(q_blocks, k_blocks, v_blocks, (), (), options).spec
     out: Tensor = BlockAttention.apply(q, k, v, chosen, block_size, spec)  # type: ignore[no-untyped-call]
     return out
 
@@ -142,9 +144,14 @@ def _sorted(chosen: Tensor, kv_heads: int, block_size: int) -> Sorted:
     return Sorted(order[:count], positions.view(-1, most), cu_q, cu_k)
 
 
-def _by_block(tensors: Sequence[Tensor], block_size: int) -> list[Tensor]:
+def _by_block(x: Tensor, block_size: int) -> Tensor:
     """(B, S, H, D) -> (B blocks, block_size, H, D)"""
-    return [x.reshape(-1, block_size, *x.shape[2:]) for x in tensors]
+    return x.reshape(-1, block_size, *x.shape[2:])
+
+
+def _own_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, spec: Spec) -> Request:
+    """The request of every block as a batch row."""
+    return Request(_by_block(q, block_size), _by_block(k, block_size), _by_block(v, block_size), spec)
 
 
 def _keys(x: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, block_size: int, spec: Spec) -> Tensor:
         run, shape = registered("forward"), (*q.shape[:3], v.shape[3])
-        out, lse = run(*arguments(Request(*_by_block((q, k, v), block_size), spec)))
+        out, lse = run(*arguments(_own_blocks(q, k, v, block_size, spec)))
         out, lse = out.reshape(shape), lse.mT.reshape(-1)  # by query and head
         if chosen is not None:
             by_block = _sorted(chosen, k.shape[2], block_size)
@@ -176,15 +183,16 @@ class BlockAttention(torch.autograd.Function):
             out, lse = merged.to(q.dtype).reshape(shape), total
         ctx.save_for_backward(q, k, v, chosen, out, lse)
         ctx.block_size, ctx.spec = block_size, spec
-        return out
+        found: Tensor = out
+        return found
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, chosen, out, lse = ctx.saved_tensors
         block_size, run = ctx.block_size, registered("backward")
         dout = dout.contiguous()
-        own = Request(*_by_block((q, k, v), block_size), ctx.spec._replace(partial=True))
-        own_out, own_dout = _by_block((out, dout), block_size)
+        own = _own_blocks(q, k, v, block_size, ctx.spec._replace(partial=True))
+        own_out, own_dout = _by_block(out, block_size), _by_block(dout, block_size)
         own_lse = lse.view(-1, block_size, q.shape[2]).mT.contiguous()
         dq, dk, dv = run(own_out, own_lse, own_dout, None, *arguments(own))
         dq, dk, dv = (g.reshape(x.shape) for g, x in zip((dq, dk, dv), (q, k, v), strict=True))
@@ -205,16 +213,16 @@ def _other_blocks(q: Tensor, k: Tensor, v: Tensor, by_block: Sorted, spec: Spec)
     return Request(by_block.rows(q), _keys(k), _keys(v), spec, cu_q=by_block.cu_q, cu_k=by_block.cu_k)
 
 
-def _check(q: Tensor, k: Tensor, block_size: int, top_k: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
     for name, number in (("block_size", block_size), ("top_k", top_k)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1")
-    for name, x in (("q", q), ("k", k)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise AttentionError(f"shape of {name} of moba", found, "4 axes (batch, tokens, heads, dim)")
-    if q.shape[:2] != k.shape[:2]:
-        raise AttentionError("batch and tokens of k of moba", tuple(k.shape[:2]), f"q's {tuple(q.shape[:2])}")
+        if x.shape[:2] != q.shape[:2]:
+            raise AttentionError(f"batch and tokens of {name} of moba", tuple(x.shape[:2]), f"q's {tuple(q.shape[:2])}")
     if q.shape[1] % block_size:
         raise AttentionError("block_size of moba", block_size, f"a number that divides the {q.shape[1]} tokens")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:

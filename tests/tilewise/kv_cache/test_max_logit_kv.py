@@ -60,7 +60,7 @@ def test_pages_new_tokens_and_packed_queries(backend: str) -> None:
     table = torch.tensor([[3, 1, 0], [5, 2, 7]], dtype=torch.int32)
     lengths = torch.tensor([17, 30], dtype=torch.int32)
     new = torch.randn(2, 3, 2, 16)
-    out, found = tilewise.attention_kv(
+    _, found = tilewise.attention_kv(
         q[:2], pages, pages.clone(), lengths, page_table=table, k_new=new, v_new=new, return_max_logit=True,
         backend=backend,
     )  # fmt: skip
