@@ -1,0 +1,137 @@
+"""The largest score of each head, prefix trees and sparse attention on a GPU, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise import mods, sparse
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def causal(n_q: int, n_k: int) -> Tensor:
+    return torch.arange(n_k, device="cuda") <= torch.arange(n_q, device="cuda")[:, None] + n_k - n_q
+
+
+def scores(q: Tensor, k: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
+    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    s = torch.einsum("bihd,bjhd->bhij", q.double(), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return s.masked_fill(~seen, -torch.inf)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("options", [{}, {"scale": -0.2}, {"sinks": 40.0}], ids=["plain", "negative", "sinks"])
+def test_max_logit(d: int, backend: str, options: dict[str, Any]) -> None:
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    torch.manual_seed(d)
+    q, k, v = randn(2, 333, 4, d), randn(2, 401, 2, d), randn(2, 401, 2, d)
+    given = options | ({"sinks": torch.full((4,), 40.0, device="cuda")} if "sinks" in options else {})
+    *_, found = tilewise.attention(q, k, v, causal=True, return_max_logit=True, backend=backend, **given)
+    expected = scores(q, k, causal(333, 401), options.get("scale")).amax((2, 3))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 300])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_max_logit_with_a_cache(queries: int, backend: str) -> None:
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    torch.manual_seed(queries)
+    q, cache = randn(3, queries, 8, 128), randn(3, 768, 2, 128)
+    lengths = torch.tensor([400, 301, 700], dtype=torch.int32, device="cuda")
+    _, found = tilewise.attention_kv(q, cache, cache, lengths, return_max_logit=True, backend=backend)
+    each = [
+        scores(q[b : b + 1], cache[b : b + 1, :n], causal(queries, n)).amax((2, 3))[0]
+        for b, n in enumerate(lengths.tolist())
+    ]
+    torch.testing.assert_close(found.double(), torch.stack(each), rtol=1e-5, atol=1e-4)
+
+
+def check(ours: Any, x: list[Tensor], seen: Tensor) -> None:
+    """ours(*leaves) and its gradients, within twice the error of torch's own arithmetic in the same dtype."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[2] // k.shape[2]
+        s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)) * q.shape[-1] ** -0.5
+        p = s.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", p, v.repeat_interleave(group, 2))
+
+    weights = randn(*x[0].shape[:3], x[2].shape[3])
+    found = []
+    for f, dtype in ((ours, torch.bfloat16), (plain, torch.bfloat16), (plain, torch.float64)):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in x]
+        out = f(*leaves)
+        found.append((out, *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)))
+    for name, a, b, truth in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        error, torchs = ((y.double() - truth).abs().max().item() for y in (a, b))
+        assert error <= 2 * torchs + 1e-3, f"{name}: {error:.1e}, torch's {torchs:.1e}"
+
+
+def test_prefix_tree() -> None:
+    torch.manual_seed(0)
+    mod = mods.prefix_tree(torch.tensor([-1, 0, 0, 2, 0]), torch.tensor([0, 300, 400, 415, 600, 777])).to("cuda")
+    mask = tilewise.block_mask(mod, 777, 777, causal=True)
+    i = torch.arange(777, device="cuda")
+    x = [randn(1, 777, heads, 128) for heads in (4, 2, 2)]
+    check(lambda q, k, v: tilewise.attention(q, k, v, causal=True, mask_mod=mask), x, mod(0, 0, i[:, None], i))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "dv"), [(16, 2, 128, 128), (128, 1, 576, 512), (4, 4, 80, 64)])
+def test_topk(heads: int, kv_heads: int, d: int, dv: int, backend: str) -> None:
+    torch.manual_seed(d)
+    x = [randn(2, 64, heads, d), randn(2, 300, kv_heads, d), randn(2, 300, kv_heads, dv)]
+    indices = torch.rand(2, 64, kv_heads, 300, device="cuda").argsort(-1)[..., :100].int()
+    indices[:, :, :, 5] = -1
+    seen = torch.zeros(2, 64, kv_heads, 301, dtype=torch.bool, device="cuda")
+    seen = seen.scatter_(3, torch.where(indices < 0, 300, indices).long(), True)[..., :-1]
+    seen = seen.transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
+    check(lambda q, k, v: sparse.topk(q, k, v, indices, backend=backend), x, seen)
+
+
+def test_moba() -> None:
+    from tilewise.sparse.moba import best_before, mean_key_gate
+
+    torch.manual_seed(0)
+    x = [randn(2, 1024, heads, 128) for heads in (4, 2, 2)]
+    chosen = best_before(mean_key_gate(x[0], x[1], 128), 128, 2)
+    blocks = torch.zeros(2, 1024, 4, 9, dtype=torch.bool, device="cuda")
+    blocks = blocks.scatter_(3, torch.where(chosen < 0, 8, chosen), True)[..., :-1]
+    own = torch.arange(1024, device="cuda") // 128
+    blocks |= own[None, :, None, None] == torch.arange(8, device="cuda")
+    seen = blocks.repeat_interleave(128, 3).transpose(1, 2) & causal(1024, 1024)
+    check(lambda q, k, v: sparse.moba(q, k, v, block_size=128, top_k=3), x, seen)
+
+
+def test_neighborhood() -> None:
+    torch.manual_seed(0)
+    x = [randn(1, 40 * 36, heads, 64) for heads in (4, 2, 2)]
+
+    def near(length: int, size: int) -> Tensor:
+        at = torch.arange(length, device="cuda")
+        start = (at - size // 2).clamp(0, length - size)[:, None]
+        return (at >= start) & (at < start + size)
+
+    seen = (near(40, 7)[:, None, :, None] & near(36, 5)[None, :, None, :]).reshape(1440, 1440)
+
+    def ours(*leaves: Tensor) -> Tensor:
+        grids = (t.unflatten(1, (40, 36)) for t in leaves)
+        return sparse.neighborhood(*grids, kernel_size=(7, 5)).flatten(1, 2)
+
+    check(ours, x, seen)
+
+
+def test_lists_of_a_block_mask_are_those_of_the_cpu() -> None:
+    ids = torch.arange(1000) // 130
+    masks = [tilewise.block_mask(mods.document(ids=x), 1000, 1000, causal=True) for x in (ids, ids.cuda())]
+    for a, b in zip(*(mask.lists for mask in masks), strict=True):
+        assert torch.equal(a, b.cpu())
