@@ -29,7 +29,7 @@ LAYERS = (
     "compat",
     "integrations",
     "distributed sparse",
-    "api kv_cache warmup kv_warmup",
+    "api debug kv_cache warmup kv_warmup",
     "autograd",
     "ops",
     "plan_cache",
@@ -50,7 +50,7 @@ RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}
 ONLY_FOR = {
     "backends.hopper": "backends.registry",
     "backends.triton": "backends.registry",
-    "backends.reference": "backends.registry autograd",  # torch differentiates the reference itself
+    "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
     "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol warmup"
     " kv_warmup distributed.calls sparse.topk",
     "backends.common.device": "backends.common backends.hopper backends.triton",

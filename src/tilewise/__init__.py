@@ -1,25 +1,30 @@
 """Exact attention for PyTorch, computed tile by tile."""
 
+import inspect
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+from torch import Tensor
 
 from . import mods
 from .api import attention, attention_varlen, check
+from .debug import weights
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
 from .kv_request import KvPlan, QkNorm, Rotary
 from .merge import merge
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
+from .options import Options, takes_options
 from .warmup import warmup
 
 if TYPE_CHECKING:
     from tilewise_lab.costs.explanation import Explanation
     from tilewise_lab.costs.kv import KvExplanation
 
-    from . import compat, integrations, sparse
+    from . import compat, distributed, integrations, sparse
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
 __all__ = [
@@ -36,6 +41,7 @@ __all__ = [
     "check",
     "check_kv",
     "compat",
+    "distributed",
     "dropout_mask",
     "explain",
     "explain_kv",
@@ -50,6 +56,7 @@ __all__ = [
     "score_mod",
     "sparse",
     "warmup",
+    "weights",
 ]
 __version__ = "0.1.0"
 
@@ -65,13 +72,37 @@ _LATER = {
 }
 
 
+# Names of other libraries' functions, and the modules that have them here.
+_IN_COMPAT = {
+    "flash_attn_func": "tilewise.compat.flash_attn",
+    "flash_attn_kvpacked_func": "tilewise.compat.flash_attn",
+    "flash_attn_qkvpacked_func": "tilewise.compat.flash_attn",
+    "flash_attn_varlen_func": "tilewise.compat.flash_attn",
+    "flash_attn_with_kvcache": "tilewise.compat.flash_attn",
+    "create_block_mask": "tilewise.compat",
+    "flex_attention": "tilewise.compat",
+    "memory_efficient_attention": "tilewise.compat.xformers",
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _IN_COMPAT:
+        words = f"module {__name__!r} has no {name!r}; write: from {_IN_COMPAT[name]} import {name}"
+        # Python replaces the message of an AttributeError in `from tilewise import name`, which asks through importlib.
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        importing = caller is not None and caller.f_globals.get("__name__") == "importlib._bootstrap"
+        raise ImportError(words, name=__name__) if importing else AttributeError(words)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
     found = module if module.__name__.endswith("." + name) else getattr(module, name)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _activate() -> Any:
@@ -87,34 +118,96 @@ if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # it is active
 # The only functions, with `Plan.simulate`, that import the laboratory, and only when they are called.
 
 
-def explain(*args: Any, show: bool = True, **options: Any) -> "Explanation":
-    """What a call would run, what it costs and what would make it faster; printed (unless show=False) and returned.
+@takes_options
+def explain(
+    q: "Tensor | Sequence[int]",
+    k: "Tensor | Sequence[int]",
+    v: "Tensor | Sequence[int]",
+    cu_seqlens_q: "Tensor | Sequence[int] | None" = None,
+    cu_seqlens_k: "Tensor | Sequence[int] | None" = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    layout: str = "bshd",
+    backward: bool | None = None,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    compiled: bool = False,
+    show: bool = True,
+    **options: Unpack[Options],
+) -> "Explanation":
+    """What a call of `attention` or `attention_varlen` would run, what it costs and what would make it faster.
 
         tilewise.explain(q, k, v, causal=True)                                          where the tensors are
         tilewise.explain((4, 4096, 16, 128), (4, 4096, 4, 128), (4, 4096, 4, 128), device="H200")   shapes will do
 
-    The arguments are those of `attention` or `attention_varlen`, and `device`, `backward`, `dtype`, `compiled`:
-    see `tilewise_lab.costs.explain.explain`. Nothing is launched.
+    Args:
+        q: a tensor on any device, "meta" included, or a shape.
+        k: the same.
+        v: the same.
+        cu_seqlens_q: as in `attention_varlen`, or a list; None for `attention`.
+        cu_seqlens_k: the same. Default: cu_seqlens_q.
+        max_seqlen_q: as in `attention_varlen`.
+        max_seqlen_k: as in `attention_varlen`.
+        layout: as in `attention`.
+        backward: count the backward too. Default: if an input requires a gradient.
+        device: a name ("A100", "H100", "H200", "RTX 4090", "L4", "B200"), "cuda" or "cpu". Default: that of q.
+        dtype: of q, k and v that are given as shapes.
+        compiled: read registers and shared memory from the compiled kernels (seconds, once; needs Triton, but no GPU).
+        show: print the explanation.
+        options: as in `attention`.
+
+    Returns:
+        The explanation. Nothing is launched.
+
+    Raises:
+        AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
     from tilewise_lab.costs.explain import explain
 
-    explanation = explain(*args, **options)
+    explanation = explain(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout,
+        backward=backward, device=device, dtype=dtype, compiled=compiled, **options,
+    )  # fmt: skip
     if show:
         print(explanation)
     return explanation
 
 
-def explain_kv(*args: Any, show: bool = True, **options: Any) -> "KvExplanation":
-    """What a call with a KV cache reads, how its keys are divided among SMs, what binds it; printed and returned.
+def explain_kv(
+    q: "Tensor | Sequence[int]",
+    k_cache: "Tensor | Sequence[int]",
+    v_cache: "Tensor | Sequence[int] | None",
+    lengths: "Tensor | Sequence[int] | int",
+    *,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    show: bool = True,
+    **options: Any,
+) -> "KvExplanation":
+    """What a call with a KV cache reads, how its keys are divided among SMs, and what binds it.
 
         tilewise.explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
 
-    The arguments are those of `attention_kv` (shapes will do), and `device`, `dtype`: see `tilewise_lab.costs.kv`.
-    Nothing is launched.
+    Args:
+        q: as in `attention_kv`, or a shape.
+        k_cache: as in `attention_kv`, or a shape.
+        v_cache: as in `attention_kv`, or a shape. None: as k_cache.
+        lengths: as in `attention_kv`, or a list.
+        device: as in `explain`.
+        dtype: of what is given as shapes.
+        show: print the explanation.
+        options: as in `attention_kv`.
+
+    Returns:
+        The explanation. Nothing is launched.
+
+    Raises:
+        AttentionError: an argument is wrong, or a backend that was named does not support the call.
     """
     from tilewise_lab.costs.kv import explain_kv
 
-    explanation = explain_kv(*args, **options)
+    explanation = explain_kv(q, k_cache, v_cache, lengths, device=device, dtype=dtype, **options)
     if show:
         print(explanation)
     return explanation

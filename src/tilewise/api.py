@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .autograd import attend, run_plan
 from .backends.registry import choose
-from .options import Options, OtherOptions, takes_options
+from .errors import AttentionError
+from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
 from .torch_internals import is_autocast, is_eager, is_traced
 from .validation import dense as validation
@@ -27,7 +28,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = ...,
+    layout: str | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
     **options: Unpack[OtherOptions],
@@ -40,7 +41,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = ...,
+    layout: str | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[False] = ...,
     **options: Unpack[OtherOptions],
@@ -53,7 +54,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = ...,
+    layout: str | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
@@ -66,7 +67,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = ...,
+    layout: str | None = ...,
     return_lse: Literal[True],
     return_max_logit: Literal[True],
     **options: Unpack[OtherOptions],
@@ -79,7 +80,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: str = ...,
+    layout: str | None = ...,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
     **options: Unpack[OtherOptions],
@@ -87,7 +88,14 @@ def attention(
 
 
 @takes_options
-def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **options: Unpack[Options]) -> Result:
+def attention(
+    q: Tensor = REQUIRED,
+    k: Tensor = REQUIRED,
+    v: Tensor = REQUIRED,
+    *others: Any,
+    layout: str | None = None,
+    **options: Unpack[Options],
+) -> Result:
     """Exact attention, softmax(scale * q k^T) v, computed tile by tile in O(S) memory.
 
     >>> import torch
@@ -106,7 +114,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
         k: keys (B, Sk, Hk, D). H is a multiple of Hk: query head h reads KV head h // (H / Hk).
         v: values (B, Sk, Hk, Dv).
         layout: "bshd" as above, or "bhsd": q, k, v and out are (B, heads, tokens, dim), as in torch's
-            scaled_dot_product_attention. Nothing is copied.
+            scaled_dot_product_attention. Nothing is copied. Default: "bshd", with a warning if there are more heads
+            than tokens, in q and in k.
         causal: if True, query i sees no key after its position i + Sk - Sq (bottom-right alignment).
         window: (left, right): query i sees the keys from position - left to position + right. None is unbounded.
         scale: factor of q.k. Default 1 / sqrt(D). Zero and negative values are allowed.
@@ -136,12 +145,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
-    if not isinstance(layout, str) or layout != "bshd" or is_autocast(q):
+    if others:
+        raise misplaced("attention", others)
+    if layout is not None or is_autocast(q):
         q, k, v = validation.to_bshd(q, k, v, layout)
-    out, *others = _run(q, k, v, options)
-    if layout != "bshd":
+    out, *statistics = _run(q, k, v, options, is_layout_named=layout is not None)
+    if layout == "bhsd":
         out = out.transpose(1, 2)
-    result: Result = returned(out, others, options)
+    result: Result = returned(out, statistics, options)
     return result
 
 
@@ -227,12 +238,12 @@ def attention_varlen(
 
 @takes_options
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
+    q: Tensor = REQUIRED,
+    k: Tensor = REQUIRED,
+    v: Tensor = REQUIRED,
+    cu_seqlens_q: Tensor = REQUIRED,
+    cu_seqlens_k: Tensor = REQUIRED,
+    *others: Any,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **options: Unpack[Options],
@@ -253,8 +264,8 @@ def attention_varlen(
         q: queries of all sequences, (T, H, D).
         k: keys of all sequences, (Tk, Hk, D).
         v: values of all sequences, (Tk, Hk, Dv).
-        cu_seqlens_q: int32 (B + 1,): sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: int32 (B + 1,): the same of keys.
+        cu_seqlens_q: int32 or int64 (B + 1,): sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        cu_seqlens_k: int32 or int64 (B + 1,): the same of keys.
         max_seqlen_q: the most queries of a sequence. Needed with a bias, whose axis it is. It also bounds the work on
             the gradient of a table that a score_mod reads at both q_idx and kv_idx. Otherwise it has no effect. A
             longer sequence is an error on a CPU; on a GPU its tokens past the maximum have a bias of 0, and `check`
@@ -269,18 +280,20 @@ def attention_varlen(
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
-    cu = tuple(x.contiguous() if isinstance(x, Tensor) and not x.is_sparse else x for x in (cu_seqlens_q, cu_seqlens_k))
+    if others:
+        raise misplaced("attention_varlen", others)
+    cu = validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
-    out, *others = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
-    result: Result = returned(out, others, options)
+    out, *statistics = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
+    result: Result = returned(out, statistics, options)
     return result
 
 
-def returned(out: Tensor, others: Sequence[Tensor], options: Options) -> Any:
-    """What a call returns. `others`: lse, and with return_max_logit=True the largest score of each head."""
+def returned(out: Tensor, statistics: Sequence[Tensor], options: Options) -> Any:
+    """What a call returns. `statistics`: lse, and with return_max_logit=True the largest score of each head."""
     if options.get("return_lse"):
-        return (out, *others)
-    return (out, others[1]) if options.get("return_max_logit") else out
+        return (out, *statistics)
+    return (out, statistics[1]) if options.get("return_max_logit") else out
 
 
 @takes_options
@@ -293,7 +306,7 @@ def check(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    layout: str = "bshd",
+    layout: str | None = None,
     **options: Unpack[Options],
 ) -> None:
     """Checks a call of `attention`, or with cu_seqlens of `attention_varlen`, including the contents of its tensors.
@@ -318,19 +331,29 @@ def check(
         cu_seqlens_k: as cu_seqlens_q.
         max_seqlen_q: as in `attention_varlen`.
         max_seqlen_k: as in `attention_varlen`.
-        layout: as in `attention`.
+        layout: as in `attention`. It must be given if there are more heads than tokens, in q and in k.
         options: as in `attention`.
 
     Raises:
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
-    cu = () if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    cu = () if cu_seqlens_q is None else (validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k))
+    if layout is None and not cu and (found := validation.swapped(q, k)) is not None:
+        raise AttentionError("layout", found, validation.LAYOUTS)
     q, k, v = validation.to_bshd(q, k, v, layout)
     request = validation.checked_request(q, k, v, cu, (max_seqlen_q, max_seqlen_k), options, read=True)
     choose(request)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] = (), max_seqlens: Any = ()) -> Any:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    cu: tuple[Any, ...] = (),
+    max_seqlens: Any = (),
+    is_layout_named: bool = True,
+) -> Any:
     """(out, lse), and with return_max_logit=True the largest score of each head, by the plan of an earlier call with
     the same signature or by a new one. lse may be None if `return_lse` is False."""
     tensors = [q, k, v, *cu]
@@ -347,6 +370,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: Options, cu: tuple[Any, ...] 
         values, offsets = nested.unpacked(q, k, v)
         return nested.packed(*_run(*values, options, offsets, (None, None)), q=q)
     request = validation.checked_request(q, k, v, cu, max_seqlens, options)
+    if not is_layout_named:
+        validation.warn_if_swapped(q, k)
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import AttentionError
 from .mods.blocks import BlockMask
+from .mods.modifier import as_mod
 from .mods.program import Mod
 from .request import Window
 
@@ -61,6 +62,8 @@ def _defaults() -> Options:
     }
 
 
+# The default of an argument that must be given: without it, the error is about the argument and not about the count.
+REQUIRED: Any = type("nothing", (), {})()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -72,7 +75,11 @@ def takes_options(function: F) -> F:
 def show_options(function: F, options: Any, defaults: Any) -> F:
     """`takes_options` for the TypedDict `options` with these defaults."""
     own = inspect.signature(function)
-    *first, _ = own.parameters.values()
+    *first, _ = (
+        x.replace(default=inspect.Parameter.empty) if x.default is REQUIRED else x
+        for x in own.parameters.values()
+        if x.kind is not inspect.Parameter.VAR_POSITIONAL
+    )
     kinds = get_type_hints(options)
     named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
@@ -82,8 +89,33 @@ def show_options(function: F, options: Any, defaults: Any) -> F:
     return function
 
 
-# Names of other libraries, and what to write instead.
-OTHER_LIBRARIES = {
+VARLEN = "attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)"
+KV_CACHE = "attention_kv(q, k_cache, v_cache, lengths)"
+
+
+def _sliding_window(tokens: Any) -> str:
+    """
+    >>> _sliding_window(4)
+    'window=(3, 0): a query sees 4 keys, with its own'
+    """
+    if not isinstance(tokens, int) or tokens < 1:
+        return "window=(left, right), each an int >= 0 or None for unbounded"
+    return f"window=({tokens - 1}, 0): a query sees {tokens} keys, with its own"
+
+
+# Names of other libraries, and what to write instead; or a function of the value that returns it.
+OTHER_LIBRARIES: dict[str, Any] = {
+    **dict.fromkeys(("query", "queries"), "q=, or the first argument"),
+    **dict.fromkeys(("key", "keys"), "k=, or the second argument"),
+    **dict.fromkeys(("value", "values"), "v=, or the third argument"),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), VARLEN),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), f"{VARLEN}, which has it"),
+    **dict.fromkeys(("page_table", "block_table", "cache_seqlens", "kv_cache"), KV_CACHE),
+    "alibi": "alibi_slopes=, a tensor (heads,)",
+    "sliding_window": _sliding_window,
+    "mask": "mask_mod= for a bool mask, bias= for a float one",
+    "attention_mask": "mask_mod= for a bool mask, bias= for a float one",
+    "need_weights": "tilewise.weights(q, k, v, rows=)",
     "is_causal": "causal=True (here a query sits at key position i + Sk - Sq: torch's top-left only where Sq == Sk)",
     "attn_mask": "mask_mod= for a bool mask, bias= for a float one",
     "attn_bias": "bias=",
@@ -104,10 +136,39 @@ OTHER_LIBRARIES = {
 def options_of(given: Options) -> Options:
     """The given options, completed with the defaults."""
     options: Options = completed(given, _defaults(), OTHER_LIBRARIES)
+    if options["score_mod"] is not None:
+        options["score_mod"] = as_mod("score", options["score_mod"])
+    if options["mask_mod"] is not None:
+        options["mask_mod"] = as_mod("mask", options["mask_mod"])
     return options
 
 
-def completed(given: Any, defaults: Any, foreign: dict[str, str]) -> Any:
+def misplaced(function: str, values: tuple[Any, ...]) -> AttentionError:
+    """The error of positional arguments that a function does not have."""
+    first = values[0]
+    match first:
+        case bool():
+            hint = f"causal={first}"
+        case int() if "varlen" in function:
+            names = ("max_seqlen_q", "max_seqlen_k")
+            hint = ", ".join(f"{name}={x}" for name, x in zip(names, values, strict=False))
+        case BlockMask():
+            hint = "mask_mod="
+        case Mod():
+            hint = f"{first.kind}_mod="
+        case Tensor() if first.is_floating_point() or first.dim() != 1:
+            hint = "bias=, or mask_mod= for a mask"
+        case Tensor():
+            hint = VARLEN
+        case int() | float():
+            hint = f"scale={first}"
+        case _:
+            hint = "causal=True"
+    found = ", ".join(type(x).__name__ for x in values)
+    return AttentionError(f"positional arguments of {function} after its tensors", found, f"options by name: {hint}")
+
+
+def completed(given: Any, defaults: Any, foreign: dict[str, Any]) -> Any:
     """Returns the given options completed with `defaults`.
 
     Raises:
@@ -119,5 +180,7 @@ def completed(given: Any, defaults: Any, foreign: dict[str, str]) -> Any:
         name = next(name for name in given if name not in defaults)
         near = get_close_matches(name, defaults, n=1)
         hint = foreign.get(name) or (f"{near[0]}=" if near else f"one of {', '.join(defaults)}")
+        if callable(hint):
+            hint = hint(given[name])
         raise AttentionError("keyword argument", f"{name}=", hint)
     return options

@@ -42,6 +42,18 @@ def place(path: Path, option: str = "--out") -> Path:
     return path
 
 
+def folder(path: Path, marker: str, option: str = "--out") -> Path:
+    """A folder to be emptied and written, made here to know at once whether that works. One that is not empty must have
+    `marker` in it, a file that is always written."""
+    if path.exists() and not path.is_dir():
+        raise AttentionError(option, f"{str(path)!r}, a file", "a folder")
+    if path.exists() and any(path.iterdir()) and not (path / marker).exists():
+        found = f"{str(path)!r}, a folder with other files"
+        raise AttentionError(option, found, "a new or an empty folder, or one to be written again: it is emptied first")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def file(path: Path, what: str) -> Path:
     """A file to be read, that exists."""
     if not path.is_file():

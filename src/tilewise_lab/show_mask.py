@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import runpy
+import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from traceback import extract_tb
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from tilewise import mods
 from tilewise.errors import AttentionError
+from tilewise.mods.modifier import Modifier
 from tilewise_lab import asked, picture
 
 EXAMPLES: dict[str, tuple[float, ...]] = {
@@ -46,7 +50,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--keys", type=int, help="(default: as many as queries)")
     parser.add_argument("--block", type=int, default=128, help="tokens along a tile (default: %(default)s)")
     parser.add_argument("--head", type=int, default=0, help="whose scores (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("mask.png"), help="a .png or .html (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="a .png or .html (default: a new .png among the temporary files)")
 
 
 def number(text: str) -> int | float:
@@ -60,7 +64,8 @@ def number(text: str) -> int | float:
 def run(options: Namespace) -> int:
     keys = options.queries if options.keys is None else options.keys
     drawn: mods.BlockMask | picture.Heat
-    asked.place(options.out)
+    out = options.out or Path(tempfile.mkdtemp(prefix="tilewise-"), "mask.png")
+    asked.place(out)
     for name, n in ("--queries", options.queries), ("--keys", keys), ("--block", options.block):
         asked.count(name, n, 1 << 15, ", of which a picture can be drawn")
     mod = mod_named(options.mod, options.numbers, options.queries)
@@ -69,11 +74,11 @@ def run(options: Namespace) -> int:
     else:
         drawn = mods.block_mask(mod, options.queries, keys, block=(options.block, options.block))
     file, words = picture.draw(drawn)
-    if options.out.suffix == ".html":
-        options.out.write_text(picture.html(drawn), encoding="utf-8")
+    if out.suffix == ".html":
+        out.write_text(picture.html(drawn), encoding="utf-8")
     else:
-        options.out.write_bytes(file)
-    print(f"{words}\n{options.out}")
+        out.write_bytes(file)
+    print(f"{words}\n{out}")
     return 0
 
 
@@ -85,13 +90,7 @@ def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
     """
     file, _, function = name.rpartition(":")
     if file:
-        found = runpy.run_path(str(asked.file(Path(file), "mod"))).get(function)
-        if found is None:
-            raise AttentionError(
-                f"a mod in {file}", f"no {function!r}", "a function decorated with mask_mod or score_mod"
-            )
-        mod: mods.Mod = found(*numbers) if callable(getattr(found, "function", None)) else found
-        return mod
+        return _own(_names_in(Path(file)).get(function), f"{function!r} in {file}", numbers)
     if name not in EXAMPLES:
         raise AttentionError("mod", repr(name), f"{', '.join(EXAMPLES)}, or FILE.py:NAME")
     arguments: list[Any] = numbers or list(EXAMPLES[name])
@@ -115,3 +114,40 @@ def mod_named(name: str, numbers: list[int | float], tokens: int) -> mods.Mod:
             bound = make(*arguments)
     result: mods.Mod = bound
     return result
+
+
+def _names_in(file: Path) -> dict[str, Any]:
+    """The names that a Python file defines."""
+    if asked.file(file, "mod").suffix != ".py":
+        raise AttentionError("mod", f"{str(file)!r}", "a Python file, as FILE.py:NAME")
+    try:
+        return runpy.run_path(str(file))
+    except AttentionError:
+        raise
+    except Exception as error:  # of a file of the user's: any
+        line = error.lineno if isinstance(error, SyntaxError) else _line_in(file, error)
+        raise AttentionError(
+            f"line {line} of {file}", f"{type(error).__name__}: {getattr(error, 'msg', error)}", "a file that runs"
+        ) from error
+
+
+def _line_in(file: Path, error: Exception) -> int | None:
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return lines[-1] if lines else None
+
+
+def _own(found: Any, where: str, numbers: list[int | float]) -> mods.Mod:
+    """The mod of a value that was named: a mod, a decorated function, or a plain one, which is decorated here."""
+    if isinstance(found, mods.Mod):
+        return found
+    if isinstance(found, FunctionType):
+        first = found.__code__.co_varnames[:1]
+        found = mods.score_mod(found) if first == ("score",) else mods.mask_mod(found)
+    if not isinstance(found, Modifier):
+        kind = type(found).__name__
+        told = "nothing of that name" if found is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+        raise AttentionError(
+            where, told, "a function of (b, h, q_idx, kv_idx, ...) or (score, b, h, q_idx, kv_idx, ...)"
+        )
+    mod: mods.Mod = found(*numbers)
+    return mod

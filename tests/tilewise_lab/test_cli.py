@@ -91,6 +91,15 @@ def test_python_dash_m():
         ("explain --device tpu", "device: found 'tpu'"),
         ("show-mask nofile.py:x", "mod: found 'nofile.py', which does not exist"),
         ("show-mask causal --block 0", "--block: found 0"),
+        ("plan --seqlen 0", "--seqlen: found 0; expected 1 to"),
+        ("plan --ranks 0", "--ranks: found 0; expected 1 to 1024"),
+        ("plan --seqlen 1M --ranks 100000", "--ranks: found 100000; expected 1 to 1024"),
+        ("plan --documents 4096 0", "--documents: found 0"),
+        ("plan --svg no/such/plan.svg", "--svg: found 'no/such/plan.svg', whose folder does not exist"),
+        ("plan --json no/such/plan.json", "--json: found 'no/such/plan.json', whose folder does not exist"),
+        ("bench nosuchcase", "overhead, cold; or kv alone"),
+        ("bench kv forward", "target: found kv, with others"),
+        ("explain 1 100000000000 16 64 --device H200", "tiles of the call: found 8,333,333,"),
         ("fuzz --cases -1", "--cases: found -1; expected 1 or more"),
         ("bench --out /dev/null/x", "/dev/null/x: Not a directory"),
         ("explore --export /dev/null/x", "/dev/null/x: Not a directory"),
@@ -112,3 +121,23 @@ def test_warming_nothing_is_a_mistake(capsys, monkeypatch):
     monkeypatch.setattr("tilewise_lab.warm.warmup", lambda *_, **__: SimpleNamespace(kernels=0, compiled=0))
     assert cli.main(["warm", "--head-dim", "64", "--gpu", "sm_12"]) == 2
     assert "'sm_12', for which no kernel takes such a call" in capsys.readouterr().err
+
+
+def test_docs_do_not_empty_a_folder_of_other_files(capsys, tmp_path, monkeypatch):
+    """And say so before anything is built."""
+    pytest.importorskip("sphinx")
+    monkeypatch.setattr("tilewise_lab.docs.build.build", lambda *_, **__: pytest.fail("it was built"))
+    note, folder = tmp_path / "note.txt", tmp_path / "folder"
+    note.write_text("mine")
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    for out, said in (note, "a file; expected a folder"), (folder, "a folder with other files"):
+        assert cli.main(["docs", "--out", str(out)]) == 2
+        assert said in capsys.readouterr().err
+    assert note.read_text() == (folder / "mine.txt").read_text() == "mine"
+
+
+def test_commands_name_themselves_as_they_were_called(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "CALLED", "./run")
+    assert cli.main(["plan", "--ranks", "0"]) == 2
+    assert capsys.readouterr().err.startswith("./run plan: --ranks")

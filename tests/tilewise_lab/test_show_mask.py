@@ -58,3 +58,42 @@ def test_show_a_score_mod(tmp_path, capsys) -> None:
     )
     assert cli.main(["show-mask", f"{own}:near", "2.0", "--queries", "8", "--out", str(tmp_path / "own.png")]) == 0
     assert "near, a score of 0 at 8 queries x 8 keys of head 0: from -14 to 14" in capsys.readouterr().out
+
+
+OWN = """
+x = 3
+def seen(b, h, q_idx, kv_idx): return kv_idx <= q_idx
+def shifted(score, b, h, q_idx, kv_idx, by): return score + by
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own.py:x", "'x' in own.py: found an int; expected a function of (b, h, q_idx, kv_idx, ...)"),
+        ("own.py:y", "'y' in own.py: found nothing of that name"),
+        ("README.md:x", "mod: found 'README.md'; expected a Python file"),
+        ("broken.py:x", "line 1 of broken.py: found SyntaxError: invalid syntax; expected a file that runs"),
+        ("raises.py:x", "line 2 of raises.py: found ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_without_the_mod_is_one_sentence(name: str, said: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"own.py": OWN, "README.md": "It's x", "broken.py": "def f(:", "raises.py": "x = 3\n1 / 0"}
+    for file, text in files.items():
+        Path(file).write_text(text)
+    assert cli.main(["show-mask", name, "--out", "mask.png"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_plain_functions_are_drawn_and_nothing_is_left_here(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    assert cli.main(["show-mask", "own.py:seen", "--queries", "256"]) == 0
+    words, file = capsys.readouterr().out.splitlines()
+    assert "1 empty, 2 partial, 1 full" in words
+    assert Path(file).read_bytes()[:4] == b"\x89PNG"
+    assert cli.main(["show-mask", "own.py:shifted", "2.0", "--queries", "8"]) == 0
+    assert [x.name for x in tmp_path.iterdir()] == ["own.py"]

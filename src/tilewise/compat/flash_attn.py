@@ -57,7 +57,7 @@ def flash_attn_func(
     torch.Size([1, 5, 4, 16])
     """
     options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
-    out, lse = attention(q, k, v, **options)
+    out, lse = attention(q, k, v, layout="bshd", **options)
     return _returned(out, lse, return_attn_probs, dropout_p)
 
 
@@ -186,7 +186,7 @@ def flash_attn_with_kvcache(
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
     of_cache = k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     if all(x is None for x in of_cache):  # with a gradient
-        out, lse = attention(q, k_cache, v_cache, **options)
+        out, lse = attention(q, k_cache, v_cache, layout="bshd", **options)
     else:
         cache: dict[str, Any] = {"cache_rows": cache_batch_idx, "starts": cache_leftpad, "page_table": block_table}
         cache["split"] = 0 if num_splits == 1 else None

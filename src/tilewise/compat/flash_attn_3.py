@@ -85,7 +85,7 @@ def flash_attn_func(
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
     q, k = with_qv(q, k, v, qv)
-    out, lse = attention(q, k, v, **options)
+    out, lse = attention(q, k, v, layout="bshd", **options)
     return (out, lse) if return_attn_probs else out
 
 
@@ -114,7 +114,7 @@ def flash_attn_qkvpacked_func(
         raise AttentionError("shape of qkv", tuple(qkv.shape), "(B, S, 3, H, D), or 4 axes with num_heads_q")
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
-    out, lse = attention(q, k, v, **options)
+    out, lse = attention(q, k, v, layout="bshd", **options)
     return (out, lse) if return_attn_probs else out
 
 

@@ -1,7 +1,6 @@
 """torch's FlexAttention, its signature, with the functions and BlockMasks that people have written for it.
 
-    from tilewise.compat import flex_attention
-    from torch.nn.attention.flex_attention import create_block_mask
+    from tilewise.compat import create_block_mask, flex_attention
 
     out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
 
@@ -38,6 +37,7 @@ from ..torch_internals import version_of
 from ..validation.arguments import tensor
 from ..validation.versions import check_version
 
+and_masks, create_block_mask, or_masks = torchs.and_masks, torchs.create_block_mask, torchs.or_masks
 Function = Callable[..., Any]
 TESTED = ((2, 10), (2, 15))
 check_version("FlexAttention of torch", torch.__version__, *TESTED)

@@ -60,7 +60,7 @@ def memory_efficient_attention(
     named = type(attn_bias).__name__ in BANDS  # some of xformers' classes were tensors once
     if attn_bias is None or (isinstance(attn_bias, Tensor) and not named):
         options["bias"] = None if attn_bias is None else _bias(attn_bias, query)
-        out = attention(q, k, v, **options)
+        out = attention(q, k, v, layout="bshd", **options)
     else:
         if type(attn_bias).__module__.startswith("xformers."):
             check_version("xformers", sys.modules["xformers"].__version__, TESTED, TESTED)
@@ -96,13 +96,13 @@ def _of_class(q: Tensor, k: Tensor, v: Tensor, bias: Any, options: dict[str, Any
         if "bias" in options:
             options["bias"] = _bias(tensor("bias of attn_bias", options["bias"]), query)
         if "mask_mod" not in options:
-            return attention(q, k, v, **options)
+            return attention(q, k, v, layout="bshd", **options)
         n = min(k.shape[1], q.shape[1])  # aligned top left: keys past the last query's are seen by none
         options["window"] = None, q.shape[1] - n
         added = options.get("bias")
         options["bias"] = added if added is None or added.shape[-1] == 1 else added[..., :n]
         del options["mask_mod"]
-        return attention(q, k[:, :n], v[:, :n], **options)
+        return attention(q, k[:, :n], v[:, :n], layout="bshd", **options)
     raise AttentionError("attn_bias", name, f"None, a tensor, or one of {', '.join(BANDS)}")
 
 

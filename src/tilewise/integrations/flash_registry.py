@@ -96,7 +96,7 @@ def flash_forward(
     if dropout_p:
         options["seed"] = state[0]
     if cum_seq_q is None or cum_seq_k is None:
-        out, lse = attention(query, key, value, **options)
+        out, lse = attention(query, key, value, layout="bshd", **options)
     else:
         out, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, **options)
     unused = torch.empty((), dtype=torch.uint64, device=query.device)
@@ -221,7 +221,7 @@ def cpu_forward(
 ) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu."""
     (q, k, v), options = _cpu_options(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    out, lse = attention(q, k, v, return_lse=True, **options)
+    out, lse = attention(q, k, v, return_lse=True, layout="bshd", **options)
     return _like(query, out), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 

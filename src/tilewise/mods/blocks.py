@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.errors import AttentionError
 from tilewise.mods.dropout import is_whole
 from tilewise.mods.expr import B, Expr, H, I, J, arithmetic, compare, const, load, logic, substitute
+from tilewise.mods.modifier import as_mod
 from tilewise.mods.program import Mod, Program, check_filled, register
 from tilewise.mods.tile_bounds import Tiles, tile_kinds
 from tilewise.request import Request, band
@@ -155,6 +156,7 @@ def block_mask(
     """
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
+    mod = as_mod("mask", mod)
     _check(mod, block, {"b": batch, "h": heads})
     device = torch.device(device or (mod.tensors[0].device if mod.tensors else "cpu"))
     _check_devices(mod, device)
@@ -240,6 +242,7 @@ def block_mask_varlen(
     batch = len(lengths[0])
     if batch < 1 or len(lengths[1]) != batch:
         raise AttentionError("sequences of a block mask", tuple(map(len, lengths)), "as many of q as of k, at least 1")
+    mod = as_mod("mask", mod)
     _check(mod, block, {"h": heads})
     _check_devices(mod, cu_seqlens_q.device)
     edges = band(causal, window)

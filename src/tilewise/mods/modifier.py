@@ -14,9 +14,11 @@ compiled in.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from itertools import count
+from types import FunctionType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -49,6 +51,11 @@ class Modifier:
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
         leading = len(PAIR) + (kind == "score")
+        code = function.__code__
+        if code.co_argcount < leading and not code.co_flags & inspect.CO_VARARGS:
+            found = ", ".join(code.co_varnames[: code.co_argcount]) or "none"
+            expected = f"{'score, ' * (kind == 'score')}b, h, q_idx, kv_idx, then its tensors and numbers"
+            raise AttentionError(f"parameters of the {kind} mod {function.__name__!r}", found, expected)
         self.parameters = function.__code__.co_varnames[leading : function.__code__.co_argcount]
         self.defaults = function.__defaults__ or ()
         self.known: dict[tuple[str, ...], tuple[str, list[Closed]]] = {}  # programs of functions that are `closed`
@@ -123,6 +130,21 @@ def mask_mod(function: Callable[..., Any]) -> Modifier:
     Integers and indices are as in `score_mod`.
     """
     return Modifier(function, "mask")
+
+
+def as_mod(kind: str, value: Any) -> Any:
+    """The mod of a plain function, or of a decorated one that needs no arguments; any other value as it is.
+
+    A plain function is decorated at each call. It is recognised by its snapshot, as every mod is, and traced once.
+    """
+    if isinstance(value, FunctionType):
+        if torch.compiler.is_dynamo_compiling():
+            expected = f"a function decorated with tilewise.{kind}_mod outside of it"
+            raise AttentionError(f"{kind}_mod in torch.compile", "a plain function", expected)
+        return Modifier(value, kind)()
+    if isinstance(value, Modifier) and len(value.parameters) <= len(value.defaults):
+        return value()
+    return value
 
 
 def _signature(argument: Any) -> str:

@@ -122,6 +122,19 @@ class Mod(NamedTuple):
         (value,) = expr.evaluate([root], Place(b, h, i, j, q_len, kv_len), score, self.tensors, self.numbers, dtype)
         return value
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is the same program with the same tensors (the objects, not their contents) and numbers."""
+        return isinstance(other, Mod) and self._identity() == other._identity()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.kind, self.key, *map(id, self.tensors), *(x.hex() for x in self.numbers)
+
     def __repr__(self) -> str:
         tensors = (f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in self.tensors)
         return f"{self.kind}_mod {self.name}({', '.join((*tensors, *map(repr, self.numbers)))})"

@@ -33,7 +33,11 @@ def resolved(x: Any) -> Any:
 def tensor(name: str, x: Any) -> Tensor:
     """x, if it is a strided tensor. Raises otherwise."""
     if not isinstance(x, Tensor):
-        hint = "; torch.as_tensor makes one of it" if hasattr(x, "__array__") or isinstance(x, (list, tuple)) else ""
+        hint = ""
+        if isinstance(x, (Mod, BlockMask)):
+            hint = "; mods are given as score_mod= or mask_mod=, block masks as mask_mod="
+        elif hasattr(x, "__array__") or isinstance(x, (list, tuple)):
+            hint = "; torch.as_tensor makes one of it"
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
     if x.is_nested or x.layout is not torch.strided:
         hint = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"
@@ -116,11 +120,8 @@ def check_term(name: str, x: Tensor, q: Tensor, shapes: Sequence[tuple[int, ...]
 
 
 def checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> Mod:
-    if not isinstance(mod, Mod):
-        hint = "; call it with its tensors and numbers first" if hasattr(mod, "function") else ""
-        raise AttentionError(f"{kind}_mod", repr(mod), f"a function decorated with tilewise.{kind}_mod, called{hint}")
-    if mod.kind != kind:
-        raise AttentionError(f"{kind}_mod", f"a {mod.kind} mod", f"a function decorated with tilewise.{kind}_mod")
+    if not isinstance(mod, Mod) or mod.kind != kind:
+        raise _no_mod(kind, mod)
     for x in mod.tensors:
         if x.device != q.device and not q.is_meta:
             raise AttentionError(f"device of a tensor of the {kind} mod", x.device, f"q's {q.device}")
@@ -129,6 +130,25 @@ def checked_mod(kind: str, mod: Any, q: Tensor, sizes: Sequence[int | None]) -> 
     check_tables(mod, sizes)
     tensors = tuple(map(resolved, mod.tensors))
     return mod if all(a is b for a, b in zip(tensors, mod.tensors, strict=True)) else mod._replace(tensors=tensors)
+
+
+def _no_mod(kind: str, found: Any) -> AttentionError:
+    """The error of a score_mod or mask_mod that is not one."""
+    name, expected = f"{kind}_mod", f"a function, or one decorated with tilewise.{kind}_mod"
+    if isinstance(found, Mod):
+        return AttentionError(name, f"a {found.kind} mod", f"it as {found.kind}_mod=")
+    if type(found).__name__ == "BlockMask":
+        if isinstance(found, BlockMask):
+            return AttentionError(name, "a block mask", "it as mask_mod=")
+        return AttentionError(name, "torch's BlockMask", "tilewise.compat.flex_attention, or tilewise.block_mask(...)")
+    if isinstance(found, Tensor):
+        told = f"a tensor {tuple(found.shape)} of {found.dtype}"
+        if found.is_floating_point() or kind == "score":
+            return AttentionError(name, told, "bias=, for a tensor to add to the scores")
+        index = {2: "q_idx, kv_idx", 3: "h, q_idx, kv_idx"}.get(found.dim(), "b, h, q_idx, kv_idx")
+        return AttentionError(name, told, f"a function: mask_mod=lambda b, h, q_idx, kv_idx: mask[{index}]")
+    hint = ", called with its tensors and numbers first" if hasattr(found, "function") else ""
+    return AttentionError(name, repr(found), f"{expected}{hint}")
 
 
 def check_block_mask(

@@ -7,6 +7,7 @@ raise the same errors.
 from __future__ import annotations
 
 import os
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -255,7 +256,7 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise AttentionError(f"shape of {name}", tuple(cu.shape), "(B + 1,), starting with 0")
         if cu.dtype != torch.int32:
-            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32")
+            raise AttentionError(f"dtype of {name}", cu.dtype, "torch.int32 or torch.int64")
         if cu.device != q.device and not q.is_meta:
             raise AttentionError(f"device of {name}", cu.device, f"q's {q.device}")
         if cu.shape[0] == 1 and x.shape[0] > 0:
@@ -269,7 +270,8 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
 def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
-        raise AttentionError(f"start of {name}", ends[0], "0")
+        hint = "0: of lengths n they are torch.nn.functional.pad(n.cumsum(0), (1, 0))"
+        raise AttentionError(f"start of {name}", ends[0], hint)
     for n, (a, b) in enumerate(pairwise(ends)):
         if b < a:
             raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
@@ -277,9 +279,35 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
         raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
 
 
-def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:
+def offsets(cu: Any) -> Any:
+    """cu_seqlens as kernels read them, contiguous int32. Offsets past 31 bits stay larger than any tensor."""
+    if not isinstance(cu, Tensor) or cu.layout is not torch.strided:
+        return cu
+    return (cu.clamp(-1, 2**31 - 1).to(torch.int32) if cu.dtype == torch.int64 else cu).contiguous()
+
+
+def swapped(q: Any, k: Any) -> str | None:
+    """What a call is told whose tensors look like (batch, heads, tokens, dim); None if they do not."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+        return None
+    if not (q.shape[2] > q.shape[1] > 1 and k.shape[2] > k.shape[1] > 1):
+        return None
+    return f"none, for q {tuple(q.shape)} with more heads, {q.shape[2]}, than tokens, {q.shape[1]}"
+
+
+LAYOUTS = "layout='bhsd' if the tensors are (batch, heads, tokens, dim), else layout='bshd'"
+
+
+def warn_if_swapped(q: Any, k: Any) -> None:
+    """Warns the caller of `attention`. Python shows a warning once for each place that it comes from."""
+    found = None if torch.compiler.is_compiling() else swapped(q, k)
+    if found is not None:
+        warnings.warn(f"layout: found {found}; expected {LAYOUTS}", stacklevel=4)
+
+
+def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple[Tensor, ...]:
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
-    if not isinstance(layout, str) or layout != "bshd":
+    if layout is not None and (not isinstance(layout, str) or layout != "bshd"):
         q, k, v = bhsd_to_bshd(layout, q, k, v)
     if not is_autocast(q) or not all(isinstance(x, Tensor) for x in (q, k, v)):
         return q, k, v

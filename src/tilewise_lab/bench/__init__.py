@@ -19,6 +19,7 @@ from tilewise_lab.bench.settings import DEFAULT, MODES, QUICK, TARGETS, Settings
 if TYPE_CHECKING:
     from tilewise_lab.bench.results import Results
 
+KV = "kv"  # a target with its own cases and report
 OUT = Path("bench/out")
 KEPT = Path("bench/results")
 
@@ -26,7 +27,7 @@ KEPT = Path("bench/results")
 def configure(parser: ArgumentParser) -> None:
     width = max(map(len, TARGETS))
     parser.formatter_class = RawDescriptionHelpFormatter
-    targets = TARGETS | {"kv": "attention over a KV cache, paged or dense, beside serving kernels; by itself"}
+    targets = TARGETS | {KV: "attention over a KV cache, paged or dense, beside serving kernels; by itself"}
     parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in targets.items())
     parser.add_argument("targets", nargs="*", metavar="target", help=f"default: {' '.join(DEFAULT)}; or: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, and a look at every kind of case")
@@ -70,7 +71,7 @@ def run(options: Namespace) -> int:
     from tilewise_lab.bench.compare import FLOOR, compare
     from tilewise_lab.bench.results import load
 
-    if options.targets == ["kv"]:
+    if options.targets == [KV]:
         from tilewise_lab.bench import kv
 
         return kv.run(options)
@@ -118,7 +119,8 @@ def targets_of(named: Sequence[str], *, quick: bool = False) -> tuple[str, ...]:
     """
     for name in named:
         if name != "all" and name not in TARGETS:
-            raise AttentionError("target", name, f"'all', or of: {', '.join(TARGETS)}")
+            found = f"{name}, with others" if name == KV else name
+            raise AttentionError("target", found, f"'all', or of: {', '.join(TARGETS)}; or {KV} alone")
     wanted = tuple(TARGETS) if "all" in named else tuple(named) or (QUICK if quick else DEFAULT)
     return tuple(target for target in TARGETS if target in wanted)
 

@@ -169,7 +169,8 @@ def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
 
 
 def _offsets(cu: Tensor | Shape) -> Tensor:
-    return cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int32)
+    found: Tensor = checks.offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
+    return found
 
 
 def _call(request: Request, lengths: tuple[tuple[int, int], ...] | None, terms: Any) -> Call:

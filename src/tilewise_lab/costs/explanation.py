@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from html import escape
 from typing import Any, NamedTuple
 
 from tilewise_lab.costs import cost, predict, roofline
@@ -27,7 +28,7 @@ class Resources(NamedTuple):
     spills: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     call: Call
     backward: bool
@@ -85,6 +86,27 @@ class Explanation:
 
     def __str__(self) -> str:
         return text(self)
+
+    def __repr__(self) -> str:
+        call = self.call
+        return (
+            f"<Explanation: {shapes(call)}, {band(call.before, call.after)}, on {self.device.name}:"
+            f" {self.backend}, {time(self.prediction.device)}; print() shows all>"
+        )
+
+    def _repr_html_(self) -> str:
+        return table(lines(self))
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Labels and values as an HTML table, for notebooks.
+
+    >>> table([("work", "a < b")])
+    '<table><tr><th style="text-align:left">work</th><td style="text-align:left">a &lt; b</td></tr></table>'
+    """
+    left = ' style="text-align:left"'
+    cells = (f"<tr><th{left}>{escape(label)}</th><td{left}>{escape(value)}</td></tr>" for label, value in rows)
+    return f"<table>{''.join(cells)}</table>"
 
 
 def text(result: Explanation) -> str:
@@ -166,6 +188,8 @@ def describe(kernel: Kernel, result: Explanation) -> str:
 
 def prediction(result: Explanation) -> str:
     seconds = result.prediction
+    if not result.kernels:  # only the rates of large products and copies are known, not what torch adds to each
+        return f"{time(seconds.device)} for large tensors; a small call takes longer: torch's overhead is not predicted"
     line = f"{time(seconds.device)} on the device ({amount(result.flops / seconds.device)}FLOP/s)"
     return (
         line if seconds.call == seconds.device else f"{line}, {time(seconds.call)} for the caller: the host is slower"

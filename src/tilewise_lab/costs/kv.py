@@ -37,7 +37,7 @@ from tilewise.validation import kv as checks
 from tilewise_lab.costs import roofline
 from tilewise_lab.costs.devices import ITEMSIZE, Device
 from tilewise_lab.costs.devices import device as device_named
-from tilewise_lab.costs.explanation import amount, band, time
+from tilewise_lab.costs.explanation import amount, band, table, time
 from tilewise_lab.costs.kv_ranges import Ranges
 from tilewise_lab.costs.kv_ranges import ranges as ranges_of
 
@@ -49,7 +49,7 @@ DIVIDING = "triton"  # the backend whose programs divide the keys of a cache as 
 MATRIX = 0.48  # of the matrix units, where there are many queries: that of the portable forward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KvExplanation:
     request: KvRequest
     sequences: list[tuple[int, int, int]]  # queries, keys, first valid key
@@ -134,6 +134,16 @@ class KvExplanation:
     def __str__(self) -> str:
         width = max(len(label) for label, _ in self._lines())
         return "\n".join(f"{label:<{width}}  {value}" for label, value in self._lines())
+
+    def __repr__(self) -> str:
+        keys, queries = (sum(x[n] for x in self.sequences) for n in (1, 0))
+        return (
+            f"<KvExplanation: {len(self.sequences)} sequences, {queries} queries on {keys} keys, on {self.device.name}:"
+            f" {self.backend}, {time(self.seconds)}; print() shows all>"
+        )
+
+    def _repr_html_(self) -> str:
+        return table(self._lines())
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         facts, spec, target = self.to_dict(), self.request.spec, self.device

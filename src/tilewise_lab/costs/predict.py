@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilewise.backends.common.tiles import Tile
+from tilewise.errors import AttentionError
 from tilewise_lab.costs.cost import Call, ScoreTerms, traffic
 from tilewise_lab.costs.devices import Device
 from tilewise_lab.costs.profiles import Profile, profiles
 from tilewise_lab.costs.waves import Schedule, Waves, schedule, waves
 
 Programs = tuple[int, int, int]  # how many, their steps, and how many of these with a mask
+MAX_TILES = 1 << 22  # of one kernel: some seconds of prediction
 UNKNOWN = 0.5  # efficiency of a kernel that was not measured
 Table = Mapping[tuple[str, int], Mapping[int, float]]
 FITTED = Path(__file__).with_name("model.json")
@@ -128,6 +130,9 @@ def work_of(call: Call, tile: Tile, *, by_key: bool = False, shared: int = 1) ->
         own, streamed, heads, group = tile.block_m, tile.block_n, call.heads // shared, 1
         before, after = call.before, call.after
     work: list[Programs] = []
+    tiles = sum(count * heads * -(-(n_k if by_key else n_q) * shared // own) for count, n_q, n_k in call.sequences)
+    if tiles > MAX_TILES:
+        raise AttentionError("tiles of the call", f"{tiles:,}", f"at most {MAX_TILES:,}, each of which is predicted")
     for count, n_q, n_k in call.sequences:
         mine, others = (n_k, n_q) if by_key else (n_q, n_k)
         spans = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import webbrowser
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
@@ -20,18 +19,15 @@ def run(options: Namespace) -> int:
     for needed in ("sphinx", "furo", "myst_parser", "sphinx_copybutton"):  # to say what is missing before anything runs
         import_module(needed)
 
-    from tilewise.errors import AttentionError
+    from tilewise_lab import asked
     from tilewise_lab.docs.build import build
     from tilewise_lab.progress import progress
 
-    try:
-        with progress() as show:
-            pages = build(
-                options.out, explorer=not options.without_explorer, outputs=not options.without_outputs, show=show
-            )
-    except AttentionError as error:
-        print(f"tilewise docs: {error}", file=sys.stderr)
-        return 1
+    asked.folder(options.out, "objects.inv")
+    with progress() as show:
+        pages = build(
+            options.out, explorer=not options.without_explorer, outputs=not options.without_outputs, show=show
+        )
     index = options.out / "index.html"
     print(f"{index}: {pages} pages, in English and Chinese")
     if options.open:

@@ -13,7 +13,10 @@ from tilewise_lab.cli import CALLED
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8017, help="where to serve (default: %(default)s; 0: any free)")
     parser.add_argument("--no-open", action="store_true", help="do not open a browser")
-    parser.add_argument("--export", type=Path, metavar="DIR", help="write the page as one offline file instead")
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR",
+        help="write the page as one offline file instead: DIR/index.html, or the file if it ends in .html",
+    )  # fmt: skip
 
 
 def run(options: Namespace) -> int:

@@ -11,8 +11,12 @@ from tilewise_lab.explore.data import GRID, answer, combinations
 from tilewise_lab.explore.server import STATIC
 
 
-def export(folder: Path) -> Path:
-    """Write the page; returns its path."""
+def export(target: Path) -> Path:
+    """Write the page to a file whose name ends in .html, or to index.html of a folder; returns its path."""
+    path = target if target.suffix.lower() in (".html", ".htm") and not target.is_dir() else target / "index.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise AttentionError("--export", f"{str(path)!r}, a folder", "a file, or the folder that it is to be in")
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     style, script = ((STATIC / name).read_text(encoding="utf-8") for name in ("app.css", "app.js"))
     parts = {
@@ -22,8 +26,6 @@ def export(folder: Path) -> Path:
     for mark, text in parts.items():
         assert page.count(mark) == 1
         page = page.replace(mark, text)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "index.html"
     path.write_text(page, encoding="utf-8")
     return path
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tilewise.errors import AttentionError
 from tilewise_lab.cli import CALLED
-from tilewise_lab.language import language, say
+from tilewise_lab.language import language, say, use
 from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import chosen, lesson
 from tilewise_lab.learn.tools import not_written
+
+LIMIT = 300.0  # seconds that an answer may take; the slowest lesson's solution takes some tens
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -37,16 +45,53 @@ def verdict(number: int, answer: Path) -> str | None:
         return not_written()
     except AttentionError:
         raise
+    except SyntaxError as error:
+        return f"{type(error).__name__}: {error.msg} ({_place(error.lineno, error.filename or str(answer))})"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        file = Path(where.filename).name
-        place = say(f"line {where.lineno} of {file}", f"{file} 第 {where.lineno} 行")
-        return f"{type(error).__name__}: {error} ({place})"
+        return f"{type(error).__name__}: {error} ({_place(where.lineno, where.filename)})"
     return None
 
 
-def grade(number: int, answer: Path) -> int:
-    hint = verdict(number, answer)
+def _place(line: int | None, path: str) -> str:
+    file = Path(path).name
+    return say(f"line {line} of {file}", f"{file} 第 {line} 行")
+
+
+def verdict_within(number: int, answer: Path, seconds: float) -> str | None:
+    """`verdict`, found in a process of its own: the answer may loop forever, or end the process."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "verdict.json")
+        command = [sys.executable, "-m", __spec__.name, str(number), str(answer), str(found), language()]
+        places = os.pathsep.join(str(Path(x).resolve()) for x in sys.path)
+        try:
+            subprocess.run(command, timeout=seconds, check=False, env=os.environ | {"PYTHONPATH": places})
+        except subprocess.TimeoutExpired:
+            told = f"it ran for {seconds:.0f} s without an end: is there a loop that does not stop?"
+            return say(told, f"运行了 {seconds:.0f} 秒还没有结束：是否有停不下来的循环？")
+        if not found.exists():
+            return say("it ended the process before it was graded", "它在批改之前就结束了进程")
+        kind, value = json.loads(found.read_text(encoding="utf-8"))
+    if kind == "error":
+        raise AttentionError(*value)
+    return None if value is None else str(value)
+
+
+def main(number: str, answer: str, found: str, lang: str) -> None:
+    """Write the verdict to the file `found`, as JSON."""
+    use(lang)
+    try:
+        told: tuple[str, Any] = "verdict", verdict(int(number), Path(answer))
+    except AttentionError as error:
+        told = "error", list(map(str, error.args))
+    Path(found).write_text(json.dumps(told), encoding="utf-8")
+
+
+def grade(number: int, answer: Path, seconds: float = LIMIT) -> int:
+    lesson(number)
+    if not answer.exists():
+        raise AttentionError("file", answer, "a Python file")
+    hint = verdict_within(number, answer, seconds)
     if hint is None:
         progress.note("solved", number)
         print(say(f"✓ right. Lesson {number} is solved.", f"✓ 正确。第 {number} 课完成。"))
@@ -75,3 +120,7 @@ def exercise(number: int, lang: str) -> str:
 def reveal(number: int) -> int:
     print(lesson(number).beside("solutions").read_text(encoding="utf-8"))
     return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

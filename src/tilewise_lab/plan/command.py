@@ -8,12 +8,13 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from pathlib import Path
 
 from tilewise.distributed import plan
-from tilewise.errors import AttentionError
+from tilewise_lab import asked
 from tilewise_lab.costs.context_parallel import Estimate, advised, estimate
 from tilewise_lab.costs.devices import ITEMSIZE
 from tilewise_lab.plan.gantt import gantt
 
 __all__ = ["advised", "compare", "configure", "number", "run"]
+MAX_RANKS, MAX_TOKENS = 1024, 1 << 40
 STRATEGIES = ("ring", "two-level", "halo", "allgather", "ulysses")
 
 
@@ -55,11 +56,15 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    try:
-        found = compare(options)
-    except AttentionError as error:
-        print(f"tilewise plan: {error}", file=sys.stderr)
-        return 2
+    for name, path in ("--svg", options.svg), ("--json", options.json):
+        if path is not None:
+            asked.place(path, name)
+    if options.links:
+        asked.file(options.links, "--links")
+    asked.count("--ranks", options.ranks, MAX_RANKS, ", whose pairs are all simulated")
+    for n in options.documents or [options.seqlen]:
+        asked.count("--documents" if options.documents else "--seqlen", n, MAX_TOKENS)
+    found = compare(options)
     best = advised(found)
     show(options, found, best)
     if options.svg:
@@ -92,6 +97,17 @@ def compare(options: Namespace) -> list[Estimate]:
     return found
 
 
+def reason_of(found: list[Estimate], best: Estimate) -> str | None:
+    """Why a strategy is advised although another one is faster; None if none is."""
+    able = [x for x in found if x.refusal is None] or found
+    first = min(able, key=lambda x: x.time)
+    if first is best:
+        return None
+    slower = best.time / first.time - 1 if first.time else 0.0
+    words = f"{best.plan.strategy} is advised: {slower:.1%} slower than {first.plan.strategy}"
+    return f"{words}, holds {best.memory / 1e9:.2f} GB, not {first.memory / 1e9:.2f}"
+
+
 def show(options: Namespace, found: list[Estimate], best: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -113,6 +129,8 @@ def show(options: Namespace, found: list[Estimate], best: Estimate) -> None:
     for x in found:
         if x.refusal:
             console.print(f"{x.plan.strategy}: {x.refusal}")
+    if (reason := reason_of(found, best)) is not None:
+        console.print(reason)
     console.print(f"sent and held by the rank with most; work of the busiest {best.plan.imbalance():+.1%} of the mean")
     words = f'strategy="{best.plan.strategy}", layout="{best.plan.layout}"'
     console.print(f"tilewise.distributed.plan(mesh, ..., {words})")

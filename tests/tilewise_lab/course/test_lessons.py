@@ -241,3 +241,18 @@ def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name)
         for path in (lesson(number).path, Path(learn_folder, "kernels.py"))
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "seconds"),
+    [
+        ("while True:\n    pass\n", "without an end", 2),
+        ("import os\nos._exit(0)\n", "it ended the process before it was graded", 200),
+        ("def f(:\n", "SyntaxError: invalid syntax (line 1 of answer.py)", 200),
+    ],
+)
+def test_no_answer_takes_the_grader_along(answer, said, seconds, tmp_path, capsys):
+    file = tmp_path / "answer.py"
+    file.write_text(answer)
+    assert check.grade(1, file, seconds=seconds) == 1
+    assert said in capsys.readouterr().out

@@ -65,3 +65,10 @@ def test_pictures_and_numbers(capsys, tmp_path):
 def test_what_cannot_be_is_said(capsys):
     assert main(["plan", "--machine", "8xH200+fast"]) == 2
     assert "machine" in capsys.readouterr().err
+
+
+def test_a_slower_strategy_is_advised_with_a_reason(capsys):
+    text = told(capsys, *["--seqlen", "1M", "--ranks", "16"])
+    assert advice(text) == "ulysses"
+    assert "ulysses is advised: 0.2% slower than two-level, holds 4.83 GB, not 5.64" in text
+    assert "is advised" not in told(capsys, *["--seqlen", "128k", "--ranks", "8", "--causal"])

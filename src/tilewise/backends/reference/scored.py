@@ -75,6 +75,29 @@ def forward(request: Request) -> tuple[Tensor, ...]:
     return out, *by_row
 
 
+def weights_of(request: Request, rows: Tensor) -> Tensor:
+    """(B, H, R, Sk): the weights, after dropout, of the queries `rows` of a dense call. Blocks without one of them are
+    not computed."""
+    request = with_padded_bias(request)
+    q, k, spec = request.q, request.k, request.spec
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    found = q.new_zeros(q.shape[0], q.shape[2], len(rows), k.shape[1], dtype=dtype)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for (q_all,), (k_all,), blocks in sequences([q], [k], request):
+            for block in blocks:
+                (at,) = torch.where((rows >= block.tokens.start) & (rows < block.tokens.stop))
+                if not len(at):
+                    continue
+                raw = spec.scale * (q_all[:, block.tokens].to(dtype) @ k_all[:, block.keys].mT)
+                s = score_terms(raw, block, request, dtype)
+                p, _ = softmax(s.masked_fill(hidden(block, request).expand(s.shape), -torch.inf), request.sinks)
+                factor = dropout_factor(block.place, request, dtype)
+                p = (p if factor is None else p * factor)[:, rows[at] - block.tokens.start]
+                columns = torch.arange(k.shape[1], device=q.device)[block.keys]
+                found[block.b][:, at[:, None], columns] = p
+    return found
+
+
 class Pass(NamedTuple):
     """The backward of one block. Shapes are (H, R, C), (H, R, D) or (H, C, D)."""
 

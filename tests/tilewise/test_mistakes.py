@@ -1,0 +1,231 @@
+"""Likely mistakes of a new user: each error says in one sentence what was found and what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import tilewise
+from tilewise import AttentionError, attention, attention_varlen
+
+Q = torch.randn(1, 8, 2, 16)
+PACKED = torch.randn(10, 2, 16)
+CU = torch.tensor([0, 3, 10], dtype=torch.int32)
+BLOCKS = tilewise.block_mask(tilewise.mods.block_diagonal(16), 32, 32, block=(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: attention(Q, Q, Q, True), "positional arguments of attention .* options by name: causal=True"),
+        (lambda: attention(Q, Q, Q, BLOCKS), "options by name: mask_mod="),
+        (lambda: attention(Q, Q, Q, CU, CU), "options by name: attention_varlen"),
+        (lambda: attention(Q, Q, Q, 0.5), "options by name: scale=0.5"),
+        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU, CU, 7, 7), "max_seqlen_q=7, max_seqlen_k=7"),
+        (lambda: attention(query=Q, key=Q, value=Q), "found query=; expected q="),
+        (lambda: attention_varlen(query=PACKED), "found query=; expected q="),
+        (lambda: attention(Q, Q), "v: found nothing; expected a torch.Tensor"),
+        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU), "cu_seqlens_k: found nothing"),
+        (lambda: attention(Q, Q, Q, score_mod=BLOCKS), "score_mod: found a block mask; expected it as mask_mod="),
+        (lambda: attention(Q, Q, Q, bias=BLOCKS), "bias: found BlockMask; .*block masks as mask_mod="),
+        (lambda: attention(Q, Q, Q, block_mask=BLOCKS), "found block_mask=; expected mask_mod="),
+        (lambda: attention(Q, Q, Q, cu_seqlens_q=CU, cu_seqlens_k=CU), "expected attention_varlen"),
+        (lambda: attention(Q, Q, Q, max_seqlen_q=8), "expected attention_varlen"),
+        (lambda: attention(Q, Q, Q, alibi=True), "found alibi=; expected alibi_slopes="),
+        (lambda: attention(Q, Q, Q, sliding_window=4), r"expected window=\(3, 0\)"),
+        (lambda: attention(Q, Q, Q, sliding_window=None), r"expected window=\(left, right\)"),
+        (lambda: attention(Q, Q, Q, mask_mod=Q > 0), r"mask_mod=lambda b, h, q_idx, kv_idx: mask\[b, h, q_idx, kv_idx"),
+        (lambda: attention(Q, Q, Q, mask_mod=torch.ones(8, 8) > 0), r"kv_idx: mask\[q_idx, kv_idx\]"),
+        (lambda: attention(Q, Q, Q, score_mod=torch.ones(8, 8)), "expected bias="),
+        (lambda: attention_varlen(PACKED, PACKED, PACKED, CU.diff(), CU.diff()), r"n\.cumsum\(0\), \(1, 0\)"),
+    ],
+)
+def test_the_error_says_what_to_write(call, said):
+    with pytest.raises(AttentionError, match=said) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_of_lengths_the_hint_makes_offsets():
+    lengths = torch.tensor([3, 7])
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    assert cu.tolist() == CU.tolist()
+    expected = attention_varlen(PACKED, PACKED, PACKED, CU, CU, causal=True)
+    assert cu.dtype == torch.int64
+    assert torch.equal(attention_varlen(PACKED, PACKED, PACKED, cu, cu, causal=True), expected)
+    tilewise.check(PACKED, PACKED, PACKED, cu, cu, causal=True)
+    far = torch.tensor([0, 2**32 + 10])
+    with pytest.raises(AttentionError, match="end of cu_seqlens_q: found 2147483647; expected at most the 10"):
+        attention_varlen(PACKED, PACKED, PACKED, far, far)
+
+
+def loops(score, b, h, q_idx, kv_idx):
+    for _ in range(3):
+        score = score + 1
+    return score
+
+
+def waits(score, b, h, q_idx, kv_idx):
+    while score > 1:
+        score = score - 1
+    return score
+
+
+def prints(score, b, h, q_idx, kv_idx):
+    print(score)
+    return score
+
+
+@pytest.mark.parametrize(
+    ("mod", "said"),
+    [
+        (loops, "found a for loop; expected no loop: write its steps out"),
+        (waits, "found a while loop; expected no loop"),
+        (prints, "found a print; expected none: to see values, call the mod with tensors"),
+        (lambda score, b, h: score, "found score, b, h; expected score, b, h, q_idx, kv_idx, then its tensors"),
+        (lambda score, b, h, q_idx, kv_idx, x: score, "found 0; expected 1: x"),
+    ],
+)
+def test_what_a_mod_cannot_do(mod, said):
+    with pytest.raises(AttentionError, match=said):
+        attention(Q, Q, Q, score_mod=mod)
+
+
+def test_values_of_a_mod_are_seen_by_calling_it():
+    mod = tilewise.score_mod(lambda score, b, h, q_idx, kv_idx: score + q_idx)()
+    assert mod(torch.tensor(2.0), 0, 0, 3, 0) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("flash_attn_func", "tilewise.compat.flash_attn"),
+        ("flex_attention", "tilewise.compat"),
+        ("create_block_mask", "tilewise.compat"),
+        ("memory_efficient_attention", "tilewise.compat.xformers"),
+    ],
+)
+def test_functions_of_other_libraries_are_pointed_to(name, module):
+    line = f"from {module} import {name}"
+    with pytest.raises(AttributeError, match=line):
+        getattr(tilewise, name)
+    assert not hasattr(tilewise, name)
+    with pytest.raises(ImportError, match=line):
+        exec(f"from tilewise import {name}")
+    exec(line)
+
+
+def test_dir_lists_the_public_names():
+    code = "import tilewise; print(*dir(tilewise)); assert all(hasattr(tilewise, name) for name in dir(tilewise))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert found == sorted(tilewise.__all__)
+    assert {"distributed", "compat", "replaces_sdpa", "weights"} <= set(found)
+
+
+def test_signatures_are_those_of_the_call():
+    shown = inspect.signature(attention).parameters
+    assert list(shown)[:5] == ["q", "k", "v", "layout", "causal"]
+    assert shown["q"].default is inspect.Parameter.empty
+    assert {"q", "cu_seqlens_q", "device", "causal", "show"} <= set(inspect.signature(tilewise.explain).parameters)
+    assert {"k_cache", "lengths", "device"} <= set(inspect.signature(tilewise.explain_kv).parameters)
+
+
+def test_an_explanation_is_short_unless_it_is_printed():
+    found = tilewise.explain(Q, Q, Q, device="H200", show=False)
+    assert repr(found).startswith("<Explanation: q (1, 8, 2, 16)")
+    assert len(repr(found)) < 200 < len(str(found))
+    assert found._repr_html_().count("<tr>") == len(str(found).splitlines())
+    cached = tilewise.explain_kv((2, 1, 2, 16), (2, 64, 2, 16), None, [9, 8], device="H200", show=False)
+    assert repr(cached).startswith("<KvExplanation: 2 sequences, 2 queries on 17 keys")
+    assert cached._repr_html_().count("<tr>") == len(str(cached).splitlines())
+
+
+def test_a_prediction_for_a_cpu_says_what_it_is_worth():
+    assert "a small call takes longer" in str(tilewise.explain(Q, Q, Q, device="cpu", show=False))
+    assert "a small call" not in str(tilewise.explain(Q, Q, Q, device="H200", show=False))
+
+
+def test_a_call_that_looks_swapped_warns_once_and_check_raises():
+    q = torch.randn(1, 4, 16, 8)
+    said = r"q \(1, 4, 16, 8\) with more heads, 16, than tokens, 4; expected layout='bhsd'"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            attention(q, q, q)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=said):
+        attention(q, q, q)
+    with pytest.raises(AttentionError, match=said):
+        tilewise.check(q, q, q)
+
+
+def test_a_named_layout_is_believed():
+    q, long = torch.randn(1, 4, 16, 8), torch.randn(1, 64, 16, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layout in ("bshd", "bhsd"):
+            attention(q, q, q, layout=layout)
+            tilewise.check(q, q, q, layout=layout)
+        attention(q, long, long)  # some new tokens and many keys
+        attention(q[:, :1], q[:, :1], q[:, :1])
+        tilewise.check(q, long, long)
+
+
+def test_plain_functions_are_mods():
+    table = torch.randn(8, 8, requires_grad=True)
+
+    def shifted(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx, kv_idx]
+
+    def seen(b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+    out = attention(Q, Q, Q, score_mod=shifted, mask_mod=seen)
+    assert torch.equal(out, attention(Q, Q, Q, score_mod=tilewise.score_mod(shifted)(), mask_mod=seen))
+    assert torch.allclose(out, attention(Q, Q, Q, bias=table, causal=True), atol=1e-6)
+    (grad,) = torch.autograd.grad(out.sum(), table)
+    assert grad.abs().sum() > 0
+    tilewise.check(Q, Q, Q, mask_mod=seen)
+    assert tilewise.explain(Q, Q, Q, mask_mod=seen, show=False).call.terms is not None
+    packed = attention_varlen(PACKED, PACKED, PACKED, CU, CU, mask_mod=seen)
+    assert torch.allclose(packed, attention_varlen(PACKED, PACKED, PACKED, CU, CU, causal=True), atol=1e-6)
+    assert torch.equal(attention(Q, Q, Q, mask_mod=tilewise.mask_mod(seen)), attention(Q, Q, Q, mask_mod=seen))
+    blocks = tilewise.block_mask(seen, 8, 8, block=(16, 16))
+    assert torch.allclose(attention(Q, Q, Q, mask_mod=blocks), attention(Q, Q, Q, causal=True), atol=1e-6)
+
+
+def test_a_plain_function_is_known_by_what_it_reads():
+    """The same function object with another number or tensor in its closure is another mod."""
+    reach, mask = 1, torch.ones(8, 8).tril().bool()
+
+    def near(b, h, q_idx, kv_idx):
+        return mask[q_idx, kv_idx] & (q_idx - kv_idx <= reach)
+
+    first = attention(Q, Q, Q, mask_mod=near)
+    assert torch.allclose(first, attention(Q, Q, Q, window=(1, 0)), atol=1e-6)
+    reach = 3
+    assert torch.allclose(attention(Q, Q, Q, mask_mod=near), attention(Q, Q, Q, window=(3, 0)), atol=1e-6)
+    mask = torch.ones(8, 8).bool()
+    expected = attention(Q, Q, Q, window=(3, None))
+    assert torch.allclose(attention(Q, Q, Q, mask_mod=near), expected, atol=1e-6)
+
+
+def test_mods_are_compared_by_their_tensors_and_numbers():
+    @tilewise.score_mod
+    def relative(score, b, h, q_idx, kv_idx, slopes, x):
+        return score + slopes[h] * x
+
+    a, b = torch.ones(2), torch.ones(2)
+    assert relative(a, 1.0) == relative(a, 1.0)
+    assert (relative(a, 1.0) != relative(a, 1.0)) is False
+    assert hash(relative(a, 1.0)) == hash(relative(a, 1.0))
+    assert relative(a, 1.0) != relative(b, 1.0)
+    assert relative(a, 0.0) != relative(a, -0.0)
+    assert relative(a, 1.0) != 3
