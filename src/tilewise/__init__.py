@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from . import compat, integrations
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
+    __version__: str
+
 __all__ = [
     "AttentionError",
     "KvPlan",
@@ -49,7 +51,6 @@ __all__ = [
     "score_mod",
     "warmup",
 ]
-__version__ = "0.1.0"
 
 # Imported when they are first asked for: names, and the modules that have them.
 _LATER = {
@@ -63,12 +64,24 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _installed_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
     found = module if module.__name__.endswith("." + name) else getattr(module, name)
     globals()[name] = found
     return found
+
+
+def _installed_version() -> str:
+    """The version that pip installed; "0+unknown" for sources on the path that were never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tilewise")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def _activate() -> Any:
