@@ -174,14 +174,15 @@ def test_the_package_is_installed_where_its_build_backend_can_be_had(run, steps,
     assert "tilewise is not installed in .venv (ERROR: no hatchling)" in capsys.readouterr().err
 
 
-def test_jupyter_is_installed_when_it_is_first_wanted(run, steps, monkeypatch):
+@pytest.mark.parametrize(("command", "tool"), [("notebook", "jupyterlab"), ("package", "twine")])
+def test_some_tools_are_installed_when_they_are_first_wanted(run, steps, monkeypatch, command, tool):
     monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
     run.find_python("python")
-    assert not any("jupyterlab" in " ".join(command) for _, command in steps)
+    assert not any(tool in " ".join(line) for _, line in steps)
     steps.clear()
-    run.find_python("notebook")
-    ((_, command),) = steps
-    assert command[-1].startswith("jupyterlab")
+    run.find_python(command)
+    ((_, line),) = steps
+    assert line[-1].startswith(tool)
 
 
 TWO = ["-n", "2", "--dist", "worksteal"]
