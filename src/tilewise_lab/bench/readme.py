@@ -161,22 +161,40 @@ def speed(everything: list[Results], document: Path) -> str:
 
 
 def standing(everything: list[Results], document: Path) -> str:
-    """A sentence for each pass: the chosen backend beside the fastest peer of every cell, and what a call costs."""
+    """A sentence for each pass: the chosen backend beside the fastest peer of every cell."""
     results = everything[0]
     said = []
     for which in ("forward", "backward"):
-        ratios = [ratio.median for cell in results.of(which) if (ratio := cell.ratio_to_best())]
+        cells = results.of(which)
+        ratios = [ratio.median for cell in cells if (ratio := cell.ratio_to_best())]
         mean = geometric_mean(ratios)
         if mean is not None:
-            names = {label(best) for cell in results.of(which) if (best := cell.best_peer())}
-            peers = " or ".join(sorted(names))
+            peers = " or ".join(sorted({label(best) for cell in cells if (best := cell.best_peer())}))
             said.append(
-                f"the {which} runs at {mean:.2f} times the speed of the fastest peer of each of {len(ratios)} cells "
-                f"({peers}), from {min(ratios):.2f} to {max(ratios):.2f}"
+                f"The {which} runs at {mean:.2f} times the speed of the fastest peer ({peers}): the geometric mean of "
+                f"{len(ratios)} cases, from {min(ratios):.2f} to {max(ratios):.2f}."
             )
-    host = next((bar.said for bar in bars(results) if bar.found is not None and bar.what.startswith("host time")), None)
-    words = "; ".join(said) + (f"; a call on small tensors costs {host} of host time" if host else "")
-    return f"On the {results.machine['device']} {words}.\n"
+    cells = results.of("forward", "backward")
+    dims, lengths = ({int(cell.case[key]) for cell in cells} for key in ("dim", "seq"))
+    if not said:
+        return ""
+    head = _measured(results).removesuffix(":\n")
+    where = f"head dims {', '.join(map(str, sorted(dims)))}, full and causal, {_span(lengths)}"
+    source = _link(document, RESULTS / kept_name(results))
+    return "\n".join([f"{head}, {where} ([all times]({source})):", "", *(f"- {line}" for line in said), ""])
+
+
+def _span(lengths: Iterable[int]) -> str:
+    """
+    >>> _span([512, 16384, 1024])
+    '512 to 16k tokens'
+    """
+    return f"{tokens(min(lengths))} to {tokens(max(lengths))} tokens"
+
+
+def _link(document: Path, target: Path) -> str:
+    """A path of the repository, as seen from a document."""
+    return ("" if document.parent == _root(document) else "../") + target.as_posix()
 
 
 def overview(everything: list[Results], document: Path) -> str:
@@ -185,9 +203,8 @@ def overview(everything: list[Results], document: Path) -> str:
     drawn = charts.overview_cells(results)
     if not drawn:
         return ""
-    said = "; ".join(_shown(which, cells, results.unit()) for which, cells in drawn.items())
-    lengths = [cell.case["seq"] for cells in drawn.values() for cell in cells]
-    span = f"from {tokens(min(lengths))} to {tokens(max(lengths))} tokens"
+    said = ". ".join(_shown(which, cells, results.unit()) for which, cells in drawn.items())
+    span = _span([cell.case["seq"] for cells in drawn.values() for cell in cells])
     words = f"Line charts of {charts.unit_of(results)}, causal, head dim {charts.OVERVIEW['dim']}, {span}. {said}."
     return _picture("overview", words, document)
 
@@ -220,8 +237,7 @@ def _shown(which: str, cells: Sequence[Cell], unit: Unit) -> str:
 
 def _picture(name: str, words: str, document: Path) -> str:
     """HTML for GitHub, which shows the file of the reader's theme."""
-    up = "" if document.parent == _root(document) else "../"
-    light, dark = (f"{up}{PLOTS.as_posix()}/{name}-{theme}.svg" for theme in charts.THEMES)
+    light, dark = (_link(document, PLOTS / f"{name}-{theme}.svg") for theme in charts.THEMES)
     return (
         f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
         f'<img src="{light}" alt="{words}">\n</picture>\n'
