@@ -156,7 +156,7 @@ def speed(everything: list[Results], document: Path) -> str:
             rows.append([title, *(_cell(by_length.get(n), unit) for n in lengths)])
         if rows:
             said.append(_table([which, *map(tokens, lengths)], rows, left=1))
-    said.append(f"{unit.name} of tilewise, and how many times as fast as the fastest peer of that cell it is.\n")
+    said.append(f"{unit.name} of tilewise, and its speed relative to the fastest peer of the same cell.\n")
     return "\n".join(said)
 
 
