@@ -260,7 +260,10 @@ def test_step_shows_output_only_on_failure(run, capfd):
 
 @pytest.mark.parametrize(
     ("output", "advice"),
-    [("error: externally-managed-environment", "Make an environment of your own"), ("ensurepip is not available", "python3-venv")],
+    [
+        ("error: externally-managed-environment", "Make an environment of your own"),
+        ("ensurepip is not available", "python3-venv"),
+    ],
 )
 def test_advice_fits_the_failure(run, capsys, output, advice):
     run.explain(run.SetupError("a step", output))
