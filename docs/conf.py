@@ -25,7 +25,7 @@ version = release = tilewise.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
 exclude_patterns = ["files", "_build"]
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 
 smartquotes = False  # straight ones are as good, and looking for them takes a twentieth of the time

@@ -131,12 +131,13 @@ def test_fresh_machine_gets_a_venv_once(run, steps, monkeypatch, gpu):
     monkeypatch.setattr(run, "has_gpu", lambda: gpu)
     python = run.find_python("demo")
     assert Path(python).parent.parent == run.VENV
-    making, torch, tools = (command for _, command in steps)
+    making, torch, tools, package = (command for _, command in steps)
     assert making[1:] == ["-m", "venv", str(run.VENV)]
     assert ("torch>=2.10" if gpu else "torch==2.13.0") in torch
     assert (run.CPU_WHEELS in torch) is (not gpu)
     assert any(word.startswith("triton") for word in tools) is (not gpu)
     assert not any(word.startswith("torch") for word in tools)
+    assert package[-3:] == ["--no-deps", "--editable", str(run.ROOT)]
 
     steps.clear()
     assert run.find_python("test") == python
@@ -160,6 +161,30 @@ def test_venv_of_another_python_is_cleared(run, steps):
     assert "--clear" in steps[0][1]
 
 
+def test_the_package_is_installed_where_its_build_backend_can_be_had(run, steps, monkeypatch, capsys):
+    record = run.step
+
+    def fail(name, command):
+        if "--editable" in command:
+            raise run.SetupError(name, "ERROR: no hatchling")
+        record(name, command)
+
+    monkeypatch.setattr(run, "step", fail)
+    run.make_venv("python", gpu=False)
+    assert "tilewise is not installed in .venv (ERROR: no hatchling)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "tool"), [("notebook", "jupyterlab"), ("package", "twine")])
+def test_some_tools_are_installed_when_they_are_first_wanted(run, steps, monkeypatch, command, tool):
+    monkeypatch.setattr(run, "fitting_torch", lambda pyproject: False)
+    run.find_python("python")
+    assert not any(tool in " ".join(line) for _, line in steps)
+    steps.clear()
+    run.find_python(command)
+    ((_, line),) = steps
+    assert line[-1].startswith(tool)
+
+
 TWO = ["-n", "2", "--dist", "worksteal"]
 
 
@@ -175,9 +200,27 @@ def test_workers(run, args, expected):
 def test_plan(run, steps):
     assert run.plan("bench", ["--quick"], "python") == [(None, ["-m", "tilewise_lab", "bench", "--quick"])]
     assert [line[1] for _, line in run.plan("lint", [], "python")] == ["ruff", "ruff", "mypy"]
+    assert run.plan("python", ["-c", "1"], "python") == [(None, ["-c", "1"])]
     gpt = str(run.ROOT / "examples/train_gpt.py")
     for name in ("train_gpt", "train_gpt.py"):
         assert run.plan("example", [name, "--steps", "3"], "python") == [(None, [gpt, "--steps", "3"])]
+
+
+def test_notebooks_are_written_once(run, steps):
+    """A reader's edits stay."""
+    folder = run.ROOT / "notebooks"
+    write, lab = run.plan("notebook", ["--no-browser"], "python")
+    assert write == (run.ROOT, ["-m", "tilewise_lab", "learn", "--notebooks", "notebooks"])
+    assert lab == (folder, ["-m", "jupyterlab", "--no-browser"])
+    folder.mkdir()
+    assert run.plan("notebook", [], "python") == [(folder, ["-m", "jupyterlab"])]
+
+
+def test_packages_are_built_and_checked(run, steps, tmp_path):
+    build, check = run.plan("package", [str(tmp_path / "x")], "python")
+    assert build[1][-3:] == ["--outdir", str(tmp_path / "x"), "."]
+    assert check[1] == ["-m", "twine", "check", "--strict", str(tmp_path / "x" / "tilewise-*")]
+    assert str(run.ROOT / "dist") in run.plan("package", [], "python")[0][1]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +260,10 @@ def test_step_shows_output_only_on_failure(run, capfd):
 
 @pytest.mark.parametrize(
     ("output", "advice"),
-    [("error: externally-managed-environment", "Make one of your own"), ("ensurepip is not available", "python3-venv")],
+    [
+        ("error: externally-managed-environment", "Make an environment of your own"),
+        ("ensurepip is not available", "python3-venv"),
+    ],
 )
 def test_advice_fits_the_failure(run, capsys, output, advice):
     run.explain(run.SetupError("a step", output))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from . import compat, distributed, integrations, sparse
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
+    __version__: str
+
 __all__ = [
     "AttentionError",
     "KvPlan",
@@ -58,7 +60,6 @@ __all__ = [
     "warmup",
     "weights",
 ]
-__version__ = "0.1.0"
 
 # Imported when they are first asked for: names, and the modules that have them.
 _LATER = {
@@ -93,6 +94,8 @@ def __getattr__(name: str) -> Any:
         caller = None if frame is None else frame.f_back
         importing = caller is not None and caller.f_globals.get("__name__") == "importlib._bootstrap"
         raise ImportError(words, name=__name__) if importing else AttributeError(words)
+    if name == "__version__":
+        return _installed_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
@@ -103,6 +106,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _installed_version() -> str:
+    """The version that pip installed; "0+unknown" for sources on the path that were never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tilewise")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def _activate() -> Any:

@@ -111,7 +111,7 @@ def warmup(
     total = len(_launches(kinds, chosen))
     if not total:
         raise AttentionError(
-            "warmup", f"no kernels for {gpu}", "a GPU and calls that they take: README.md has the table"
+            "warmup", f"no kernels for {gpu}", "a GPU and calls that they take: docs/compatibility.md has the table"
         )
     count = max(1, min(workers or os.cpu_count() or 1, total))
     lines: list[str] = []

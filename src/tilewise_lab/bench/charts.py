@@ -1,8 +1,9 @@
-"""The pictures as inline SVG. A provider is the custom property --c; chart.css gives every provider its colour."""
+"""Charts as SVG. chart.css gives every provider a colour, which its elements read from the custom property --c."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -12,14 +13,20 @@ from tilewise_lab.demo.charts import WIDTH, Axis, apart, svg, text, tip
 from tilewise_lab.demo.words import duration, tokens
 
 HEIGHT = 250
+Scale = Callable[[float], float]
 LABELS = {
-    "tilewise-hopper": "hopper", "tilewise-triton": "triton", "tilewise-reference": "tilewise", "cudnn": "cuDNN",
-    "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "sdpa": "SDPA", "flash-attn": "flash-attn",
+    "tilewise-hopper": "tilewise", "tilewise-triton": "tilewise (Triton)", "tilewise-reference": "tilewise",
+    "cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "sdpa": "SDPA", "flash-attn": "flash-attn",
 }  # fmt: skip
+THEMES = "light", "dark"
+DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{\n(.*?)\n\}\n", re.S)
+OVERVIEW = {"dim": 128, "causal": True}  # the panels of the README's picture
 
 
-def style() -> str:
-    return resources.files("tilewise_lab.bench").joinpath("chart.css").read_text(encoding="utf-8")
+def style(theme: str | None = None) -> str:
+    """The style sheet; with a theme, its colours only. Without one, the reader's browser chooses."""
+    sheet = resources.files("tilewise_lab.bench").joinpath("chart.css").read_text(encoding="utf-8")
+    return sheet if theme is None else DARK.sub(r"\1\n" if theme == "dark" else "", sheet)
 
 
 def label(name: str) -> str:
@@ -67,9 +74,28 @@ def top(results: Results) -> float:
     return max([*rates, *roofs], default=1e12)
 
 
-def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit) -> str:
-    """The rate over length, a line for each provider with its quartiles as a band, the matmul's rate dotted above."""
-    left, right, upper, lower = 40, 74, 12, 38
+def margin(names: Sequence[str]) -> float:
+    """Room for the labels at the ends of lines, in bold letters of at most 7.2 px.
+
+    >>> round(margin(["cudnn", "tilewise-hopper"]))
+    76
+    """
+    return 18 + 7.2 * max(len(label(name)) for name in names)
+
+
+def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit, names: Sequence[str] | None = None) -> str:
+    """The rate over length: one line for each provider, its quartiles as a band, and the rate of matmul dotted.
+
+    Args:
+        title: What the panel shows, for screen readers.
+        cells: Cells of one mask and head dim, by length.
+        peak: The largest rate of the vertical axis, in FLOP/s.
+        unit: Unit of the vertical axis.
+        names: The providers to draw; all that were timed if None.
+    """
+    chosen = {cell.chosen() for cell in cells}
+    timed = {name for cell in cells for name in cell.timed() if names is None or name in names}
+    left, right, upper, lower = 46, margin([*timed, "matmul"]), 12, 38
     limit, step = scale(peak / unit.size)
     lengths = [int(cell.case["seq"]) for cell in cells]
     log = Axis(lengths[0], max(lengths[-1], 2 * lengths[0]), left + 6, WIDTH - right)
@@ -80,20 +106,18 @@ def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit) -> str:
     def draw() -> Iterator[str]:
         for n in range(round(limit / step) + 1):
             yield f'<path class="grid" d="M{left} {y(n * step):.1f}H{WIDTH - right}"/>'
-            yield text(left - 8, y(n * step) + 4, f"{n * step:.3g}", "tick end")
+            yield text(left - 8, y(n * step) + 4, f"{n * step:g}", "tick end")
         for length in lengths:
             yield text(log(length), HEIGHT - lower + 18, tokens(length), "tick middle")
-        yield text((left + WIDTH - right) / 2, HEIGHT - 3, "tokens in a sequence", "tick middle")
+        yield text((left + WIDTH - right) / 2, HEIGHT - 3, "sequence length", "tick middle")
         found = {n: cell.ceiling("matmul") for n, cell in zip(lengths, cells, strict=True)}
         roofs = [(log(n), y(unit(roof).median)) for n, roof in found.items() if roof]
         if roofs:
             yield f'<path class="roof" d="M{path(roofs)}"><title>matmul, in the same rounds</title></path>'
         ends = {}
-        for name in sorted(
-            {name for cell in cells for name in cell.timed()}, key=lambda name: (name.startswith(OURS), name)
-        ):
+        for name in sorted(timed, key=lambda name: (name in chosen, name)):
             rates = {n: unit(cell.rate(name)) for n, cell in zip(lengths, cells, strict=True) if name in cell.timed()}
-            yield _line(name, rates, log, y, unit.name)
+            yield _line(name, rates, (log, y), unit.name, name in chosen)
             last = max(rates)
             ends[name] = log(last), y(rates[last].median)
         if roofs:
@@ -106,10 +130,9 @@ def speed(title: str, cells: Sequence[Cell], peak: float, unit: Unit) -> str:
     return svg(title, HEIGHT, draw())
 
 
-def _line(
-    name: str, rates: Mapping[int, Spread], x: Callable[[float], float], y: Callable[[float], float], unit: str
-) -> str:
-    kind, radius = ("series ours", 4) if name.startswith(OURS) else ("series", 3)
+def _line(name: str, rates: Mapping[int, Spread], axes: tuple[Scale, Scale], unit: str, thick: bool) -> str:
+    x, y = axes
+    kind, radius = ("series ours", 4) if thick else ("series", 2.5)
     band = [*((x(n), y(r.high)) for n, r in rates.items()), *reversed([(x(n), y(r.low)) for n, r in rates.items()])]
     drawn = [f'<path class="band" d="M{path(band)}Z"/>']
     drawn.append(f'<path class="{kind}" d="M{path([(x(n), y(r.median)) for n, r in rates.items()])}"/>')
@@ -144,24 +167,53 @@ def times(cell: Cell) -> str:
     return svg(f"{cell.key}: time of one call", row * len(cell.timed()), draw())
 
 
-def figure(results: Results, which: str) -> str:
-    """All panels of one pass as one picture that stands alone, for documents."""
-    drawn = panels(results, which)
-    across, gap, head = columns(drawn), 34, 30
-    width = across * (WIDTH + gap)
-    height = head + math.ceil(len(drawn) / across) * (HEIGHT + gap)
+def figure(results: Results, which: str, theme: str) -> str:
+    """All panels of one pass as one picture that stands alone, in the colours of a theme."""
+    words = f"{which}, {unit_of(results)}; D is the head dim"
     peak, unit = top(results), results.unit()
+    drawn = panels(results, which)
+    return _sheet(words, [(title, speed(title, cells, peak, unit)) for title, cells in drawn], columns(drawn), theme)
+
+
+def overview(results: Results, theme: str) -> str:
+    """Forward and backward of one head dim and mask, tilewise and its peers: the picture of the README."""
+    peak, unit = top(results), results.unit()
+    drawn = []
+    for which, cells in overview_cells(results).items():
+        names = [*dict.fromkeys(name for cell in cells for name in [*cell.peers(), cell.chosen()] if name)]
+        drawn.append((which.capitalize(), speed(which, cells, peak, unit, names)))
+    words = f"{unit_of(results)}, causal, head dim {OVERVIEW['dim']}"
+    return _sheet(words, drawn, len(drawn), theme)
+
+
+def overview_cells(results: Results) -> dict[str, list[Cell]]:
+    """The cells of the README's picture, by pass and length."""
+    found = {}
+    for which in ("forward", "backward"):
+        cells = [cell for cell in results.of(which) if all(cell.case[key] == x for key, x in OVERVIEW.items())]
+        if any(cell.timed() for cell in cells):
+            found[which] = sorted(cells, key=lambda cell: cell.case["seq"])
+    return found
+
+
+def unit_of(results: Results) -> str:
+    """What the numbers of a figure are: "TFLOP/s, NVIDIA H200, bfloat16"."""
+    return f"{results.unit().name}, {results.machine['device']}, {results.settings['dtype']}"
+
+
+def _sheet(heading: str, drawn: Sequence[tuple[str, str]], across: int, theme: str) -> str:
+    """Titled panels in rows, as an SVG file."""
+    gap, head = 20, 34
+    width = across * (WIDTH + gap)
+    height = head + math.ceil(len(drawn) / across) * (HEIGHT + 34)
 
     def parts() -> Iterator[str]:
         yield f'<rect class="paper" width="{width}" height="{height}"/>'
-        yield text(12, 20, f"{which}, {unit.name}, {results.machine['device']}, {results.settings['dtype']}", "title")
-        for n, (title, cells) in enumerate(drawn):
-            x, y = n % across * (WIDTH + gap), head + n // across * (HEIGHT + gap)
-            yield text(x + 12, y + 16, title, "title")
-            panel = speed(title, cells, peak, unit).replace(
-                "<svg ", f'<svg x="{x}" y="{y + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1
-            )
-            yield panel
+        yield text(14, 22, heading, "title")
+        for n, (title, panel) in enumerate(drawn):
+            x, y = n % across * (WIDTH + gap) + 6, head + n // across * (HEIGHT + 34)
+            yield text(x + 8, y + 16, title, "title")
+            yield panel.replace("<svg ", f'<svg x="{x}" y="{y + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
 
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
-    return f"{opening}<style>{escape(style(), quote=False)}</style>{''.join(parts())}</svg>\n"
+    return f"{opening}<style>{escape(style(theme), quote=False)}</style>{''.join(parts())}</svg>\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise_lab.bench.charts import columns, label, panels
-from tilewise_lab.bench.results import OURS, Results
+from tilewise_lab.bench.results import Results
 
 COLOURS = {
     "tilewise": "#2f5bd8", "tilewise-hopper": "#2f5bd8", "tilewise-reference": "#2f5bd8", "tilewise-triton": "#1795c9",
@@ -56,7 +56,7 @@ def speed(results: Results, which: str, figure: Any) -> bool:
             style = {
                 "color": COLOURS.get(name),
                 "label": label(name),
-                "linewidth": 2.6 if name.startswith(OURS) else 1.4,
+                "linewidth": 2.6 if name in {cell.chosen() for cell in cells} else 1.4,
             }
             axis.plot(x, y, marker="o", markersize=3.5, **style)
         _lengths(axis, [cell.case["seq"] for cell in cells])
@@ -134,5 +134,5 @@ def memory(results: Results, figure: Any) -> bool:
 def _lengths(axis: Any, lengths: list[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(n) for n in lengths], fontsize=8)
-    axis.set_xlabel("tokens in a sequence")
+    axis.set_xlabel("sequence length")
     axis.grid(alpha=0.25)

@@ -103,7 +103,15 @@ def expected(root: Path) -> dict[Path, str]:
 
 
 def plots(results: Results) -> dict[str, str]:
-    return {f"{which}.svg": charts.figure(results, which) for which in ("forward", "backward") if results.of(which)}
+    """Every chart, light and dark, by file name."""
+    drawn = {}
+    for theme in charts.THEMES:
+        if charts.overview_cells(results):
+            drawn[f"overview-{theme}.svg"] = charts.overview(results, theme)
+        for which in ("forward", "backward"):
+            if results.of(which):
+                drawn[f"{which}-{theme}.svg"] = charts.figure(results, which, theme)
+    return drawn
 
 
 def measured_calls(results: Results) -> str:
@@ -148,32 +156,92 @@ def speed(everything: list[Results], document: Path) -> str:
             rows.append([title, *(_cell(by_length.get(n), unit) for n in lengths)])
         if rows:
             said.append(_table([which, *map(tokens, lengths)], rows, left=1))
-    said.append(f"{unit.name} of tilewise, and how many times as fast as the fastest peer of that cell it is.\n")
+    said.append(f"{unit.name} of tilewise, and its speed relative to the fastest peer of the same cell.\n")
     return "\n".join(said)
 
 
 def standing(everything: list[Results], document: Path) -> str:
-    """A sentence for each pass: the chosen backend beside the fastest peer of every cell, and what a call costs."""
+    """A sentence for each pass: the chosen backend beside the fastest peer of every cell."""
     results = everything[0]
     said = []
     for which in ("forward", "backward"):
-        ratios = [ratio.median for cell in results.of(which) if (ratio := cell.ratio_to_best())]
+        cells = results.of(which)
+        ratios = [ratio.median for cell in cells if (ratio := cell.ratio_to_best())]
         mean = geometric_mean(ratios)
         if mean is not None:
-            names = {label(best) for cell in results.of(which) if (best := cell.best_peer())}
-            peers = " or ".join(sorted(names))
+            peers = " or ".join(sorted({label(best) for cell in cells if (best := cell.best_peer())}))
             said.append(
-                f"the {which} runs at {mean:.2f} times the speed of the fastest peer of each of {len(ratios)} cells "
-                f"({peers}), from {min(ratios):.2f} to {max(ratios):.2f}"
+                f"The {which} runs at {mean:.2f} times the speed of the fastest peer ({peers}): the geometric mean of "
+                f"{len(ratios)} cases, from {min(ratios):.2f} to {max(ratios):.2f}."
             )
-    host = next((bar.said for bar in bars(results) if bar.found is not None and bar.what.startswith("host time")), None)
-    words = "; ".join(said) + (f"; a call on small tensors costs {host} of host time" if host else "")
-    return f"On the {results.machine['device']} {words}.\n"
+    cells = results.of("forward", "backward")
+    dims, lengths = ({int(cell.case[key]) for cell in cells} for key in ("dim", "seq"))
+    if not said:
+        return ""
+    head = _measured(results).removesuffix(":\n")
+    where = f"head dims {', '.join(map(str, sorted(dims)))}, full and causal, {_span(lengths)}"
+    source = _link(document, RESULTS / kept_name(results))
+    return "\n".join([f"{head}, {where} ([all times]({source})):", "", *(f"- {line}" for line in said), ""])
+
+
+def _span(lengths: Iterable[int]) -> str:
+    """
+    >>> _span([512, 16384, 1024])
+    '512 to 16k tokens'
+    """
+    return f"{tokens(min(lengths))} to {tokens(max(lengths))} tokens"
+
+
+def _link(document: Path, target: Path) -> str:
+    """A path of the repository, as seen from a document."""
+    return ("" if document.parent == _root(document) else "../") + target.as_posix()
+
+
+def overview(everything: list[Results], document: Path) -> str:
+    """The README's picture: forward and backward of one head dim and mask."""
+    results = everything[0]
+    drawn = charts.overview_cells(results)
+    if not drawn:
+        return ""
+    said = ". ".join(_shown(which, cells, results.unit()) for which, cells in drawn.items())
+    span = _span([cell.case["seq"] for cells in drawn.values() for cell in cells])
+    words = f"Line charts of {charts.unit_of(results)}, causal, head dim {charts.OVERVIEW['dim']}, {span}. {said}."
+    return _picture("overview", words, document)
 
 
 def plot(everything: list[Results], document: Path) -> str:
-    up = "" if document.parent == _root(document) else "../"
-    return "".join(f"![{name}]({up}{PLOTS.as_posix()}/{name})\n" for name in plots(everything[0]))
+    """The charts of both passes: every head dim and mask."""
+    results, said = everything[0], ""
+    for which in ("forward", "backward"):
+        cells = results.of(which)
+        ratios = [ratio.median for cell in cells if (ratio := cell.ratio_to_best())]
+        if cells:
+            dims = ", ".join(str(dim) for dim in sorted({cell.case["dim"] for cell in cells}))
+            beside = f" tilewise is at {min(ratios):.2f} to {max(ratios):.2f} times the fastest peer." if ratios else ""
+            words = f"Line charts of the {which} by sequence length, for head dims {dims}, full and causal: "
+            words += f"{charts.unit_of(results)}.{beside}"
+            said += _picture(which, words, document)
+    return said
+
+
+def _shown(which: str, cells: Sequence[Cell], unit: Unit) -> str:
+    """One panel in words: every line at the longest sequence.
+
+    "Forward at 16k tokens: tilewise 716, FA3 740"
+    """
+    last = cells[-1]
+    names = [name for name in [last.chosen(), *last.peers()] if name]
+    rates = ", ".join(f"{label(name)} {unit.say(last.rate(name))}" for name in names)
+    return f"{which.capitalize()} at {tokens(last.case['seq'])} tokens: {rates}"
+
+
+def _picture(name: str, words: str, document: Path) -> str:
+    """HTML for GitHub, which shows the file of the reader's theme."""
+    light, dark = (_link(document, PLOTS / f"{name}-{theme}.svg") for theme in charts.THEMES)
+    return (
+        f'<picture>\n<source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        f'<img src="{light}" alt="{words}">\n</picture>\n'
+    )
 
 
 def peers(everything: list[Results], document: Path) -> str:
@@ -325,7 +393,7 @@ def goals(everything: list[Results], document: Path) -> str:
     return _by_device(everything, part)
 
 
-TABLES = standing, speed, plot, peers, cases, models, host, cold, memory, goals, agreement, explain, example
+TABLES = standing, speed, overview, plot, peers, cases, models, host, cold, memory, goals, agreement, explain, example
 PARTS: dict[str, Callable[[list[Results], Path], str]] = {part.__name__: part for part in TABLES}
 
 

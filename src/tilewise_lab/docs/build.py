@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
 INVENTORIES = {"python": "https://docs.python.org/3/", "torch": "https://docs.pytorch.org/docs/stable/"}
 UNTRANSLATED = ":::{note}\n本页尚无中文译文，以下为英文原文。\n:::"
+PICTURE = re.compile(
+    r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
+)  # a light and a dark file, as GitHub shows them
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -87,7 +90,7 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         text = text.replace("{root}", root).replace(
             "{reports}", results.list_of_reports(ROOT / "bench" / "results", root)
         )
-        path.write_text(tidied(linked(text, source, page, places, folder)), encoding="utf-8")
+        path.write_text(tidied(linked(themed(text), source, page, places, folder)), encoding="utf-8")
 
 
 def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
@@ -95,7 +98,7 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
     documents = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
     places = {path: path.removeprefix("docs/") for path in documents if not path.startswith("docs/zh/")}
     places |= {"bench/README.md": "benchmark.md", "course/COVERAGE.md": "course/coverage.md"}
-    places |= {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+    places |= {f"{name.upper()}.md": f"{name}.md" for name in ("support", "contributing", "changelog")}
     measured = ROOT / "bench" / "results"
     places |= {f"bench/results/{path.name}": f"results/{path.stem}.md" for path in measured.glob("*.md")}
     for source, page in sorted(places.items()):
@@ -111,6 +114,16 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
     for name, text in results.tables(measured):
         yield f"bench/results/{name}.json", f"results/{name}.md", text if language == "en" else noted(text)
+
+
+def themed(text: str) -> str:
+    """Pictures with a light and a dark file, as images of which Furo shows the one of the reader's theme.
+
+    >>> print(themed('<picture>\\n<source srcset="d.svg">\\n<img src="l.svg" alt="A chart.">\\n</picture>'))
+    ![A chart.](l.svg){.only-light}
+    ![A chart.](d.svg){.only-dark}
+    """
+    return PICTURE.sub(r"![\3](\2){.only-light}\n![\3](\1){.only-dark}", text)
 
 
 def tidied(text: str) -> str:

@@ -19,7 +19,7 @@ from tilewise_lab.fuzz.kv import KvCase
 
 DRAWS, DEVIATIONS = 4, 8.0
 
-# Calls that are right and that a backend may refuse: (backends, text of the refusal). README.md has the table.
+# Correct calls that a backend may refuse: (backends, text of the refusal). The table is in docs/compatibility.md.
 REFUSALS = (
     (("triton", "hopper", "auto"), "a gradient of the gradient"),
     (("triton", "hopper", "auto"), "a derivative of the gradient"),

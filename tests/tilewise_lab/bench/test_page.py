@@ -71,12 +71,51 @@ def test_out_of_memory_is_drawn():
     assert "naive, 4096 tokens: out of memory" in page.render(found)
 
 
-def test_the_figure_stands_alone():
-    text = charts.figure(results(*grid()), "forward")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("theme", charts.THEMES)
+def test_the_figure_stands_alone(theme):
+    text = charts.figure(results(*grid()), "forward", theme)
     drawn = ElementTree.fromstring(text)
-    panels = drawn.findall("{http://www.w3.org/2000/svg}svg")
-    assert len(panels) == 4
-    assert "prefers-color-scheme" in text
+    assert len(drawn.findall(f"{SVG}svg")) == 4
+    assert "@media" not in text  # GitHub's theme is not the system's
+    assert ("--card: #1b1e24" in text) is (theme == "dark")
+
+
+def labels(panel):
+    """Texts of a panel with their left and right ends, as wide as bold letters are at most."""
+    for element in panel.iter():
+        if element.tag.endswith("text"):
+            x, wide, kind = float(element.get("x")), 7.2 * len(element.text), element.get("class")
+            start = x - wide if "end" in kind else x - wide / 2 if "middle" in kind else x
+            yield element.text, start, start + wide
+
+
+@pytest.mark.parametrize("which", ["forward", "overview"])
+def test_no_label_is_clipped(which):
+    """1000 was written as 1e+03, beyond the left edge; long names ended beyond the right one."""
+    found = results(*grid(triton=[0.0003] * 3))
+    text = charts.overview(found, "light") if which == "overview" else charts.figure(found, which, "light")
+    panels = ElementTree.fromstring(text).findall(f"{SVG}svg")
+    assert panels
+    for panel in panels:
+        said = list(labels(panel))
+        assert "1000" in [words for words, *_ in said]
+        assert "tilewise (Triton)" in [words for words, *_ in said]
+        assert all(start >= 0 and end <= charts.WIDTH for _, start, end in said), said
+
+
+def test_the_thick_line_is_what_tilewise_chooses():
+    cells = grid()
+    for one in cells:
+        one.entries["tilewise-reference"] = Entry("ok", times=[5.0] * 3)
+    drawn = ElementTree.fromstring(charts.figure(results(*cells), "forward", "light"))
+    for panel in drawn.findall(f"{SVG}svg"):
+        thick = [
+            group.get("style") for group in panel.iter(f"{SVG}g") for p in group if p.get("class") == "series ours"
+        ]
+        assert thick == [f"--c:var(--{OURS})"]
 
 
 @pytest.mark.parametrize("peak", [0.003, 0.97, 1.0, 6.1, 99.0, 812.0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,11 +90,24 @@ def test_other_measurements_may_lie_beside_them(root):
     assert [path.name for path in readme.kept(root)] == names
 
 
-def test_plots_are_written_and_shown(root):
-    (root / "bench/README.md").write_text(DOCUMENT.format("plot"))
+@pytest.mark.parametrize(("part", "name"), [("plot", "forward"), ("plot", "backward"), ("overview", "overview")])
+def test_plots_are_written_and_shown(root, part, name):
+    (root / "bench/README.md").write_text(DOCUMENT.format(part))
     changed = readme.write(root)
-    assert root / "bench/plots/forward.svg" in changed
-    assert "](../bench/plots/forward.svg)" in (root / "bench/README.md").read_text()
+    text = (root / "bench/README.md").read_text()
+    for theme in ("light", "dark"):
+        assert root / f"bench/plots/{name}-{theme}.svg" in changed
+        assert f'="../bench/plots/{name}-{theme}.svg"' in text
+
+
+def test_alternative_texts_say_what_is_shown(root):
+    (root / "README.md").write_text(DOCUMENT.format("overview") + DOCUMENT.format("plot"))
+    readme.write(root)
+    overview, forward, _ = re.findall(r'alt="(.*?)"', (root / "README.md").read_text())
+    rate = f"{cell(seq=4096, dim=128, causal=True).flops / 1e12:.3g}"
+    assert f"Forward at 4k tokens: tilewise (Triton) {rate}, FA2" in overview
+    assert "head dims 64, 128, full and causal" in forward
+    assert "1.50 to 1.50 times the fastest peer" in forward
 
 
 def test_unknown_markers_are_an_error(root):

@@ -1,0 +1,87 @@
+"""The command that publishes, in a repository of its own, with ./run and the remote replaced."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "release"
+# "package" leaves what a build would, named after the newest tag; every call is recorded.
+RUN = """#!/bin/sh
+echo "$@" >> ../calls
+[ "$1" = package ] || exit 0
+version=$(git describe --tags | sed s/^v//)
+touch "$2/tilewise-$version.tar.gz" "$2/tilewise-$version-py3-none-any.whl"
+"""
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@x.invalid"]
+    return subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "x")
+        monkeypatch.setenv(f"{name}_EMAIL", "x@x.invalid")
+    folder = tmp_path / "clone"
+    (folder / ".ci").mkdir(parents=True)
+    shutil.copy(SCRIPT, folder / ".ci")
+    (folder / "run").write_text(RUN)
+    (folder / "run").chmod(0o755)
+    (folder / "CHANGELOG.md").write_text("## [0.2.0]\n")
+    (folder / "pyproject.toml").write_text("[project.urls]\n")
+    git(tmp_path, "init", "-q", "--bare", "origin")
+    git(folder, "init", "-q")
+    git(folder, "remote", "add", "origin", "../origin")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all")
+    return folder
+
+
+def release(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", ".ci/release", *words], cwd=clone, capture_output=True, text=True)
+
+
+def calls(clone: Path) -> list[str]:
+    path = clone.parent / "calls"
+    return [line.split(" /")[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_version_is_tagged_built_uploaded_and_pushed(clone):
+    done = release(clone, "0.2.0")
+    assert done.returncode == 0, done.stderr
+    assert calls(clone) == ["package", "python -m twine upload"]
+    assert git(clone.parent / "origin", "tag") == "v0.2.0\n"
+
+
+def test_a_dry_run_leaves_nothing(clone):
+    done = release(clone, "0.2.0", "--dry-run")
+    assert (done.returncode, done.stdout) == (0, "release: 0.2.0 is ready\n"), done.stderr
+    assert calls(clone) == ["package"]
+    assert git(clone, "tag") == git(clone.parent / "origin", "tag") == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("CHANGELOG.md", "## Unreleased\n", "no heading '## [0.2.0]'"),
+        ("pyproject.toml", "[project]\n", "no [project.urls]"),
+        ("run", "#!/bin/sh\ntouch $2/tilewise-0.1.tar.gz\n", "the build made tilewise-0.1.tar.gz"),
+    ],
+)
+def test_what_is_not_ready_is_not_published(clone, file, text, reason):
+    (clone / file).write_text(text)
+    done = release(clone, "0.2.0")
+    assert "uncommitted changes" in done.stderr
+    git(clone, "commit", "-qam", "a change")
+    done = release(clone, "0.2.0")
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert not any("upload" in call for call in calls(clone))
+    assert git(clone, "tag") == ""
