@@ -79,8 +79,8 @@ def test_few_queries_of_a_group_share_tiles_here_as_in_the_launcher(n_q, before,
     forward = launch.forward_launch(request, *launch.new_results(request, memory), Gpu("cuda", 90))
     (kernel,) = plan(Call(64, n_q, 1537, 8, 2, 256, 256, before=before, after=0), "triton", H200, backward=False)
     assert kernel.programs == forward.programs == 64 * 2 * -(-n_q * 4 // 64)
-    assert kernel.profile.heads == forward.options["PLAN"].HEADS == 4
-    assert kernel.tile.block_m == forward.options["PLAN"].BLOCK_M == 64
+    assert kernel.profile.heads == forward.options["CONFIG"].HEADS == 4
+    assert kernel.tile.block_m == forward.options["CONFIG"].BLOCK_M == 64
 
 
 def test_the_tail_shows_in_the_prediction():
