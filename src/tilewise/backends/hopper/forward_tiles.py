@@ -77,7 +77,7 @@ def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
         s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
-        end = diagonal * 0 + (w.n_k - start)  # in the layout of `diagonal`, see docs/gotchas.md
+        end = opaque(diagonal * 0 + (w.n_k - start))  # in the layout of `diagonal`, see docs/gotchas.md
         if params.after is not None:
             end = gl.minimum(diagonal + params.after + 1, end)
         s = keep_column_range(s, None if params.before is None else diagonal - params.before, end)

@@ -64,7 +64,7 @@ SPILLS = {
     "128 bias": 120,
     "128 bias, packed": 88,
     "256 softcap": 52,
-    "256 document sinks": 148,
+    "256 document sinks": 92,
 }  # bytes
 SPILLS |= {"128 partial alibi": 48, "128 document lists": 20}
 
