@@ -181,12 +181,20 @@ def test_merge_of_two_halves_is_the_whole(backend: str) -> None:
 
 
 @pytest.mark.parametrize("function", [tilewise.attention, tilewise.attention_varlen])
-def test_overloads_say_what_return_lse_returns(function):
-    with_lse, without, unknown = typing.get_overloads(function)
-    assert inspect.signature(with_lse).parameters["return_lse"].annotation == "Literal[True]"
-    assert inspect.signature(without).parameters["return_lse"].annotation == "Literal[False]"
-    results = [inspect.signature(x).return_annotation for x in (with_lse, without, unknown)]
-    assert results == ["OutLse", "Tensor", "Tensor | OutLse"]
+def test_overloads_say_what_is_returned(function):
+    found = {}
+    for overload in typing.get_overloads(function):
+        signature = inspect.signature(overload)
+        kinds = (signature.parameters[name].annotation for name in ("return_lse", "return_max_logit"))
+        found[tuple(kinds)] = signature.return_annotation
+    yes, no = "Literal[True]", "Literal[False]"
+    assert found == {
+        (no, no): "Tensor",
+        (yes, no): "OutLse",
+        (no, yes): "OutMaxLogit",
+        (yes, yes): "OutLseMaxLogit",
+        ("bool", "bool"): "Result",
+    }
 
 
 PUBLIC = ["attention", "attention_varlen", "check", "attention_kv", "plan_kv", "check_kv", "append_kv", "merge"]

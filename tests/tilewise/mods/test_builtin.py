@@ -79,7 +79,6 @@ BUILTIN = sorted(set(mods.__all__) - {"PROGRAMS", "BlockMask", "Mod", "Program",
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_examples_of_mods(name: str) -> None:
-    test = doctest.DocTestParser().get_doctest(
-        getattr(mods, name).__doc__, vars(mods.builtin) | vars(mods), name, None, 0
-    )
+    names = vars(mods.builtin) | vars(mods)
+    test = doctest.DocTestParser().get_doctest(getattr(mods, name).__doc__, names, name, None, 0)
     assert doctest.DocTestRunner().run(test).failed == 0
