@@ -54,6 +54,7 @@ __all__ = [
 
 # Imported when they are first asked for: names, and the modules that have them.
 _LATER = {
+    "__version__": "tilewise.version",
     "compat": "tilewise.compat",
     "distributed": "tilewise.distributed",
     "integrations": "tilewise.integrations",
@@ -64,24 +65,12 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _installed_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
     found = module if module.__name__.endswith("." + name) else getattr(module, name)
     globals()[name] = found
     return found
-
-
-def _installed_version() -> str:
-    """The version that pip installed; "0+unknown" for sources on the path that were never installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tilewise")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def _activate() -> Any:
