@@ -63,6 +63,7 @@ __all__ = [
 
 # Imported when they are first asked for: names, and the modules that have them.
 _LATER = {
+    "__version__": "tilewise.version",
     "compat": "tilewise.compat",
     "distributed": "tilewise.distributed",
     "integrations": "tilewise.integrations",
@@ -94,8 +95,6 @@ def __getattr__(name: str) -> Any:
         caller = None if frame is None else frame.f_back
         importing = caller is not None and caller.f_globals.get("__name__") == "importlib._bootstrap"
         raise ImportError(words, name=__name__) if importing else AttributeError(words)
-    if name == "__version__":
-        return _installed_version()
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])
@@ -106,16 +105,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-def _installed_version() -> str:
-    """The version that pip installed; "0+unknown" for sources on the path that were never installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tilewise")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def _activate() -> Any:
