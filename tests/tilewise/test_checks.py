@@ -101,7 +101,7 @@ def test_a_longest_sequence_that_is_not_the_longest(side: str) -> None:
             call(T, T, T, cu, cu, **{f"max_seqlen_{side}": 2})
 
 
-@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.long(), CU[None], CU[:0], CU.to_sparse()])
+@pytest.mark.parametrize("x", [None, [0, 4], np.array([0, 4]), CU.float(), CU[None], CU[:0], CU.to_sparse()])
 def test_what_is_no_offsets(x: Any) -> None:
     with pytest.raises(AttentionError):
         tilewise.attention_varlen(T, T, T, x, CU)

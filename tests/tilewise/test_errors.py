@@ -71,7 +71,7 @@ DENSE = {
 
 VARLEN = {
     "rank": Refusal({"q": x(1, 9, 4, 8)}, "shape of q", "(1, 9, 4, 8)", "3 axes (tokens, heads, dim)"),
-    "cu dtype": Refusal({"cu_seqlens_q": cu(0, 9, dtype=torch.int64)}, "dtype of cu_seqlens_q", "int64", "torch.int32"),
+    "cu dtype": Refusal({"cu_seqlens_q": cu(0, 9, dtype=torch.int16)}, "dtype of cu_seqlens_q", "int16", "torch.int32"),
     "cu shape": Refusal({"cu_seqlens_k": cu(0, 9)[None]}, "shape of cu_seqlens_k", "(1, 2)", "(B + 1,)"),
     "cu scalar": Refusal({"cu_seqlens_q": cu()}, "shape of cu_seqlens_q", "(0,)", "(B + 1,), starting with 0"),
     "cu device": Refusal({"cu_seqlens_q": cu(0, 9, device="meta")}, "device of cu_seqlens_q", "meta", "q's cpu"),

@@ -141,3 +141,11 @@ def test_commands_name_themselves_as_they_were_called(capsys, monkeypatch):
     monkeypatch.setattr(cli, "CALLED", "./run")
     assert cli.main(["plan", "--ranks", "0"]) == 2
     assert capsys.readouterr().err.startswith("./run plan: --ranks")
+
+
+def test_explore_exports_to_a_file_or_into_a_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tilewise_lab.explore.export.answers", lambda: "{}")
+    for target, file in ("new/page.html", "new/page.html"), ("site", "site/index.html"):
+        assert cli.main(["explore", "--export", str(tmp_path / target)]) == 0
+        assert (tmp_path / file).is_file()
+        assert capsys.readouterr().out.startswith(str(tmp_path / file))

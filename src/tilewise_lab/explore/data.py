@@ -172,7 +172,7 @@ def plans(*, tokens: str = "128k", ranks: int = 16, mask: str = "causal", machin
                 "width": one.plan.ulysses_size,
                 "passes": [{"time": x.time, "bars": _bars(x.to_dict(SHOWN)["bars"])} for x in one.passes],
             }
-            for one in sorted(found, key=lambda x: (x is not best, x.refusal is not None, x.time))
+            for one in found
         ],
     }  # fmt: skip
 

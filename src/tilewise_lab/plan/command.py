@@ -77,7 +77,7 @@ def run(options: Namespace) -> int:
 
 
 def compare(options: Namespace) -> list[Estimate]:
-    """Every strategy that fits the question, each with the layout that suits it."""
+    """Every strategy that fits the question, each with the layout that suits it: the advised one, then by time."""
     ends = [0]
     for n in options.documents or ():
         ends.append(ends[-1] + n)
@@ -94,7 +94,8 @@ def compare(options: Namespace) -> list[Estimate]:
             continue  # as the gather
         shape = {name: getattr(options, name) for name in ("heads", "kv_heads", "dim", "batch", "dtype", "forward")}
         found.append(estimate(made, options.machine, links=links, **shape))
-    return found
+    best = advised(found)
+    return sorted(found, key=lambda x: (x is not best, x.refusal is not None, x.time))
 
 
 def reason_of(found: list[Estimate], best: Estimate) -> str | None:
