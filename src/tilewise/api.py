@@ -10,7 +10,7 @@ from .autograd import attend, run_plan
 from .backends.registry import choose
 from .options import Options, OtherOptions, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
-from .torch_internals import is_eager, is_traced
+from .torch_internals import is_autocast, is_eager, is_traced
 from .validation import dense as validation
 from .validation import nested
 
@@ -88,7 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", **option
     Raises:
         AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
     """
-    if not isinstance(layout, str) or layout != "bshd" or validation.is_autocast(q):
+    if not isinstance(layout, str) or layout != "bshd" or is_autocast(q):
         q, k, v = validation.to_bshd(q, k, v, layout)
     out, lse = _run(q, k, v, options)
     if layout != "bshd":

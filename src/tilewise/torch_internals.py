@@ -1,4 +1,5 @@
-"""The private names of torch that tilewise uses: all of them, each with the public API that would replace it.
+"""The state of torch that a call depends on, and the private names of torch that tilewise uses: all of them, each with
+the public API that would replace it.
 
 Tested with torch 2.10 to 2.15. If a later torch lacks a name, a fallback takes its place: attention stays right and may
 be slower, but FLOP counters and profilers may miss it, torch.vmap over a KV cache is not rejected, and batched
@@ -97,6 +98,12 @@ def is_intercepted() -> bool:
 def is_eager() -> bool:
     """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread."""
     return not torch.compiler.is_compiling() and _modes() == 0 and _transform() is None and not is_forward_mode()
+
+
+def is_autocast(x: Any) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    kind = x.device.type if isinstance(x, Tensor) else "meta"
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def is_traced(*tensors: Tensor) -> bool:

@@ -18,7 +18,7 @@ from ..mods.blocks import BlockMask
 from ..mods.dropout import as_seed, is_whole
 from ..options import Options, options_of
 from ..request import MAX_HEAD_DIM, Request, Spec, band
-from ..torch_internals import has_address
+from ..torch_internals import has_address, is_autocast
 from .arguments import (
     DTYPES,
     LARGEST,
@@ -274,12 +274,6 @@ def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
             raise AttentionError(f"{name}[{n + 1}]", b, f"at least {name}[{n}], {a}")
     if ends[-1] > tokens:
         raise AttentionError(f"end of {name}", ends[-1], f"at most the {tokens} tokens there are")
-
-
-def is_autocast(x: Any) -> bool:
-    """Whether autocast is on for the device of a tensor."""
-    kind = x.device.type if isinstance(x, Tensor) else "meta"
-    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str = "bshd") -> tuple[Tensor, ...]:

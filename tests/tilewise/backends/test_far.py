@@ -239,7 +239,7 @@ def check(make: Any, dtype: torch.dtype, backend: str, n: int = 20, d: int = 16)
     mean = v.mean(1, keepdim=True).expand_as(v)
     exact = torch.where((torch.arange(n, device=DEVICE) == ROW)[:, None, None], mean, plain)
     if name_of(make) == "a table of them":  # which adds: q and k get a gradient from this row, too
-        exact = naive(q, k, v, bands(n))[0]
+        exact = naive(q, k, v, bands(n).to(DEVICE))[0]
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     for ours, theirs in zip(grads, torch.autograd.grad(exact, (q, k, v), dout.to(exact.dtype)), strict=True):

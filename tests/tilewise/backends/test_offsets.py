@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import os
+import subprocess
+import sys
 from math import prod
 
 import pytest
@@ -41,3 +45,13 @@ def test_far_apart(axis: str) -> None:
     far = {name: spread(getattr(inputs, name), STRIDES[axis]) for name in ("q", "k", "v", "dout")}
     inputs = inputs._replace(**far)
     budget.check(run(inputs, "triton"), inputs)
+
+
+def test_compiled_offsets_inside_a_tile_have_64_bits() -> None:
+    """A struct in a struct has lost the constant that says so: the interpreter keeps it."""
+    run = [sys.executable, "-m", "tests.tilewise.backends.compile_wide"]
+    made = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+    found = json.loads(made.stdout.splitlines()[-1])
+    assert {"decode", "append", "forward", "key", "query"} <= set(found)
+    assert not any(found.values()), found

@@ -67,7 +67,7 @@ def view(x: Tensor) -> View:
     """The View of a (batch, token, head, dim) or packed (token, head, dim) tensor. Axes of size 1 have stride 0."""
     outer = (0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False))
     strides = (*outer, x.stride(-1)) if x.dim() == 4 else (0, *outer, x.stride(-1))
-    return View(x, strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None)
+    return View(x, (*strides, 1 if (strides[1] + strides[3]) * MAX_HEAD_DIM >= 2**31 else None))
 
 
 def padded(d: int, least: int = 16) -> int:

@@ -81,8 +81,9 @@ class Outputs(NamedTuple):
 
 class Params(NamedTuple):
     """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `scale_log2` is log2(e),
-    times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC: the tiles of
-    the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see `is_ascending`)."""
+    times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC:
+    the tiles of the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see
+    `is_ascending`)."""
 
     outputs: tl.tuple
     cu_q: tl.tensor

@@ -24,12 +24,12 @@ ANY_SIZE = {
 class View(NamedTuple):
     """A (batch, token, head, dim) tensor; or padded row statistics, (batch, head, row) with the last stride 1.
 
-    Offsets inside a tile are 32-bit, which saves registers in the backward, unless the view is `wide`.
+    The strides of a tensor have a fifth entry, 1 if offsets inside a tile may exceed 32 bits, else None (see `index`).
+    It is not a field of its own: Triton forgets the constants of a struct inside a struct (docs/gotchas.md).
     """
 
     ptr: tl.tensor
     strides: tl.tuple
-    wide: tl.constexpr = None
 
 
 class Grid(NamedTuple):

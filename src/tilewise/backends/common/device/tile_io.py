@@ -7,15 +7,21 @@ from .structs import Rows
 
 
 @triton.jit
+def index(x, i):
+    """Indices of the view x as they are multiplied by its strides. 32 bits save registers in the backward."""
+    if x.strides[4] is None:
+        return i
+    else:
+        return i.to(tl.int64)
+
+
+@triton.jit
 def tile_pointers(rows, ROWS: tl.constexpr, COLS: tl.constexpr):
     x = rows.x
     r = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, COLS)[None, :]
-    if x.wide is not None:
-        d = d.to(tl.int64)
+    d = index(x, tl.arange(0, COLS)[None, :])
     if rows.heads is None:
-        if x.wide is not None:
-            r = r.to(tl.int64)
+        r = index(x, r)
         p = x.ptr + rows.b.to(tl.int64) * x.strides[0] + rows.h.to(tl.int64) * x.strides[2]
         p += tl.cast(rows.t + rows.first, tl.int64) * x.strides[1]
         return p + r * x.strides[1] + d * x.strides[3]
@@ -44,7 +50,7 @@ def load_rows(rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVE
 @triton.jit
 def load_columns(rows, c, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The same of the columns c .. c + COLS."""
-    p = tile_pointers(rows, ROWS, COLS) + c * rows.x.strides[3]
+    p = tile_pointers(rows, ROWS, COLS) + tl.cast(c, tl.int64) * rows.x.strides[3]
     r = tl.arange(0, ROWS)[:, None]
     d = c + tl.arange(0, COLS)[None, :]
     return tl.load(p, mask=(rows.first + r < rows.n) & (d < D), other=0.0)

@@ -304,13 +304,13 @@ def append_token(new, cache, scales, source, b, target, angles, norms, CONFIG: t
     v_new = new.v
     for first in range(0, CONFIG.KV_HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
-        x = View(token_pointer(k_new, source[0], source[1]), k_new.strides, k_new.wide)
+        x = View(token_pointer(k_new, source[0], source[1]), k_new.strides)
         norm = norms
         if norms.weight is not None:
             factor = norm_factor(x, h, h < CONFIG.KV_HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)
             norm = HeadNorm(norms.weight, factor, norms.offset)
         write_heads(x, cache.k, scales.k, b, target, h, norm, angles, CONFIG.D, CONFIG.BLOCK_D, CACHE_K, CONFIG)
-        x = View(token_pointer(v_new, source[0], source[1]), v_new.strides, v_new.wide)
+        x = View(token_pointer(v_new, source[0], source[1]), v_new.strides)
         nothing = Angles(None, None, 0, 0)
         plain = HeadNorm(None, 1.0, 0.0)
         write_heads(x, cache.v, scales.v, b, target, h, plain, nothing, CONFIG.DV, CONFIG.BLOCK_DV, CACHE_V, CONFIG)
@@ -324,7 +324,7 @@ def rotate_query(queries, b, t, angles, norms, CONFIG: tl.constexpr):
     for first in range(0, CONFIG.HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
         mask = (h < CONFIG.HEADS) & (d < CONFIG.D)
-        x = View(token_pointer(q, b, t), q.strides, q.wide)
+        x = View(token_pointer(q, b, t), q.strides)
         norm = norms
         if norms.weight is not None:
             factor = norm_factor(x, h, h < CONFIG.HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)

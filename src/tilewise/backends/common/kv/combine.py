@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..device.softmax import logsumexp
 from ..device.structs import LOG2E
+from ..device.tile_io import index
 from ..pdl import gdc_wait
 from .schedule import RUNTIME_SIZES, item_records, load_item, load_task, split_record, task_record
 
@@ -95,9 +96,7 @@ def row_pointers(x, item, rows):
 @triton.jit
 def columns(x, d):
     """Offsets of the dims d within a row, in 64 bits where they may exceed 32."""
-    if x.wide is not None:
-        d = d.to(tl.int64)
-    return d * x.strides[3]
+    return index(x, d) * x.strides[3]
 
 
 @triton.jit

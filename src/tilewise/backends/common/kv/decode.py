@@ -16,6 +16,7 @@ from ..device.matmul import raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
 from ..device.structs import Pairs, ScoreParams, Work
+from ..device.tile_io import index
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
@@ -157,9 +158,7 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     base = h.to(tl.int64) * x.strides[2]
     if PAGE_SIZE is None or PAGE_SIZE % N == 0:
         place = at if PAGE_SIZE is None else at % PAGE_SIZE
-        if x.wide is not None:
-            r = r.to(tl.int64)
-        return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], r * x.strides[1]
+        return base + page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1], index(x, r) * x.strides[1]
     else:
         place = r % PAGE_SIZE if N % PAGE_SIZE == 0 else (at + r) % PAGE_SIZE
         return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
@@ -169,12 +168,10 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
 def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a cache. Those that are not inside are not read: 0, as are columns past D."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    if x.wide is not None:
-        d = d.to(tl.int64)
     mask = inside[:, None]
     if D != BLOCK_D:
         mask = mask & (d < D)
-    return tl.load(x.ptr + base + (rows[:, None] + d * x.strides[3]), mask=mask, other=0.0)
+    return tl.load(x.ptr + base + (rows[:, None] + index(x, d) * x.strides[3]), mask=mask, other=0.0)
 
 
 @triton.jit

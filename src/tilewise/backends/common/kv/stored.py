@@ -15,7 +15,7 @@ from ..launch import INTERPRETED
 from ..shapes import view
 from . import formats
 
-NO_VIEW = View(None, (0, 0, 0, 0))
+NO_VIEW = View(None, (0, 0, 0, 0, None))
 E4M3_CAPABILITY = 89  # from which on PTX converts e4m3
 
 
@@ -61,4 +61,4 @@ def scale_of(scale: Scale) -> formats.Scale:
     if has_token_scales(scale):
         return formats.Scale(view(scale if scale.dim() == 4 else scale[..., None]), 1.0)
     steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.stride(), strict=True)]
-    return formats.Scale(View(scale, (*[0] * (2 - len(steps)), *steps, 0, 0)), 1.0)
+    return formats.Scale(View(scale, (*[0] * (2 - len(steps)), *steps, 0, 0, None)), 1.0)
