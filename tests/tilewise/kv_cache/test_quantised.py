@@ -122,11 +122,11 @@ def test_appended_bytes(dtype: torch.dtype, new: torch.dtype, backend: str) -> N
     else:
         x = bits.view(new)
     x = x[x.isfinite()]
-    x = torch.nn.functional.pad(x, (0, -len(x) % 256)).view(1, -1, 1, 256)
+    x = torch.nn.functional.pad(x, (0, -len(x) % 4096)).view(1, -1, 16, 256)
     for scale in (0.37, 1.0):
         width = 128 if dtype == INT4 else 256
-        caches = torch.zeros(2, 1, x.shape[1], 1, width, dtype=torch.uint8).view(dtype).unbind(0)
-        tilewise.append_kv(x, x, *caches, 0, k_scale=scale, v_scale=torch.tensor([scale]), backend=backend)
+        caches = torch.zeros(2, 1, x.shape[1], 16, width, dtype=torch.uint8).view(dtype).unbind(0)
+        tilewise.append_kv(x, x, *caches, 0, k_scale=scale, v_scale=torch.full((16,), scale), backend=backend)
         _, code = nearest(x.float() / torch.tensor(scale), dtype)
         if dtype == INT4:
             low, high = code.chunk(2, -1)
