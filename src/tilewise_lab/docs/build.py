@@ -98,7 +98,7 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
     documents = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
     places = {path: path.removeprefix("docs/") for path in documents if not path.startswith("docs/zh/")}
     places |= {"bench/README.md": "benchmark.md", "course/COVERAGE.md": "course/coverage.md"}
-    places |= {f"{name.upper()}.md": f"{name}.md" for name in ("support", "contributing", "changelog")}
+    places |= {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
     measured = ROOT / "bench" / "results"
     places |= {f"bench/results/{path.name}": f"results/{path.stem}.md" for path in measured.glob("*.md")}
     for source, page in sorted(places.items()):
