@@ -42,6 +42,7 @@ LAYERS = (
     "mods",
     "kv_request",
     "request",
+    "kv_formats",
     "errors torch_internals backends.common.device version",
 )
 RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}

@@ -130,7 +130,7 @@ def explain(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    layout: str = "bshd",
+    layout: str | None = None,
     backward: bool | None = None,
     device: str | None = None,
     dtype: str = "bfloat16",

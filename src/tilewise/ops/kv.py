@@ -169,7 +169,7 @@ def traced_attend(call: KvCall) -> tuple[Tensor, ...]:
     q, v = request.call.q, request.call.v
     out = q.new_empty((*q.shape[:-1], head_dim(v))) if call.out is None else call.out
     lse = new_lse(q)
-    max_logit = lse.new_empty(lse.shape[:-1], dtype=torch.float32) if request.spec.max_logit else None
+    max_logit = lse.new_empty(lse.shape[:-1], dtype=torch.float32) if request.call.spec.max_logit else None
     register_formulas()
     torch.ops.tilewise.attend_kv(out, lse, workspace, max_logit, memory, *given)
     return (out, lse) if max_logit is None else (out, lse, max_logit)

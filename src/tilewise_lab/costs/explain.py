@@ -63,7 +63,7 @@ def explain(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    layout: str = "bshd",
+    layout: str | None = None,
     backward: bool | None = None,
     device: str | None = None,
     dtype: str = "bfloat16",
@@ -90,7 +90,7 @@ def explain(
         if not isinstance(flag, bool) and flag is not None:
             raise AttentionError(name, repr(flag), "True or False")
     tensors = [_tensor(name, x, dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
-    tensors = q, k, v = tensors if layout == "bshd" else list(checks.bhsd_to_bshd(layout, *tensors))
+    tensors = q, k, v = tensors if layout in (None, "bshd") else list(checks.bhsd_to_bshd(layout, *tensors))
     if cu_seqlens_q is None:
         request, lengths = checks.dense(q, k, v, values), None
     else:

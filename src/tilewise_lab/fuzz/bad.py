@@ -53,10 +53,10 @@ BAD: dict[str, tuple[str, ...]] = {
         "3  # without dropout",
     ),
     "score_mod": (
-        "lambda s, b, h, i, j: s", "tilewise.mods.softcap", "tilewise.mods.block_diagonal(2)", "'x'", "3", "q",
+        "lambda s: s", "tilewise.mods.softcap", "tilewise.mods.block_diagonal(2)", "'x'", "3", "q",
     ),
     "mask_mod": (
-        "lambda b, h, i, j: i > j", "tilewise.mods.block_diagonal", "tilewise.mods.softcap(1.0)",
+        "lambda i, j: i > j", "tilewise.mods.block_diagonal", "tilewise.mods.softcap(1.0)",
         "torch.ones(2, 2) > 0", "'causal'", "tilewise.block_mask(tilewise.mods.block_diagonal(2), 7, 7)",
     ),
     "return_lse": (*_NO_BOOL, "None"),

@@ -77,7 +77,7 @@ def stream_probe(q, k, v, acc, m, l, bits, n_q, n_k, before, after, scale, parts
     w = Work(part * 0, part * 0, part * 0, 0, n_q, 0, n_k, 0)
     tensors = Tensors(q, k, v, None, None, None)
     params = ScoreParams(before, after, scale, Terms(), None, None)
-    found, top, total = stream_keys(tensors, w, part, parts, params, CONFIG, False)
+    found, top, total, _ = stream_keys(tensors, w, part, parts, params, CONFIG, False)
     i = part * CONFIG.BLOCK_M + tl.arange(0, CONFIG.BLOCK_M)
     tl.store(m + i, top)
     tl.store(l + i, total)

@@ -65,7 +65,7 @@ def test_offsets_of_64_bits(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.common.kv import launches as kv_launch
 
     view = kv_launch.view
-    monkeypatch.setattr(kv_launch, "view", lambda x: view(x)._replace(wide=1))
+    monkeypatch.setattr(kv_launch, "view", lambda x: view(x)._replace(strides=(*view(x).strides[:4], 1)))
     case = KvCase((20, 3, 40), queries=2, new=2, heads=4, kv_heads=2, dim=20, page=page)
     rotary = tilewise.Rotary(torch.ones(64, 4), torch.zeros(64, 4))  # turns nothing
     check(monkeypatch, case.but(options={"rotary": rotary}), (16, 16, 4, 1, 1), 5)
