@@ -20,7 +20,7 @@ from ..common.score_terms import device_terms, folded, has_large_scores, mask_mo
 from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
 from .backward_tiles import BackwardConfig
-from .descriptors import descriptor, float32_output
+from .descriptors import float32_output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
 from .postprocess import (
     PostprocessConfig,
@@ -31,7 +31,7 @@ from .postprocess import (
 )
 from .repair_config import STEP, repair_config
 from .support import GPU, is_uneven
-from .tiles import backward_tile
+from .tiles import backward_tile, backward_widths
 
 REPAIR_ROWS = 32
 L2_BYTES = 16 << 20  # of Q, dO and dQ that may be in use at once
@@ -39,11 +39,16 @@ TILE_OVERHEAD = 350  # queries that a program could visit in the time it takes t
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+Parts = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class Workspace(NamedTuple):
     """The memory that a call needs beside its arguments, in one allocation: the row statistics (batch and head, padded
     token); and, zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler,
-    the flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ."""
+    the flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ. `parts`: the columns of the tiles
+    of Q, K and dQ and of V and dO."""
 
+    parts: Parts
     lse2: Tensor
     delta: Tensor
     dq_acc: Tensor
@@ -56,31 +61,37 @@ class Workspace(NamedTuple):
         return self.lse2.shape[1]
 
 
-def new_workspace(memory: Memory, size: CallShape) -> Workspace:
-    sizes = workspace_sizes(size)
+def new_workspace(memory: Memory, size: CallShape, parts: Parts | None = None) -> Workspace:
+    """`parts`: by default padded to powers of two."""
+    parts = parts or padded_parts(size)
+    sizes = workspace_sizes(size, sum(parts[0]))
     lse2, delta, dq_acc, counters = memory.empty((sum(sizes),), torch.float32).split(sizes)
     rows, counters = statistics_rows(size), counters.view(torch.int32)
-    return Workspace(
-        lse2.view(rows, -1), delta.view(rows, -1), dq_acc.view(-1, 256), counters, counters[16:], counters[32:]
-    )
+    statistics = lse2.view(rows, -1), delta.view(rows, -1)
+    return Workspace(parts, *statistics, dq_acc.view(-1, 256), counters, counters[16:], counters[32:])
 
 
 @lru_cache(LIMIT)
-def workspace_sizes(size: CallShape) -> tuple[int, ...]:
-    """Float32 numbers of lse2, delta, dq_acc and the counters."""
+def workspace_sizes(size: CallShape, columns: int) -> tuple[int, ...]:
+    """Float32 numbers of lse2, delta, dq_acc, which has so many columns, and the counters."""
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
-    return tokens, tokens, tokens * block_dims(size)[0], tokens // PAD.value * 4 + 64
+    return tokens, tokens, tokens * columns, tokens // PAD.value * 4 + 64
 
 
 def statistics_rows(size: CallShape) -> int:
     return size.heads * (1 if size.packed else size.batch)
 
 
-def block_dims(size: CallShape) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
-    each of two warpgroups has a multiple of 64 of them."""
-    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
-    return d, max(dv, 128) if d > 128 else dv
+def padded_parts(size: CallShape) -> Parts:
+    """One power of two each. dV is stored through memory made for dQ: it has no more columns."""
+    d, dv = padded(max(size.d, size.dv), 64), padded(size.dv, 64)
+    return (d,), (max(dv, 128) if d > 128 else dv,)
+
+
+def unpadded_parts(size: CallShape) -> Parts:
+    """One or two powers of two each, for head dims from 65 to 96 and from 129 to 192. Not chosen for any call: right in
+    the emulator, not timed yet (docs/hopper-backward-wide.md)."""
+    return backward_widths(max(size.d, size.dv)), backward_widths(size.dv)
 
 
 class Backward(NamedTuple):
@@ -131,31 +142,63 @@ def backward_launches(
 def preprocess_launch(call: Backward) -> Launch:
     size, space = call.size, call.space
     out, lse, dout, dlse = call.bwd_inputs
-    block_d, block_dv = block_dims(size)
+    parts = space.parts[0]
     tiles = space.padded_tokens // PAD.value
     tensors = PreprocessTensors(view(out), view(dout), lse, dlse, *call.statistics, space.dq_acc, space.counters)
-    config = PreprocessConfig(size.dv, PAD.value, block_d, block_dv, has_large_scores(call.request), not INTERPRETED)
+    block_dv = padded(size.dv, 64)
+    config = PreprocessConfig(
+        size.dv, PAD.value, parts, sum(parts), block_dv, has_large_scores(call.request), not INTERPRETED
+    )
     args = tensors, *call.lengths, tiles, size.heads, size.batch
     options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4}
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, size: CallShape, fold_scale: bool) -> BackwardConfig:
-    block_d, block_dv = block_dims(size)
+def backward_config(request: Request, size: CallShape, parts: Parts, fold_scale: bool) -> BackwardConfig:
+    d, dv = parts
     has_terms, deterministic = not request.is_plain, request.spec.deterministic
-    tile = backward_tile(block_d, plain=not has_terms)
+    tile = backward_tile(sum(d), sum(dv), plain=not has_terms, deterministic=deterministic)
+    wide = tile.block_n == 64
     return BackwardConfig(
-        block_d,
-        block_dv,
+        d,
+        dv,
+        dq_pieces(d, by_rows=tile.block_m == 128),
         tile.block_m,
         tile.block_n,
         GROUP=size.heads // size.kv_heads,
         DETERMINISTIC=deterministic,
-        DQ_BY_TMA=tile.dq_by_tma or (deterministic and block_d <= 128),
+        DQ_BY_TMA=tile.dq_by_tma or (deterministic and not wide),
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
-        SCORES_FIRST=has_terms and block_d > 64,
+        SCORES_FIRST=has_terms and sum(d) > 64,
+        IN_HALVES=sum(d) > 128 and not wide,
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128,
+        WIDE=wide,
     )
+
+
+def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """See BackwardConfig.DQ_PIECES. At most 64 columns at a time, whose registers there are; of 64 and fewer, each
+    warpgroup takes a part: a product of few columns reads as much of dS as one of many.
+
+    >>> dq_pieces((64, 32), by_rows=False)
+    (((0, 0, 64),), ((1, 0, 32),))
+    >>> dq_pieces((128, 64), by_rows=False)
+    (((0, 0, 64), (1, 0, 32)), ((0, 64, 64), (1, 32, 32)))
+    """
+    if by_rows:
+        return tuple(((0, 0, parts[0]),) for _ in range(2))
+    if sum(parts) < 128 and len(parts) == 2:
+        return tuple(((i, 0, width),) for i, width in enumerate(parts))
+    halves = [
+        [
+            (i, wg * width // 2 + c, min(width // 2, 64))
+            for i, width in enumerate(parts)
+            for c in range(0, width // 2, 64)
+        ]
+        for wg in range(2)
+    ]
+    return tuple(map(tuple, halves))
 
 
 def tile_schedule(size: CallShape, spec: Spec, block_n: int, num_sms: int) -> tuple[int, int, int, int]:
@@ -174,23 +217,25 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
     """`score`, `score_scale`, `scale`: as `folded` returns them."""
     request, bwd_inputs, (_, dk, dv), space, size = call
     q, k, v, spec = request[:4]
-    config = backward_config(request, size, score["FOLD"])
+    config = backward_config(request, size, space.parts, score["FOLD"])
     if config.HAS_TERMS and not config.FOLD_SCALE:
         score_scale = 1.0  # the scores have been multiplied
     tiles_per_row, rows, rows_in_l2, ascending_rows = tile_schedule(size, spec, config.BLOCK_N, num_sms)
-    parts = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
+    shares = 2 if config.WIDE else 1  # each warpgroup stores its columns of dK and dV
     statistics = (
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
-    dq_box = [config.BLOCK_M * config.D // 512, 256]
+    dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
     args = (
-        *(descriptor(q, config.BLOCK_M, config.D), descriptor(k, 64, config.D), descriptor(v, 64, config.DV)),
-        descriptor(bwd_inputs.dout, config.BLOCK_M, config.DV),
+        *part_descriptors(q, config.BLOCK_M, config.D),
+        *part_descriptors(k, 64, config.D),
+        *part_descriptors(v, 64, config.DV),
+        *part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
         *statistics,
         *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
         # with float32 gradients only the box shapes of these two are used
-        descriptor(k if spec.partial else dk, 64, config.D // parts),
-        descriptor(v if spec.partial else dv, 64, config.DV // parts),
+        *part_descriptors(k if spec.partial else dk, 64, tuple(x // shares for x in config.D)),
+        *part_descriptors(v if spec.partial else dv, 64, tuple(x // shares for x in config.DV)),
         *(float32_output(dk, spec), float32_output(dv, spec), call.flag, space.semaphores, *call.lengths),
         *(
             spec.before,
@@ -213,7 +258,8 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
     size, tokens = call.size, call.space.padded_tokens
     tensors = call.space.dq_acc, view(call.grads[0]), call.flag
     args = tensors, *call.lengths, scale, tokens, tokens // PAD.value, size.heads, size.batch
-    config = PostprocessConfig(size.d, block_dims(size)[0], not INTERPRETED)
+    parts = call.space.parts[0]
+    config = PostprocessConfig(size.d, parts, sum(parts), not INTERPRETED)
     options = {"CONFIG": config, "num_warps": 8, "launch_pdl": not INTERPRETED}
     programs = 2 * size.programs(size.n_q, size.heads, PAD.value)
     return Launch(postprocess_kernel, programs, args, options)
@@ -223,7 +269,7 @@ def repair_launch(call: Backward, num_sms: int) -> Launch:
     request, bwd_inputs, grads, _, size = call
     q, k, v, spec = request[:4]
     rows = REPAIR_ROWS
-    plan = repair_config(size, rows, *block_dims(size))
+    plan = repair_config(size, rows, padded(size.d, 64), padded(size.dv, 64))
     q_total = size.programs(size.n_q, size.heads, rows)
     k_total = size.programs(size.n_k, size.kv_heads, rows)
     lse2, delta = call.statistics
@@ -243,23 +289,23 @@ def repair_launch(call: Backward, num_sms: int) -> Launch:
 
 def kv_head_repeats(request: Request, num_sms: int) -> int:
     """How often each KV head is best repeated, each copy for a part of its query heads. A program owns a tile of keys
-    of a KV head: with few keys and KV heads there are fewer programs than processors, and under a causal mask the
+    of a KV head: with few keys and KV heads there are fewer programs than num_sms, and under a causal mask the
     longest still run when the others are done. Only if the gradients are float32: they are added without rounding."""
     spec, size = request.spec, call_shape(request)
     if not spec.partial or size.heads == size.kv_heads:
         return 1
-    return _kv_head_repeats(size, spec.before, spec.after, request.is_plain, num_sms)
+    config = backward_config(request, size, padded_parts(size), True)
+    return _kv_head_repeats(size, spec.before, spec.after, config.BLOCK_N, num_sms)
 
 
 @lru_cache(LIMIT)
-def _kv_head_repeats(size: CallShape, before: int | None, after: int | None, plain: bool, num_sms: int) -> int:
-    row = backward_tile(block_dims(size)[0], plain=plain)
+def _kv_head_repeats(size: CallShape, before: int | None, after: int | None, block_n: int, num_sms: int) -> int:
     group = size.heads // size.kv_heads
-    programs = size.programs(size.n_k, size.kv_heads, row.block_n)
+    programs = size.programs(size.n_k, size.kv_heads, block_n)
     queries = -(-size.n_q // size.batch) if size.packed else size.n_q
     triangle = (before is None) != (after is None)
     if before is not None and after is not None:
-        queries = min(queries, before + after + row.block_n)
+        queries = min(queries, before + after + block_n)
 
     def time(n: int) -> float:
         """Estimated, in queries that a program visits. Four more launches cost as much as three tiles."""

@@ -13,7 +13,7 @@ import torch
 
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.common.shapes import call_shape, new_gradients
-from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace
+from tilewise.backends.hopper.backward_launches import backward_launches, new_workspace, unpadded_parts
 from tilewise.request import BackwardInputs, Request, Spec
 from tilewise_lab.costs.compiled import compile_for
 
@@ -32,6 +32,7 @@ def main(
     dtype: str = "bfloat16",
     terms: str = "",
     partial: bool = False,
+    unpadded: bool = False,
 ) -> None:
     kv_heads, batch, dv = 4, 2, dv or d
     heads = kv_heads * group
@@ -43,7 +44,8 @@ def main(
     spec = Spec(d**-0.5, before, after, deterministic=deterministic, partial=partial)
     request = with_terms(Request(q, k, v, spec, cu_q=cu, cu_k=cu), terms, batch, n)
     memory = DeviceMemory(q.device)
-    space = new_workspace(memory, call_shape(request))
+    size = call_shape(request)
+    space = new_workspace(memory, size, unpadded_parts(size) if unpadded else None)
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(position_offsets=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)

@@ -22,6 +22,7 @@ from tilewise.backends.common.launch import DeviceMemory, Target  # noqa: E402
 
 PLAIN = Case(n_q=150, n_k=150, heads=1, kv_heads=1, d=64, dv=64, dtype="bfloat16", lse_gradient=False)
 WIDE = altered(PLAIN, d=256, dv=256)
+HALVES = altered(PLAIN, d=192, dv=128)
 PACKED = ((5, 0), (0, 60), (145, 210), (64, 80))
 CASES = {
     "full": PLAIN,
@@ -50,9 +51,31 @@ CASES = {
     "256 packed": altered(WIDE, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
 }
 
+UNPADDED = {
+    "96": altered(PLAIN, d=96, dv=96, after=0, n_q=200, n_k=200),
+    "80": altered(PLAIN, d=80, dv=80, dtype="float16"),
+    "72 by 40": altered(PLAIN, d=72, dv=40, after=0),
+    "96 by 64": altered(PLAIN, d=96, dv=64, n_q=230, n_k=230, before=70, after=30),
+    "96 packed": altered(PLAIN, d=96, dv=80, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "160 by 40": altered(WIDE, d=160, dv=40),
+    "192": altered(WIDE, d=192, dv=192, after=0, n_q=200, n_k=200),
+    "192 window": altered(WIDE, d=192, dv=192, n_q=230, n_k=230, before=70, after=30),
+    "192 by 128": altered(HALVES, after=0, n_q=200, n_k=200),
+    "192 by 128 window": altered(HALVES, n_q=230, n_k=230, before=70, after=30, dtype="float16"),
+    "192 by 128 packed": altered(HALVES, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "192 by 128 rounds": altered(HALVES, batch=3, heads=2, kv_heads=1, lse_gradient=True),
+    "192 by 96": altered(HALVES, dv=96, n_q=40, n_k=150, after=0),
+}
+
 
 def gradients(
-    inputs: Inputs, *, deterministic: bool = False, seed: int = 0, num_sms: int = 2, **replaced: Any
+    inputs: Inputs,
+    *,
+    deterministic: bool = False,
+    seed: int = 0,
+    num_sms: int = 2,
+    unpadded: bool = False,
+    **replaced: Any,
 ) -> list[Tensor]:
     """dq, dk and dv."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
@@ -60,7 +83,8 @@ def gradients(
     spec = case.spec._replace(deterministic=deterministic)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
-    space = hopper.new_workspace(DeviceMemory(q.device), hopper.call_shape(request))
+    size = hopper.call_shape(request)
+    space = hopper.new_workspace(DeviceMemory(q.device), size, hopper.unpadded_parts(size) if unpadded else None)
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
     for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, num_sms):
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
@@ -76,6 +100,15 @@ def test_within_budget(case: Case, deterministic: bool) -> None:
     inputs = make(case, "cpu")
     unused = torch.zeros(())
     check([unused, unused, *gradients(inputs, deterministic=deterministic)], inputs, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize("case", UNPADDED.values(), ids=UNPADDED.keys())
+def test_without_padded_columns(case: Case, deterministic: bool) -> None:
+    inputs = make(case, "cpu")
+    unused = torch.zeros(())
+    found = gradients(inputs, deterministic=deterministic, unpadded=True)
+    check([unused, unused, *found], inputs, ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize("case", [altered(PLAIN, n_q=500, n_k=500), altered(WIDE, n_q=300, n_k=300)], ids=str)
@@ -155,12 +188,15 @@ def limping(name: str) -> Any:
     return downcast
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
-def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
-    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
-    even, uneven = (
-        gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"downcast": limping("consume 1")})
-    )
+SYNCHRONISED = [(PLAIN, False), (PLAIN, True), (HALVES, False)]
+SYNCHRONISED_IDS = ["fast", "ordered", "halves"]
+
+
+@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
+def test_a_slow_warpgroup_changes_nothing(case: Case, deterministic: bool) -> None:
+    inputs = make(altered(case, n_q=400, n_k=400), "cpu")
+    options: Any = {"deterministic": deterministic, "unpadded": case is HALVES}
+    even, uneven = (gradients(inputs, **options, **x) for x in ({}, {"downcast": limping("consume 1")}))
     for a, b in zip(even, uneven, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -179,10 +215,11 @@ def test_sums_that_come_late_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
 @pytest.mark.parametrize("word", ["bar_sync_dynamic", "bar_arrive_dynamic", "arrive", "fence_async_shared"])
-def test_missing_synchronisation_is_caught(word: str, deterministic: bool) -> None:
-    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
+def test_missing_synchronisation_is_caught(case: Case, word: str, deterministic: bool) -> None:
+    inputs = make(altered(case, n_q=400, n_k=400), "cpu")
     broken = {"downcast": limping("consume 1"), word: lambda *_: None}
+    options: Any = {"deterministic": deterministic, "unpadded": case is HALVES}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
-        all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))
+        all(gradients(inputs, seed=seed, **options, **broken) for seed in range(4))
