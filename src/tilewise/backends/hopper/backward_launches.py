@@ -172,7 +172,7 @@ def backward_config(request: Request, size: CallShape, parts: Parts, fold_scale:
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and sum(d) > 64,
         IN_HALVES=sum(d) > 128 and not wide,
-        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128,
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and not has_terms,
         WIDE=wide,
     )
 
