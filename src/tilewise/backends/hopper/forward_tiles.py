@@ -42,6 +42,7 @@ class ForwardConfig(NamedTuple):
     O_STORES: int  # TMA stores of a tile of O, one after the other through the same shared memory
     PING_PONG: bool  # the warpgroups issue their products one after the other
     LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
+    P_SHARED: bool = False  # P is read from shared memory, where O's tile is
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
@@ -53,6 +54,8 @@ def issue_qk(q, wg, k, use, CONFIG: gl.constexpr):
     """Issues S = Q K^T, one wgmma for each column part."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    if CONFIG.P_SHARED:
+        wg += gl.where(use < 0, 1, 0)  # 0, but not known to be: else the descriptors of Q stay in registers
     q_tile = stage_tile(q.parts[0], wg, CONFIG.WARPGROUPS)
     k_tile = stage_tile(k.parts[0], use, CONFIG.STAGES)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -77,7 +80,7 @@ def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
         s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
         diagonal = opaque(row) + (first + w.n_k - w.n_q - start)
-        end = diagonal * 0 + (w.n_k - start)  # in the layout of `diagonal`, see docs/gotchas.md
+        end = opaque(diagonal * 0 + (w.n_k - start))  # in the layout of `diagonal`, see docs/gotchas.md
         if params.after is not None:
             end = gl.minimum(diagonal + params.after + 1, end)
         s = keep_column_range(s, None if params.before is None else diagonal - params.before, end)
@@ -162,14 +165,20 @@ def broadcast_rows(x, tile):
 
 
 @gluon.jit
-def p_operands(left, right, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+def p_operands(left, right, p_tile, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     """P as left operands of P V, for each column part of V those of its upper and of its lower rows: the registers of
-    S, rounded to DTYPE, are where wgmma reads them.
+    S, rounded to DTYPE, are where wgmma reads them; with P_SHARED, the halves of `p_tile`.
     """
     left = downcast(left, DTYPE)
     right = downcast(right, DTYPE)
     WIDTHS: gl.constexpr = CONFIG.HEAD_PARTS
-    if len(WIDTHS) == 1:
+    if CONFIG.P_SHARED:
+        HALF: gl.constexpr = CONFIG.BLOCK_N // 2
+        p_tile = p_tile.reshape([ROWS, CONFIG.BLOCK_N])
+        p_tile.store(join_columns(left, right))
+        fence_async_shared()
+        return p_tile.slice(0, HALF, dim=1), p_tile.slice(HALF, HALF, dim=1)
+    elif len(WIDTHS) == 1:
         return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
     else:
         return operand(left, WIDTHS[0]), operand(right, WIDTHS[0]), operand(left, WIDTHS[1]), operand(right, WIDTHS[1])
@@ -216,9 +225,11 @@ def issue_pv_part(left, right, v_tile, acc, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def wait_pv(acc, p):
+def wait_pv(acc, p, CONFIG: gl.constexpr):
     """acc, once its wgmmas are done; p stays in its registers until then."""
-    if len(acc) == 1:
+    if CONFIG.P_SHARED:
+        return (warpgroup_mma_wait(0, deps=(acc[0],)),)
+    elif len(acc) == 1:
         left, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], p[0], p[1]))
         return (left,)
     else:
@@ -233,6 +244,14 @@ def split_columns(acc):
     left, right = gl.split(acc.reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)))
     left = gl.convert_layout(left, acc_layout(WIDTH), assert_trivial=True)
     return left, gl.convert_layout(right, acc_layout(WIDTH), assert_trivial=True)
+
+
+@gluon.jit
+def join_columns(left, right):
+    """The inverse of `split_columns`."""
+    WIDTH: gl.constexpr = 2 * left.shape[1]
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH])
+    return gl.convert_layout(both, acc_layout(WIDTH), assert_trivial=True)
 
 
 @gluon.jit

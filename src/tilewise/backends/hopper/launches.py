@@ -164,4 +164,5 @@ def forward_config(size: CallShape, keys: int, spec: Spec, has_bias: bool) -> Fo
         O_STORES=tile.o_stores,
         PING_PONG=tile.ping_pong,
         LAZY_RESCALE=tile.lazy_rescale,
+        P_SHARED=tile.p_shared,
     )

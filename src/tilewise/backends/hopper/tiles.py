@@ -10,7 +10,8 @@ class ForwardTile:
     """`warpgroups` of 64 queries each by `block_n` keys. `ping_pong`: the warpgroups issue their products one after the
     other. `lazy_rescale`: O is rescaled only by warps with a new maximum, behind a branch; otherwise always, overlapped
     with the exponentials. `o_stores`: O is stored in so many parts through the same shared memory, which leaves more of
-    it for keys.
+    it for keys. `p_shared`: P goes to the tensor cores through shared memory, that of O, which leaves registers for a
+    third warpgroup.
     """
 
     block_n: int
@@ -19,6 +20,7 @@ class ForwardTile:
     lazy_rescale: bool = True
     stages: int = 2
     o_stores: int = 1
+    p_shared: bool = False
 
 
 # The forward: (largest head dims of Q and K and of V, most keys, only causal or with a block mask, only without score
