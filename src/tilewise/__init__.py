@@ -168,9 +168,20 @@ def explain(
     from tilewise_lab.costs.explain import explain
 
     explanation = explain(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, layout=layout,
-        backward=backward, device=device, dtype=dtype, compiled=compiled, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        layout=layout,
+        backward=backward,
+        device=device,
+        dtype=dtype,
+        compiled=compiled,
+        **options,
+    )
     if show:
         print(explanation)
     return explanation

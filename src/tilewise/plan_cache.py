@@ -70,7 +70,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
 
 def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     """Append a value to `parts` and its tensors to `tensors`. Returns False if its type cannot be part of a signature.
-    Equal values of different types, such as True and 1, and 0.0 and -0.0, are told apart."""
+    True and 1 are different values here, and so are 0.0 and -0.0."""
     kind = type(value)
     if kind in CONSTANTS:
         parts += kind, value

@@ -92,8 +92,8 @@ def test_plain_functions_are_drawn_and_nothing_is_left_here(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     assert cli.main(["show-mask", "own.py:seen", "--queries", "256"]) == 0
-    words, file = capsys.readouterr().out.splitlines()
-    assert "1 empty, 2 partial, 1 full" in words
+    summary, file = capsys.readouterr().out.splitlines()
+    assert "1 empty, 2 partial, 1 full" in summary
     assert Path(file).read_bytes()[:4] == b"\x89PNG"
     assert cli.main(["show-mask", "own.py:shifted", "2.0", "--queries", "8"]) == 0
     assert [x.name for x in tmp_path.iterdir()] == ["own.py"]

@@ -30,7 +30,7 @@ class Interval(NamedTuple):
     hi: Tensor
 
 
-UNKNOWN = None  # the interval of a node of which nothing is known
+UNKNOWN = None  # the interval of a node without known bounds
 
 
 class Tiles(NamedTuple):

@@ -287,7 +287,7 @@ def offsets(cu: Any) -> Any:
 
 
 def swapped(q: Any, k: Any) -> str | None:
-    """What a call is told whose tensors look like (batch, heads, tokens, dim); None if they do not."""
+    """A message if q and k look like (batch, heads, tokens, dim), else None."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         return None
     if not (q.shape[2] > q.shape[1] > 1 and k.shape[2] > k.shape[1] > 1):

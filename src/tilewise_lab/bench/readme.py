@@ -225,7 +225,7 @@ def plot(everything: list[Results], document: Path) -> str:
 
 
 def _shown(which: str, cells: Sequence[Cell], unit: Unit) -> str:
-    """One panel in words: every line at the longest sequence.
+    """The text of one panel: the value of every line at the longest sequence.
 
     "Forward at 16k tokens: tilewise 716, FA3 740"
     """

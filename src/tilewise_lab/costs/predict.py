@@ -132,7 +132,9 @@ def work_of(call: Call, tile: Tile, *, by_key: bool = False, shared: int = 1) ->
     work: list[Programs] = []
     tiles = sum(count * heads * -(-(n_k if by_key else n_q) * shared // own) for count, n_q, n_k in call.sequences)
     if tiles > MAX_TILES:
-        raise AttentionError("tiles of the call", f"{tiles:,}", f"at most {MAX_TILES:,}, each of which is predicted")
+        raise AttentionError(
+            "tiles of the call", f"{tiles:,}", f"at most {MAX_TILES:,}: the time of every tile is predicted"
+        )
     for count, n_q, n_k in call.sequences:
         mine, others = (n_k, n_q) if by_key else (n_q, n_k)
         spans = [

@@ -117,7 +117,7 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def themed(text: str) -> str:
-    """Pictures with a light and a dark file, as images of which Furo shows the one of the reader's theme.
+    """Replace each picture element by a light and a dark image. Furo shows the image of the active theme.
 
     >>> print(themed('<picture>\\n<source srcset="d.svg">\\n<img src="l.svg" alt="A chart.">\\n</picture>'))
     ![A chart.](l.svg){.only-light}

@@ -230,7 +230,8 @@ def code(case: KvCase) -> str:
 
 
 def _scales(case: KvCase, dead: str) -> tuple[dict[str, str], list[str]]:
-    """The arguments k_scale and v_scale, and the lines that make them. `dead`: an index of tokens that nobody reads."""
+    """The arguments k_scale and v_scale, and the lines that make them. `dead`: indices of tokens that the call
+    does not read."""
     args, lines = {}, []
     (rows, page), heads = case.shape, case.kv_heads
     for name, store, kind in (("k", case.k_store, case.k_scale), ("v", case.v_store, case.v_scale)):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compiling import reports
 from tilewise.backends.common import tiles
 
-ROOT = Path(__file__).parents[3]
+MODULE = "tests.tilewise.backends.compile_kv"
 pytestmark = pytest.mark.slow
 TARGETS: tuple[tiles.Arch, ...] = (80, 86, 89, 90, 100, 120, "gfx942")
 E4M3, INT8, INT4 = (["float8_e4m3fn"] * 2, ["int8"] * 2, ["uint8"] * 2)  # dtypes of K and V
@@ -49,21 +45,6 @@ SPILL = 8  # bytes that a thread may put aside once, before the first loop
 MORE_SPILL = {(90, 128, 4096, 1): 56, (100, 128, None, 1): 24, (100, 256, None, 1): 56}  # arch, dim, split, queries
 
 
-def reports(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tilewise.backends.compile_kv"],
-        input=json.dumps(rows),
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def faults(made: dict[str, Any]) -> list[str]:
     if "error" in made:
         return [made["error"]]
@@ -81,14 +62,14 @@ def faults(made: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_kernels_fit(arch: tiles.Arch) -> None:
     pytest.importorskip("triton")
-    made = reports([{"arch": arch, **row} for row in (ROWS + MORE if arch == 90 else ROWS)])
+    made = reports(MODULE, [{"arch": arch, **row} for row in (ROWS + MORE if arch == 90 else ROWS)])
     wrong = [f"{row}: {'; '.join(faults(row))}" for row in made if faults(row)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_keys_are_loaded_ahead() -> None:
     """On Hopper: asynchronous copies into three stages of shared memory, and products of a warpgroup."""
-    (made,) = reports([{"arch": 90, "kernel": "attend"}])
+    (made,) = reports(MODULE, [{"arch": 90, "kernel": "attend"}])
     assert made["instructions"]["LDGSTS"] > 0
     assert made["instructions"]["HGMMA"] > 0
     assert made["shared"] >= 2 * 3 * 64 * 128 * 2
@@ -96,7 +77,7 @@ def test_keys_are_loaded_ahead() -> None:
 
 def test_bytes_are_read_as_words() -> None:
     """ldmatrix reads K and V of a quantised cache, and a packed conversion unpacks e4m3."""
-    (made,) = reports([{"arch": 90, "kernel": "attend", "stored": E4M3, "scale": "head"}])
+    (made,) = reports(MODULE, [{"arch": 90, "kernel": "attend", "stored": E4M3, "scale": "head"}])
     assert made["instructions"]["LDSM"] > 0
     assert made["instructions"]["F2FP"] >= 128
     assert made["instructions"]["LDGSTS"] > 0

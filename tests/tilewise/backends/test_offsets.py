@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import mmap
-import os
-import subprocess
-import sys
 from math import prod
 
 import pytest
@@ -15,6 +11,7 @@ from torch import Tensor
 
 from tests import budget
 from tests.cases import Case, make, run
+from tests.compiling import reports
 from tests.conftest import INTERPRETED
 
 FAR = 2**31 + 24
@@ -49,9 +46,6 @@ def test_far_apart(axis: str) -> None:
 
 def test_compiled_offsets_inside_a_tile_have_64_bits() -> None:
     """A struct in a struct has lost the constant that says so: the interpreter keeps it."""
-    run = [sys.executable, "-m", "tests.tilewise.backends.compile_wide"]
-    made = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False)
-    assert made.returncode == 0, made.stderr[-2000:]
-    found = json.loads(made.stdout.splitlines()[-1])
+    (found,) = reports("tests.tilewise.backends.compile_wide", [])
     assert {"decode", "append", "forward", "key", "query"} <= set(found)
     assert not any(found.values()), found

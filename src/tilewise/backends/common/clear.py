@@ -56,7 +56,7 @@ def clear_launches(
 
 @triton.jit(**ANY_SIZE)
 def clear_max_logit_kernel(max_logit, total):
-    """max_logit = -inf, of which the kernels that follow take the maximum with each of their tiles."""
+    """Set max_logit to -inf. The attention kernels then raise it to the largest score of each tile."""
     at = tl.program_id(0) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
     tl.store(max_logit + at, float("-inf"), mask=at < total)
 

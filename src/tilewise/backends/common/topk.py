@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device.softmax import logsumexp
+from .device.softmax import logsumexp, softmax_step
 from .device.structs import ANY_SIZE, LOG2E
 from .gpu import Gpu
 from .kernel_config import precision
@@ -114,6 +114,26 @@ def load_named(x, at, j, seen, FIRST: tl.constexpr, END: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
+def load_query_columns(x, at, CONFIG: tl.constexpr):
+    """The first MAIN columns of the queries, and the REST (the first once more if there is none)."""
+    main = load_heads(x, at, 0, CONFIG.D, CONFIG.MAIN)
+    rest = main
+    if CONFIG.REST > 0:
+        rest = load_heads(x, at, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+    return main, rest
+
+
+@triton.jit
+def load_key_columns(x, at, j, seen, CONFIG: tl.constexpr):
+    """The same of the keys j."""
+    main = load_named(x, at, j, seen, 0, CONFIG.D, CONFIG.MAIN)
+    rest = main
+    if CONFIG.REST > 0:
+        rest = load_named(x, at, j, seen, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+    return main, rest
+
+
+@triton.jit
 def named_scores(q_main, q_rest, k_main, k_rest, scale, seen, CONFIG: tl.constexpr):
     s = tl.dot(q_main, tl.trans(k_main), input_precision=CONFIG.PRECISION)
     if CONFIG.REST > 0:
@@ -124,26 +144,15 @@ def named_scores(q_main, q_rest, k_main, k_rest, scale, seen, CONFIG: tl.constex
 @triton.jit(**ANY_SIZE)
 def topk_forward_kernel(tensors, n_q, n_k, kv_heads, count, scale, CONFIG: tl.constexpr):
     at = topk_rows(n_q, kv_heads, CONFIG)
-    q_main = load_heads(tensors.q, at, 0, CONFIG.D, CONFIG.MAIN)
-    q_rest = q_main
-    if CONFIG.REST > 0:
-        q_rest = load_heads(tensors.q, at, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+    q_main, q_rest = load_query_columns(tensors.q, at, CONFIG)
     m = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
     for first in tl.range(0, count, CONFIG.BLOCK_N):
         j, seen = named_keys(tensors, at, n_q, kv_heads, first, count, n_k, CONFIG.BLOCK_N)
-        k_main = load_named(tensors.k, at, j, seen, 0, CONFIG.D, CONFIG.MAIN)
-        k_rest = k_main
-        if CONFIG.REST > 0:
-            k_rest = load_named(tensors.k, at, j, seen, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+        k_main, k_rest = load_key_columns(tensors.k, at, j, seen, CONFIG)
         s = named_scores(q_main, q_rest, k_main, k_rest, scale, seen, CONFIG)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2((s - pivot[:, None]) * LOG2E)
-        alpha = tl.exp2((m - pivot) * LOG2E)
-        l = l * alpha + tl.sum(p, 1)
-        m = m_new
+        p, alpha, m, l = softmax_step(m, l, s, LOG2E, 1, False)  # 1: m is a score, not in log2 units
         v_tile = load_named(tensors.v, at, j, seen, 0, CONFIG.DV, CONFIG.BLOCK_DV)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=CONFIG.PRECISION)
     pointers, mask = head_rows(tensors.o, at, 0, CONFIG.DV, CONFIG.BLOCK_DV)
@@ -163,10 +172,7 @@ def add_rows(x, at, j, seen, tile, FIRST: tl.constexpr, END: tl.constexpr, WIDTH
 def topk_backward_kernel(tensors, gradients, n_q, n_k, kv_heads, count, scale, CONFIG: tl.constexpr):
     """dS = P * (dO V^T - rowsum(dO * O) + dlse);  dQ = scale * dS K;  dK += scale * dS^T Q;  dV += P^T dO"""
     at = topk_rows(n_q, kv_heads, CONFIG)
-    q_main = load_heads(tensors.q, at, 0, CONFIG.D, CONFIG.MAIN)
-    q_rest = q_main
-    if CONFIG.REST > 0:
-        q_rest = load_heads(tensors.q, at, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+    q_main, q_rest = load_query_columns(tensors.q, at, CONFIG)
     do_tile = load_heads(gradients.do, at, 0, CONFIG.DV, CONFIG.BLOCK_DV)
     o_tile = load_heads(tensors.o, at, 0, CONFIG.DV, CONFIG.BLOCK_DV)
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
@@ -179,10 +185,7 @@ def topk_backward_kernel(tensors, gradients, n_q, n_k, kv_heads, count, scale, C
     dq_rest = tl.full([CONFIG.BLOCK_M, CONFIG.REST if CONFIG.REST > 0 else 16], 0.0, tl.float32)
     for first in tl.range(0, count, CONFIG.BLOCK_N):
         j, seen = named_keys(tensors, at, n_q, kv_heads, first, count, n_k, CONFIG.BLOCK_N)
-        k_main = load_named(tensors.k, at, j, seen, 0, CONFIG.D, CONFIG.MAIN)
-        k_rest = k_main
-        if CONFIG.REST > 0:
-            k_rest = load_named(tensors.k, at, j, seen, CONFIG.MAIN, CONFIG.D, CONFIG.REST)
+        k_main, k_rest = load_key_columns(tensors.k, at, j, seen, CONFIG)
         s = named_scores(q_main, q_rest, k_main, k_rest, scale, seen, CONFIG)
         p = tl.exp2((s - lse[:, None]) * LOG2E)
         v_tile = load_named(tensors.v, at, j, seen, 0, CONFIG.DV, CONFIG.BLOCK_DV)

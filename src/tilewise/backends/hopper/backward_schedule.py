@@ -22,11 +22,11 @@ L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are sc
 # 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
 FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
 WIDE_FLOPS = 2100.0  # the same for head dims above 128
-BYTES = 19.0  # of memory, of which each SM has its share
+BYTES = 19.0  # of memory traffic: the share of one SM
 TILE_CYCLES = 4400.0  # the first scores and the last dQ of a tile, which nothing overlaps
 PART_BYTES = 5.8  # of a value of a part: 4, which programs write at the same time
 SPLIT_CYCLES = 1800.0  # of a split, beside the parts' memory
-L2_IN_USE = 56 << 20  # of Q, dO and dQ in use at once, all of which L2 serves; twice as many take L2_MISS more time
+L2_IN_USE = 56 << 20  # L2 holds so many bytes of Q, dO and dQ; a working set of twice the size adds L2_MISS to the time
 L2_MISS = 0.1
 GAIN = 0.96  # a split that is estimated to take more of the time than this is not worth its memory
 MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end; bounds the parts to 300 MB

@@ -41,7 +41,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     request, out, lse = call.request, call.out, call.lse
     assert out is not None
     assert lse is not None
-    # the forward writes a contiguous lse; the lse of a plan is not, and nobody reads it
+    # The kernel writes a contiguous lse. The lse of a plan is strided and is not returned.
     own = lse if lse.is_contiguous() else memory.empty(lse.shape, lse.dtype)
     prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms, call.max_logit)
     if request.call.cu_q is None:

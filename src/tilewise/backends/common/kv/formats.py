@@ -69,28 +69,16 @@ def unpack_words(x, C: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def unpack_pairs(x, C: tl.constexpr, FORMAT: tl.constexpr):
     """The same for two words in a 32-bit register, in PTX: Triton's own code works on one word at a time."""
-    if FORMAT == "int4":
+    if FORMAT == "int4" or FORMAT == "int8":
+        BITS: tl.constexpr = 4 if FORMAT == "int4" else 8
+        MASK: tl.constexpr = 0x000F000F if FORMAT == "int4" else 0x00FF00FF
+        ONE: tl.constexpr = 0x64086408 if FORMAT == "int4" else 0x64806480
         return tl.inline_asm_elementwise(
             f"""{{
             .reg .b32 t, one;
-            mov.b32 one, 0x64086408;
-            shr.b32 t, $1, {4 * C};
-            lop3.b32 t, t, 0x000F000F, one, 0x6A;
-            sub.f16x2 $0, t, one;
-            }}""",
-            "=r,r",
-            [x],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    elif FORMAT == "int8":
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 t, one;
-            mov.b32 one, 0x64806480;
-            shr.b32 t, $1, {8 * C};
-            lop3.b32 t, t, 0x00FF00FF, one, 0x6A;
+            mov.b32 one, {ONE};
+            shr.b32 t, $1, {BITS * C};
+            lop3.b32 t, t, {MASK}, one, 0x6A;
             sub.f16x2 $0, t, one;
             }}""",
             "=r,r",
