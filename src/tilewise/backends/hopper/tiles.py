@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -108,22 +109,22 @@ def window_size(before: int | None, after: int | None) -> int | None:
 
 
 def forward_tile(
-    d: int, dv: int, *, banded: bool, keys: int, window: int | None = None, plain: bool = True
+    d: int, dv: int, *, banded: bool, keys: int | None, window: int | None = None, plain: bool = True
 ) -> ForwardTile:
-    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: of a sequence (packed: the mean);
-    `plain`: no score terms and no mask mod. A window counts as the causal call in which a query sees as many keys on
-    average: that of twice its size.
+    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: of a sequence (packed: the mean;
+    None: not known, many); `plain`: no score terms and no mask mod. A window counts as the causal call in which a query
+    sees as many keys on average: that of twice its size.
 
     >>> forward_tile(128, 128, banded=True, keys=4096)
     ForwardTile(block_n=128, warpgroups=2, ping_pong=True, lazy_rescale=False, stages=2, o_stores=1)
     """
-    keys = keys if window is None else min(keys, 2 * window)
+    most_keys = min(sys.maxsize if keys is None else keys, sys.maxsize if window is None else 2 * window)
     return next(
         row
         for most_d, most_dv, most, only_banded, only_plain, row in FORWARD
         if d <= most_d
         and dv <= most_dv
-        and (most is None or keys <= most)
+        and (most is None or most_keys <= most)
         and (banded or not only_banded)
         and (plain or not only_plain)
     )
