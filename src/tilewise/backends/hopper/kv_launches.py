@@ -62,7 +62,7 @@ def prefill_launch(
     max_length = places.capacity(k)
     n_q, heads, d = q.shape[-3:]
     size = CallShape(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
-    # The width of a page table says little of the lengths, and engines pass tables of several widths: one kernel for all.
+    # The width of a page table says little of the lengths, and engines pass several widths: one kernel for all.
     config = forward_config(size, max_length if table is None else None, spec, False)
     box = config.BLOCK_N if table is None else math.gcd(k.shape[1], config.BLOCK_N)
     boxes = config.BLOCK_N // box
