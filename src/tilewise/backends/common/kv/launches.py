@@ -229,14 +229,14 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
 
 
-def cache_format(cache: Tensor, scale: Scale) -> CacheFormat:
-    """What the append kernel is compiled for in K or V."""
+def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
+    """What the append kernel is compiled for in K or V of head dim `dim`."""
     found = format_of(cache)
     if found is None:
-        return CacheFormat(None, 1, None, 1.0)
+        return CacheFormat(None, 1, None, 1.0, dim, padded(dim))
     groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    return CacheFormat(found.name, groups, kind, found.largest)
+    return CacheFormat(found.name, groups, kind, found.largest, dim, padded(dim))
 
 
 def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
@@ -256,15 +256,13 @@ def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
         KV_HEADS=k.shape[-2],
         HEADS=heads,
         D=dim,
-        DV=dim_v,
-        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
         BLOCK_D=padded(dim),
-        BLOCK_DV=padded(dim_v),
+        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
         HALF=1 if rotary is None else rotary.cos.shape[1],
         INTERLEAVED=rotary is not None and rotary.interleaved,
         BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
-        K=cache_format(k, request.k_scale),
-        V=cache_format(v, request.v_scale),
+        K=cache_format(k, request.k_scale, dim),
+        V=cache_format(v, request.v_scale, dim_v),
         OVERLAP=can_overlap(gpu),
     )
     table_stride, table_pages = (0, 0) if table is None else (table.stride(0), table.shape[-1])
