@@ -62,7 +62,7 @@ GROUPS: dict[str, dict[str, Any]] = {  # name: model, workloads, options of LLM
         }},
     },
 }  # fmt: skip
-KV_BYTES = 6 << 30
+KV_BYTES = 3 << 30
 FEW_TOKENS = range(3, 19)
 ROUNDS = 3  # timed ones
 
