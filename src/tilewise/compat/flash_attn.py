@@ -20,7 +20,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
 from ..validation.arguments import tensor
-from . import bert_padding, flash_attn_3
+from . import bert_padding, flash_attn_3, rotary
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
 from .segments import used
 
@@ -208,8 +208,9 @@ def install() -> None:
         tilewise.compat.flash_attn.install()
         from flash_attn import flash_attn_func
         from flash_attn.bert_padding import pad_input, unpad_input
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
-    Other parts of that package (layers, models, fused operations) do not exist: importing them fails.
+    Other parts of that package (models, fused operations) do not exist: importing them fails.
     """
     there = sys.modules.get("flash_attn")
     if there is not None and getattr(there, "__file__", None):
@@ -217,9 +218,16 @@ def install() -> None:
     functions = {name: x for name, x in globals().items() if name.startswith("flash_attn_") and callable(x)}
     interface = _module("flash_attn.flash_attn_interface", functions)
     padding = _module("flash_attn.bert_padding", vars(bert_padding))
-    names = {"__version__": VERSION, "__path__": [], "flash_attn_interface": interface, "bert_padding": padding}
-    _module("flash_attn", functions | names)
+    layers = _package("flash_attn.layers", rotary=_module("flash_attn.layers.rotary", vars(rotary)))
+    rotation = _module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
+    ops = _package("flash_attn.ops", triton=_package("flash_attn.ops.triton", rotary=rotation))
+    names = {"flash_attn_interface": interface, "bert_padding": padding, "layers": layers, "ops": ops}
+    _package("flash_attn", __version__=VERSION, **names, **functions)
     _module("flash_attn_interface", vars(flash_attn_3))
+
+
+def _package(name: str, **names: Any) -> ModuleType:
+    return _module(name, {"__path__": [], **names})
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
