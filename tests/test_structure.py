@@ -349,6 +349,7 @@ MOST_PRIVATE = 12
 OTHERS_PRIVATE = {  # private names of other libraries
     "integrations.diffusers": {"_AttentionBackendRegistry"},
     "integrations.transformers": {"_attn_implementation"},
+    "integrations.vllm_backend": {"_k_scale", "_v_scale"},
     "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
 }
 
