@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...request import LIMIT, Request, Spec
 from ..common.shapes import CallShape, call_shape, padded
 from .support import is_uneven
-from .tiles import BackwardTile, backward_tile
+from .tiles import BackwardTile, backward_tile, backward_widths
 
 L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are scheduled together
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
@@ -54,11 +54,33 @@ class Schedule(NamedTuple):
     ascending_rows: int
 
 
-def block_dims(size: CallShape) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
-    each of two warpgroups has a multiple of 64 of them."""
-    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
-    return d, max(dv, 128) if d > 128 else dv
+class Widths(NamedTuple):
+    """Columns of the tiles of Q and K (`d`), and of V and dO (`dv`), each as one or two powers of two. dV is stored
+    through memory made for dQ: it has no more columns."""
+
+    d: tuple[int, ...]
+    dv: tuple[int, ...]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        return sum(self.d), sum(self.dv)
+
+
+def column_widths(size: CallShape) -> Widths:
+    """The columns of a call's tiles: head dims from 65 to 96 and from 129 to 192 as two powers of two."""
+    d = max(size.d, size.dv)
+    return Widths(backward_widths(d), backward_widths(size.dv) if (d > 128) == (size.dv > 128) else padded_dv(size.dv))
+
+
+def padded_widths(size: CallShape) -> Widths:
+    """One power of two each."""
+    d = padded(max(size.d, size.dv), 64)
+    return Widths((d,), padded_dv(size.dv) if d > 128 else (padded(size.dv, 64),))
+
+
+def padded_dv(dv: int) -> tuple[int, ...]:
+    """In the wide kernel each of two warpgroups has a multiple of 64 columns."""
+    return (max(padded(dv, 64), 128),)
 
 
 def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms: int) -> Schedule:
@@ -79,7 +101,7 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
     """How tiles of keys are split; None where one program computes a tile and rounds its dK and dV. Float32 gradients
     (`spec.partial`) are always stored as parts, be it one."""
     size, spec = call_shape(request), request.spec
-    tile = backward_tile(block_dims(size)[0], plain=request.is_plain)
+    tile = backward_tile(*column_widths(size).columns, plain=request.is_plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None
 
@@ -109,7 +131,7 @@ def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
 def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
     """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
     with one. Packed sequences count as equally long."""
-    d, dv = block_dims(size)
+    d, dv = column_widths(size).columns
     has_parts = spec.partial or split.parts > 1
     heads = size.heads // size.kv_heads // split.heads
     blocks = blocks_of_tiles(size, spec, tile)
