@@ -14,7 +14,9 @@ from ..common.gpu import Gpu, triton_version
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512  # of the forward
+MAX_BACKWARD_HEAD_DIM = 256
+MAX_CACHE_HEAD_DIM = 256
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
@@ -43,8 +45,9 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     spec = getattr(request, "spec", None)  # an append has none
     if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
+    most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
+    if max(q.shape[-1], v.shape[-1]) > most:
+        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v, of multiples of 8"
     for x in (q, k, v):
@@ -113,7 +116,7 @@ def has_backward(request: Request) -> bool:
 
 def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:
     """Whether the Hopper backward supports these head dims; `listed`: with a block mask."""
-    most = 128 if listed else MAX_HEAD_DIM
+    most = 128 if listed else MAX_BACKWARD_HEAD_DIM
     return max(d, dv) <= most and d % 8 == 0 and not (listed and deterministic)
 
 
