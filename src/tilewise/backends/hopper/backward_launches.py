@@ -17,9 +17,10 @@ from ..common.repair import repair_backward_kernel
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
+from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
 from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
 from .backward_tiles import BackwardConfig
-from .descriptors import part_descriptors
+from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
 from .postprocess import (
     PostprocessConfig,
@@ -67,7 +68,9 @@ def new_workspace(memory: Memory, size: CallShape, split: Split | None, widths: 
     rows, counters = statistics_rows(size), counters.view(torch.int32)
     statistics = lse2.view(rows, -1), delta.view(rows, -1)
     parts = (None, None, None) if split is None else (split, dk, dv)
-    return Workspace(widths, *statistics, dq_acc.view(-1, 256), counters, counters[16:], counters[32:], *parts)
+    return Workspace(
+        widths, *statistics, dq_acc.view(dq_acc.numel() // 256, 256), counters, counters[16:], counters[32:], *parts
+    )
 
 
 @lru_cache(LIMIT)
@@ -120,11 +123,11 @@ def backward_launches(
     """Preprocess, backward and postprocess; and the NaN repair where some rows do not see some keys."""
     call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
     score, score_scale, scale = folded(call.request, GPU, derivative=True)
-    launches = [
-        preprocess_launch(call),
-        main_launch(call, score, score_scale, scale, num_sms),
-        postprocess_launch(call, scale),
-    ]
+    if space.widths.d:
+        launches = [main_launch(call, score, score_scale, scale, num_sms), postprocess_launch(call, scale)]
+    else:
+        launches = rows_launches(call, score_scale, scale)
+    launches = [preprocess_launch(call), *launches]
     return [*launches, repair_launch(call, num_sms)] if call.request.is_masked else launches
 
 
@@ -232,6 +235,34 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
+def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Launch]:
+    """dQ, dK and dV of head dims above 256; see `backward_rows`."""
+    request, bwd_inputs, grads, space, size = call
+    q, k, v, spec = request[:4]
+    columns, group = COLUMNS.value, size.heads // size.kv_heads
+    launches = []
+    for out, own, other, factor in (
+        (grads[0], (q, bwd_inputs.dout), (k, v), scale),
+        (grads[1], (k, v), (q, bwd_inputs.dout), scale),
+        (grads[2], (k, v), (q, bwd_inputs.dout), 1.0),
+    ):
+        by_key, has_dp = own[0] is k, out is not grads[2]
+        config = RowsConfig(by_key, has_dp, group, STAGES=1 if has_dp else 2)
+        lengths = request.cu_q, request.cu_k, size.n_q, size.n_k
+        sides = (1, 0, 3, 2) if by_key else (0, 1, 2, 3)
+        rows, heads = (size.n_k, size.kv_heads) if by_key else (size.n_q, size.heads)
+        args = (
+            *(descriptor(x, OWN.value, columns) for x in own),
+            *(descriptor(x, OTHER.value, columns) for x in other),
+            *(output(out), space.lse2, space.delta, call.flag, *(lengths[i] for i in sides)),
+            *((spec.after, spec.before) if by_key else (spec.before, spec.after)),
+            *(score_scale * LOG2E.value, factor, space.padded_tokens, *size.grid(rows, heads, OWN.value)),
+        )
+        programs = size.programs(rows, heads, OWN.value)
+        launches.append(Launch(backward_rows_kernel, programs, args, {"CONFIG": config, "num_warps": 4}))
+    return launches
+
+
 def postprocess_launch(call: Backward, scale: float) -> Launch:
     size, space, pad = call.size, call.space, PAD.value
     dq, dk, dv = (view(x) for x in call.grads)
@@ -246,9 +277,9 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
 
 
 def repair_launch(call: Backward, num_sms: int) -> Launch:
-    request, bwd_inputs, grads, _, size = call
+    request, bwd_inputs, grads, space, size = call
     q, k, v, spec = request[:4]
-    rows = REPAIR_ROWS
+    rows = REPAIR_ROWS if space.widths.d else 16  # whose registers there are
     plan = repair_config(size, rows, *padded_widths(size).columns)
     q_total = size.programs(size.n_q, size.heads, rows)
     k_total = size.programs(size.n_k, size.kv_heads, rows)
@@ -285,6 +316,7 @@ def named_launches(
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
     passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.num_sms)]
-    names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
+    mains = ("hopper backward", "(postprocess)") if space.widths.d else ("hopper dq", "hopper dk", "hopper dv")
+    names = (*["(renormalise)"] * len(first), "(preprocess)", *mains, "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)
     return dict(zip(names, passes, strict=False)) | named("(backward clear)", cleared)

@@ -32,6 +32,9 @@ GAIN = 0.96  # a split that is estimated to take more of the time than this is n
 MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end; bounds the parts to 300 MB
 
 
+MAX_SUMMED = 256  # the largest head dim whose dQ is summed in global memory
+
+
 class Split(NamedTuple):
     """heads * queries programs compute a tile of keys: each visits 1 / `heads` of the group's query heads, and every
     `queries`-th of their blocks."""
@@ -67,8 +70,11 @@ class Widths(NamedTuple):
 
 
 def column_widths(size: CallShape) -> Widths:
-    """The columns of a call's tiles: head dims from 65 to 96 and from 129 to 192 as two powers of two."""
+    """The columns of a call's tiles: head dims from 65 to 96 and from 129 to 192 as two powers of two; none above 256,
+    where nothing is summed in global memory (`backward_rows`)."""
     d = max(size.d, size.dv)
+    if d > MAX_SUMMED:
+        return Widths((), ())
     return Widths(backward_widths(d), backward_widths(size.dv) if (d > 128) == (size.dv > 128) else padded_dv(size.dv))
 
 
@@ -101,6 +107,8 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
     """How tiles of keys are split; None where one program computes a tile and rounds its dK and dV. Float32 gradients
     (`spec.partial`) are always stored as parts, be it one."""
     size, spec = call_shape(request), request.spec
+    if not column_widths(size).d:
+        return None
     tile = backward_tile(*column_widths(size).columns, plain=request.is_plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None

@@ -51,10 +51,11 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 def float32_output(x: Tensor, spec: Spec) -> Float32Output:
     """Where the kernel stores float32 results; absent unless the call is partial."""
-    if not spec.partial:
-        return Float32Output()
-    strides = view(x).strides
-    return Float32Output(x, strides[:3], x.shape[-1])
+    return output(x) if spec.partial else Float32Output()
+
+
+def output(x: Tensor) -> Float32Output:
+    return Float32Output(x, view(x).strides[:3], x.shape[-1])
 
 
 @cache

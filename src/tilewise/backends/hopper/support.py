@@ -15,7 +15,6 @@ from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 512  # of the forward
-MAX_BACKWARD_HEAD_DIM = 256
 MAX_CACHE_HEAD_DIM = 256
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
@@ -111,12 +110,12 @@ def has_backward(request: Request) -> bool:
     if request.blocks:
         by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
         return supports_backward(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
-    return supports_backward(d, dv)
+    return supports_backward(d, dv) and (max(d, dv) <= 256 or request.is_plain)
 
 
 def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:
     """Whether the Hopper backward supports these head dims; `listed`: with a block mask."""
-    most = 128 if listed else MAX_BACKWARD_HEAD_DIM
+    most = 128 if listed else MAX_HEAD_DIM
     return max(d, dv) <= most and d % 8 == 0 and not (listed and deterministic)
 
 

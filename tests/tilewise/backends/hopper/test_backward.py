@@ -62,6 +62,13 @@ CASES = {
     "192 by 128 window": altered(HALVES, n_q=230, n_k=230, before=70, after=30, dtype="float16"),
     "192 by 128 packed": altered(HALVES, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
     "192 by 128 rounds": altered(HALVES, batch=3, heads=2, kv_heads=1, lse_gradient=True),
+    "512": altered(PLAIN, d=512, dv=512, n_q=100, n_k=100),
+    "512 causal": altered(PLAIN, d=512, dv=512, after=0, dtype="float16", lse_gradient=True),
+    "512 shared keys": altered(PLAIN, d=512, dv=512, heads=4, kv_heads=2, n_q=70, n_k=90, after=0),
+    "384 by 320 window": altered(PLAIN, d=384, dv=320, n_q=230, n_k=200, before=70, after=30),
+    "320 by 72 packed": altered(
+        PLAIN, d=320, dv=72, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0
+    ),
     "192 by 96": altered(HALVES, dv=96, n_q=40, n_k=150, after=0),
 }
 
