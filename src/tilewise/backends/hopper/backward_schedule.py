@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...request import LIMIT, Request, Spec
 from ..common.shapes import CallShape, call_shape, padded
 from .support import is_uneven
-from .tiles import BackwardTile, backward_tile, backward_widths
+from .tiles import BackwardTile, backward_tile, backward_widths, even_share
 
 L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are scheduled together
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
@@ -97,7 +97,7 @@ def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms
     # (32/8 heads, 4 x 4096: 2832 us against 2540; 64/8, D 64, 2 x 8192: 5575 against 5292; 32/8, 16384: the same).
     rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
     if not spec.deterministic:
-        return Schedule(tiles_per_row, rows, rows_in_l2, 0)
+        return Schedule(tiles_per_row, rows, even_share(rows, rows_in_l2), 0)
     # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
     rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
     return Schedule(tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2)

@@ -146,6 +146,7 @@ def forward_launch(
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    rows_in_l2 = tiles.even_share(rows // config.GROUP, rows_in_l2)
     args = (
         *column_descriptors(q, ROWS.value),
         *kv,
@@ -154,7 +155,7 @@ def forward_launch(
         *(float32_output(out, spec), lse, state.counter),
         *(state.flag if request.is_masked and cache.lengths is None else None, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, max(1, rows_in_l2) * config.GROUP),
+        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
         device_terms(request, GPU, (block_m, config.BLOCK_N)),
         *(CachePointers(*cache[:4]), *cache[4:]),
     )

@@ -134,6 +134,17 @@ def backward_tile(d: int, dv: int, *, plain: bool, deterministic: bool) -> Backw
     )
 
 
+def even_share(rows: int, most: int) -> int:
+    """The size of groups of at most `most` rows, all but equally large: the longest tiles of a small last group would
+    start when the others are done.
+
+    >>> even_share(16, 5)
+    4
+    """
+    groups = -(-rows // max(most, 1))
+    return -(-rows // groups)
+
+
 def window_size(before: int | None, after: int | None) -> int | None:
     """The number of keys in a window, None if it is not bounded on both sides."""
     return None if before is None or after is None else before + after + 1
