@@ -203,7 +203,6 @@ WORDS = SimpleNamespace(
     convert_layout=lambda x, layout, assert_trivial=False: x,
     broadcast=lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.data, b.data))),
     split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
-    join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
     expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
     map_elementwise=map_elementwise,
     where=where,

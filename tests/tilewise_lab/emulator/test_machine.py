@@ -15,10 +15,7 @@ from tilewise_lab.emulator import DeadlockError, RaceError, language, launch
 
 pytest.importorskip("triton")
 
-P_SHARED = {"P_SHARED": True, "WARPGROUPS": 3, "BLOCK_M": 192, "PING_PONG": True, "LAZY_RESCALE": False}
 CASES = {
-    "P in shared memory": {"n_q": 700, "n_k": 333, "after": 0, "heads": 1, "config": P_SHARED},
-    "P in shared memory, two column parts": {"n_q": 300, "n_k": 333, "d": 96, "heads": 1, "config": P_SHARED},
     "full": {"n_q": 256, "n_k": 256},
     "causal": {"n_q": 256, "n_k": 256, "after": 0},
     "more keys than queries": {"n_q": 100, "n_k": 333, "after": 0},
@@ -60,7 +57,6 @@ def run(
     seed: int = 0,
     replace: dict[str, Any] | None = None,
     poison: int | None = None,
-    config: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.launches import forward_launches, new_state
@@ -81,7 +77,7 @@ def run(
     out = torch.full((*outer, n_q, heads, dv), torch.nan, dtype=dtype)
     lse = torch.full((*outer, heads, n_q), torch.nan)
     state = new_state(DeviceMemory(torch.device("cpu")))
-    job = forward_launches(Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]), out, lse, state, programs, **config or {})[0]
+    job = forward_launches(Request(q, k, v, spec, cu_q=cu[0], cu_k=cu[1]), out, lse, state, programs)[0]
     machine = launch(job.kernel, job.programs, job.args, job.options, seed=seed, replace=replace)
     return out, lse, naive(q, k, v, spec, *cu), state, machine
 

@@ -41,7 +41,7 @@ def attend_in_halves(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: 
     do = parts_at(grads.tiles, cur)
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
     for half in gl.static_range(2):
-        s = warpgroup_mma_wait(len(dv) + len(dk) if CONFIG.OVERLAP_HALVES and half == 1 else 0, deps=(s,))
+        s = warpgroup_mma_wait(0, deps=(s,))
         dp = issue_abt(parts_at(kv.v, WG + zero), half_rows(do, half))
         lse2 = queries.statistics.index(cur).slice(half * HALF, HALF, dim=1).load(s.type.layout)
         upper = QueryBlock(n, block.h, block.first + half * HALF, block.is_edge, True, True, 0)
@@ -49,9 +49,6 @@ def attend_in_halves(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: 
         p = gl.exp2(s)
         mbarrier.wait(kv.full.index(0), phase(keys.t, 1))  # already satisfied; keeps the next wait after exp2
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        if CONFIG.OVERLAP_HALVES and half == 1:
-            dk = wait_parts(0, dk, ds16)
-            dv = wait_parts(0, dv, p16)
         delta = grads.statistics.index(cur).slice(half * HALF, HALF, dim=1).load(p.type.layout)
         ds = downcast(p * (dp - delta), DTYPE)
         p16 = operands((downcast(p, DTYPE),), dv)
@@ -66,7 +63,7 @@ def attend_in_halves(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: 
             s = issue_abt(parts_at(kv.k, WG + zero), half_rows(q, 1))
         dv = issue_parts(p16, half_rows(do, half), dv)
         dk = issue_parts(ds16, half_rows(q, half), dk)
-        if not CONFIG.OVERLAP_HALVES and half == 0:
+        if half == 0:
             dk = wait_parts(0, dk, ds16)
             dv = wait_parts(0, dv, p16)
     bar_arrive_dynamic(DS_STORED + WG * 2 + cur, 256)

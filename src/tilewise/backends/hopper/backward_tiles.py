@@ -56,7 +56,6 @@ class BackwardConfig(NamedTuple):
     FOLD_SCALE: bool = True
     SCORES_FIRST: bool = False
     IN_HALVES: bool = False
-    OVERLAP_HALVES: bool = False
     V_IN_REGISTERS: bool = False
     WIDE: bool = False
     SPLIT: bool = False

@@ -204,9 +204,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     p_left = softmax_p(left, finite_max(m_i), scale_log2, terms)
     p_right = softmax_p(right, finite_max(m_i), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
-    if CONFIG.P_SHARED:
-        tma.store_wait(0)  # O of the last tile has left this memory
-    p = p_operands(p_left, p_right, shared.o.index(WG), DTYPE, CONFIG)
+    p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
     if CONFIG.RESCALE_LATE:
         alpha = finite_max(m_i) * 0.0 + 1.0
@@ -233,18 +231,18 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        acc = wait_pv(acc_pending, p, CONFIG)
+        acc = wait_pv(acc_pending, p)
         release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
         if not CONFIG.RESCALE_LATE:
             acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
-        p = p_operands(p_left, p_right, shared.o.index(WG), DTYPE, CONFIG)
+        p = p_operands(p_left, p_right, DTYPE, CONFIG)
     arrive(shared.q.empty.index(SLOT))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
     wait_full(shared.v, stop - 1, STAGES)
-    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, CONFIG)
+    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p)
     release(shared.v, stop - 1, STAGES)
     n += hi - lo
     skip_blocks(shared, stop, n, WG, CONFIG)

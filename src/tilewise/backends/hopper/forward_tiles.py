@@ -46,7 +46,6 @@ class ForwardConfig(NamedTuple):
     LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
     Q_IN_REGISTERS: bool = False  # Q is loaded into registers once per tile: S reads half as much shared memory
     RESCALE_LATE: bool = False  # O is rescaled while the next scores are computed, right before P V
-    P_SHARED: bool = False  # P is read from shared memory, where O's tile is
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
@@ -78,8 +77,6 @@ def q_operands(q, wg, CONFIG: gl.constexpr):
 
 @gluon.jit
 def q_operand(tiles, wg, CONFIG: gl.constexpr):
-    if CONFIG.P_SHARED:
-        wg += opaque(gl.to_tensor(0))  # a known slot would keep the descriptors of Q in registers
     tile = stage_tile(tiles, wg, CONFIG.BLOCK_M // ROWS)
     if CONFIG.Q_IN_REGISTERS:
         return tile.load(gl.DotOperandLayout(0, acc_layout(CONFIG.BLOCK_N), 2))
@@ -186,22 +183,14 @@ def broadcast_rows(x, tile):
 
 
 @gluon.jit
-def p_operands(left, right, p_tile, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
+def p_operands(left, right, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     """P as left operands of P V, for each column part of V those of its upper and of its lower rows: the registers of
-    S, rounded to DTYPE, are where wgmma reads them; with P_SHARED, the halves of `p_tile`.
+    S, rounded to DTYPE, are where wgmma reads them.
     """
     left = downcast(left, DTYPE)
     right = downcast(right, DTYPE)
     WIDTHS: gl.constexpr = CONFIG.HEAD_PARTS
-    if CONFIG.P_SHARED:
-        HALF: gl.constexpr = CONFIG.BLOCK_N // 2
-        p_tile = p_tile.reshape([ROWS, CONFIG.BLOCK_N])
-        p_tile.store(join_columns(left, right))
-        fence_async_shared()
-        upper = p_tile.slice(0, HALF, dim=1)
-        lower = p_tile.slice(HALF, HALF, dim=1)
-        return upper, lower, upper, lower
-    elif len(WIDTHS) == 1:
+    if len(WIDTHS) == 1:
         return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
     else:
         return operand(left, WIDTHS[0]), operand(right, WIDTHS[0]), operand(left, WIDTHS[1]), operand(right, WIDTHS[1])
@@ -251,12 +240,9 @@ def issue_pv_part(left, right, v_tile, acc, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def wait_pv(acc, p, CONFIG: gl.constexpr):
+def wait_pv(acc, p):
     """acc, once its wgmmas are done; p stays in its registers until then."""
-    if CONFIG.P_SHARED:
-        done = warpgroup_mma_wait(0, deps=acc)
-        return (done,) if len(acc) == 1 else done
-    elif len(acc) == 1:
+    if len(acc) == 1:
         left, _p, _q = warpgroup_mma_wait(0, deps=(acc[0], p[0], p[1]))
         return (left,)
     else:
@@ -271,14 +257,6 @@ def split_columns(acc):
     left, right = gl.split(acc.reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)))
     left = gl.convert_layout(left, acc_layout(WIDTH), assert_trivial=True)
     return left, gl.convert_layout(right, acc_layout(WIDTH), assert_trivial=True)
-
-
-@gluon.jit
-def join_columns(left, right):
-    """The inverse of `split_columns`."""
-    WIDTH: gl.constexpr = 2 * left.shape[1]
-    both = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH])
-    return gl.convert_layout(both, acc_layout(WIDTH), assert_trivial=True)
 
 
 @gluon.jit

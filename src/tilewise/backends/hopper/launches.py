@@ -146,7 +146,7 @@ def forward_launch(
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
-    rows_in_l2 = tiles.even_share(rows // config.GROUP, rows_in_l2)
+    rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
     args = (
         *column_descriptors(q, ROWS.value),
         *kv,

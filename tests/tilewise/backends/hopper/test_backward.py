@@ -125,7 +125,7 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
 @pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
 def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
-    monkeypatch.setattr(backward_schedule, "L2_BYTES", 0)
+    monkeypatch.setattr(backward_schedule, "ORDERED_L2_BYTES", 0)
     case = CASES[name]
     if case.lengths is None:
         case = altered(case, batch=2, n_q=300, n_k=300)
@@ -177,6 +177,15 @@ def test_parts_add_up(case: Case, split: Split, deterministic: bool) -> None:
 def test_float32_gradients_are_added_without_rounding(name: str, split: Split) -> None:
     inputs = make(altered(CASES[name], dtype="bfloat16"), "cpu")
     found = gradients(inputs, partial=True, split=split)
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert all(bool((x != x.bfloat16()).any()) for x in found)
+    unused = torch.zeros(())
+    check([unused, unused, *(x.to(inputs.q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
+
+
+def test_float32_gradients_above_head_dim_256() -> None:
+    inputs = make(CASES["512 shared keys"], "cpu")
+    found = gradients(inputs, partial=True)
     assert [x.dtype for x in found] == [torch.float32] * 3
     assert all(bool((x != x.bfloat16()).any()) for x in found)
     unused = torch.zeros(())

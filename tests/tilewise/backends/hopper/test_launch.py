@@ -113,7 +113,8 @@ def test_launches_of_placeholders_are_those_of_the_tensors(after):
     [
         (lambda q: q, None),
         (lambda q: q.float(), "float32"),
-        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), "256"),
+        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), None),
+        (lambda q: torch.empty(2, 64, 4, 520, dtype=q.dtype), "512"),
         (lambda q: torch.empty(2, 64, 4, 36, dtype=q.dtype), "multiples of 8"),
         (lambda q: q.transpose(1, 3), "contiguous"),
         (lambda q: torch.empty(2 * 64 * 4 * 128 + 1, dtype=q.dtype)[1:].view(2, 64, 4, 128), "16 bytes"),
