@@ -16,6 +16,8 @@ from ..common.tiles import FEW_QUERIES, MANY_KEYS
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 512  # of the forward
 MAX_CACHE_HEAD_DIM = 256
+MAX_LISTED_HEAD_DIM = 256  # with a block mask
+MAX_TERMS_HEAD_DIM = 256  # of the backward with score terms
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
@@ -60,6 +62,8 @@ def unsupported_block_mask(request: Request) -> str | None:
     """Returns why a block mask is not supported, or None."""
     if request.cu_q is not None:
         return "a block mask of packed sequences"
+    if (dim := max(request.q.shape[-1], request.v.shape[-1])) > MAX_LISTED_HEAD_DIM:
+        return f"a block mask with head dim {dim}, of at most {MAX_LISTED_HEAD_DIM}"
     block = request.spec.mask_block[:2]
     if any(x < MIN_MASK_BLOCK or x & (x - 1) for x in block):
         return f"a block mask with tiles of {block[0]} x {block[1]}, of powers of two from {MIN_MASK_BLOCK} on"
@@ -110,7 +114,7 @@ def has_backward(request: Request) -> bool:
     if request.blocks:
         by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
         return supports_backward(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
-    return supports_backward(d, dv) and (max(d, dv) <= 256 or request.is_plain)
+    return supports_backward(d, dv) and (max(d, dv) <= MAX_TERMS_HEAD_DIM or request.is_plain)
 
 
 def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:
