@@ -16,8 +16,15 @@ def column_descriptors(
     x: Tensor, rows: int, is_cache: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
+    return part_descriptors(x, rows, widths(x.shape[-1]), is_cache)
+
+
+def part_descriptors(
+    x: Tensor, rows: int, parts: tuple[int, ...], is_cache: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The same for parts of these widths."""
     make = packed_descriptor if is_cache else descriptor
-    first, *rest = (make(x, rows, width) for width in widths(x.shape[-1]))
+    first, *rest = (make(x, rows, width) for width in parts)
     return first, rest[0] if rest else None
 
 
@@ -44,10 +51,11 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 def float32_output(x: Tensor, spec: Spec) -> Float32Output:
     """Where the kernel stores float32 results; absent unless the call is partial."""
-    if not spec.partial:
-        return Float32Output()
-    strides = view(x).strides
-    return Float32Output(x, strides[:3], x.shape[-1])
+    return output(x) if spec.partial else Float32Output()
+
+
+def output(x: Tensor) -> Float32Output:
+    return Float32Output(x, view(x).strides[:3], x.shape[-1])
 
 
 @cache

@@ -28,6 +28,7 @@ from .forward_tiles import (
     lane_sums,
     masked_scores,
     p_operands,
+    q_operands,
     rescale,
     row_max,
     softmax_p,
@@ -180,8 +181,9 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD_SCALE)
-    lo, hi, _span = key_blocks(w.first, w, params, ROWS * CONFIG.WARPGROUPS, BLOCK_N)
-    first = w.first + WG * ROWS
+    lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
+    SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
+    first = w.first + SLOT * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
     end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
     mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
@@ -191,9 +193,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
 
     tile = (w, first, span)
     key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
-    mbarrier.wait(shared.q.full.index(WG), phase(t, 1))
+    mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
     wait_full(shared.k, start, STAGES)
-    s = warpgroup_mma_wait(0, deps=(issue_qk(shared.q, WG, shared.k, start, CONFIG),))
+    q = q_operands(shared.q, SLOT, CONFIG)
+    s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
     s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
@@ -203,13 +206,19 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     l_i = lane_sums(p_left) + lane_sums(p_right)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
+    if CONFIG.RESCALE_LATE:
+        alpha = finite_max(m_i) * 0.0 + 1.0
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
         key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
         ping_pong_wait(WG, CONFIG)
-        s_pending = issue_qk(shared.q, WG, shared.k, use, CONFIG)
+        if not CONFIG.Q_IN_REGISTERS:
+            q = q_operands(shared.q, SLOT, CONFIG)
+        s_pending = issue_qk(q, shared.k, use, CONFIG)
+        if CONFIG.RESCALE_LATE:
+            acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         wait_full(shared.v, use - 1, STAGES)
-        acc_pending = issue_pv(p, shared.v, use - 1, acc, CONFIG)
+        acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
@@ -226,17 +235,21 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
-        acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+        if not CONFIG.RESCALE_LATE:
+            acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
-    arrive(shared.q.empty.index(WG))
+    arrive(shared.q.empty.index(SLOT))
+    if CONFIG.RESCALE_LATE:
+        acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
     wait_full(shared.v, stop - 1, STAGES)
-    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p)
+    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p)
     release(shared.v, stop - 1, STAGES)
     n += hi - lo
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, CONFIG)
+    FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
+    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, FIRST_COLUMN, CONFIG)
     return n
 
 
@@ -245,7 +258,6 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
     """Producer warp: draws tiles and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
@@ -256,12 +268,12 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
         if w.first < w.n_q:
             write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
-            lo, hi, _span = key_blocks(w.first, w, params, ROWS * WARPGROUPS, BLOCK_N)
+            lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
             row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
             load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
-            for wg in gl.static_range(WARPGROUPS):
-                mbarrier.wait(shared.q.empty.index(wg), phase(t, 1) ^ 1)
-                load_tile(shared.q, wg, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + wg * ROWS)
+            for slot in gl.static_range(CONFIG.BLOCK_M // ROWS):
+                mbarrier.wait(shared.q.empty.index(slot), phase(t, 1) ^ 1)
+                load_tile(shared.q, slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
             is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
             if is_short:
                 tile_id = next_tile_id(scheduler)
@@ -300,7 +312,7 @@ def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
     n_k = params.n_k
     cu_q = params.cu_q
     cache = params.cache
-    BLOCK_M: tl.constexpr = ROWS * CONFIG.WARPGROUPS
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
     tile, row = tile_and_row(tile_id, scheduler)
     pid = row * scheduler.tiles_per_row + tile
@@ -317,7 +329,8 @@ def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
 def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     """Allocates shared memory and starts the consumer warpgroups and the producer warp, with their registers."""
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
-    q_pipeline = make_pipeline(inputs.q, WARPGROUPS, 1)
+    SLOTS: gl.constexpr = CONFIG.BLOCK_M // ROWS
+    q_pipeline = make_pipeline(inputs.q, SLOTS, WARPGROUPS // SLOTS)
     k_pipeline = make_pipeline(inputs.k, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     v_pipeline = make_pipeline(inputs.v, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     o_tiles = allocate_tiles(outputs.o, WARPGROUPS)

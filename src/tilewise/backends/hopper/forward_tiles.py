@@ -28,10 +28,12 @@ ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wg
 
 
 class ForwardConfig(NamedTuple):
-    """The compile-time config of the forward. HEAD_PARTS: the columns of V and O as powers of two, 128 and 64 for 192.
-    BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
+    """The compile-time config of the forward. HEAD_PARTS: the columns of V and O of a warpgroup as powers of two, 128
+    and 64 for 192. BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
+    A tile has BLOCK_M queries: 64 for each warpgroup; or 64, of which each warpgroup computes half of the columns of O.
     """
 
+    BLOCK_M: int
     BLOCK_DV: int
     HEAD_PARTS: tuple[int, ...]
     BLOCK_N: int
@@ -42,6 +44,8 @@ class ForwardConfig(NamedTuple):
     O_STORES: int  # TMA stores of a tile of O, one after the other through the same shared memory
     PING_PONG: bool  # the warpgroups issue their products one after the other
     LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
+    Q_IN_REGISTERS: bool = False  # Q is loaded into registers once per tile: S reads half as much shared memory
+    RESCALE_LATE: bool = False  # O is rescaled while the next scores are computed, right before P V
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
@@ -49,18 +53,35 @@ class ForwardConfig(NamedTuple):
 
 
 @gluon.jit
-def issue_qk(q, wg, k, use, CONFIG: gl.constexpr):
+def issue_qk(q, k, use, CONFIG: gl.constexpr):
     """Issues S = Q K^T, one wgmma for each column part."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    q_tile = stage_tile(q.parts[0], wg, CONFIG.WARPGROUPS)
     k_tile = stage_tile(k.parts[0], use, CONFIG.STAGES)
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if len(q.parts) == 2:
-        q_tile = stage_tile(q.parts[1], wg, CONFIG.WARPGROUPS)
+    s = warpgroup_mma(q[0], k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if len(q) == 2:
         k_tile = stage_tile(k.parts[1], use, CONFIG.STAGES)
-        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q[1], k_tile.permute((1, 0)), s, is_async=True)
     return s
+
+
+@gluon.jit
+def q_operands(q, wg, CONFIG: gl.constexpr):
+    """The column parts of a warpgroup's Q as left operands, in shared memory or in registers."""
+    left = q_operand(q.parts[0], wg, CONFIG)
+    if len(q.parts) == 1:
+        return (left,)
+    else:
+        return left, q_operand(q.parts[1], wg, CONFIG)
+
+
+@gluon.jit
+def q_operand(tiles, wg, CONFIG: gl.constexpr):
+    tile = stage_tile(tiles, wg, CONFIG.BLOCK_M // ROWS)
+    if CONFIG.Q_IN_REGISTERS:
+        return tile.load(gl.DotOperandLayout(0, acc_layout(CONFIG.BLOCK_N), 2))
+    else:
+        return tile
 
 
 @gluon.jit
@@ -199,9 +220,12 @@ def zero_part(WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def issue_pv(p, v, use, acc, CONFIG: gl.constexpr):
+def issue_pv(p, v, use, acc, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Issues acc + P V, two wgmmas for each column part."""
-    left = issue_pv_part(p[0], p[1], stage_tile(v.parts[0], use, CONFIG.STAGES), acc[0], CONFIG)
+    v_tile = stage_tile(v.parts[0], use, CONFIG.STAGES)
+    if CONFIG.BLOCK_M < ROWS * CONFIG.WARPGROUPS:
+        v_tile = v_tile.slice(WG * CONFIG.BLOCK_DV, CONFIG.BLOCK_DV, dim=1)
+    left = issue_pv_part(p[0], p[1], v_tile, acc[0], CONFIG)
     if len(v.parts) == 1:
         return (left,)
     else:
@@ -236,7 +260,7 @@ def split_columns(acc):
 
 
 @gluon.jit
-def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
+def epilogue(state, w, first, o_tile, outputs, params, FIRST_COLUMN: gl.constexpr, CONFIG: gl.constexpr):
     """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets the flag where acc is NaN and l_i is not.
     `state`: acc, m_i, l_i."""
     acc, m_i, l_i = state
@@ -252,7 +276,7 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
     tokens = Tokens(w.b, w.h, w.q0, w.n_q)
     WIDTH: gl.constexpr = CONFIG.BLOCK_DV // CONFIG.O_STORES
     if outputs.o_float32.ptr is not None:
-        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, 0)
+        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, FIRST_COLUMN)
         if len(acc) == 2:
             more = store_to_global(acc[1], alpha / divisor, outputs.o_float32, tokens, first, CONFIG.HEAD_PARTS[0])
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
@@ -263,14 +287,15 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
         sums = store_to_shared(acc[0], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), 0)
         if CONFIG.O_STORES == 2:
             fence_async_shared()
-            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first), o_tile)
+            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, FIRST_COLUMN), o_tile)
             tma.store_wait(0)
         if len(acc) == 2:
             COLUMN: gl.constexpr = 0 if CONFIG.O_STORES == 2 else CONFIG.HEAD_PARTS[0]
             more = store_to_shared(acc[1], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), COLUMN)
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
-        tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, WIDTH * (CONFIG.O_STORES - 1)), o_tile)
+        column: gl.constexpr = FIRST_COLUMN + WIDTH * (CONFIG.O_STORES - 1)
+        tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, column), o_tile)
     if outputs.flag is not None:
         denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         bad = (sums != sums) & (denominator == denominator)

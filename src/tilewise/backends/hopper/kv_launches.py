@@ -70,6 +70,7 @@ def prefill_launch(
     config = config._replace(
         PAGE_SIZE=None if table is None else k.shape[1],
         BOXES=boxes,
+        Q_IN_REGISTERS=config.Q_IN_REGISTERS and boxes == 1,  # the producer of pages takes some of the registers
         PAGE_PREFETCH=boxes if boxes <= most else math.gcd(boxes, most),
         MAX_DECODE_QUERIES=0 if cu_q is None else MAX_DECODE_QUERIES,
     )

@@ -18,7 +18,7 @@ from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
-from .descriptors import column_descriptors, descriptor, float32_output
+from .descriptors import column_descriptors, descriptor, float32_output, part_descriptors
 from .forward import forward_kernel
 from .forward_tiles import ROWS, ForwardConfig
 from .pipeline import CachePointers, KvCache
@@ -99,7 +99,9 @@ def forward_launches(
         request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
     config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
-    kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
+    splits_columns = ROWS.value * config.WARPGROUPS > config.BLOCK_M
+    v_parts = (2 * config.BLOCK_DV,) if splits_columns else config.HEAD_PARTS
+    kv = *column_descriptors(request.k, config.BLOCK_N), *part_descriptors(request.v, config.BLOCK_N, v_parts)
     launches = [forward_launch(request, kv, (out, lse, max_logit), state, num_sms, size, config)]
     return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
 
@@ -107,17 +109,18 @@ def forward_launches(
 def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
     q, k, v, spec = request[:4]
     size = call_shape(request)
-    total = size.programs(size.n_q, size.heads, REPAIR_ROWS)
+    rows = REPAIR_ROWS if max(size.d, size.dv) <= 256 else 16  # whose registers there are
+    total = size.programs(size.n_q, size.heads, rows)
     args = (
         Tensors(view(q), view(k), view(v), view(out), lse, state.flag),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(size.tiles(size.n_q, REPAIR_ROWS), size.heads, size.batch, None),
-        *(device_terms(request, GPU, (REPAIR_ROWS, STEP)), total),
+        *(size.tiles(size.n_q, rows), size.heads, size.batch, None),
+        *(device_terms(request, GPU, (rows, STEP)), total),
     )
     options = {
         "SCORE_MOD": score_mod(request, GPU),
         "MASK_MOD": mask_mod(request),
-        "CONFIG": repair_config(size, REPAIR_ROWS, padded(size.d, 64), padded(size.dv, 64)),
+        "CONFIG": repair_config(size, rows, padded(size.d, 64), padded(size.dv, 64)),
         "EACH": False,
         "num_warps": 4,
         "launch_pdl": not INTERPRETED,
@@ -139,10 +142,11 @@ def forward_launch(
     None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
     out, lse, max_logit = results
-    block_m = ROWS.value * config.WARPGROUPS
+    block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
     args = (
         *column_descriptors(q, ROWS.value),
         *kv,
@@ -151,7 +155,7 @@ def forward_launch(
         *(float32_output(out, spec), lse, state.counter),
         *(state.flag if request.is_masked and cache.lengths is None else None, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, max(1, rows_in_l2) * config.GROUP),
+        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
         device_terms(request, GPU, (block_m, config.BLOCK_N)),
         *(CachePointers(*cache[:4]), *cache[4:]),
     )
@@ -172,9 +176,12 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
     plain = not has_score_terms and spec.mask_mod is None
     window = tiles.window_size(spec.before, spec.after)
     tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
+    splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS
+    block_dv = padded(size.dv, 64) // (2 if splits_columns else 1)
     return ForwardConfig(
-        BLOCK_DV=padded(size.dv, 64),
-        HEAD_PARTS=tiles.widths(size.dv),
+        BLOCK_M=ROWS.value * (1 if splits_columns else tile.warpgroups),
+        BLOCK_DV=block_dv,
+        HEAD_PARTS=(block_dv,) if splits_columns else tiles.widths(size.dv),
         BLOCK_N=tile.block_n,
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
@@ -183,4 +190,6 @@ def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool
         O_STORES=tile.o_stores,
         PING_PONG=tile.ping_pong,
         LAZY_RESCALE=tile.lazy_rescale,
+        Q_IN_REGISTERS=tile.q_in_registers,
+        RESCALE_LATE=tile.rescale_late,
     )

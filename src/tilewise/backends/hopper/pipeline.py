@@ -12,7 +12,7 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import arrive, gl, gluon, mbarrier, tma_load
+from .gluon_compat import arrive, gl, gluon, mbarrier, opaque, tma_load
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
@@ -283,7 +283,9 @@ def release(pipe, n, STAGES: gl.constexpr):
 def stage_tile(tiles, n, STAGES: gl.constexpr):
     """The tile of use n as (rows, columns)."""
     rank: gl.constexpr = len(tiles.shape)
-    return tiles.index(n % STAGES).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
+    # a known 0 would keep all of a wgmma's descriptors in registers
+    stage = opaque(gl.to_tensor(0)) if STAGES == 1 else n % STAGES
+    return tiles.index(stage).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
 
 
 @gluon.jit

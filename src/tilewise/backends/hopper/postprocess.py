@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
-from ..common.device.tile_io import store_rows
+from ..common.device.tile_io import store_columns
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
 from ..common.preprocess import RowTensors, store_row_statistics
@@ -28,11 +28,13 @@ class PreprocessTensors(NamedTuple):
 
 
 class PreprocessConfig(NamedTuple):
-    """NATURAL: lse2 is lse, not times log2(e). OVERLAP: programmatic dependent launch."""
+    """PARTS: the columns of dq_acc as powers of two; COLUMNS: their sum. NATURAL: lse2 is lse, not times log2(e).
+    OVERLAP: programmatic dependent launch."""
 
     DV: int
     BLOCK_M: int
-    BLOCK_D: int
+    PARTS: tuple[int, ...]
+    COLUMNS: int
     BLOCK_DV: int
     NATURAL: bool
     OVERLAP: bool
@@ -52,10 +54,15 @@ class PostprocessTensors(NamedTuple):
 
 
 class PostprocessConfig(NamedTuple):
+    """D_PARTS, DV_PARTS: the columns of dq_acc and dk_parts, and of dv_parts, as powers of two; D_COLUMNS, DV_COLUMNS:
+    their sums."""
+
     D: int
     DV: int
-    BLOCK_D: int
-    BLOCK_DV: int
+    D_PARTS: tuple[int, ...]
+    DV_PARTS: tuple[int, ...]
+    D_COLUMNS: int
+    DV_COLUMNS: int
     OVERLAP: bool
 
 
@@ -65,29 +72,31 @@ def preprocess_kernel(tensors, cu_q, cu_k, n_q, n_k, tiles, heads, batch, CONFIG
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
     o, do, lse, dlse, lse2, delta, dq_acc, counters = tensors
-    TILE: tl.constexpr = CONFIG.BLOCK_M * CONFIG.BLOCK_D
     pid = tl.program_id(0)
-    tl.store(dq_acc + tl.cast(pid, tl.int64) * CONFIG.BLOCK_M * CONFIG.BLOCK_D + tl.arange(0, TILE), 0.0)
+    for part in tl.static_range(len(CONFIG.PARTS)):
+        zeros = dq_acc + (tl.cast(pid, tl.int64) * CONFIG.COLUMNS + part * CONFIG.PARTS[0]) * CONFIG.BLOCK_M
+        tl.store(zeros + tl.arange(0, CONFIG.BLOCK_M * CONFIG.PARTS[part]), 0.0)
     tl.store(counters + 4 * pid + tl.arange(0, 64), 0)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     store_row_statistics(RowTensors(o, do, lse, dlse, lse2, delta), Grid(tiles, heads, batch), seqs, CONFIG)
 
 
 @triton.jit
-def load_register_order(ptr, row, COLUMNS: tl.constexpr):
-    """ROWS rows of a float32 buffer, from `row` on, in the order of rows and columns. In memory they are [group of 8
-    columns, warp, row, pair, upper or lower 8 rows, column], as `in_register_order` wrote them."""
-    x = tl.load(ptr + tl.cast(row, tl.int64) * COLUMNS + tl.arange(0, ROWS * COLUMNS))
-    x = tl.reshape(x, [COLUMNS // 8, 4, 8, 4, 2, 2])
-    return tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, COLUMNS])
+def load_register_order(ptr, row, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """ROWS rows and WIDTH columns, from `row` and `column` on, of a float32 buffer of COLUMNS columns, in the order of
+    rows and columns. In memory they are [group of 8 columns, warp, row, pair, upper or lower 8 rows, column], as
+    `in_register_order` wrote them."""
+    x = tl.load(ptr + tl.cast(row, tl.int64) * COLUMNS + column * ROWS + tl.arange(0, ROWS * WIDTH))
+    x = tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, WIDTH])
 
 
 @triton.jit
-def add_parts(ptr, row, padded, parts, COLUMNS: tl.constexpr):
+def add_parts(ptr, row, padded, parts, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum of ROWS rows of `parts` buffers of `padded` rows, in the order of their numbers."""
-    x = load_register_order(ptr, row, COLUMNS)
+    x = load_register_order(ptr, row, column, WIDTH, COLUMNS)
     for part in range(1, parts):
-        x += load_register_order(ptr, row + part * padded, COLUMNS)
+        x += load_register_order(ptr, row + part * padded, column, WIDTH, COLUMNS)
     return x
 
 
@@ -98,21 +107,30 @@ def round_keys(tensors, w, first, grid, parts, scale, PACKED: tl.constexpr, CONF
     row = (w.h if PACKED else w.b * grid.heads + w.h) * parts * padded + first
     if PACKED:
         row += (w.k0 // PAD + w.b) * PAD
-    dk = add_parts(tensors.dk_parts, row, padded, parts, CONFIG.BLOCK_D) * scale
-    store_rows(Rows(tensors.dk, w.b, w.h, w.k0, first, w.n_k), dk, CONFIG.D)
-    dv = add_parts(tensors.dv_parts, row, padded, parts, CONFIG.BLOCK_DV)
-    store_rows(Rows(tensors.dv, w.b, w.h, w.k0, first, w.n_k), dv, CONFIG.DV)
+    dk_rows = Rows(tensors.dk, w.b, w.h, w.k0, first, w.n_k)
+    for i in tl.static_range(len(CONFIG.D_PARTS)):
+        column = i * CONFIG.D_PARTS[0]
+        dk = add_parts(tensors.dk_parts, row, padded, parts, column, CONFIG.D_PARTS[i], CONFIG.D_COLUMNS) * scale
+        store_columns(dk_rows, dk, column, CONFIG.D)
+    dv_rows = Rows(tensors.dv, w.b, w.h, w.k0, first, w.n_k)
+    for i in tl.static_range(len(CONFIG.DV_PARTS)):
+        column = i * CONFIG.DV_PARTS[0]
+        dv = add_parts(tensors.dv_parts, row, padded, parts, column, CONFIG.DV_PARTS[i], CONFIG.DV_COLUMNS)
+        store_columns(dv_rows, dv, column, CONFIG.DV)
 
 
 @triton.jit
 def round_queries(tensors, w, first, grid, scale, PACKED: tl.constexpr, CONFIG: tl.constexpr):
     """dq = scale * dq_acc, ROWS rows from `first` on; *flag is set if they are not finite."""
     row = (w.h if PACKED else w.b * grid.heads + w.h) * grid.tiles * PAD + w.r0 + first
-    x = load_register_order(tensors.dq_acc, row, CONFIG.BLOCK_D) * scale
-    if tensors.flag is not None:
-        bad = tl.sum(x - x, 1)
-        tl.store(tensors.flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
-    store_rows(Rows(tensors.dq, w.b, w.h, w.q0, first, w.n_q), x, CONFIG.D)
+    rows = Rows(tensors.dq, w.b, w.h, w.q0, first, w.n_q)
+    for i in tl.static_range(len(CONFIG.D_PARTS)):
+        column = i * CONFIG.D_PARTS[0]
+        x = load_register_order(tensors.dq_acc, row, column, CONFIG.D_PARTS[i], CONFIG.D_COLUMNS) * scale
+        if tensors.flag is not None:
+            bad = tl.sum(x - x, 1)
+            tl.store(tensors.flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
+        store_columns(rows, x, column, CONFIG.D)
 
 
 @triton.jit(**ANY_SIZE)

@@ -14,7 +14,10 @@ from ..common.gpu import Gpu, triton_version
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512  # of the forward
+MAX_CACHE_HEAD_DIM = 256
+MAX_LISTED_HEAD_DIM = 256  # with a block mask
+MAX_TERMS_HEAD_DIM = 256  # of the backward with score terms
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
@@ -43,8 +46,9 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     spec = getattr(request, "spec", None)  # an append has none
     if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
+    most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
+    if max(q.shape[-1], v.shape[-1]) > most:
+        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v, of multiples of 8"
     for x in (q, k, v):
@@ -58,6 +62,8 @@ def unsupported_block_mask(request: Request) -> str | None:
     """Returns why a block mask is not supported, or None."""
     if request.cu_q is not None:
         return "a block mask of packed sequences"
+    if (dim := max(request.q.shape[-1], request.v.shape[-1])) > MAX_LISTED_HEAD_DIM:
+        return f"a block mask with head dim {dim}, of at most {MAX_LISTED_HEAD_DIM}"
     block = request.spec.mask_block[:2]
     if any(x < MIN_MASK_BLOCK or x & (x - 1) for x in block):
         return f"a block mask with tiles of {block[0]} x {block[1]}, of powers of two from {MIN_MASK_BLOCK} on"
@@ -108,7 +114,7 @@ def has_backward(request: Request) -> bool:
     if request.blocks:
         by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
         return supports_backward(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
-    return supports_backward(d, dv)
+    return supports_backward(d, dv) and (max(d, dv) <= MAX_TERMS_HEAD_DIM or request.is_plain)
 
 
 def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:

@@ -30,6 +30,8 @@ CALLS = {
     "256 full": {"d": 256},
     "96 causal": {"d": 96, "after": 0},
     "192 full": {"d": 192},
+    "512 causal": {"d": 512, "after": 0},
+    "384 by 256": {"d": 384, "dv": 256},
     "192 by 128 bias": {"d": 192, "dv": 128, "after": 0, "terms": "bias"},
     "192 by 128": {"d": 192, "dv": 128, "after": 0, "dtype": "float16"},
     "64 softcap": {"d": 64, "after": 0, "terms": "softcap"},
@@ -66,7 +68,7 @@ SPILLS = {
     "256 softcap": 52,
     "256 document sinks": 92,
 }  # bytes
-SPILLS |= {"128 partial alibi": 48, "128 document lists": 20}
+SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20}
 
 
 def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
