@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from ....kv_formats import format_of, has_token_scales, head_dim
@@ -10,8 +11,8 @@ from ..tiles import padded
 from . import kv_tiles
 from .kv_tiles import KvTile
 
-MIN_SPLIT = 512  # keys that are worth a program
-COUNTS, RECORD, ITEM = 2, 12, 8  # int64 numbers of the schedule's parts: see schedule.py
+MIN_SPLIT = int(os.environ.get("TILEWISE_KV_MIN", "512"))  # keys that are worth a program
+COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
 
 
 class Partition(NamedTuple):
@@ -20,13 +21,17 @@ class Partition(NamedTuple):
     tile: KvTile
     items: int  # work items
     tiles: int  # row tiles of a sequence, 0 if packed
-    num_splits: int
+    target: int  # splits that share all chunks equally; there are at most so many more than work items
     kv_heads: int
     chunk_size: int  # keys
-    slots: int  # partial results of a program
+    slots: int  # partial results of a split that continues a work item
     rows: int  # of a partial result
     item_cost: int  # of beginning a work item, in chunks
-    min_chunks: int = 1  # of a split
+    min_chunks: int = 1  # of a work item that is divided
+
+    @property
+    def num_splits(self) -> int:
+        return self.items + self.target
 
     @property
     def programs(self) -> int:
@@ -34,11 +39,21 @@ class Partition(NamedTuple):
 
     @property
     def schedule_numel(self) -> int:
-        return COUNTS + RECORD * (2 * self.num_splits + 1) + self.items + 1 + ITEM * self.items
+        counters = self.target * self.kv_heads
+        return COUNTS + RECORD * self.num_splits + counters + self.items + 1 + ITEM * self.items
+
+    @property
+    def whole_slots(self) -> int:
+        """Splits that may have one partial result: those of divided work items; with splits of a fixed size all."""
+        return self.num_splits if self.slots > 1 else min(self.num_splits, 2 * self.target)
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv_heads * (self.whole_slots + self.target * (self.slots - 1))
 
     def workspace_numel(self, dim_v: int) -> int:
         """Partial results with their lse (or m) and l, and a flag for each program."""
-        return self.programs * (self.slots * self.rows * (dim_v + 2) + 1)
+        return self.num_slots * self.rows * (dim_v + 2) + self.programs
 
 
 def _quantised(request: Any) -> str | None:
@@ -67,7 +82,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         items = q.shape[0] * group // tile.block_m + request.cache_index.batch + 1
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
+    slots = 1 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
     item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
-    num_splits = max(1, num_sms * tile.programs_per_sm // k.shape[-2])
-    return Partition(tile, items, tiles, num_splits, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)
+    target = max(1, num_sms * tile.programs_per_sm * tile.splits // k.shape[-2])
+    return Partition(tile, items, tiles, target, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)
