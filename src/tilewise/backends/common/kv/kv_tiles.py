@@ -24,6 +24,8 @@ class KvTile(NamedTuple):
     prefetch_pages: int = 1
     max_registers: int = 0
     splits: int = 1
+    min_keys: int = 512
+    fused: int = 1
 
 
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:

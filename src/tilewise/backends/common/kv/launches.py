@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import triton
@@ -38,7 +37,7 @@ from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
 # Few sizes, so that an engine's batches share their kernels.
 BLOCK_ITEMS = (128, 1024)  # work items that the schedule kernel computes at once: one for each thread, or eight
 BLOCK_PARTIALS = (8, 32, 128)  # partial results of a row that `combine_kernel` loads at once
-FUSED = 8192  # elements that the last program of a work item combines at once
+FUSED = 4096  # elements that the last program of a work item combines at once
 MAX_FUSED = 40  # partial results of a work item that it combines
 COMBINED = 4096  # elements that a program of `combine_kernel` combines at once
 
@@ -161,7 +160,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         CONCURRENT=concurrent,
         NAN_SAFE=request.max_seqlen_q != 1 or spec.mask_mod is not None,
         MAX_LOGIT=kv.max_logit is not None,
-        FUSED=is_fused(partition),
+        FUSED=request.split is None and is_fused(partition),
         BLOCK_R=block_r,
         BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
     )
@@ -193,7 +192,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
 def is_fused(partition: Partition) -> bool:
     """Whether the last program of a work item combines its partial results: not if they are likely to be many, which
     several programs combine in less time."""
-    return partition.target <= MAX_FUSED * max(partition.items, 1) and "F" in os.environ.get("TILEWISE_KV_X", "F")
+    return partition.target <= MAX_FUSED * max(partition.items, 1) and partition.tile.fused != 0
 
 
 def fitting(n: int, sizes: tuple[int, ...]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 from ....kv_formats import format_of, has_token_scales, head_dim
@@ -11,8 +10,8 @@ from ..tiles import padded
 from . import kv_tiles
 from .kv_tiles import KvTile
 
-MIN_SPLIT = int(os.environ.get("TILEWISE_KV_MIN", "512"))  # keys that are worth a program
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
+CLASSES = 8  # of work items: those that are divided, then from long to short
 
 
 class Partition(NamedTuple):
@@ -83,6 +82,6 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
     slots = 1 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
-    item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
+    item_cost, min_chunks = (0, 1) if request.split else (1, max(1, tile.min_keys // chunk_size))
     target = max(1, num_sms * tile.programs_per_sm * tile.splits // k.shape[-2])
     return Partition(tile, items, tiles, target, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)

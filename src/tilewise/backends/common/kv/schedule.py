@@ -94,9 +94,6 @@ class ScheduleConfig(NamedTuple):
     OVERLAP: bool
 
 
-CLASSES: tl.constexpr = tl.constexpr(8)  # of work items, from long to short
-
-
 # Sizes that change from call to call, for which no kernel is compiled anew. Triton 3.6 specialises every integer in a
 # tuple, whatever `do_not_specialize` says: these are parameters of the kernels themselves, and become structs inside.
 QUERY_SIZES = ["n_q", "n_new", "tokens", "batch", "max_queries", "num_positions", "before", "after"]
@@ -106,6 +103,7 @@ SLOT_SIZES = ["slots", "whole_slots", "num_slots"]
 RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES + SLOT_SIZES
 COUNTS: tl.constexpr = tl.constexpr(partition.COUNTS)
 RECORD: tl.constexpr = tl.constexpr(partition.RECORD)
+CLASSES: tl.constexpr = tl.constexpr(partition.CLASSES)
 
 
 @triton.jit
@@ -365,7 +363,7 @@ def schedule_kernel(
     tl.store(schedule + 3, total.to(tl.int64))
     for first in range(0, target * CONFIG.KV_HEADS, CONFIG.BLOCK_SPLITS):
         n = first + tl.arange(0, CONFIG.BLOCK_SPLITS)
-        zero = tl.zeros([CONFIG.BLOCK_SPLITS], tl.int64)
+        zero = tl.full([CONFIG.BLOCK_SPLITS], 0, tl.int64)
         tl.store(split_counters(schedule, sizes) + n, zero, mask=n < target * CONFIG.KV_HEADS)
     tl.debug_barrier()
     for first in range(0, num_splits, CONFIG.BLOCK_SPLITS):
