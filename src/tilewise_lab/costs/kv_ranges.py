@@ -18,8 +18,7 @@ class Item(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What the programs of a step read: items with more than `each` chunks are divided into equal parts; the others are
-    read by one program for each head."""
+    """What the programs of a step read. `each`: no program has more chunks."""
 
     items: list[Item]  # as they are started: those that are divided, then from long to short
     each: int
@@ -38,25 +37,37 @@ def ranges(
     """The ranges of sequences of (queries, keys, first valid key), as the schedule kernel computes them.
 
     >>> from tilewise.backends.common.kv.kv_tiles import KvTile
-    >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 1, 64, 1, 16, 1)
+    >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 2, 4, 1, 64, 1, 16, 1)
     >>> ranges(partition, [(1, 64, 0), (1, 640, 0)], 4, after=0)
     Ranges(items=[Item(b=1, first=0, num_chunks=10, keys=640), Item(b=0, first=0, num_chunks=1, keys=64)], each=4, \
 busy=4, divided=1, parts=3)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(partition, b, *seq, group, before, after)]
     items = [item for item in items if item.num_chunks]  # rows without keys are written without reading keys
-    cost = sum(item.num_chunks + partition.item_cost for item in items)
-    each = max(-(-cost // partition.target), partition.min_chunks)
+    chunks, longest = sum(item.num_chunks for item in items), max((item.num_chunks for item in items), default=0)
+    if longest * len(items) * 4 <= chunks * 5:
+        remainder = len(items) % partition.resident
+        remainder = remainder if remainder < partition.least else 0
+        pieces = -(-partition.least // max(remainder, 1))
+        found = [
+            min(-(-item.num_chunks // partition.min_chunks), pieces) if n < remainder else 1
+            for n, item in enumerate(items)
+        ]
+    else:
+        cost = chunks + len(items) * partition.item_cost
+        most = max(-(-cost // partition.target), partition.min_chunks)
+        found = [-(-item.num_chunks // most) for item in items]
+        longest = min(longest, most)
 
-    def rank(item: Item) -> int:
-        shorter = sum(item.num_chunks << n <= each for n in range(1, CLASSES - 1))
-        return 0 if item.num_chunks > each else 1 + shorter
+    def rank(pair: tuple[Item, int]) -> int:
+        shorter = max(longest - pair[0].num_chunks, 0)
+        return 0 if pair[1] > 1 else min(1 + shorter * (CLASSES - 1) // longest, CLASSES - 1)
 
-    items.sort(key=rank)
-    parts = [-(-item.num_chunks // each) for item in items]
+    divided = sorted(zip(items, found, strict=True), key=rank)
+    parts, heads = [n for _, n in divided], partition.kv_heads
     shared = [n for n in parts if n > 1]
-    heads = partition.kv_heads
-    return Ranges(items, each, sum(parts) * heads, len(shared) * heads, sum(shared) * heads)
+    each = max((-(-item.num_chunks // n) for item, n in divided), default=0)
+    return Ranges([item for item, _ in divided], each, sum(parts) * heads, len(shared) * heads, sum(shared) * heads)
 
 
 def _items(

@@ -220,25 +220,25 @@ def combine_splits(partials, first, num_splits, head, r, d, CONFIG: tl.constexpr
     """The partial result of rows r over the splits of a work item, `first` and those after it. BLOCK_C at a time."""
     c = tl.arange(0, CONFIG.BLOCK_C)
     m = tl.full([r.shape[0]], float("-inf"), tl.float32)
-    for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
-        exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
-        at = slot_of(partials, first + c0 + c, 0, 0, head, CONFIG)[:, None] + r[None, :]
-        m = tl.maximum(m, tl.max(tl.load(partials.lse + at, mask=exists, other=float("-inf")), 0))
-    pivot = tl.where(m == float("-inf"), 0.0, m)
     l = tl.full([r.shape[0]], 0.0, tl.float32)
     acc = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
     for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
         exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
         at = slot_of(partials, first + c0 + c, 0, 0, head, CONFIG)[:, None] + r[None, :]
-        weight = tl.exp2((tl.load(partials.lse + at, mask=exists, other=float("-inf")) - pivot[None, :]) * LOG2E)
-        if CONFIG.LARGE_SCORES:
-            weight *= tl.load(partials.l + at, mask=exists, other=0.0)
+        lse = tl.load(partials.lse + at, mask=exists, other=float("-inf"))
         out = partials.out + (at * CONFIG.DV)[:, :, None] + d[None, None, :]
         out = tl.load(out, mask=exists[:, :, None] & (d < CONFIG.DV)[None, None, :], other=0.0)
-        acc += tl.sum(out * weight[:, :, None], 0)
-        l += tl.sum(weight, 0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2((lse - pivot[None, :]) * LOG2E)
+        if CONFIG.LARGE_SCORES:
+            weight *= tl.load(partials.l + at, mask=exists, other=0.0)
+        alpha = tl.exp2((m - pivot) * LOG2E)
+        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
+        l = l * alpha + tl.sum(weight, 0)
+        m = m_new
     if not CONFIG.LARGE_SCORES:
-        m = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+        m = tl.where(l == 0.0, float("-inf"), m + logsumexp(0.0, l))
     return Partial(acc / tl.where(l == 0.0, 1.0, l)[:, None], m, l)
 
 

@@ -210,9 +210,9 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
-    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N; `top` is the
-    largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: see NAN_SAFE."""
+def attend(queries, keys, page, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
+    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N and lies in the pages
+    `page`; `top` is the largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: see NAN_SAFE."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K
@@ -239,7 +239,6 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: t
     top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     i = rows.i[:, None]
     h = rows.h[:, None]
-    page = load_pages(keys, keys.lo, PAGE_SIZE, N)
     for at in tl.range(keys.lo, keys.hi, N, num_stages=1 if REPAIR else None):
         j = (at + tl.arange(0, N))[None, :]
         if CONFIG.PREFETCH_PAGES:
@@ -340,6 +339,7 @@ def decode_kernel(
     num_slots,
     rows,
     target,
+    tile_height,
     table_stride,
     num_pages,
     batch,
@@ -376,26 +376,35 @@ def decode_kernel(
         w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
         r = tl.arange(0, CONFIG.BLOCK_M)
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
-        k_scale = 1.0
-        if STORED_K.SCALE == "head":
-            k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
-        q_rows = row_pointers(q, item, at)
-        queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         first_key, hi = visible_keys(item, before, after, CONFIG)
         lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
         hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
         pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
         keys = KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi)
-        params = ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD)
+        page = load_pages(keys, lo, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)  # before the queries: keys wait for both
+        k_scale = 1.0
+        if STORED_K.SCALE == "head":
+            k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
+        q_rows = row_pointers(q, item, at)
+        queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         draft = TreeMask(tree, tree_words)
-        acc, m, l, top = attend(queries, keys, w, at, params, draft, CONFIG, False)
+        # Triton cannot keep the mods in a variable of a loop
+        acc, m, l, top = attend(
+            *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
+            CONFIG,
+            False,
+        )
         if CONFIG.MAX_LOGIT:
             line = buffers.max_logit + tl.where(n_q > 0, item.b, 0) * (CONFIG.KV_HEADS * CONFIG.GROUP)
             counts = at.exists & (item.b < batch) & (top > float("-inf"))
             tl.atomic_max(line + at.h, top, mask=counts, sem="relaxed")
         if CONFIG.NAN_SAFE:
             if has_nan(partials.flags + program, acc):
-                acc, m, l, top = attend(queries, keys, w, at, params, draft, CONFIG, True)
+                acc, m, l, top = attend(
+                    *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
+                    CONFIG,
+                    True,
+                )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         if STORED_V.SCALE == "head":
             out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)
@@ -419,6 +428,6 @@ def decode_kernel(
     if CONFIG.FUSED:
         if split.num_splits > 1:
             combine_last(buffers, item, split, head, terms.sinks, sizes, CONFIG)
-        store_empty_rows(buffers, empties, terms.sinks, sizes, CONFIG.BLOCK_M, CONFIG)
+        store_empty_rows(buffers, empties, terms.sinks, sizes, tile_height, CONFIG)
     if CONFIG.OVERLAP and CONFIG.CONCURRENT:
         gdc_wait()

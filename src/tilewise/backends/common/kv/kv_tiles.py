@@ -26,6 +26,7 @@ class KvTile(NamedTuple):
     splits: int = 1
     min_keys: int = 512
     fused: int = 1
+    least: int = 1
 
 
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:

@@ -35,9 +35,9 @@ from .schedule import ScheduleConfig, Sequences, schedule_kernel
 from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
 
 # Few sizes, so that an engine's batches share their kernels.
-BLOCK_ITEMS = (128, 1024)  # work items that the schedule kernel computes at once: one for each thread, or eight
+BLOCK_ITEMS = (128, 256)  # work items that the schedule kernel computes at once: one for each thread, or two
 BLOCK_PARTIALS = (8, 32, 128)  # partial results of a row that `combine_kernel` loads at once
-FUSED = 4096  # elements that the last program of a work item combines at once
+FUSED = 8192  # elements that the last program of a work item combines at once
 MAX_FUSED = 40  # partial results of a work item that it combines
 COMBINED = 4096  # elements that a program of `combine_kernel` combines at once
 
@@ -100,7 +100,7 @@ def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_qu
     sizes = (q.shape[-3], places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch)
     cut = (
         partition.num_splits,
-        partition.target,
+        *(partition.target, partition.resident, partition.least),
         request.spec.before,
         request.spec.after,
         partition.chunk_size,
@@ -178,6 +178,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
         *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
+        tile_height(request, partition),
         *(table_stride, k.shape[0], places.batch, n_q, words),
         terms,
     )
@@ -187,6 +188,11 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     attend = Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))
     return [attend] if config.FUSED else [attend, combine_launch(kv, terms, partition, target)]
+
+
+def tile_height(request: KvRequest, partition: Partition) -> int:
+    """The rows of a tile without keys: packed, those past the last sequence may be more than max_seqlen_q."""
+    return partition.rows if request.call.cu_q is None else partition.tile.block_m
 
 
 def is_fused(partition: Partition) -> bool:
@@ -233,7 +239,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     )
     sizes = (
         *(partition.items, partition.num_splits, partition.slots, partition.whole_slots, partition.num_slots),
-        *(partition.rows, request.cache_index.batch, partition.target, partition.tile.block_m),
+        *(partition.rows, request.cache_index.batch, partition.target, tile_height(request, partition)),
     )
     programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
     return Launch(combine_kernel, programs, (buffers_of(kv), terms.sinks, *sizes), launch_options(config))

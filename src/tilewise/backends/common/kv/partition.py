@@ -11,7 +11,7 @@ from . import kv_tiles
 from .kv_tiles import KvTile
 
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
-CLASSES = 8  # of work items: those that are divided, then from long to short
+CLASSES = 16  # of work items: those that are divided, then from long to short
 
 
 class Partition(NamedTuple):
@@ -20,7 +20,9 @@ class Partition(NamedTuple):
     tile: KvTile
     items: int  # work items
     tiles: int  # row tiles of a sequence, 0 if packed
-    target: int  # splits that share all chunks equally; there are at most so many more than work items
+    resident: int  # splits that run at once
+    least: int  # splits that use all bandwidth of the GPU's memory
+    target: int  # splits that share the chunks of sequences of different lengths
     kv_heads: int
     chunk_size: int  # keys
     slots: int  # partial results of a split that continues a work item
@@ -83,5 +85,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     chunk_size = request.split or tile.block_n
     slots = 1 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
     item_cost, min_chunks = (0, 1) if request.split else (1, max(1, tile.min_keys // chunk_size))
-    target = max(1, num_sms * tile.programs_per_sm * tile.splits // k.shape[-2])
-    return Partition(tile, items, tiles, target, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)
+    kv_heads = k.shape[-2]
+    resident, least = (max(1, num_sms * n // kv_heads) for n in (tile.programs_per_sm, tile.least))
+    sizes = (resident, least, resident * tile.splits, kv_heads, chunk_size, slots, rows, item_cost, min_chunks)
+    return Partition(tile, items, tiles, *sizes)

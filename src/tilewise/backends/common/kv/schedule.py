@@ -2,12 +2,11 @@
 the host never reads sequence lengths.
 
 A work item is a tile of one sequence's rows (queries times the heads of a group) with the chunks of keys that they see.
-A work item with more than `most` chunks is divided into equal splits, where `most` is the number of all chunks over
-`target`, so that there are at most `target` splits more than work items. A split has one program for each KV head,
-because the heads of a token lie side by side in memory and are then read at about the same time. The GPU starts
-programs in their order: splits of divided work items come first, then work items from long to short, so that programs
-end at about the same time. Fewer than 2 * target splits belong to divided work items, so the workspace does not grow
-with the lengths.
+A split is a range of its chunks, with one program for each KV head, because the heads of a token lie side by side in
+memory and are then read at about the same time. The GPU starts programs in the order of splits, `resident` splits at a
+time; `least` of them suffice to use all bandwidth of its memory (see `Division` for the work items that are divided).
+Divided work items come first, then the others from long to short, so that programs end at about the same time. Fewer
+than 2 * target splits belong to divided work items, so the workspace does not grow with the lengths.
 
 The schedule, in int64 numbers:
     counts  4                       divided work items; work items without keys; those with keys; splits
@@ -98,7 +97,8 @@ class ScheduleConfig(NamedTuple):
 # tuple, whatever `do_not_specialize` says: these are parameters of the kernels themselves, and become structs inside.
 QUERY_SIZES = ["n_q", "n_new", "tokens", "batch", "max_queries", "num_positions", "before", "after"]
 CACHE_SIZES = ["capacity", "page_size", "num_pages", "table_pages", "table_stride"]
-SPLIT_SIZES = ["tiles", "items", "num_splits", "target", "chunk_size", "min_chunks", "rows", "tile_height"]
+SPLIT_SIZES = ["tiles", "items", "num_splits", "target", "resident", "least", "chunk_size"]
+SPLIT_SIZES += ["min_chunks", "rows", "tile_height"]
 SLOT_SIZES = ["slots", "whole_slots", "num_slots"]
 RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES + SLOT_SIZES
 COUNTS: tl.constexpr = tl.constexpr(partition.COUNTS)
@@ -240,17 +240,44 @@ def items_at(first, sequences, sizes, view, CONFIG: tl.constexpr):
     return WorkItem(b, row, q0, n_q, n_k, start, first_chunk, num_chunks), exists
 
 
+class Division(NamedTuple):
+    """How work items are divided. If all are about equally long, `remainder` of them are, into `pieces` splits of at
+    least `most` / 2 chunks: those that would otherwise run alone at the end and not use all bandwidth. If they are not
+    (pieces = 0), all with more than `most` chunks are."""
+
+    most: tl.tensor
+    remainder: tl.tensor
+    pieces: tl.tensor
+    longest: tl.tensor  # work item that is not divided, in chunks
+
+
 @triton.jit
-def classes_of(item, exists, most):
-    """(splits of work items; (items, CLASSES): 1 for their class). The first class has those that are divided, the next
-    ones those with more than 1/2, 1/4 .. of `most` chunks; those without keys have none."""
-    real = exists & (item.num_chunks > 0)
-    splits = tl.where(real, (item.num_chunks + most - 1) // most, 0).to(tl.int32)
-    rank = tl.zeros_like(splits)
-    for c in tl.static_range(1, CLASSES - 1):
-        rank += (item.num_chunks.to(tl.int64) << c <= most).to(tl.int32)
-    rank = tl.where(splits > 1, 0, 1 + rank)
-    return splits, (real[:, None] & (rank[:, None] == tl.arange(0, CLASSES)[None, :])).to(tl.int32)
+def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
+    """The division of so many chunks of so many work items with keys."""
+    cost = chunks + num_items * CONFIG.ITEM_COST
+    most = tl.maximum((cost + view.target - 1) // view.target, view.min_chunks)
+    equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
+    remainder = num_items % view.resident
+    remainder = tl.where(equal & (remainder < view.least), remainder, 0)
+    pieces = tl.where(equal, (view.least + remainder - 1) // tl.maximum(remainder, 1), 0)
+    undivided = tl.where(equal, longest, tl.minimum(longest, most).to(tl.int32))
+    return Division(tl.where(equal, view.min_chunks, most), remainder, pieces, undivided)
+
+
+@triton.jit
+def classes_of(item, exists, before, division):
+    """(splits of work items; (items, CLASSES): 1 for their class). The first class has those that are divided, the
+    others those of a range of lengths, from long to short. `before`: work items with keys before these."""
+    real = (exists & (item.num_chunks > 0)).to(tl.int32)
+    splits = ((item.num_chunks + division.most - 1) // division.most).to(tl.int32)
+    if division.pieces > 0:
+        number = before + tl.cumsum(real, 0) - real
+        splits = tl.where(number < division.remainder, tl.minimum(splits, division.pieces), 1)
+    splits *= real
+    shorter = tl.maximum(division.longest - item.num_chunks, 0).to(tl.int64)
+    rank = 1 + (shorter * (CLASSES - 1) // tl.maximum(division.longest, 1)).to(tl.int32)
+    rank = tl.where(splits > 1, 0, tl.minimum(rank, CLASSES - 1))
+    return splits, real[:, None] * (rank[:, None] == tl.arange(0, CLASSES)[None, :]).to(tl.int32)
 
 
 @triton.jit
@@ -281,12 +308,18 @@ def store_splits(schedule, first, total, cum, table, num_splits, CONFIG: tl.cons
 
 
 class View(NamedTuple):
-    """The window, keys of a chunk, and the most queries of a sequence, or None."""
+    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once, and how many of
+    them use all bandwidth; splits that share the chunks of sequences of different lengths; chunks that are worth
+    one."""
 
     before: tl.tensor
     after: tl.tensor
     chunk_size: tl.tensor
     max_queries: tl.tensor
+    resident: tl.tensor
+    least: tl.tensor
+    target: tl.tensor
+    min_chunks: tl.tensor
 
 
 class Total(NamedTuple):
@@ -309,6 +342,8 @@ def schedule_kernel(
     items,
     num_splits,
     target,
+    resident,
+    least,
     before,
     after,
     chunk_size,
@@ -316,36 +351,40 @@ def schedule_kernel(
     max_queries,
     CONFIG: tl.constexpr,
 ):
-    """Write the schedule. Splits of divided work items have at least half of `min_chunks` chunks. Sequences with more
-    than `max_queries` queries, if given, are left out: another kernel computes them."""
+    """Write the schedule. Sequences with more than `max_queries` queries, if given, are left out: another kernel computes
+    them."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     sizes = BatchSizes(n_q, n_new, capacity, page_size, batch, tiles, items, num_splits, target)
-    view = View(before, after, chunk_size, max_queries)
+    view = View(before, after, chunk_size, max_queries, resident, least, target, min_chunks)
     cum = item_starts(schedule, sizes, CONFIG.KV_HEADS)
     table = item_records(schedule, sizes, CONFIG.KV_HEADS)
-    cost = tl.cast(0, tl.int64)
+    chunks = tl.cast(0, tl.int64)
+    longest = tl.cast(0, tl.int32)
+    with_keys = tl.cast(0, tl.int32)
     for first in range(0, items, CONFIG.BLOCK_ITEMS):
         item, exists = items_at(first, sequences, sizes, view, CONFIG)
-        chunks = tl.where(exists & (item.num_chunks > 0), item.num_chunks + CONFIG.ITEM_COST, 0)
-        cost += tl.sum(chunks.to(tl.int64), 0)
-    most = tl.maximum((cost + target - 1) // target, min_chunks)
+        own_chunks = tl.where(exists, item.num_chunks, 0)
+        chunks += tl.sum(own_chunks.to(tl.int64), 0)
+        longest = tl.maximum(longest, tl.max(own_chunks, 0))
+        with_keys += tl.sum((own_chunks > 0).to(tl.int32), 0)
+    division = division_of(chunks, with_keys, longest, view, CONFIG)
     item_counts = tl.full([CLASSES], 0, tl.int32)
     split_counts = tl.full([CLASSES], 0, tl.int32)
     for first in range(0, items, CONFIG.BLOCK_ITEMS):
         item, exists = items_at(first, sequences, sizes, view, CONFIG)
-        splits, member = classes_of(item, exists, most)
+        splits, member = classes_of(item, exists, tl.sum(item_counts, 0), division)
         item_counts += tl.sum(member, 0)
         split_counts += tl.sum(member * splits[:, None], 0)
-    with_keys = tl.sum(item_counts, 0)
     total = tl.sum(split_counts, 0)
     next_item = tl.cumsum(item_counts, 0) - item_counts
     next_split = tl.cumsum(split_counts, 0) - split_counts
     empties = tl.cast(0, tl.int32)
+    before_items = tl.cast(0, tl.int32)
     for first in range(0, items, CONFIG.BLOCK_ITEMS):
         item, exists = items_at(first, sequences, sizes, view, CONFIG)
-        splits, member = classes_of(item, exists, most)
+        splits, member = classes_of(item, exists, before_items, division)
         own = member * splits[:, None]
         place = tl.sum(member * (tl.cumsum(member, 0) - 1 + next_item[None, :]), 1)
         begin = tl.sum(member * (tl.cumsum(own, 0) - own + next_split[None, :]), 1)
@@ -356,6 +395,7 @@ def schedule_kernel(
         next_item += tl.sum(member, 0)
         next_split += tl.sum(own, 0)
         empties += tl.sum(empty, 0)
+        before_items += tl.sum((splits > 0).to(tl.int32), 0)
     tl.store(cum + with_keys, total.to(tl.int64))
     tl.store(schedule, tl.sum(tl.where(tl.arange(0, CLASSES) == 0, item_counts, 0), 0).to(tl.int64))
     tl.store(schedule + 1, empties.to(tl.int64))
