@@ -39,8 +39,8 @@ def ranges(
     >>> from tilewise.backends.common.kv.kv_tiles import KvTile
     >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 2, 4, 1, 64, 1, 16, 1)
     >>> ranges(partition, [(1, 64, 0), (1, 640, 0)], 4, after=0)
-    Ranges(items=[Item(b=1, first=0, num_chunks=10, keys=640), Item(b=0, first=0, num_chunks=1, keys=64)], each=4, \
-busy=4, divided=1, parts=3)
+    Ranges(items=[Item(b=1, first=0, num_chunks=10, keys=640), Item(b=0, first=0, num_chunks=1, keys=64)], each=5, \
+busy=3, divided=1, parts=2)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(partition, b, *seq, group, before, after)]
     items = [item for item in items if item.num_chunks]  # rows without keys are written without reading keys
@@ -55,7 +55,9 @@ busy=4, divided=1, parts=3)
         ]
     else:
         cost = chunks + len(items) * partition.item_cost
-        most = max(-(-cost // partition.target), partition.min_chunks)
+        few = len(items) <= partition.least
+        shares = max(partition.resident - len(items), partition.least) if few else partition.target
+        most = max(-(-cost // shares), partition.min_chunks)
         found = [-(-item.num_chunks // most) for item in items]
         longest = min(longest, most)
 

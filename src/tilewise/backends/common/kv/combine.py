@@ -121,9 +121,7 @@ def partials_of(workspace, sizes, DV: tl.constexpr):
     """The partial results in the workspace."""
     all_rows = tl.cast(sizes.num_slots, tl.int64) * sizes.rows
     lse = workspace + all_rows * DV
-    return Partials(
-        workspace, lse, lse + all_rows, lse + 2 * all_rows, sizes.slots, sizes.whole_slots, sizes.rows
-    )
+    return Partials(workspace, lse, lse + all_rows, lse + 2 * all_rows, sizes.slots, sizes.whole_slots, sizes.rows)
 
 
 @triton.jit

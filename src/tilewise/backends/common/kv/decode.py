@@ -1,5 +1,5 @@
-"""Attention over a KV cache, dense or paged (decode): each program attends to the keys of one split (`schedule`), for one
-KV head. The rows of a tile are its queries times the heads of their group, so that keys are read once for the whole
+"""Attention over a KV cache, dense or paged (decode): each program attends to the keys of one split (`schedule`), for
+one KV head. The rows of a tile are its queries times the heads of their group, so that keys are read once for the whole
 group.
 
 Rows that several splits share are merged by the last of their programs (FUSED), or by `combine_kernel`.
@@ -211,8 +211,9 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 @triton.jit
 def attend(queries, keys, page, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
-    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N and lies in the pages
-    `page`; `top` is the largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: see NAN_SAFE."""
+    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N and lies in `page`;
+    `top` is the largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: a value that
+    is not finite does not reach rows that do not see it."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K

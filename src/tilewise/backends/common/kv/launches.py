@@ -72,8 +72,8 @@ def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[in
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
-    """The work items of a schedule, read back (its layout is in schedule.py): those with keys are in front, those without
-    at the end."""
+    """The work items of a schedule, read back (its layout is in schedule.py): those with keys are in front, those
+    without at the end."""
     partition = checked_partition(request, target_of(request.q.device), schedule)
     numbers: list[int] = schedule.tolist()
     without, with_keys = numbers[1:3]

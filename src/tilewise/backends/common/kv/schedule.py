@@ -81,8 +81,8 @@ class BatchSizes(NamedTuple):
 
 
 class ScheduleConfig(NamedTuple):
-    """Query heads per KV head; KV heads; rows of a tile; the cost of beginning a work item, in chunks; work items and splits that
-    are computed at once; whether the launch overlaps the one before."""
+    """Query heads per KV head; KV heads; rows of a tile; the cost of beginning a work item, in chunks; work items and
+    splits that are computed at once; whether the launch overlaps the one before."""
 
     GROUP: int
     KV_HEADS: int
@@ -97,10 +97,9 @@ class ScheduleConfig(NamedTuple):
 # tuple, whatever `do_not_specialize` says: these are parameters of the kernels themselves, and become structs inside.
 QUERY_SIZES = ["n_q", "n_new", "tokens", "batch", "max_queries", "num_positions", "before", "after"]
 CACHE_SIZES = ["capacity", "page_size", "num_pages", "table_pages", "table_stride"]
-SPLIT_SIZES = ["tiles", "items", "num_splits", "target", "resident", "least", "chunk_size"]
-SPLIT_SIZES += ["min_chunks", "rows", "tile_height"]
-SLOT_SIZES = ["slots", "whole_slots", "num_slots"]
-RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES + SLOT_SIZES
+SPLIT_SIZES = ["tiles", "items", "num_splits", "target", "resident", "least", "chunk_size", "min_chunks"]
+RESULT_SIZES = ["slots", "whole_slots", "num_slots", "rows", "tile_height"]
+RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES + RESULT_SIZES
 COUNTS: tl.constexpr = tl.constexpr(partition.COUNTS)
 RECORD: tl.constexpr = tl.constexpr(partition.RECORD)
 CLASSES: tl.constexpr = tl.constexpr(partition.CLASSES)
@@ -255,7 +254,9 @@ class Division(NamedTuple):
 def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
     """The division of so many chunks of so many work items with keys."""
     cost = chunks + num_items * CONFIG.ITEM_COST
-    most = tl.maximum((cost + view.target - 1) // view.target, view.min_chunks)
+    shares = tl.maximum(view.resident - num_items, view.least)  # the splits of few work items run all at once
+    shares = tl.where(num_items <= view.least, shares, view.target)
+    most = tl.maximum((cost + shares - 1) // shares, view.min_chunks)
     equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
     remainder = num_items % view.resident
     remainder = tl.where(equal & (remainder < view.least), remainder, 0)
@@ -308,8 +309,8 @@ def store_splits(schedule, first, total, cum, table, num_splits, CONFIG: tl.cons
 
 
 class View(NamedTuple):
-    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once, and how many of
-    them use all bandwidth; splits that share the chunks of sequences of different lengths; chunks that are worth
+    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once, and how many
+    of them use all bandwidth; splits that share the chunks of sequences of different lengths; chunks that are worth
     one."""
 
     before: tl.tensor
@@ -351,8 +352,8 @@ def schedule_kernel(
     max_queries,
     CONFIG: tl.constexpr,
 ):
-    """Write the schedule. Sequences with more than `max_queries` queries, if given, are left out: another kernel computes
-    them."""
+    """Write the schedule. Sequences with more than `max_queries` queries, if given, are left out: another kernel
+    computes them."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
