@@ -1,6 +1,6 @@
 """The tile of the decode kernel: rows (queries times the heads of a group) by keys. Imports torch alone.
 
-TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS]] overrides the table, for measurements.
+TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS[xSPLITS]]] overrides the table, for measurements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..tiles import Arch
 
 class KvTile(NamedTuple):
     """`prefetch_pages`: page numbers are loaded one iteration before their keys, 1 or 0. `max_registers` of a thread; 0
-    for no limit."""
+    for no limit. `splits`: how many equal splits there are for each program that runs at once."""
 
     block_m: int
     block_n: int
@@ -23,6 +23,10 @@ class KvTile(NamedTuple):
     programs_per_sm: int
     prefetch_pages: int = 1
     max_registers: int = 0
+    splits: int = 1
+    min_keys: int = 512
+    fused: int = 1
+    least: int = 1
 
 
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:
@@ -30,7 +34,7 @@ def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str |
     they have 8 bits with scales by token, "one" if one of them is a 16-bit float, "both" otherwise.
 
     >>> tile(90, 2, 128, 4)
-    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0)
+    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0, splits=1)
     """
     override = os.environ.get(KV_TILE)
     if override:
