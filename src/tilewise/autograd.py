@@ -136,7 +136,9 @@ class TransformedAttention(AttentionWithLse):
         request = Request.of(ctx.spec, tensors)
         if any(t is not None for t in tangents[3:]):
             raise AttentionError(
-                "forward mode on these kernels", "a tangent of a bias, sinks or mod", "tangents of q, k and v only"
+                "forward mode on these kernels",
+                "a tangent of a bias, sinks or a mod's tensor",
+                f"tangents of q, k and v only, or backend={REFERENCE!r}",
             )
         given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         tangents_of = torch.ops.tilewise.jvp(out, lse, given, *arguments(request))

@@ -184,7 +184,10 @@ class CallPlan:
     ) -> Runner:
         """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
         the strides of all of them. (A KernelCall checks the alignment.)"""
-        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs, *tangents)])
+        key: tuple[Any, ...] = (
+            wanted,
+            *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs, *tangents)],
+        )
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)

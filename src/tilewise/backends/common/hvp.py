@@ -279,7 +279,7 @@ def hvp_key_kernel(
 
 @triton.jit(**ANY_SIZE)
 def repair_hvp_query_kernel(
-    tensors,
+    tensors,  # HvpTensors
     cu_q,
     cu_k,
     n_q,
@@ -295,26 +295,35 @@ def repair_hvp_query_kernel(
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    ROWS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Repairs dQ. of `total` tiles."""
+    """Repairs dQ. of the flagged ones of `total` tiles of ROWS queries, BLOCK_M at a time."""
     begin(CONFIG.OVERLAP)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
         for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
             if is_raised(tensors.flags, n, True):
-                w = locate(n, grid, seqs, cu_q, CONFIG.BLOCK_M)
-                if w.first < w.n_q:
+                w = locate(n, grid, seqs, cu_q, ROWS)
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
+                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     acc = query_tangent(
-                        tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, True
+                        tensors,
+                        grid,
+                        seqs,
+                        u,
+                        rate,
+                        ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                        CONFIG,
+                        True,
                     )
-                    store_query_tangent(tensors, acc, w, rate, CONFIG)
+                    store_query_tangent(tensors, acc, u, rate, CONFIG)
 
 
 @triton.jit(**ANY_SIZE)
 def repair_hvp_key_kernel(
-    tensors,
+    tensors,  # HvpTensors
     cu_q,
     cu_k,
     n_q,
@@ -330,18 +339,27 @@ def repair_hvp_key_kernel(
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
+    ROWS: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Repairs dK., dV., or both, of `total` tiles."""
+    """Repairs dK., dV., or both, of the flagged ones of `total` tiles of ROWS keys, BLOCK_N at a time."""
     begin(CONFIG.OVERLAP)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
         for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
             if is_raised(tensors.flags, n, True):
-                w = locate(n, grid, seqs, cu_k, CONFIG.BLOCK_N)
-                if w.first < w.n_k:
+                w = locate(n, grid, seqs, cu_k, ROWS)
+                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
+                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
                     dk_acc, dv_acc = key_tangents(
-                        tensors, grid, seqs, w, rate, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), CONFIG, True
+                        tensors,
+                        grid,
+                        seqs,
+                        u,
+                        rate,
+                        ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                        CONFIG,
+                        True,
                     )
-                    store_key_tangents(tensors, dk_acc, dv_acc, w, rate, CONFIG)
+                    store_key_tangents(tensors, dk_acc, dv_acc, u, rate, CONFIG)

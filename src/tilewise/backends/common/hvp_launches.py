@@ -19,6 +19,7 @@ from .repair_launches import repairs
 from .score_terms import device_terms, folded, mask_mod
 from .shapes import call_shape, new_gradients, sequences_and_window, view
 
+FEW_ROWS = 32  # queries or keys that are repaired at a time
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -96,7 +97,7 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
                 SUM_V=sum_v,
             ),
         )
-        made += [key, *repairs(repair_hvp_key_kernel, key, target)]
+        made += [key, *_repairs(repair_hvp_key_kernel, key, "BLOCK_N", target)]
     tile = tile_of("hvp query", q.element_size(), size, gpu)
     query = Launch(
         hvp_query_kernel,
@@ -109,7 +110,15 @@ def hvp_passes(request: Request, tensors: HvpTensors, target: Target, memory: Me
         ),
         options_of(request, tile, gpu, **program, EVEN=is_even(size, size.n_k, tile.block_n)),
     )
-    return [*made, query, *repairs(repair_hvp_query_kernel, query, target)]
+    return [*made, query, *_repairs(repair_hvp_query_kernel, query, "BLOCK_M", target)]
+
+
+def _repairs(kernel: Any, of: Launch, side: str, target: Target) -> list[Launch]:
+    """The NaN repair pass, at most FEW_ROWS rows of `side` at a time: NAN_SAFE products need more registers."""
+    config = of.options["CONFIG"]
+    rows = getattr(config, side)
+    few = config._replace(**{side: min(FEW_ROWS, rows)})
+    return repairs(kernel, of, target, ROWS=rows, CONFIG=few)
 
 
 def _flags(request: Request, memory: Memory, rows: int, heads: int) -> Tensor | None:

@@ -74,13 +74,13 @@ HOPPER: Table = {
     ("hvp query", 2): {  # four tiles of scores at once
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
-        256: Tile(64, 16, 8, 1),
+        256: Tile(64, 16, 8, 1, chunk=64),
         512: Tile(16, 16, 8, 1, chunk=64),
     },
     ("hvp key", 2): {
         64: Tile(32, 64, 4, 2),
-        128: Tile(32, 64, 4, 2, apart=True),
-        256: Tile(16, 64, 8, 1, apart=True),
+        128: Tile(32, 128, 8, 2),
+        256: Tile(16, 64, 8, 1, apart=True, chunk=64),
         512: Tile(16, 16, 8, 1, apart=True, chunk=64),
     },
     ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
