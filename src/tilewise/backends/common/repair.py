@@ -217,7 +217,23 @@ def repair_backward_kernel(
 
 @triton.jit(**ANY_SIZE)
 def repair_jvp_kernel(
-    tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total, CONFIG: tl.constexpr
+    tensors,  # JvpTensors
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    rate,
+    tiles,
+    heads,
+    batch,
+    terms,
+    total,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Repairs a forward-mode pass of `total` tiles."""
     begin(CONFIG.OVERLAP)
@@ -228,6 +244,14 @@ def repair_jvp_kernel(
             if is_raised(tensors.flags, n, True):
                 w = locate(n, grid, seqs, cu_q, CONFIG.BLOCK_M)
                 if w.first < w.n_q:
-                    params = ScoreParams(before, after, scale, (), None, None)
-                    dlse, acc = jvp_tile(tensors, grid, seqs, w, params, CONFIG, True)
+                    dlse, acc = jvp_tile(
+                        tensors,
+                        grid,
+                        seqs,
+                        w,
+                        rate,
+                        ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                        CONFIG,
+                        True,
+                    )
                     store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG)

@@ -55,6 +55,12 @@ class ReferenceBackend:
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("torch differentiates the reference itself: see `differentiable`")
 
+    def lacks_hvp(self, request: Request) -> str | None:
+        return "derivatives by torch instead"
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        raise NotImplementedError("torch differentiates the reference itself: see `differentiable_backward`")
+
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         return {}
 
