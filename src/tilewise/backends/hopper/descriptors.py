@@ -8,7 +8,7 @@ from torch import Tensor
 from ...request import Spec
 from ..common.shapes import view
 from .gluon_compat import TensorDescriptor, gl
-from .pipeline import TMA_EXTENT, Float32Output
+from .pipeline import TMA_EXTENT, GlobalTensor
 from .tiles import widths
 
 
@@ -42,12 +42,12 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
 
 
-def float32_output(x: Tensor, spec: Spec) -> Float32Output:
+def float32_output(x: Tensor, spec: Spec) -> GlobalTensor:
     """Where the kernel stores float32 results; absent unless the call is partial."""
     if not spec.partial:
-        return Float32Output()
+        return GlobalTensor()
     strides = view(x).strides
-    return Float32Output(x, strides[:3], x.shape[-1])
+    return GlobalTensor(x, strides[:3], x.shape[-1])
 
 
 @cache

@@ -18,6 +18,7 @@ import triton.language as tl
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
     broadcast_rows,
@@ -72,6 +73,7 @@ from .pipeline import (
     read_tile_info,
     release,
     release_tile_info,
+    tensor_of,
     tile_and_row,
     wait_full,
     wait_tile_info,
@@ -107,12 +109,12 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O, by a TMA descriptor or as float32; lse; the flag of the NaN repair pass; the largest score of each head."""
+    """O, by a TMA descriptor or as float32; lse; what the NaN repair reads; the largest score of each head."""
 
     o: tl.tensor
     o_float32: tl.tuple
     lse: tl.tensor
-    flag: tl.tensor
+    repair: tl.tuple
     max_logit: tl.tensor
 
 
@@ -162,18 +164,28 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+    REPAIR: gl.constexpr = outputs.repair.flags is not None
     while w.first >= 0:
-        n = attend(shared, outputs, params, w, n, t, WG, CONFIG)
-        release_tile_info(shared.tile_info, t)
+        n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
+        if not REPAIR:
+            release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+        if REPAIR:
+            # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
+            for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
+                if done == t - 1:
+                    flag = load_flag(outputs.repair.flags, done, WG, CONFIG)
+                if flag > 0:
+                    repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
+            release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
-    last block."""
+    last block, and the flag of the tile before."""
     DTYPE: gl.constexpr = outputs.o.dtype
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -229,6 +241,9 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
     arrive(shared.q.empty.index(WG))
+    flag = None
+    if outputs.repair.flags is not None:
+        flag = load_flag(outputs.repair.flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
     acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p)
     release(shared.v, stop - 1, STAGES)
@@ -236,8 +251,11 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, CONFIG)
-    return n
+    raised = outputs.repair.flags
+    if raised is not None:
+        raised = flag_pointer(raised, t, WG, CONFIG)
+    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), raised, outputs, params, CONFIG)
+    return n, flag
 
 
 @gluon.jit
@@ -360,7 +378,7 @@ def forward_kernel(
     o_float32,
     lse,
     counter,
-    flag,
+    repair,
     max_logit,
     cu_q,
     cu_k,
@@ -390,7 +408,15 @@ def forward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
-        Outputs(o, o_float32, lse, flag, max_logit),
+        Outputs(
+            *(o, o_float32, lse),
+            Repair(
+                *(tensor_of(repair.q, q), tensor_of(repair.k, k), tensor_of(repair.v, v)),
+                o_float32 if o_float32.ptr is not None else tensor_of(repair.o, o),
+                repair.flags,
+            ),
+            max_logit,
+        ),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),

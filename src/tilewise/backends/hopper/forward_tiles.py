@@ -22,7 +22,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, apply_mask_mod, stage_tile, store_float32, tma_coordinates
+from .pipeline import Tokens, apply_mask_mod, stage_tile, store_global, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 
@@ -67,12 +67,21 @@ def issue_qk(q, wg, k, use, CONFIG: gl.constexpr):
 def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
     """The scores of the queries of `tile` (work, first query, span of keys) and the keys from `start` on, with all
     terms; -inf where a pair is masked."""
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    w, first, _span = tile
+    i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
+    j = (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
+    return mask_scores(s, tile, start, has_mask_mod, params)
+
+
+@gluon.jit
+def mask_scores(s, tile, start, has_mask_mod, params):
+    """s, with -inf where a pair is masked."""
+    BLOCK_N: gl.constexpr = s.shape[1]
     w, first, span = tile
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
     if params.MASK_MOD is not None:
         s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
@@ -236,8 +245,8 @@ def split_columns(acc):
 
 
 @gluon.jit
-def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
-    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets the flag where acc is NaN and l_i is not.
+def epilogue(state, w, first, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
+    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets *flag (or None) where O is NaN and l_i is not.
     `state`: acc, m_i, l_i."""
     acc, m_i, l_i = state
     terms = params.terms
@@ -271,10 +280,10 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
         tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, WIDTH * (CONFIG.O_STORES - 1)), o_tile)
-    if outputs.flag is not None:
+    if flag is not None:
         denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         bad = (sums != sums) & (denominator == denominator)
-        gl.store(outputs.flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
+        gl.store(flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
     i = first + gl.arange(0, ROWS, m_i.type.layout)
     divisor = gl.convert_layout(divisor, m_i.type.layout)
     log = gl.log2(divisor)
@@ -309,5 +318,5 @@ def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
 def store_to_global(acc, factor, o_float32, tokens, first, COLUMN: gl.constexpr):
     """The same to global memory, in float32."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_float32(o_float32, out, tokens, first, COLUMN)
+    store_global(o_float32, out, tokens, first, COLUMN)
     return lane_sums(out)
