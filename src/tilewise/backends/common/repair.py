@@ -122,6 +122,23 @@ class Flagged(NamedTuple):
 
 
 @triton.jit
+def repair_query_rows(tensors, w, first, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dQ of ROWS queries from `first` on, BLOCK_M at a time."""
+    for row in range(first, tl.minimum(first + ROWS, w.n_q), CONFIG.BLOCK_M):
+        u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        store_query_gradient(tensors, query_gradient(tensors, u, params, CONFIG, True), u, rate, CONFIG)
+
+
+@triton.jit
+def repair_key_rows(tensors, w, first, kv_heads, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dK and dV of ROWS keys from `first` on, BLOCK_N at a time."""
+    for row in range(first, tl.minimum(first + ROWS, w.n_k), CONFIG.BLOCK_N):
+        u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        dk_acc, dv_acc = key_gradients(tensors, u, kv_heads, params, CONFIG, True)
+        store_key_gradients(tensors, dk_acc, dv_acc, u, rate, CONFIG)
+
+
+@triton.jit
 def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, CONFIG: tl.constexpr):
     """dQ of the flagged tiles of ROWS queries, BLOCK_M at a time: products of 64 rows and more need the warps of the
     kernel before."""
@@ -130,9 +147,7 @@ def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS:
         for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(n, tiles.grid, seqs, seqs.cu_q, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
-                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    store_query_gradient(tensors, query_gradient(tensors, u, params, CONFIG, True), u, rate, CONFIG)
+                repair_query_rows(tensors, w, w.first, rate, params, ROWS, CONFIG)
 
 
 @triton.jit
@@ -143,10 +158,7 @@ def repair_keys(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl
         for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
             if is_raised(tiles.flags, n, EACH):
                 w = locate(n, tiles.grid, seqs, seqs.cu_k, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
-                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    dk_acc, dv_acc = key_gradients(tensors, u, tiles.grid.heads, params, CONFIG, True)
-                    store_key_gradients(tensors, dk_acc, dv_acc, u, rate, CONFIG)
+                repair_key_rows(tensors, w, w.first, tiles.grid.heads, rate, params, ROWS, CONFIG)
 
 
 @triton.jit(**ANY_SIZE)

@@ -73,7 +73,6 @@ from .pipeline import (
     read_tile_info,
     release,
     release_tile_info,
-    tensor_of,
     tile_and_row,
     wait_full,
     wait_tile_info,
@@ -164,7 +163,8 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
-    REPAIR: gl.constexpr = outputs.repair.flags is not None
+    flags = outputs.repair.pointers.flags
+    REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
         n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
         if not REPAIR:
@@ -175,7 +175,7 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
             # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
             for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
                 if done == t - 1:
-                    flag = load_flag(outputs.repair.flags, done, WG, CONFIG)
+                    flag = load_flag(flags, done, WG, CONFIG)
                 if flag > 0:
                     repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
             release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
@@ -241,9 +241,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
     arrive(shared.q.empty.index(WG))
-    flag = None
-    if outputs.repair.flags is not None:
-        flag = load_flag(outputs.repair.flags, t - 1, WG, CONFIG)
+    flag = gl.to_tensor(0)
+    flags = outputs.repair.pointers.flags
+    if flags is not None:
+        flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
     acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p)
     release(shared.v, stop - 1, STAGES)
@@ -251,9 +252,9 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    raised = outputs.repair.flags
-    if raised is not None:
-        raised = flag_pointer(raised, t, WG, CONFIG)
+    raised = flags
+    if flags is not None:
+        raised = flag_pointer(flags, t, WG, CONFIG)
     epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), raised, outputs, params, CONFIG)
     return n, flag
 
@@ -408,15 +409,7 @@ def forward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
-        Outputs(
-            *(o, o_float32, lse),
-            Repair(
-                *(tensor_of(repair.q, q), tensor_of(repair.k, k), tensor_of(repair.v, v)),
-                o_float32 if o_float32.ptr is not None else tensor_of(repair.o, o),
-                repair.flags,
-            ),
-            max_logit,
-        ),
+        Outputs(o, o_float32, lse, Repair(repair, q, k, v), max_logit),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),

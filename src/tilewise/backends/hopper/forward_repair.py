@@ -16,7 +16,7 @@ from ..common.device.structs import LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
-from .pipeline import GlobalTensor, Tokens, first_key, key_blocks, read_tile_info, store_global
+from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
 
 # keys and columns of V at a time: few registers
 REPAIR_KEYS: gl.constexpr = gl.constexpr(16)
@@ -34,13 +34,12 @@ class RepairPointers(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """The same, with strides."""
+    """The pointers, and TMA descriptors, which have the strides."""
 
-    q: GlobalTensor
-    k: GlobalTensor
-    v: GlobalTensor
-    o: GlobalTensor
-    flags: tl.tensor
+    pointers: RepairPointers
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
 
 
 @gluon.jit
@@ -58,13 +57,18 @@ def load_flag(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
 def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Computes and stores O of the t-th tile of this warpgroup again, and clears its flag."""
     VARLEN: gl.constexpr = params.cu_q is not None
-    repair = outputs.repair
+    pointers = outputs.repair.pointers
+    inputs = (
+        tensor_of(pointers.q, outputs.repair.q),
+        tensor_of(pointers.k, outputs.repair.k),
+        tensor_of(pointers.v, outputs.repair.v),
+    )
     terms = params.terms
     w = read_tile_info(info, opaque(t), params.n_q, params.n_k, VARLEN)
     first = opaque(w.first + WG * ROWS)
     tma_stores_done()
     barrier()  # O is in memory, and all warps have read the flag
-    gl.store(flag_pointer(repair.flags, t, WG, CONFIG), 0)
+    gl.store(flag_pointer(pointers.flags, t, WG, CONFIG), 0)
 
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)
     lse2 = load_lse2(w, first, outputs.lse, params, gl.SliceLayout(1, layout))
@@ -73,18 +77,21 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         s_sink = row_maximum(gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32), LOG2E, terms.large_scores)
         sink += gl.exp2(rescale_exponent(s_sink, lse2, LOG2E, terms.large_scores))
     lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
-    for column in range(0, repair.v.columns, REPAIR_COLUMNS):
+    for column in range(0, inputs[2].columns, REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
         total = sink
         for n in range(lo, hi):
             start, has_mask_mod = first_key(n, w, terms.blocks, CONFIG.BLOCK_N)
             for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
-                p = visible_p((w, first, span), opaque(j), has_mask_mod, lse2, repair, params, CONFIG)
+                p = visible_p((w, first, span), opaque(j), has_mask_mod, lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
                 for key in range(j, j + REPAIR_KEYS):
-                    acc = add_value(acc, p, j, opaque(key), w, column, repair.v, CONFIG)
+                    acc = add_value(acc, p, j, opaque(key), w, column, inputs[2], CONFIG)
         acc *= broadcast_rows(1.0 / gl.where(total == 0.0, 1.0, total), acc)
-        store_global(repair.o, acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
+        if outputs.o_float32.ptr is not None:
+            store_global(outputs.o_float32, acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
+        else:
+            store_global(tensor_of(pointers.o, outputs.o), acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
 
 
 @gluon.jit
@@ -98,16 +105,17 @@ def load_lse2(w, first, lse, params, layout: gl.constexpr):
 
 
 @gluon.jit
-def visible_p(tile, start, has_mask_mod, lse2, repair, params, CONFIG: gl.constexpr):
+def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.constexpr):
     """p of the REPAIR_KEYS keys from `start` on; -1 for hidden pairs."""
     w, first, _span = tile
+    q, k, _v = inputs
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)
     i = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     s = gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout)
     j = column_indices(start, s)
-    q_rows = global_rows(repair.q, w.b, w.h, w.q0, i)
-    k_rows = global_rows(repair.k, w.b, w.h // CONFIG.GROUP, w.k0, j)
-    for d in range(repair.k.columns):
+    q_rows = global_rows(q, w.b, w.h, w.q0, i)
+    k_rows = global_rows(k, w.b, w.h // CONFIG.GROUP, w.k0, j)
+    for d in range(k.columns):
         q_column = gl.load(q_rows + d, mask=i < w.n_q, other=0.0).to(gl.float32)
         k_column = gl.load(k_rows + d, mask=j < w.n_k, other=0.0).to(gl.float32)
         s += q_column[:, None] * k_column[None, :]

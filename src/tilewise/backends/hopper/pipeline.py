@@ -193,10 +193,8 @@ def load_tile(pipe, stage, x, tokens, row):
 
 @gluon.jit
 def tensor_of(ptr, desc):
-    """The tensor at `ptr` that a TMA descriptor describes, without one (None) an absent one."""
-    if ptr is None:
-        return GlobalTensor(None, (0, 0, 0), 0)
-    elif len(desc.block_type.shape) == 4:
+    """The tensor at `ptr` that a TMA descriptor describes."""
+    if len(desc.block_type.shape) == 4:
         return GlobalTensor(ptr, (desc.strides[0], desc.strides[2], desc.strides[1]), desc.shape[3])
     else:
         return GlobalTensor(ptr, (0, desc.strides[3], desc.strides[2]), desc.shape[4])
