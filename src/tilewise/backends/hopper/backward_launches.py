@@ -1,4 +1,4 @@
-"""From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess with repair."""
+"""From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -202,10 +202,12 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
     tensors = PostprocessTensors(space.dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
     q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
     k_total = 2 * size.programs(size.n_k, size.kv_heads, pad)
-    repair, terms, mods, plan = None, ((), ()), (None, None), None
+    repair, plan = None, None
+    terms: tuple[Any, Any] = (), ()
+    mods: tuple[Any, Any] = None, None
     if request.is_masked:
-        inputs = (view(x) for x in (*request[:3], bwd_inputs.dout))
-        repair = BackwardTensors(*inputs, *call.statistics, dq, dk, dv)
+        q, k, v, dout = (view(x) for x in (*request[:3], bwd_inputs.dout))
+        repair = BackwardTensors(q, k, v, dout, *call.statistics, dq, dk, dv)
         terms = device_terms(request, GPU, (rows, STEP)), device_terms(request, GPU, (STEP, rows), by_key=True)
         mods = score_mod_with_derivative(request, GPU), mask_mod(request)
         plan = repair_config(size, rows, *block_dims(size))
@@ -215,7 +217,7 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
         *(q_total, k_total, parts, *terms),
     )
     config = PostprocessConfig(size.d, size.dv, *block_dims(size), not INTERPRETED)
-    options = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": plan, "CONFIG": config}
+    options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": plan, "CONFIG": config}
     # as many programs on an SM as without the repair: only that spills
     options |= {"num_warps": 8, "launch_pdl": not INTERPRETED, "maxnreg": 64 if max(block_dims(size)) <= 128 else 128}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)

@@ -1,9 +1,9 @@
 """The NaN repair of the Hopper forward: a tile of O again, without the values that its rows do not see.
 
-A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. The epilogue raises a flag in global memory where
-O is nan and the softmax is not. The warpgroup loads the flag while it computes its next tile, so nobody waits for it.
-If the flag is raised, the warpgroup computes O again with multiply-adds, from global memory and the stored lse, and
-leaves out hidden pairs. That is slow, and nearly never needed.
+A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. The epilogue raises a flag in global memory
+where O is nan and the softmax is not. The warpgroup loads the flag during its next tile, which hides the latency; a
+reduction over the warps in the epilogue would cost more. If the flag is raised, the warpgroup computes O again with
+multiply-adds, from global memory and the stored lse, and leaves out hidden pairs. That is slow, and rarely needed.
 """
 
 from typing import NamedTuple
@@ -74,8 +74,9 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
     lse2 = load_lse2(w, first, outputs.lse, params, gl.SliceLayout(1, layout))
     sink = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     if terms.sinks.ptr is not None:
-        s_sink = row_maximum(gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32), LOG2E, terms.large_scores)
-        sink += gl.exp2(rescale_exponent(s_sink, lse2, LOG2E, terms.large_scores))
+        score = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
+        score = row_maximum(score, LOG2E, terms.large_scores)
+        sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
     lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
     for column in range(0, inputs[2].columns, REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))

@@ -12,7 +12,7 @@ from ..common.clear import clear_launches, clear_max_logit
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded, view
+from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches

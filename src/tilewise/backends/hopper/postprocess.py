@@ -162,17 +162,13 @@ def postprocess_kernel(
         first = w.first + pid % 2 * ROWS
         if first < w.n_q:
             is_finite = round_queries(tensors, w, first, grid, scale, PACKED, CONFIG)
-            if REPAIR is not None:
+            if REPAIR is not None:  # noqa: SIM102 - is_finite is no constant
                 if not is_finite:
                     tl.debug_barrier()  # dq has been stored
                     repair_query_rows(
-                        repair,
-                        w,
-                        first,
-                        score_scale,
+                        *(repair, w, first, score_scale),
                         ScoreParams(before, after, score_scale, q_terms, SCORE_MOD, MASK_MOD),
-                        ROWS,
-                        REPAIR,
+                        *(ROWS, REPAIR),
                     )
     elif tensors.dk_parts is not None:
         grid = Grid(k_tiles, kv_heads, batch)
@@ -180,22 +176,16 @@ def postprocess_kernel(
         first = w.first + (pid - q_total) % 2 * ROWS
         if first < w.n_k:
             round_keys(tensors, w, first, grid, splits, scale, PACKED, CONFIG)
-    if REPAIR is not None:
+    if REPAIR is not None:  # noqa: SIM102 - as above
         if tl.load(tensors.flag) > 0:
             tl.debug_barrier()  # dk and dv have been stored
-            # with parts, each program repairs the keys that it has rounded
+            # all programs share all keys; with parts, each program repairs the keys that it has rounded
             first_tile = pid if tensors.dk_parts is None else pid - q_total
-            last_tile = k_total if tensors.dk_parts is None else first_tile + 1
-            if first_tile >= 0:
-                for n in range(first_tile, last_tile, tl.num_programs(0)):
-                    w = locate(n // 2, Grid(k_tiles, kv_heads, batch), seqs, cu_k, PAD)
-                    repair_key_rows(
-                        repair,
-                        w,
-                        w.first + n % 2 * ROWS,
-                        kv_heads,
-                        score_scale,
-                        ScoreParams(before, after, score_scale, k_terms, SCORE_MOD, MASK_MOD),
-                        ROWS,
-                        REPAIR,
-                    )
+            end = k_total if tensors.dk_parts is None else tl.where(first_tile < 0, first_tile, first_tile + 1)
+            for n in range(first_tile, end, tl.num_programs(0)):
+                w = locate(n // 2, Grid(k_tiles, kv_heads, batch), seqs, cu_k, PAD)
+                repair_key_rows(
+                    *(repair, w, w.first + n % 2 * ROWS, kv_heads, score_scale),
+                    ScoreParams(before, after, score_scale, k_terms, SCORE_MOD, MASK_MOD),
+                    *(ROWS, REPAIR),
+                )
