@@ -59,13 +59,7 @@ def caches(dim: int) -> list[int]:
 
 
 SIZES = {"u64": 8, "s64": 8, "f64": 8, "b64": 8, "u32": 4, "s32": 4, "f32": 4, "b32": 4, "u16": 2, "b16": 2, "u8": 1}
-COMPILED = (
-    "forward_kernel",
-    "preprocess_kernel",
-    "postprocess_kernel",
-    "repair_forward_kernel",
-    "repair_backward_kernel",
-)
+COMPILED = ("forward_kernel", "preprocess_kernel", "postprocess_kernel")
 
 
 def ptx_sizes(ptx: str) -> list[int]:

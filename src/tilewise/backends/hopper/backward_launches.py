@@ -1,4 +1,4 @@
-"""From tensors to the launches of the Hopper backward: preprocess, dK, dV and the sums of dQ, postprocess, repair."""
+"""From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,6 @@ from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, View
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
-from ..common.repair import repair_backward_kernel
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
 from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
@@ -34,7 +33,7 @@ from .repair_config import STEP, repair_config
 from .support import GPU
 from .tiles import backward_tile
 
-REPAIR_ROWS = 32
+REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -120,15 +119,15 @@ def backward_launches(
     space: Workspace,
     num_sms: int,
 ) -> list[Launch]:
-    """Preprocess, backward and postprocess; and the NaN repair where some rows do not see some keys."""
+    """Preprocess, backward and postprocess. Above head dim 256 the postprocess is only the NaN repair."""
     call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
     score, score_scale, scale = folded(call.request, GPU, derivative=True)
     if space.widths.d:
-        launches = [main_launch(call, score, score_scale, scale, num_sms), postprocess_launch(call, scale)]
+        mains = [main_launch(call, score, score_scale, scale, num_sms), postprocess_launch(call, scale)]
     else:
-        launches = rows_launches(call, score_scale, scale)
-    launches = [preprocess_launch(call), *launches]
-    return [*launches, repair_launch(call, num_sms)] if call.request.is_masked else launches
+        repair = [postprocess_launch(call, scale)] if call.request.is_masked else []
+        mains = [*rows_launches(call, score_scale, scale), *repair]
+    return [preprocess_launch(call), *mains]
 
 
 def preprocess_launch(call: Backward) -> Launch:
@@ -264,38 +263,35 @@ def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Laun
 
 
 def postprocess_launch(call: Backward, scale: float) -> Launch:
-    size, space, pad = call.size, call.space, PAD.value
-    dq, dk, dv = (view(x) for x in call.grads)
-    tensors = PostprocessTensors(space.dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
-    q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
-    k_total = 2 * size.programs(size.n_k, size.kv_heads, pad) if parts else 0
-    tiles = size.tiles(size.n_q, pad), size.tiles(size.n_k, pad)
-    args = tensors, *call.lengths, scale, *tiles, size.heads, size.kv_heads, size.batch, q_total, parts
-    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, not INTERPRETED)
-    options = {"CONFIG": config, "num_warps": 8, "launch_pdl": not INTERPRETED}
-    return Launch(postprocess_kernel, q_total + k_total, args, options)
-
-
-def repair_launch(call: Backward, num_sms: int) -> Launch:
     request, bwd_inputs, grads, space, size = call
-    q, k, v, spec = request[:4]
+    spec, pad = request.spec, PAD.value
     rows = REPAIR_ROWS if space.widths.d else 16  # whose registers there are
-    plan = repair_config(size, rows, *padded_widths(size).columns)
-    q_total = size.programs(size.n_q, size.heads, rows)
-    k_total = size.programs(size.n_k, size.kv_heads, rows)
-    lse2, delta = call.statistics
-    views = view(grads[0]), view(grads[1]), view(grads[2])
+    dq, dk, dv = (view(x) for x in grads)
+    dq_acc = space.dq_acc if space.widths.d else None
+    tensors = PostprocessTensors(dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
+    q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
+    k_total = 2 * size.programs(size.n_k, size.kv_heads, pad)
+    repair, plan = None, None
+    terms: tuple[Any, Any] = (), ()
+    mods: tuple[Any, Any] = None, None
+    widest = max(padded_widths(size).columns)
+    if request.is_masked:
+        q, k, v, dout = (view(x) for x in (*request[:3], bwd_inputs.dout))
+        repair = BackwardTensors(q, k, v, dout, *call.statistics, dq, dk, dv)
+        terms = device_terms(request, GPU, (rows, STEP)), device_terms(request, GPU, (STEP, rows), by_key=True)
+        mods = score_mod_with_derivative(request, GPU), mask_mod(request)
+        plan = repair_config(size, rows, *padded_widths(size).columns)
     args = (
-        BackwardTensors(view(q), view(k), view(v), view(bwd_inputs.dout), lse2, delta, *views, call.flag),
-        *(*call.lengths, spec.before, spec.after, spec.scale, spec.scale, q_total, k_total),
-        *(size.tiles(size.n_q, rows), size.tiles(size.n_k, rows), size.heads, size.kv_heads, size.batch),
-        device_terms(request, GPU, (rows, STEP)),
-        device_terms(request, GPU, (STEP, rows), by_key=True),
+        *(tensors, repair, *call.lengths, spec.before, spec.after, spec.scale, scale),
+        *(size.tiles(size.n_q, pad), size.tiles(size.n_k, pad), size.heads, size.kv_heads, size.batch),
+        *(q_total, k_total, parts, *terms),
     )
-    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score_mod_with_derivative(request, GPU), "EACH": False}
-    options |= {"QUERIES": rows, "KEYS": rows, "QUERY": plan, "KEY": plan, "VALUE": None}
-    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED}
-    return Launch(repair_backward_kernel, min(max(q_total, k_total), num_sms), args, options)
+    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, not INTERPRETED)
+    options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": plan, "CONFIG": config}
+    # as many programs on an SM as without the repair: only that spills
+    registers = 64 if widest <= 128 else 128 if widest <= 256 else 255
+    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED, "maxnreg": registers}
+    return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 
 def build_backward(spec: Spec) -> Build:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...request import Spec
 from ..common.shapes import view
 from .gluon_compat import TensorDescriptor, gl
-from .pipeline import TMA_EXTENT, Float32Output
+from .pipeline import TMA_EXTENT, GlobalTensor
 from .tiles import widths
 
 
@@ -49,13 +49,13 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
 
 
-def float32_output(x: Tensor, spec: Spec) -> Float32Output:
+def float32_output(x: Tensor, spec: Spec) -> GlobalTensor:
     """Where the kernel stores float32 results; absent unless the call is partial."""
-    return output(x) if spec.partial else Float32Output()
+    return output(x) if spec.partial else GlobalTensor()
 
 
-def output(x: Tensor) -> Float32Output:
-    return Float32Output(x, view(x).strides[:3], x.shape[-1])
+def output(x: Tensor) -> GlobalTensor:
+    return GlobalTensor(x, view(x).strides[:3], x.shape[-1])
 
 
 @cache

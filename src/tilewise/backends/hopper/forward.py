@@ -18,6 +18,7 @@ import triton.language as tl
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
     broadcast_rows,
@@ -108,12 +109,12 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O, by a TMA descriptor or as float32; lse; the flag of the NaN repair pass; the largest score of each head."""
+    """O, by a TMA descriptor or as float32; lse; what the NaN repair reads; the largest score of each head."""
 
     o: tl.tensor
     o_float32: tl.tuple
     lse: tl.tensor
-    flag: tl.tensor
+    repair: tl.tuple
     max_logit: tl.tensor
 
 
@@ -163,18 +164,29 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+    flags = outputs.repair.pointers.flags
+    REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
-        n = attend(shared, outputs, params, w, n, t, WG, CONFIG)
-        release_tile_info(shared.tile_info, t)
+        n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
+        if not REPAIR:
+            release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+        if REPAIR:
+            # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
+            for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
+                if done == t - 1:
+                    flag = load_flag(flags, done, WG, CONFIG)
+                if flag > 0:
+                    repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
+            release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
-    last block."""
+    last block, and the flag of the tile before."""
     DTYPE: gl.constexpr = outputs.o.dtype
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
@@ -241,6 +253,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     arrive(shared.q.empty.index(SLOT))
     if CONFIG.RESCALE_LATE:
         acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+    flag = gl.to_tensor(0)
+    flags = outputs.repair.pointers.flags
+    if flags is not None:
+        flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
     acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p)
     release(shared.v, stop - 1, STAGES)
@@ -248,9 +264,12 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
+    raised = flags
+    if flags is not None:
+        raised = flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, FIRST_COLUMN, CONFIG)
-    return n
+    epilogue((acc, m_i, l_i), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    return n, flag
 
 
 @gluon.jit
@@ -373,7 +392,7 @@ def forward_kernel(
     o_float32,
     lse,
     counter,
-    flag,
+    repair,
     max_logit,
     cu_q,
     cu_k,
@@ -403,7 +422,7 @@ def forward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
-        Outputs(o, o_float32, lse, flag, max_logit),
+        Outputs(o, o_float32, lse, Repair(repair, q, k, v), max_logit),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),

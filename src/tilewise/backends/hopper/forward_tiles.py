@@ -22,7 +22,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, apply_mask_mod, stage_tile, store_float32, tma_coordinates
+from .pipeline import Tokens, apply_mask_mod, stage_tile, store_global, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 
@@ -88,12 +88,21 @@ def q_operand(tiles, wg, CONFIG: gl.constexpr):
 def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
     """The scores of the queries of `tile` (work, first query, span of keys) and the keys from `start` on, with all
     terms; -inf where a pair is masked."""
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    w, first, _span = tile
+    i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
+    j = (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
+    return mask_scores(s, tile, start, has_mask_mod, params)
+
+
+@gluon.jit
+def mask_scores(s, tile, start, has_mask_mod, params):
+    """s, with -inf where a pair is masked."""
+    BLOCK_N: gl.constexpr = s.shape[1]
     w, first, span = tile
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
     if params.MASK_MOD is not None:
         s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
@@ -260,10 +269,11 @@ def split_columns(acc):
 
 
 @gluon.jit
-def epilogue(state, w, first, o_tile, outputs, params, FIRST_COLUMN: gl.constexpr, CONFIG: gl.constexpr):
-    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets the flag where acc is NaN and l_i is not.
-    `state`: acc, m_i, l_i."""
+def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
+    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets *flag (or None) where O is NaN and l_i is not.
+    `state`: acc, m_i, l_i; `tile`: work, first query, first column of O."""
     acc, m_i, l_i = state
+    w, first, first_column = tile
     terms = params.terms
     total = gl.sum(l_i, 1)
     alpha = 1.0
@@ -276,7 +286,7 @@ def epilogue(state, w, first, o_tile, outputs, params, FIRST_COLUMN: gl.constexp
     tokens = Tokens(w.b, w.h, w.q0, w.n_q)
     WIDTH: gl.constexpr = CONFIG.BLOCK_DV // CONFIG.O_STORES
     if outputs.o_float32.ptr is not None:
-        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, FIRST_COLUMN)
+        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, first_column)
         if len(acc) == 2:
             more = store_to_global(acc[1], alpha / divisor, outputs.o_float32, tokens, first, CONFIG.HEAD_PARTS[0])
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
@@ -287,19 +297,19 @@ def epilogue(state, w, first, o_tile, outputs, params, FIRST_COLUMN: gl.constexp
         sums = store_to_shared(acc[0], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), 0)
         if CONFIG.O_STORES == 2:
             fence_async_shared()
-            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, FIRST_COLUMN), o_tile)
+            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, first_column), o_tile)
             tma.store_wait(0)
         if len(acc) == 2:
             COLUMN: gl.constexpr = 0 if CONFIG.O_STORES == 2 else CONFIG.HEAD_PARTS[0]
             more = store_to_shared(acc[1], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), COLUMN)
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
-        column: gl.constexpr = FIRST_COLUMN + WIDTH * (CONFIG.O_STORES - 1)
+        column = first_column + WIDTH * (CONFIG.O_STORES - 1)
         tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, column), o_tile)
-    if outputs.flag is not None:
+    if flag is not None:
         denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         bad = (sums != sums) & (denominator == denominator)
-        gl.store(outputs.flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
+        gl.store(flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
     i = first + gl.arange(0, ROWS, m_i.type.layout)
     divisor = gl.convert_layout(divisor, m_i.type.layout)
     log = gl.log2(divisor)
@@ -334,5 +344,5 @@ def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
 def store_to_global(acc, factor, o_float32, tokens, first, COLUMN: gl.constexpr):
     """The same to global memory, in float32."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_float32(o_float32, out, tokens, first, COLUMN)
+    store_global(o_float32, out, tokens, first, COLUMN)
     return lane_sums(out)

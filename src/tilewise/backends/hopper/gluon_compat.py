@@ -93,6 +93,15 @@ def gdc_wait():
 
 
 @gluon.jit
+def tma_stores_done():
+    """Waits until the TMA stores of this thread are in memory. (tma.store_wait only says that their shared memory was
+    read.)"""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def downcast(x, DTYPE: gl.constexpr):
     """float32 to DTYPE, rounded to nearest even, two values an instruction. As assembly because LLVM moves a plain
     conversion across the loop's back edge, where it holds twice the registers.
@@ -197,6 +206,12 @@ def opaque(x):
     """x, as a value that the compiler knows nothing about and computes where it is written. Without it, what follows
     from kernel arguments alone is computed before warp specialisation and kept in registers of every warp."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque64(x):
+    """The same for 64-bit integers."""
+    return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit

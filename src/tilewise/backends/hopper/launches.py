@@ -9,39 +9,35 @@ from torch import Tensor
 
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
-from ..common.device.attend import Tensors
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
-from ..common.repair import repair_forward_kernel
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded, view
+from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
 from .descriptors import column_descriptors, descriptor, float32_output, part_descriptors
 from .forward import forward_kernel
+from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
 from .pipeline import CachePointers, KvCache
-from .repair_config import STEP, repair_config
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
 OFFLINE_PROCESSORS = 132  # of an H100 and an H200, for offline compilation
-REPAIR_ROWS = 64
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
 class State(NamedTuple):
-    """Zeros that the launches leave at zero: the tile scheduler's counter; the flag of the NaN repair pass, followed by
-    the number of programs that have read it."""
+    """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair."""
 
     counter: Tensor
-    flag: Tensor
+    flags: Tensor
 
 
 def new_state(memory: Memory) -> State:
     zeros = memory.counters()
-    return State(zeros, zeros[4:])
+    return State(zeros, zeros[8:])
 
 
 def build_forward(spec: Spec) -> Build:
@@ -73,12 +69,11 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
         bwd_inputs = BackwardInputs(out, lse, out, None)
         found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
         return found | named_sink_launches(request, bwd_inputs, target, memory)
-    repaired, packed = request.is_masked, request.cu_q is not None
+    packed = request.cu_q is not None
     max_logit = new_max_logit(request, memory)
     names = [
         *["(forward max logit)"] * request.spec.max_logit,
         "hopper forward",
-        *["(forward repair)"] * repaired,
         *["(forward clear)"] * packed,
     ]
     return dict(zip(names, all_forward_launches(request, out, lse, target, memory, max_logit), strict=False))
@@ -93,8 +88,7 @@ def forward_launches(
     max_logit: Tensor | None = None,
     **overrides: Any,
 ) -> list[Launch]:
-    """The forward and, where some rows do not see some keys, the repair of NaNs that a matrix product lets through.
-    `overrides` replaces fields of the ForwardConfig."""
+    """The forward. `overrides` replaces fields of the ForwardConfig."""
     if max_logit is None:  # which is by head
         request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
@@ -102,30 +96,7 @@ def forward_launches(
     splits_columns = ROWS.value * config.WARPGROUPS > config.BLOCK_M
     v_parts = (2 * config.BLOCK_DV,) if splits_columns else config.HEAD_PARTS
     kv = *column_descriptors(request.k, config.BLOCK_N), *part_descriptors(request.v, config.BLOCK_N, v_parts)
-    launches = [forward_launch(request, kv, (out, lse, max_logit), state, num_sms, size, config)]
-    return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
-
-
-def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
-    q, k, v, spec = request[:4]
-    size = call_shape(request)
-    rows = REPAIR_ROWS if max(size.d, size.dv) <= 256 else 16  # whose registers there are
-    total = size.programs(size.n_q, size.heads, rows)
-    args = (
-        Tensors(view(q), view(k), view(v), view(out), lse, state.flag),
-        *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(size.tiles(size.n_q, rows), size.heads, size.batch, None),
-        *(device_terms(request, GPU, (rows, STEP)), total),
-    )
-    options = {
-        "SCORE_MOD": score_mod(request, GPU),
-        "MASK_MOD": mask_mod(request),
-        "CONFIG": repair_config(size, rows, padded(size.d, 64), padded(size.dv, 64)),
-        "EACH": False,
-        "num_warps": 4,
-        "launch_pdl": not INTERPRETED,
-    }
-    return Launch(repair_forward_kernel, min(total, num_sms), args, options)
+    return [forward_launch(request, kv, (out, lse, max_logit), state, num_sms, size, config)]
 
 
 def forward_launch(
@@ -142,6 +113,9 @@ def forward_launch(
     None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
     out, lse, max_logit = results
+    repair = RepairPointers()
+    if request.is_masked and cache.lengths is None:
+        repair = RepairPointers(q, request.k, request.v, out, state.flags)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
@@ -153,7 +127,7 @@ def forward_launch(
         # with float32 results only the dtype of this descriptor is used, that of P
         descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES),
         *(float32_output(out, spec), lse, state.counter),
-        *(state.flag if request.is_masked and cache.lengths is None else None, max_logit),
+        *(repair, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
         *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
         device_terms(request, GPU, (block_m, config.BLOCK_N)),

@@ -1,15 +1,18 @@
-"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums, dK and dV from parts."""
+"""Before and after the Hopper backward: row statistics and zeros; dQ from its float32 sums, dK and dV from parts; and
+the NaN repair: gradients again, without what their rows do not see, where a product let a NaN through (see
+`common/repair.py`). That is slow, and nearly never needed."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
+from ..common.device.structs import ANY_SIZE, PAD, Grid, Rows, ScoreParams, Sequences
 from ..common.device.tile_io import store_columns
 from ..common.device.tile_range import locate
 from ..common.pdl import gdc_launch_dependents, gdc_wait
 from ..common.preprocess import RowTensors, store_row_statistics
+from ..common.repair import repair_key_rows, repair_query_rows
 
 ROWS: tl.constexpr = tl.constexpr(64)
 
@@ -41,8 +44,8 @@ class PreprocessConfig(NamedTuple):
 
 
 class PostprocessTensors(NamedTuple):
-    """The sums of dQ, the parts of dK and dV (or None); and what is written: dq, dk, dv, and the flag of the NaN repair
-    pass (or None)."""
+    """The sums of dQ, the parts of dK and dV (or None); what is written: dq, dk, dv; and the flag that dK or dV are not
+    finite."""
 
     dq_acc: tl.tensor
     dk_parts: tl.tensor
@@ -121,25 +124,29 @@ def round_keys(tensors, w, first, grid, parts, scale, PACKED: tl.constexpr, CONF
 
 @triton.jit
 def round_queries(tensors, w, first, grid, scale, PACKED: tl.constexpr, CONFIG: tl.constexpr):
-    """dq = scale * dq_acc, ROWS rows from `first` on; *flag is set if they are not finite."""
+    """dq = scale * dq_acc, ROWS rows from `first` on. Returns whether they are all finite."""
     row = (w.h if PACKED else w.b * grid.heads + w.h) * grid.tiles * PAD + w.r0 + first
     rows = Rows(tensors.dq, w.b, w.h, w.q0, first, w.n_q)
+    bad = w.n_q * 0.0
     for i in tl.static_range(len(CONFIG.D_PARTS)):
         column = i * CONFIG.D_PARTS[0]
         x = load_register_order(tensors.dq_acc, row, column, CONFIG.D_PARTS[i], CONFIG.D_COLUMNS) * scale
-        if tensors.flag is not None:
-            bad = tl.sum(x - x, 1)
-            tl.store(tensors.flag + tl.arange(0, ROWS) * 0, 1, mask=bad != bad)
         store_columns(rows, x, column, CONFIG.D)
+        bad += tl.sum(x - x)
+    return bad == 0.0
 
 
 @triton.jit(**ANY_SIZE)
 def postprocess_kernel(
     tensors,  # PostprocessTensors
+    repair,  # BackwardTensors
     cu_q,
     cu_k,
     n_q,
     n_k,
+    before,
+    after,
+    score_scale,
     scale,
     q_tiles,
     k_tiles,
@@ -147,11 +154,18 @@ def postprocess_kernel(
     kv_heads,
     batch,
     q_total,
+    k_total,
     splits,
+    q_terms,
+    k_terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    REPAIR: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """dQ, and of keys that several programs computed dK and dV. There are `q_total` programs of ROWS queries, two for
-    each of the tiles of PAD rows; and of ROWS keys, whose dK and dV have `splits` parts."""
+    """dQ, and of keys that several programs computed dK and dV; and their repair, with the KernelConfig REPAIR, or None
+    where every row sees every key. There are `q_total` programs of ROWS
+    queries, two for each of the tiles of PAD rows; and, if dK and dV have `splits` parts, `k_total` of ROWS keys."""
     if CONFIG.OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -163,11 +177,34 @@ def postprocess_kernel(
         w = locate(pid // 2, grid, seqs, cu_q, PAD)
         first = w.first + pid % 2 * ROWS
         if first < w.n_q:
-            round_queries(tensors, w, first, grid, scale, PACKED, CONFIG)
+            if tensors.dq_acc is None:
+                is_finite = tl.load(tensors.flag) == 0
+            else:
+                is_finite = round_queries(tensors, w, first, grid, scale, PACKED, CONFIG)
+            if REPAIR is not None:  # noqa: SIM102 - is_finite is no constant
+                if not is_finite:
+                    tl.debug_barrier()  # dq has been stored
+                    repair_query_rows(
+                        *(repair, w, first, score_scale),
+                        ScoreParams(before, after, score_scale, q_terms, SCORE_MOD, MASK_MOD),
+                        *(ROWS, REPAIR),
+                    )
     elif tensors.dk_parts is not None:
-        pid -= q_total
         grid = Grid(k_tiles, kv_heads, batch)
-        w = locate(pid // 2, grid, seqs, cu_k, PAD)
-        first = w.first + pid % 2 * ROWS
+        w = locate((pid - q_total) // 2, grid, seqs, cu_k, PAD)
+        first = w.first + (pid - q_total) % 2 * ROWS
         if first < w.n_k:
             round_keys(tensors, w, first, grid, splits, scale, PACKED, CONFIG)
+    if REPAIR is not None:  # noqa: SIM102 - as above
+        if tl.load(tensors.flag) > 0:
+            tl.debug_barrier()  # dk and dv have been stored
+            # all programs share all keys; with parts, each program repairs the keys that it has rounded
+            first_tile = pid if tensors.dk_parts is None else pid - q_total
+            end = k_total if tensors.dk_parts is None else tl.where(first_tile < 0, first_tile, first_tile + 1)
+            for n in range(first_tile, end, tl.num_programs(0)):
+                w = locate(n // 2, Grid(k_tiles, kv_heads, batch), seqs, cu_k, PAD)
+                repair_key_rows(
+                    *(repair, w, w.first + n % 2 * ROWS, kv_heads, score_scale),
+                    ScoreParams(before, after, score_scale, k_terms, SCORE_MOD, MASK_MOD),
+                    *(ROWS, REPAIR),
+                )

@@ -70,7 +70,7 @@ def forward_launches(
         lse_splits = memory.empty(((2 if large_scores else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
         first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag, max_logit)
         last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, large_scores)}
-    repair = repairs(repair_forward_kernel, first, target, EACH=True)
+    repair = repairs(repair_forward_kernel, first, target)
     cleared = named("(forward max logit)", clear_max_logit(max_logit))
     return cleared | {"forward": first} | named("(forward repair)", repair) | last
 

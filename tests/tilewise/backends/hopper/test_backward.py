@@ -88,11 +88,12 @@ def gradients(
     split: Split | None = None,
     seed: int = 0,
     num_sms: int = 2,
+    results: Sequence[Tensor] = (),
     **replaced: Any,
 ) -> list[Tensor]:
-    """dq, dk and dv."""
+    """dq, dk and dv. `results`: out and lse, if not those of these inputs."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
-    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
+    out, lse, *_ = results or naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
     spec = case.spec._replace(deterministic=deterministic, partial=partial)
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
@@ -104,6 +105,29 @@ def gradients(
         else:
             launch()
     return grads
+
+
+@pytest.mark.parametrize("split", [None, Split(1, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("side", ["queries", "keys"])
+@pytest.mark.parametrize("name", ["causal", "shared keys", "256 causal"])
+def test_only_gradients_that_depend_on_a_nan_get_one(name: str, side: str, split: Split | None) -> None:
+    """The first queries, or the last keys, are NaN."""
+    inputs = make(CASES[name], "cpu")
+    case, q, k, v, dout, *_ = inputs
+    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, None)
+    clean = gradients(inputs, split=split, results=(out, lse))
+    for x in (k[:, -5:], v[:, -5:]) if side == "keys" else (q[:, :5], dout[:, :5]):
+        x.fill_(torch.nan)
+    i, j = torch.arange(case.n_q)[:, None], torch.arange(case.n_k)[None, :]
+    sees = (j <= i + case.after) & (j >= i - (case.n_k if case.before is None else case.before))
+    bad_q = sees[:, -5:].any(1) if side == "keys" else torch.arange(case.n_q) < 5
+    bad_k = (sees & bad_q[:, None]).any(0)
+    out[:, bad_q], lse[..., bad_q] = torch.nan, torch.nan
+    found = gradients(inputs, split=split, results=(out, lse))
+    for x, before, bad in zip(found, clean, (bad_q, bad_k, bad_k), strict=True):
+        torch.testing.assert_close(x[:, ~bad], before[:, ~bad], atol=1e-2, rtol=1e-2)
+        assert x[:, bad].isnan().all()
+    assert not bad_q.all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
