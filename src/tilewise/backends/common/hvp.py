@@ -23,7 +23,7 @@ from .device.score import dropout
 from .device.structs import ANY_SIZE, Grid, Pairs, Rows, ScoreParams, Sequences, Work
 from .device.tile_io import load_rows, row_pointers, statistic_pointers, store_rows
 from .device.tile_range import key_range, locate, loop_range, query_range, tile_at
-from .repair import CHECKED, begin, end_of_checked, is_raised
+from .repair import CHECKED, begin, end_of_checked
 
 
 class HvpTensors(NamedTuple):
@@ -303,8 +303,8 @@ def repair_hvp_query_kernel(
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
-            if is_raised(tensors.flags, n, True):
+        for n in range(first, end_of_checked(tensors.flags, first, total), tl.num_programs(0)):
+            if tl.load(tensors.flags + n) > 0:
                 w = locate(n, grid, seqs, cu_q, ROWS)
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
@@ -347,8 +347,8 @@ def repair_hvp_key_kernel(
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
-            if is_raised(tensors.flags, n, True):
+        for n in range(first, end_of_checked(tensors.flags, first, total), tl.num_programs(0)):
+            if tl.load(tensors.flags + n) > 0:
                 w = locate(n, grid, seqs, cu_k, ROWS)
                 for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
                     u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)

@@ -13,8 +13,9 @@ def repair(kernel: Any, total: int, args: tuple[Any, ...], target: Target, *of: 
     return Launch(kernel, min(total, target.num_sms), args, options | pdl_option(of[0].options["CONFIG"].OVERLAP))
 
 
-def repairs(kernel: Any, of: Launch, target: Target) -> list[Launch]:
+def repairs(kernel: Any, of: Launch, target: Target, **options: Any) -> list[Launch]:
     """The repair of all tiles of a launch, if it sets flags."""
     if of.args[0].flags is None:
         return []
-    return [repair(kernel, of.programs, (*of.args, of.programs), target, of)]
+    launch = repair(kernel, of.programs, (*of.args, of.programs), target, of)
+    return [launch._replace(options=launch.options | options)]

@@ -33,7 +33,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, make_mbarriers, phase, store_float32, tma_coordinates
+from .pipeline import Tokens, make_mbarriers, phase, store_global, tma_coordinates
 from .register_order import from_register_order, in_register_order
 
 OWN: gl.constexpr = gl.constexpr(64)  # rows of a program
@@ -258,7 +258,7 @@ def consume(shared, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         if params.flag is not None:
             flag_nonfinite(params.flag, (acc,))
         x = (acc * params.scale).to(params.out.ptr.dtype.element_ty)
-        store_float32(params.out, x, Tokens(w.b, w.h, w.q0, w.n_q), w.first, WG * HALF_COLUMNS)
+        store_global(params.out, x, Tokens(w.b, w.h, w.q0, w.n_q), w.first, WG * HALF_COLUMNS)
 
 
 @gluon.jit
