@@ -176,6 +176,7 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
             # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
             for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
                 if done == t - 1:
+                    barrier()  # all warps have stored their flags, and all load the same value
                     flag = load_flag(flags, done, WG, CONFIG)
                 if flag > 0:
                     repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
