@@ -117,13 +117,13 @@ def test_forward_mode_with_terms(name: str, triton_runs: None) -> None:
 @pytest.mark.parametrize("tangent", [False, True], ids=["bias", "tangent of sinks"])
 def test_forward_mode_of_a_term_is_refused(tangent: bool, triton_runs: None, device: str) -> None:
     x, sinks = torch.randn(1, 8, 2, 16, device=device), torch.zeros(2, device=device)
-    terms = {} if tangent else {"bias": torch.zeros(1, 1, 8, 8, device=device)}
-    call = lambda q, sinks: tilewise.attention(q, x, x, sinks=sinks, backend="triton", **terms)  # noqa: E731
-    with pytest.raises(tilewise.AttentionError, match="forward mode.*'reference'"):
-        if tangent:
-            torch.func.jvp(call, (x, sinks), (x, sinks))
-        else:
-            torch.func.jvp(lambda q: call(q, None), (x,), (x,))
+    if tangent:
+        call, given = lambda q, sinks: tilewise.attention(q, x, x, sinks=sinks, backend="triton"), (x, sinks)
+    else:
+        bias = torch.zeros(1, 1, 8, 8, device=device)
+        call, given = lambda q: tilewise.attention(q, x, x, bias=bias, backend="triton"), (x,)
+    with pytest.raises(tilewise.AttentionError, match=r"forward mode.*'reference'"):
+        torch.func.jvp(call, given, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,13 +11,15 @@ from torch import Tensor
 import tilewise
 from tests import second
 from tests.cases import Case, make
+from tests.compiling import reports
 from tilewise import AttentionError, mods
 
 CASES = {
     "full, odd, grouped heads": Case(n_q=19, n_k=37, heads=4, kv_heads=2, d=8, dv=24),
     "causal, empty rows": Case(n_q=35, n_k=18, after=0, heads=1, kv_heads=1),
     "window, negative scale, strides": Case(
-        n_q=33, n_k=40, before=7, after=3, scale=-0.3, d=40, heads=2, kv_heads=1, layouts=("bhsd", "qkv", "strided", "bdsh")
+        n_q=33, n_k=40, before=7, after=3, scale=-0.3, d=40, heads=2, kv_heads=1,
+        layouts=("bhsd", "qkv", "strided", "bdsh"),
     ),
     "packed": Case(
         batch=4, n_q=40, n_k=52, heads=2, kv_heads=1, after=0, lengths=((17, 17), (0, 5), (20, 30), (3, 0))
@@ -133,3 +135,15 @@ def test_the_third_derivative_is_refused(triton_runs: None) -> None:
     (found,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
     with pytest.raises(AttentionError, match=r"a third derivative: found .*; expected .*'reference'"):
         torch.autograd.grad(found.sum(), q)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "shared"), [(80, 99 * 1024), (90, 227 * 1024)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_fit(arch: int, shared: int, dim: int) -> None:
+    made = reports("tests.tilewise.backends.compile_hvp", [{"arch": arch, "dtype": "bfloat16", "dim": dim}])
+    assert {x["kernel"] for x in made} == {"jvp_kernel", "hvp_key_kernel", "hvp_query_kernel"}
+    for x in made:
+        assert x["spills"] == 0, x
+        assert x["shared"] <= shared, x
+        assert not x["warnings"], x

@@ -28,7 +28,7 @@ from .repair import CHECKED, begin, end_of_checked
 
 class HvpTensors(NamedTuple):
     """Views of q, k, v and do, of the row statistics, and of the tangents of q, k and v; the tangents of lse, (batch,
-    head, token), and of delta (a row statistic); views of the results; and the flags of the NaN repair pass, or None."""
+    head, token), and of delta (a row statistic); views of the results; the flags of the NaN repair pass, or None."""
 
     q: tl.tuple
     k: tl.tuple

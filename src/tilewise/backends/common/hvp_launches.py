@@ -54,13 +54,9 @@ def hvp_launches(
     _, tdelta = row_statistics(request, memory)
     prepare, saved = prepare_launch(request, bwd_inputs, (lse2, delta))
     again, _ = prepare_launch(request, moved._replace(lse=bwd_inputs.lse), (lse2, tdelta))
-    tensors = HvpTensors(
-        *saved[:6],
-        *map(view, tangents),
-        moved.lse,
-        View(tdelta, tdelta.stride()[:2]),
-        *map(view, grads),
-    )
+    tq, tk, tv = map(view, tangents)
+    inputs = saved.q, saved.k, saved.v, saved.do, saved.lse2, saved.delta
+    tensors = HvpTensors(*inputs, tq, tk, tv, moved.lse, View(tdelta, tdelta.stride()[:2]), *map(view, grads))
     passes = hvp_passes(request, tensors, target, memory)
     last = [
         *clear_launches(moved.out, moved.lse, None, request.cu_q, request.cu_q, target.gpu),

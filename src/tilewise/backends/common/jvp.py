@@ -2,7 +2,7 @@
 
 With p = exp(s - lse) from the saved lse, and a dot for the tangent:
     s. = scale * (q. k^T + q k.^T)        lse. = sum p s.        o. = sum (p s.) v + p v. - lse. o
-With a score mod, s. is multiplied by its derivative. With dropout, the sums of o. have the kept p; that of lse. has all.
+With a score mod, s. is multiplied by its derivative. With dropout, o. is summed over the kept p, lse. over all.
 """
 
 from typing import NamedTuple

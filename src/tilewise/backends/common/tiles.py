@@ -74,13 +74,13 @@ HOPPER: Table = {
     ("hvp query", 2): {  # four tiles of scores at once
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
-        256: Tile(64, 16, 8, 1, chunk=64),
+        256: Tile(32, 32, 8, 1, chunk=64),  # 64x32x8 spills 252 bytes, and whole rows 384 and more
         512: Tile(16, 16, 8, 1, chunk=64),
     },
     ("hvp key", 2): {
         64: Tile(32, 64, 4, 2),
         128: Tile(32, 128, 8, 2),
-        256: Tile(16, 64, 8, 1, apart=True, chunk=64),
+        256: Tile(16, 32, 8, 1, apart=True, chunk=64),  # 16x64x8 spills 292 bytes
         512: Tile(16, 16, 8, 1, apart=True, chunk=64),
     },
     ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
@@ -274,8 +274,8 @@ def padded(d: int) -> int:
 
 
 def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
-    """The tile of a pass ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key") on sm_<arch>, or on an AMD GPU by its name; with
-    terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key") on sm_<arch>, or on an AMD
+    GPU by its name; with terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)
