@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....kv_latent import is_latent
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 
 
@@ -30,9 +31,11 @@ class DecodeKernels:
 
     def attend(self, call: KvCall) -> Any:
         from .launches import attend_launches, schedule_launch, schedule_sizes
+        from .mla_launches import mla_launches
         from .runners import attend_runner
 
-        return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        launches = mla_launches if is_latent(call.request) else attend_launches
+        return attend_runner(call, schedule_sizes, schedule_launch, launches)
 
     def append(self, request: AppendRequest) -> Any:
         from .runners import append_runner
