@@ -148,20 +148,30 @@ def part_of_item(item, head, chunk, entered, stop, params, CONFIG: tl.constexpr)
 
 
 @gluon.jit
+def unknown_zero(part):
+    """0, which the compiler does not know: addresses are computed where they are used, not kept in registers during
+    the loop over keys."""
+    return gl.multiple_of(part.tiles - part.tiles * gl.num_programs(1), 128)
+
+
+@gluon.jit
 def load_latent_rows(shared, q, part, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Columns 256 WG to 256 WG + 255 of Q to shared memory; returns columns 512 to 575 as an operand in registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = tile_rows(part.item, part.head, gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, LAYOUT)), None, CONFIG.GROUP)
+    zero = unknown_zero(part)
+    r = gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, LAYOUT)) + zero
+    at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
     p = row_pointers(q, part.item, at)
-    c = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    c = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)) + zero
     for n in gl.static_range(HALF_LATENT // 64):
         d = columns(q, WG * HALF_LATENT + n * 64 + c)
         x = gl.load(p[:, None] + d[None, :], mask=at.exists[:, None] & (c < 64)[None, :], other=0.0)
         shared.q.index(WG).slice(n * 64, 64, dim=1).store(x)
     S: gl.constexpr = score_layout()
-    at = tile_rows(part.item, part.head, gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, S)), None, CONFIG.GROUP)
+    r = gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, S)) + zero
+    at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
     p = row_pointers(q, part.item, at)
-    c = gl.arange(0, REST_COLUMNS, gl.SliceLayout(0, S))
+    c = gl.arange(0, REST_COLUMNS, gl.SliceLayout(0, S)) + zero
     mask = at.exists[:, None] & (c < CONFIG.D - 2 * HALF_LATENT)[None, :]
     rest = gl.load(p[:, None] + columns(q, 2 * HALF_LATENT + c)[None, :], mask=mask, other=0.0)
     return gl.convert_layout(rest, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
@@ -330,8 +340,9 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
         flags = nan_flags(buffers.workspace, params.programs, params.slots, params.rows, CONFIG.DV)
         gl.store(flags + program + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
     partial = Partial(out, row_logsumexp(m, l, None), l)
-    r = gl.arange(0, LATENT_ROWS, ROWS_LAYOUT)
-    d = (WG * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, output_layout())))[None, :]
+    zero = unknown_zero(part)
+    r = gl.arange(0, LATENT_ROWS, ROWS_LAYOUT) + zero
+    d = (WG * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, output_layout())) + zero)[None, :]
     if (part.entered == 0) & part.ends:
         at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
         store_rows(buffers, partial, part.item, at, d, params.sinks, params.batch, CONFIG)

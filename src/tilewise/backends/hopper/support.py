@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kv_latent import is_latent, shares_memory
-from ...kv_request import KV_TILE
 from ...mods.program import rows
 from ...request import Request, Spec
 from ...torch_internals import has_address
 from ..common.gpu import Gpu, triton_version
+from ..common.kv.mla_tiles import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
@@ -22,7 +21,7 @@ MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes 
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
 MAX_CACHE_TOKENS = 2**30
-MAX_FEW_ROWS = 16  # of a sequence with an MLA cache, for which the portable kernels have a tile
+MLA_TILE = (64, 64)  # rows and keys of a tile with an MLA cache
 
 
 def unsupported(request: Any, gpu: Gpu | None) -> str | None:
@@ -73,8 +72,9 @@ def unsupported_latent(request: Any) -> str | None:
         return "a mod, a window or max_logit"
     if spec.scale <= 0:
         return f"scale={spec.scale}, of positive numbers"
-    if 0 < request.max_seqlen_q * (q.shape[-2] // k.shape[-2]) <= MAX_FEW_ROWS or os.environ.get(KV_TILE):
-        return f"at most {MAX_FEW_ROWS} rows (queries times heads), which the portable kernels compute"
+    tile = latent_tile(90, q.element_size(), request.max_seqlen_q * (q.shape[-2] // k.shape[-2]), False)
+    if tile[:2] != MLA_TILE:
+        return f"a tile of {tile.block_m} rows (queries times heads) by {tile.block_n} keys, of {MLA_TILE}"
     if places.table is not None and k.shape[1] % MIN_PAGE:
         return f"pages of {k.shape[1]} tokens, of multiples of {MIN_PAGE}"
     *outer, inner = k.stride()
