@@ -58,8 +58,8 @@ def attention_kv(
         cu_seqlens_new: int32 (B + 1,), of packed k_new and v_new. Default cu_seqlens_q.
         page_table: int32 (B, pages): the pages of each sequence. Or (indptr (B + 1,), pages (N,)). Entries past a
             sequence's last page are not read.
-        token_table: int32 (B, keys), instead of a page table: the slot of each key, row * tokens + position (paged: page
-            * page size + position), as in DeepSeek's sparse attention. A slot outside the cache, as -1, is no key.
+        token_table: int32 (B, keys), instead of a page table: the slot of each key, row * tokens + position (paged:
+            page * page size + position), as in DeepSeek's sparse attention. A slot outside the cache, as -1, is no key.
             `lengths` says how many slots of a sequence count. All queries of a sequence see them.
         slots: where each new token is written, row * tokens + position (paged: page * page size + position). Negative:
             it is not written. Default: after the sequence's last token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -25,21 +25,48 @@ class MlaArguments(NamedTuple):
     options: dict[str, Any]
 
 
+class MlaOptions(TypedDict, total=False):
+    """The options of `attention_mla`."""
+
+    page_table: PageTable
+    indices: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cache_rows: Tensor | None
+    causal: bool
+    scale: float | None
+    sinks: Tensor | None
+    out: Tensor | None
+    plan: KvPlan | None
+    split: int | None
+    max_seqlen_q: int | None
+    backend: str
+
+
 @overload
 def attention_mla(
-    q: Tensor, cache: Tensor, lengths: Tensor | int | None = None, *, return_lse: Literal[False] = False, **options: Any
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor | int | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[MlaOptions],
 ) -> Tensor: ...
 
 
 @overload
 def attention_mla(
-    q: Tensor, cache: Tensor, lengths: Tensor | int | None = None, *, return_lse: Literal[True], **options: Any
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor | int | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[MlaOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention_mla(
-    q: Tensor, cache: Tensor, lengths: Tensor | int | None = None, *, return_lse: bool, **options: Any
+    q: Tensor, cache: Tensor, lengths: Tensor | int | None = None, *, return_lse: bool, **options: Unpack[MlaOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -142,7 +169,8 @@ def _index_counts(lengths: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
     if tuple(tensor("lengths", lengths).shape) not in ((shape[0],), shape[:2]):
         raise AttentionError("shape of lengths", tuple(lengths.shape), f"{shape[:1]} or {shape[:2]}, as indices")
     every = lengths if lengths.dim() == 2 else lengths[:, None].expand(shape[:2])
-    return every.reshape(-1)
+    flat: Tensor = every.reshape(-1)
+    return flat
 
 
 def by_query(x: Tensor, q: Tensor) -> Tensor:

@@ -111,7 +111,9 @@ def flash_mla_with_kvcache(
     out, lse = _attend(call, options | {"plan": meta.plan}, q)
     if extra_k_cache is not None or extra_indices_in_kvcache is not None:
         if extra_k_cache is None or extra_indices_in_kvcache is None:
-            raise AttentionError("extra_k_cache", "given alone", "extra_k_cache and extra_indices_in_kvcache, or neither")
+            raise AttentionError(
+                "extra_k_cache", "given alone", "extra_k_cache and extra_indices_in_kvcache, or neither"
+            )
         _check(head_dim_v, extra_k_cache, is_fp8_kvcache, "extra_k_cache")
         extra = mla_arguments(q, extra_k_cache, extra_topk_length, extra_indices_in_kvcache)
         out, lse = merge((out, lse), _attend(extra, options, q))
@@ -145,8 +147,8 @@ def flash_mla_sparse_fwd(
         AttentionError: an argument is not as above.
     """
     if not isinstance(q, Tensor) or q.dim() != 3 or not isinstance(kv, Tensor) or kv.dim() != 3 or kv.shape[1] != 1:
-        found = tuple(tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (q, kv))
-        raise AttentionError("shapes of q and kv", found, "(Sq, H, 576) and (Skv, 1, 576)")
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (q, kv)]
+        raise AttentionError("shapes of q and kv", shapes, "(Sq, H, 576) and (Skv, 1, 576)")
     if not isinstance(indices, Tensor) or indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
         found = tuple(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
         raise AttentionError("shape of indices", found, f"({q.shape[0]}, 1, topk)")

@@ -128,7 +128,9 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
     if is_packed(k) and q.shape[-1] == WIDTH and scales != [None, None]:
-        raise AttentionError("k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales")
+        raise AttentionError(
+            "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
+        )
     most = q.shape[1] if cu_q is None else int(most or 0)
     return KvRequest(call, places, tree, _split(options["split"]), most, *scales)
 
@@ -281,7 +283,9 @@ def _check_packed(k: Tensor, v: Tensor) -> None:
     """Raises AttentionError if the values are not the latent vectors of a cache in DeepSeek's fp8 format."""
     is_view = not has_address(k) or shares_memory(k, v)
     if v.shape[-1] != LATENT or v.dtype != k.dtype or not is_view:
-        expected = f"k_cache[..., :{LATENT}]: the values of a cache with {k.shape[-1]} bytes a token are part of its keys"
+        expected = (
+            f"k_cache[..., :{LATENT}]: the values of a cache with {k.shape[-1]} bytes a token are part of its keys"
+        )
         raise AttentionError("v_cache", f"{v.dtype} {tuple(v.shape)}", expected)
 
 
@@ -359,7 +363,17 @@ def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | N
 def _token_table(batch: int, q: Tensor, options: KvOptions) -> Tensor:
     """The slots of each sequence's keys, which have no positions."""
     given: Any = options
-    for name in ("page_table", "cache_rows", "starts", "k_new", "tree", "window", "alibi_slopes", "score_mod", "mask_mod"):
+    for name in (
+        "page_table",
+        "cache_rows",
+        "starts",
+        "k_new",
+        "tree",
+        "window",
+        "alibi_slopes",
+        "score_mod",
+        "mask_mod",
+    ):
         if given[name] is not None:
             raise AttentionError(name, "given with token_table", "one of them: keys of a token table have no positions")
     if q.dim() == 3 or (q.shape[1] > 1 and options["causal"]):

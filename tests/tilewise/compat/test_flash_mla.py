@@ -64,7 +64,9 @@ def test_indices() -> None:
     out, lse = flash_mla_with_kvcache(
         q, cache, None, None, 512, get_mla_metadata()[0], None, 0.1, indices=indices, **rest
     )
-    keys = [torch.cat(pair) for pair in zip(named(cache, indices, [12, 12, 7, 7]), named(extra, more, [6] * 4), strict=True)]
+    keys = [
+        torch.cat(pair) for pair in zip(named(cache, indices, [12, 12, 7, 7]), named(extra, more, [6] * 4), strict=True)
+    ]
     rows = q.flatten(0, 1)[:, None] * (0.1 * 576**0.5)
     exact, logs = answer(rows, keys, torch.float64, False)
     close(out.flatten(0, 1)[:, None], sunk(exact, logs, sink).nan_to_num(0.0))

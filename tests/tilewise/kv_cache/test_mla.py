@@ -44,7 +44,9 @@ def sparse(x: Any, k: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tens
             indices[b, i, 1 : 1 + len(j)] = table[b, j // page] * page + j % page
     indices[0, 0, -1] = x.cache.shape[0] * page  # past the cache: none
     valid = (indices >= 0) & (indices < x.cache.shape[0] * page)
-    return indices.int(), [exact[row[keep]] for row, keep in zip(indices.flatten(0, 1), valid.flatten(0, 1), strict=True)]
+    return indices.int(), [
+        exact[row[keep]] for row, keep in zip(indices.flatten(0, 1), valid.flatten(0, 1), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["16-bit", "fp8"])
@@ -129,6 +131,6 @@ def test_bad_input() -> None:
         tilewise.pack_mla(x.cache[..., :100])
     with pytest.raises(AttentionError, match="token_table"):
         tilewise.attention_kv(x.q.expand(2, 2, 4, 576), x.cache, x.cache[..., :512], 8, token_table=indices[:, 0])
+    table = torch.full((2, 8), 10**6, dtype=torch.int32)
     with pytest.raises(AttentionError, match=r"token_table\[0, 0\]"):
-        table = torch.full((2, 8), 10**6, dtype=torch.int32)
         tilewise.check_kv(x.q, x.cache, x.cache[..., :512], 8, token_table=table)

@@ -99,9 +99,9 @@ class LatentParams(NamedTuple):
 
 
 class LatentShared(NamedTuple):
-    """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty` of
-    the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums, of two
-    work items. `q_ready` and `done`: of both warpgroups."""
+    """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
+    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums, of
+    two work items. `q_ready` and `done`: of both warpgroups."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]
@@ -233,8 +233,8 @@ def own_softmax(s, m, l, part, first, params, CONFIG: gl.constexpr):
 
 @gluon.jit
 def hand_over(shared, p, m, WG: gl.constexpr):
-    """P and its maximum to the other warpgroup. Its products with the P before are done: this warpgroup has waited for a
-    tile of keys in the stage that they released."""
+    """P and its maximum to the other warpgroup. Its products with the P before are done: this warpgroup has waited for
+    a tile of keys in the stage that they released."""
     shared.p.index(WG).store(p)
     shared.m.index(WG).store(m)
     fence_async_shared()

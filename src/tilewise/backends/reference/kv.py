@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
-from tilewise.kv_latent import LATENT, is_packed, unpack_latent
 from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token_scales
+from tilewise.kv_latent import LATENT, is_packed, unpack_latent
 from tilewise.kv_request import (
     AppendRequest,
     CacheIndex,
@@ -100,9 +100,7 @@ def common_dtype(call: Request) -> torch.dtype:
     return torch.promote_types(call.q.dtype, torch.float32)
 
 
-def loaded(
-    cache: Tensor, scale: Scale, where: list[tuple[Tensor, Tensor]], dtype: torch.dtype
-) -> Iterator[Tensor]:
+def loaded(cache: Tensor, scale: Scale, where: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
     """The keys or values (tokens, heads, dim) of every sequence, whose tokens lie `where`."""
     for b, at in enumerate(where):
         if is_packed(cache):

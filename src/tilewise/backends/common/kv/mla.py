@@ -55,9 +55,9 @@ class LatentCache(NamedTuple):
 class LatentConfig(NamedTuple):
     """What the kernel is compiled for. Beside those of `DecodeConfig`:
 
-    PACKED: DeepSeek's fp8 format. NATIVE_FP8: the GPU converts e4m3. SHARED: the values are the latent numbers. OPERAND:
-    of both products, or of that of the REST if PACKED; None for the dtype of q and the cache. BY_TOKEN: the page table
-    has the slot of each key.
+    PACKED: DeepSeek's fp8 format. NATIVE_FP8: the GPU converts e4m3. SHARED: the values are the latent numbers.
+    OPERAND: of both products, or of that of the REST if PACKED; None for the dtype of q and the cache. BY_TOKEN: the
+    page table has the slot of each key.
     """
 
     GROUP: int
@@ -133,10 +133,9 @@ def load_latent_queries(q, rows, exists, CONFIG: tl.constexpr):
 def unpack_latent(x, q_tile, CONFIG: tl.constexpr):
     """Bytes of e4m3 as an operand of the product with a tile of queries."""
     if CONFIG.NATIVE_FP8:
-        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(q_tile.dtype)
     else:
-        x = unpack_words(x, 0, "e4m3")
-    return x.to(q_tile.dtype)
+        return unpack_words(x, 0, "e4m3").to(q_tile.dtype)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kv_latent import GROUPS, LATENT, ROPE, is_packed, shares_memory
+from ....kv_latent import GROUPS, LATENT, is_packed, shares_memory
 from ....kv_request import KvCall
 from ..device.structs import View
 from ..gpu import Gpu
@@ -79,7 +79,11 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
         *(spec.before, spec.after, scale),
         *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
         *(0 if places.table is None else places.table.stride(0), k.shape[0], k.shape[1]),
-        *(places.batch, 0 if call.cu_q is not None else q.shape[1], 0 if request.tree is None else request.tree.shape[1]),
+        *(
+            places.batch,
+            0 if call.cu_q is not None else q.shape[1],
+            0 if request.tree is None else request.tree.shape[1],
+        ),
         terms,
     )
     mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call)}
