@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 ROWS: tuple[dict[str, Any], ...] = (
     {},
     {"heads": 16, "tokens": True, "packed": True},
-    {"heads": 8, "page": 16, "dtype": "float32"},
     {"heads": 128, "queries": 2},
 )
 ON_90: tuple[dict[str, Any], ...] = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ....kv_latent import is_latent
+from ....kv_latent import is_latent, shares_memory
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 
 
@@ -34,8 +35,10 @@ class DecodeKernels:
         from .mla_launches import mla_launches
         from .runners import attend_runner
 
-        launches = mla_launches if is_latent(call.request) else attend_launches
-        return attend_runner(call, schedule_sizes, schedule_launch, launches)
+        if not is_latent(call.request):
+            return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        shared = shares_memory(call.request.k, call.request.v)  # launches are made of placeholders, which have no address
+        return attend_runner(call, schedule_sizes, schedule_launch, partial(mla_launches, shared=shared))
 
     def append(self, request: AppendRequest) -> Any:
         from .runners import append_runner

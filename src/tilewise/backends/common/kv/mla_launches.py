@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kv_latent import GROUPS, LATENT, is_packed, shares_memory
+from ....kv_latent import GROUPS, LATENT, is_packed
 from ....kv_request import KvCall
 from ..device.structs import View
 from ..gpu import Gpu
@@ -36,7 +36,8 @@ def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
     return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
 
 
-def mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
+def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
+    """`shared`: the values are the first columns of the keys."""
     request, schedule, workspace = kv.request, kv.schedule, kv.workspace
     assert schedule is not None
     assert workspace is not None
@@ -45,15 +46,17 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
     partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(call, target.gpu, derivative=False)
     terms = device_terms(call, target.gpu)
-    shared = is_packed(k) or shares_memory(k, v)
     operand, accuracy = operand_of(q, k, target.gpu)
+    block_n, stages = partition.tile.block_n, partition.tile.stages
+    if not shared:  # shared memory holds values too
+        block_n, stages = min(block_n, 32), 1
     rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
     config = LatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
         DV=v.shape[-1],
         BLOCK_M=partition.tile.block_m,
-        BLOCK_N=partition.tile.block_n,
+        BLOCK_N=block_n,
         PACKED=is_packed(k),
         NATIVE_FP8=target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED,
         SHARED=shared,
@@ -89,7 +92,7 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
     mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call)}
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
-    shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
+    shape = {"num_warps": partition.tile.warps, "num_stages": stages}
     launches = [Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))]
     if config.FLAG_NAN:
         repair = launch_options(config._replace(REPAIR=True, MAX_LOGIT=False), **mods, **shape | {"num_stages": 1})
