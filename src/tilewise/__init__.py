@@ -13,8 +13,10 @@ from .api import attention, attention_varlen, check
 from .debug import weights
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
+from .kv_latent import pack_mla
 from .kv_request import KvPlan, QkNorm, Rotary
 from .merge import merge
+from .mla import attention_mla
 from .mods import block_mask, block_mask_varlen, mask_mod, score_mod
 from .mods.dropout import dropout_mask
 from .options import Options, takes_options
@@ -37,6 +39,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_kv",
+    "attention_mla",
     "attention_varlen",
     "block_mask",
     "block_mask_varlen",
@@ -51,6 +54,7 @@ __all__ = [
     "mask_mod",
     "merge",
     "mods",
+    "pack_mla",
     "plan_kv",
     "replace_sdpa",
     "replaces_sdpa",

@@ -13,6 +13,7 @@ from .backends.protocol import Runner
 from .backends.registry import choose
 from .errors import AttentionError
 from .kv_formats import has_token_scales, head_dim
+from .kv_latent import shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
 from .ops import kv as ops
 from .options import show_options
@@ -48,7 +49,8 @@ def attention_kv(
         k_cache: (rows, tokens, Hk, D), or with a page table (pages, page size, Hk, D). Any strides, any page size. The
             dtype is q's, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, or uint8 with two int4 in each byte:
             byte i of the D / 2 of a head has dims i (low bits) and i + D / 2 (high bits).
-        v_cache: as k_cache, with Dv. Its dtype need not be k_cache's.
+        v_cache: as k_cache, with Dv. Its dtype need not be k_cache's. For MLA, k_cache[..., :512], which is read once;
+            D is at most 576 then (see `attention_mla`), and 512 otherwise.
         lengths: int32 (B,): tokens of each sequence in the cache before this call. Or one int for all.
         k_new: new keys (B, Sn, Hk, D), or packed (Tn, Hk, D). Written into the cache first, in place.
         v_new: new values, as k_new.
@@ -56,6 +58,9 @@ def attention_kv(
         cu_seqlens_new: int32 (B + 1,), of packed k_new and v_new. Default cu_seqlens_q.
         page_table: int32 (B, pages): the pages of each sequence. Or (indptr (B + 1,), pages (N,)). Entries past a
             sequence's last page are not read.
+        token_table: int32 (B, keys), instead of a page table: the slot of each key, row * tokens + position (paged:
+            page * page size + position), as in DeepSeek's sparse attention. A slot outside the cache, as -1, is no key.
+            `lengths` says how many slots of a sequence count. All queries of a sequence see them.
         slots: where each new token is written, row * tokens + position (paged: page * page size + position). Negative:
             it is not written. Default: after the sequence's last token.
         cache_rows: (B,): the row of a dense cache for each sequence. Default 0, 1, ...
@@ -324,12 +329,13 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
     if CHECK_CONTENTS or not is_eager():
         return None
     plan = options.get("plan")
+    is_shared = name == "attention_kv" and shares_memory(*tensors[1:3])
     if type(plan) is not KvPlan:
-        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
+        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, is_shared)
     tensors += plan[:3]
     others = {option: value for option, value in options.items() if option != "plan"}
     # the shape has 25 items: as one part, and the types as another, because True == 1
-    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend)
+    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, is_shared)
 
 
 def _prepared(
@@ -394,7 +400,7 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     (q, k, v, spec, *_), places = request.call, request.cache_index
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
-    present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None
+    present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
     scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
     return *tensors, *options, *present, *scales, places.capacity(k), places.new
 

@@ -83,6 +83,8 @@ class CacheIndex(NamedTuple):
     A sequence has `lengths` tokens, to which `new` are appended, or those between its offsets in `cu_new`. With a page
     table, token j lies in page table[b, j // page_size] (with `indptr`, table[indptr[b] + j // page_size]) at offset
     j % page_size; without, in batch row `rows[b]`, or b, at offset j. Tokens before `starts` are not valid.
+
+    `by_token`: table (B, keys) has the slot of each key, page * page_size + offset. A slot outside the cache is no key.
     """
 
     lengths: Tensor
@@ -92,6 +94,7 @@ class CacheIndex(NamedTuple):
     starts: Tensor | None = None
     cu_new: Tensor | None = None
     new: int = 0
+    by_token: bool = False
 
     @property
     def batch(self) -> int:
@@ -101,7 +104,7 @@ class CacheIndex(NamedTuple):
         """The most tokens that a sequence can have, by the shapes of the cache and the page table."""
         if self.table is None:
             return cache.shape[1]
-        return self.table.shape[-1] * cache.shape[1]
+        return self.table.shape[-1] * (1 if self.by_token else cache.shape[1])
 
 
 class KvRequest(NamedTuple):
@@ -205,7 +208,11 @@ def _like(x: tuple[Any, ...], items: Iterable[Any]) -> Any:
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
-PLACES = "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new"
+INDEX = len(CacheIndex._fields)
+PLACES = (
+    "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new,"
+    " bool by_token"
+)
 SCALES = "Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number"
 ATTEND = (
     f"Tensor q, Tensor k, Tensor v, {PLACES}, Tensor? cu_q, Tensor? tree, Tensor? sinks, Tensor[] score, Tensor[] mask,"
@@ -232,7 +239,7 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
 def attend_request(*given: Any) -> KvRequest:
     """The request of such arguments."""
     q, k, v, *rest = given
-    places, rest = CacheIndex(*rest[:7]), rest[7:]
+    places, rest = CacheIndex(*rest[:INDEX]), rest[INDEX:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
     mask_numbers, split, max_seqlen_q, *scales = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
@@ -273,7 +280,7 @@ def written_arguments(request: AppendRequest) -> tuple[Any, ...]:
 def append_request(*given: Any) -> tuple[AppendRequest, str]:
     """The request of such arguments, and the backend."""
     k, v, rotated, k_scales, v_scales, k_new, v_new, *rest = given
-    places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:7]), rest[7:]
+    places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:INDEX]), rest[INDEX:]
     q_weight, k_weight, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest
     rotary = None if cos is None else Rotary(cos, sin, interleaved, at, q_at)
     norm = None if q_weight is None else QkNorm(q_weight, k_weight, eps, offset)

@@ -2,6 +2,7 @@
 
 from tilewise.compat.flash_attn import flash_attn_func      flash-attn 2.8 (and its `install()`)
 from tilewise.compat.flash_attn_3 import flash_attn_func    FlashAttention-3's `flash_attn_interface`
+from tilewise.compat.flash_mla import flash_mla_with_kvcache    DeepSeek's FlashMLA
 from tilewise.compat import flex_attention                  torch.nn.attention.flex_attention
 from tilewise.compat import create_block_mask               torch's own: its BlockMasks are what flex_attention takes
 from tilewise.compat.xformers import memory_efficient_attention
@@ -19,7 +20,7 @@ __all__ = ["and_masks", "create_block_mask", "flex_attention", "or_masks"]
 def __getattr__(name: str) -> Any:
     if name in __all__:
         found: Any = getattr(import_module("tilewise.compat.flex"), name)
-    elif name in ("bert_padding", "flash_attn", "flash_attn_3", "xformers"):
+    elif name in ("bert_padding", "flash_attn", "flash_attn_3", "flash_mla", "xformers"):
         found = import_module(f"tilewise.compat.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

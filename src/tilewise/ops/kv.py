@@ -12,6 +12,7 @@ from torch import Tensor
 from ..backends.protocol import KvBackend, Runner
 from ..backends.registry import choose
 from ..kv_formats import head_dim
+from ..kv_latent import shares_memory
 from ..kv_request import (
     APPEND,
     ATTEND,
@@ -77,7 +78,10 @@ def run(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Any:
 def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
     """The runner of an earlier call of the same signature, or a new one."""
     tensors, _ = structure_of(call)
-    key = structure_signature(name, call, os.environ.get(KV_TILE)) if tensors[0].is_cuda else None
+    key = None
+    if tensors[0].is_cuda:
+        is_shared = name == "attend" and shares_memory(*tensors[1:3])
+        key = structure_signature(name, call, os.environ.get(KV_TILE), is_shared)
     runner: Runner | None = None if key is None else plans.get(key)
     if runner is None:
         runner = make()

@@ -11,13 +11,14 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError
 from ..kv_formats import head_dim
+from ..kv_latent import LATENT, WIDTH, is_packed, shares_memory
 from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, QkNorm, Rotary, Scale
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
 from ..options import OTHER_LIBRARIES, completed, options_of
 from ..request import MAX_HEAD_DIM, Window
-from ..torch_internals import is_forward_mode, is_vmapped
+from ..torch_internals import has_address, is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
 from .dense import sized
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
@@ -35,6 +36,7 @@ class KvOptions(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     cu_seqlens_new: Tensor | None
     page_table: PageTable
+    token_table: Tensor | None
     slots: Tensor | None
     cache_rows: Tensor | None
     starts: Tensor | None
@@ -125,6 +127,10 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
+    if is_packed(k) and q.shape[-1] == WIDTH and scales != [None, None]:
+        raise AttentionError(
+            "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
+        )
     most = q.shape[1] if cu_q is None else int(most or 0)
     return KvRequest(call, places, tree, _split(options["split"]), most, *scales)
 
@@ -222,6 +228,9 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
     elif cu_new is not None:
         raise AttentionError("cu_seqlens_new", "given without k_new", "None, or k_new and v_new too")
     table, indptr = _table(options["page_table"], batch, q)
+    by_token = options["token_table"] is not None
+    if by_token:
+        table = _token_table(batch, q, options)
     rows, starts = options["cache_rows"], options["starts"]
     if rows is not None:
         _counts("cache_rows", rows, batch, q)
@@ -237,7 +246,7 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
     if starts is not None:
         _counts("starts", starts, batch, q)
         starts = starts.contiguous()
-    return CacheIndex(lengths.contiguous(), table, indptr, rows, starts, cu_new, new)
+    return CacheIndex(lengths.contiguous(), table, indptr, rows, starts, cu_new, new, by_token)
 
 
 def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -252,10 +261,12 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise AttentionError(f"device of {name}", x.device, f"{q.device}, as the other tensors")
     if q.dtype not in DTYPES:
         raise AttentionError("dtype of q", q.dtype, " or ".join(map(str, DTYPES)))
-    for name, d in (("q", q.shape[-1]), ("v_cache", head_dim(v))):
-        if not 1 <= d <= MAX_HEAD_DIM:
-            raise AttentionError(f"head dim of {name}", d, f"1 to {MAX_HEAD_DIM}")
-    if head_dim(k) != q.shape[-1]:
+    for name, d, most in (("q", q.shape[-1], WIDTH), ("v_cache", head_dim(v), MAX_HEAD_DIM)):
+        if not 1 <= d <= most:
+            raise AttentionError(f"head dim of {name}", d, f"1 to {most}")
+    if is_packed(k) and q.shape[-1] == WIDTH:
+        _check_packed(k, v)
+    elif head_dim(k) != q.shape[-1]:
         raise AttentionError("head dim of k_cache", head_dim(k), f"q's {q.shape[-1]}")
     if k.shape[:3] != v.shape[:3]:
         raise AttentionError("shape of v_cache", tuple(v.shape), f"k_cache's {tuple(k.shape)} up to the head dim")
@@ -266,6 +277,16 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if k.shape[1] == 0 and k.shape[0]:
         raise AttentionError("tokens of a page", 0, "at least 1")
+
+
+def _check_packed(k: Tensor, v: Tensor) -> None:
+    """Raises AttentionError if the values are not the latent vectors of a cache in DeepSeek's fp8 format."""
+    is_view = not has_address(k) or shares_memory(k, v)
+    if v.shape[-1] != LATENT or v.dtype != k.dtype or not is_view:
+        expected = (
+            f"k_cache[..., :{LATENT}]: the values of a cache with {k.shape[-1]} bytes a token are part of its keys"
+        )
+        raise AttentionError("v_cache", f"{v.dtype} {tuple(v.shape)}", expected)
 
 
 def _check_untransformed(whose: str, *tensors: Tensor) -> None:
@@ -337,6 +358,32 @@ def _table(given: Any, batch: int, q: Tensor) -> tuple[Tensor | None, Tensor | N
         raise AttentionError("shape of page_table", tuple(given.shape), f"({batch}, pages), or a pair (indptr, pages)")
     _integers("page_table", given, q, (torch.int32,))
     return given if given.stride(1) == 1 else given.contiguous(), None
+
+
+def _token_table(batch: int, q: Tensor, options: KvOptions) -> Tensor:
+    """The slots of each sequence's keys, which have no positions."""
+    given: Any = options
+    for name in (
+        "page_table",
+        "cache_rows",
+        "starts",
+        "k_new",
+        "tree",
+        "window",
+        "alibi_slopes",
+        "score_mod",
+        "mask_mod",
+    ):
+        if given[name] is not None:
+            raise AttentionError(name, "given with token_table", "one of them: keys of a token table have no positions")
+    if q.dim() == 3 or (q.shape[1] > 1 and options["causal"]):
+        expected = "q (B, 1, heads, dim), or causal=False: all queries of a sequence see the keys of its row"
+        raise AttentionError("token_table", f"given with q {tuple(q.shape)}", expected)
+    table = tensor("token_table", options["token_table"])
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise AttentionError("shape of token_table", tuple(table.shape), f"({batch}, keys)")
+    _integers("token_table", table, q, (torch.int32,))
+    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _tree(tree: Tensor, q: Tensor, cu_q: Tensor | None) -> Tensor:

@@ -51,11 +51,15 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
             raise AttentionError(f"starts[{b}]", starts[b], f"0 to {length + new}, the tokens of the sequence")
         if table is not None:
             pages = table[ends[b] : ends[b + 1]] if ends else table[b]
+        if table is not None and not places.by_token:
             _check_pages(b, pages[starts[b] // page : -(-(length + new) // page)], k.shape[0])
             if new and slots is None:
                 first = starts[b] if before is None else max(starts[b], length + new - queries[b] - before)
                 _check_overwritten(b, pages, (first, length, new), page)
-        _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
+        if places.by_token:
+            _check_tokens(b, pages[: length + new], k.shape[0] * page)
+        else:
+            _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
     if places.rows is not None:
         for b, row in enumerate(places.rows.tolist()):
             if not 0 <= row < k.shape[0]:
@@ -115,6 +119,13 @@ def _check_pages(b: int, pages: list[int], count: int) -> None:
     for n, page in enumerate(pages):
         if not 0 <= page < count:
             raise AttentionError(f"page {n} of sequence {b}", page, f"0 to {count - 1}, the pages of the cache")
+
+
+def _check_tokens(b: int, slots: list[int], count: int) -> None:
+    """Raises AttentionError for a slot past the cache, which attention_kv skips, as it does negative ones."""
+    for n, slot in enumerate(slots):
+        if slot >= count:
+            raise AttentionError(f"token_table[{b}, {n}]", slot, f"0 to {count - 1}, or negative for none")
 
 
 def _check_overwritten(b: int, pages: list[int], sizes: tuple[int, int, int], page: int) -> None:

@@ -189,7 +189,7 @@ WORDS = SimpleNamespace(
     cast=cast,
     pointer_type=PointerType,
     program_id=lambda axis: Int(current().program.index),
-    num_programs=lambda axis: Int(current().program.count),
+    num_programs=lambda axis: Int(current().program.count if axis == 0 else 1),
     num_warps=lambda: current().warps,
     cdiv=lambda a, b: (a + b - 1) // b,
     multiple_of=lambda x, _n: x,

@@ -125,6 +125,9 @@ class Pointer:
         a, b = raw(self.offset), raw(n)
         return Pointer(self.base, Value(a + b) if isinstance(a + b, Tensor) else a + b)
 
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.base, Value(raw(self.offset)[index]))
+
     def to(self, _dtype: Any) -> Int:
         """The address as a number, which `cast` takes back."""
         address = self.base.data_ptr() + int(self.offset) * self.base.element_size()

@@ -5,12 +5,14 @@ import math
 
 from torch import Tensor
 
+from ...kv_latent import is_latent
 from ...kv_request import KvCall, KvRequest, PlannedTile
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from ..common.shapes import CallShape
 from .descriptors import column_descriptors
 from .launches import State, forward_config, forward_launch, new_state
+from .mla_launches import hopper_mla_launches
 from .pipeline import KvCache
 from .support import MIN_PREFILL_QUERIES
 
@@ -23,22 +25,31 @@ def decode_request(request: KvRequest) -> KvRequest:
 
 
 def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:
-    """Only packed requests have a schedule: the tile scheduler of the forward needs none."""
+    """Only packed requests, and those with an MLA cache, have a schedule: the tile scheduler of the forward needs
+    none."""
+    if is_latent(request):
+        return decode.schedule_sizes(request, target)
     return (0, 0) if request.call.cu_q is None else decode.schedule_sizes(decode_request(request), target)
 
 
 def schedule_launch(request: KvRequest, schedule: Tensor, target: Target) -> Launch | None:
+    if is_latent(request):
+        return decode.schedule_launch(request, schedule, target)
     if request.call.cu_q is None:
         return None
     return decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
+    if is_latent(request):
+        return decode.planned(request, schedule)
     return [] if request.call.cu_q is None else decode.planned(decode_request(request), schedule)
 
 
 def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
     request, out, lse = call.request, call.out, call.lse
+    if is_latent(request):
+        return hopper_mla_launches(call, target, memory)
     assert out is not None
     assert lse is not None
     # The kernel writes a contiguous lse. The lse of a plan is strided and is not returned.

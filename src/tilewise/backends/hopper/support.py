@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kv_latent import is_latent, shares_memory
 from ...mods.program import rows
 from ...request import Request, Spec
 from ...torch_internals import has_address
 from ..common.gpu import Gpu, triton_version
+from ..common.kv.mla_tiles import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
@@ -22,6 +24,7 @@ MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes 
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
 MAX_CACHE_TOKENS = 2**30
+MLA_TILE = (64, 64)  # rows and keys of a tile with an MLA cache
 
 
 def unsupported(request: Any, gpu: Gpu | None) -> str | None:
@@ -46,6 +49,8 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     spec = getattr(request, "spec", None)  # an append has none
     if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
+    if getattr(request, "cache_index", None) is not None and is_latent(request):
+        return unsupported_latent(request)
     most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
     if max(q.shape[-1], v.shape[-1]) > most:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
@@ -56,6 +61,32 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
             return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
     return None if isinstance(request, Request) else unsupported_cache(request)
+
+
+def unsupported_latent(request: Any) -> str | None:
+    """Returns why a call with an MLA cache is not supported, or None."""
+    q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.cache_index
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"a cache of {k.dtype} and {v.dtype}, of q's {q.dtype}"
+    if has_address(k) and not shares_memory(k, v):
+        return "values that are not the first columns of the keys"
+    if places.by_token or places.starts is not None or request.tree is not None or request.split is not None:
+        return "a token table, starts, a tree of drafts or a split of the keys"
+    if spec.score_mod is not None or spec.mask_mod is not None or spec.before is not None or spec.max_logit:
+        return "a mod, a window or max_logit"
+    if spec.scale <= 0:
+        return f"scale={spec.scale}, of positive numbers"
+    tile = latent_tile(90, q.element_size(), request.max_seqlen_q * (q.shape[-2] // k.shape[-2]), False)
+    if tile[:2] != MLA_TILE:
+        return f"a tile of {tile.block_m} rows (queries times heads) by {tile.block_n} keys, of {MLA_TILE}"
+    if places.table is not None and k.shape[1] % MIN_PAGE:
+        return f"pages of {k.shape[1]} tokens, of multiples of {MIN_PAGE}"
+    *outer, inner = k.stride()
+    if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(k):
+        return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
+    if k.shape[0] > 1 and (k.stride(0) % k.stride(1) or k.stride(0) // k.stride(1) * k.shape[0] > MAX_CACHE_TOKENS):
+        return "pages that are not a whole number of tokens apart, or too far"
+    return None
 
 
 def unsupported_block_mask(request: Request) -> str | None:
@@ -100,6 +131,8 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
         places = getattr(request, "cache_index", None)
         if places is None:
             return "new tokens alone, which wait for memory"
+        if is_latent(request):
+            return None
         most = request.max_seqlen_q or q.shape[0] // max(places.batch, 1)  # unknown: the average
         return "few queries, which wait for memory" if most < MIN_PREFILL_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
 from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token_scales
+from tilewise.kv_latent import LATENT, is_packed, unpack_latent
 from tilewise.kv_request import (
     AppendRequest,
     CacheIndex,
@@ -63,12 +64,16 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
     q = call.q if call.q.dim() == 3 else call.q.flatten(0, 1)
     cu_q = bounds_of(call.q, call.cu_q)
     totals = clamped_totals(places, call.k)
-    cu_k = torch.cat([totals.new_zeros(1), totals.cumsum(0)]).int()
+    where = tokens(places, totals, call.k)
+    counts = torch.tensor([0, *(len(at[0]) for at in where)], device=q.device)
+    cu_k = counts.cumsum(0).int()
     dtype = common_dtype(call)
-    k, v = (
-        torch.cat([q.new_empty(0, x.shape[2], head_dim(x), dtype=dtype), *loaded(x, scale, places, totals, dtype)])
-        for x, scale in ((call.k, request.k_scale), (call.v, request.v_scale))
-    )
+    none = q.new_empty(0, call.k.shape[2], q.shape[-1], dtype=dtype)
+    k = torch.cat([none, *loaded(call.k, request.k_scale, where, dtype)])
+    v = k[..., :LATENT]
+    if not is_packed(call.k):
+        none = none.new_empty(0, call.v.shape[2], head_dim(call.v))
+        v = torch.cat([none, *loaded(call.v, request.v_scale, where, dtype)])
     q = q.to(dtype)
     mask = bound(masks_of(request, cu_q))
     spec = call.spec
@@ -95,10 +100,12 @@ def common_dtype(call: Request) -> torch.dtype:
     return torch.promote_types(call.q.dtype, torch.float32)
 
 
-def loaded(cache: Tensor, scale: Scale, places: CacheIndex, totals: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The keys or values (tokens, heads, dim) of every sequence."""
-    for b, at in enumerate(tokens(places, totals, cache)):
-        if format_of(cache) is None:
+def loaded(cache: Tensor, scale: Scale, where: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The keys or values (tokens, heads, dim) of every sequence, whose tokens lie `where`."""
+    for b, at in enumerate(where):
+        if is_packed(cache):
+            yield unpack_latent(cache.view(torch.uint8)[at], dtype)
+        elif format_of(cache) is None:
             yield cache[at].to(dtype)
         else:
             yield dequantise(cache[at], scale_at(scale, b, at, cache), dtype)
@@ -283,6 +290,12 @@ def tokens(places: CacheIndex, totals: Tensor, cache: Tensor) -> list[tuple[Tens
     """For every sequence, (pages, offsets) of its tokens."""
     found = []
     for b, n in enumerate(totals.tolist()):
+        if places.by_token:
+            assert places.table is not None
+            slots = places.table[b, :n].long()
+            slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
+            found.append((slots // cache.shape[1], slots % cache.shape[1]))
+            continue
         j = torch.arange(n, device=cache.device)
         found.append(slot_of(places, torch.full_like(j, b), j, cache)[:2])
     return found

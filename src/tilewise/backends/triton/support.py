@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...kv_formats import format_of, has_words
-from ...request import Request
+from ...kv_latent import is_latent, is_packed
+from ...request import MAX_HEAD_DIM, Request
 from ..common.gpu import Gpu, has_triton
 
 AMD = ("gfx942", "gfx950")
@@ -30,11 +32,26 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
 
 
 def unsupported_cache(request: Any) -> str | None:
-    """Returns why a cache is not supported, or None."""
+    """Returns why a cache is not supported, or None. An append has no places."""
+    places = getattr(request, "cache_index", None)
+    if places is not None and is_latent(request):
+        return unsupported_latent(request.k, request.v)
+    if places is not None and places.by_token:
+        return f"a token table with head dim {request.q.shape[-1]}, of more than {MAX_HEAD_DIM} (MLA)"
     for name, x in (("k_cache", request.k), ("v_cache", request.v)):
         found = format_of(x)
         if found is not None and found.bits == 4 and not has_words(x):
             return f"{name} in int4 whose bytes are not contiguous pairs: head dims are multiples of 4 with stride 1"
+    return None
+
+
+def unsupported_latent(k: Tensor, v: Tensor) -> str | None:
+    """Returns why a cache of MLA is not supported, or None."""
+    if is_packed(k):
+        aligned = k.stride(-1) == 1 and all(x % 4 == 0 for x in (*k.stride()[:-1], k.storage_offset()))
+        return None if aligned else "tokens of 656 bytes that are not contiguous at multiples of 4 bytes"
+    if format_of(k) is not None or k.dtype != v.dtype:
+        return f"a cache of {k.dtype} and {v.dtype} with a head dim above {MAX_HEAD_DIM}"
     return None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ....kv_latent import is_latent, shares_memory
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 
 
@@ -30,9 +32,13 @@ class DecodeKernels:
 
     def attend(self, call: KvCall) -> Any:
         from .launches import attend_launches, schedule_launch, schedule_sizes
+        from .mla_launches import mla_launches
         from .runners import attend_runner
 
-        return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        if not is_latent(call.request):
+            return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        shared = shares_memory(call.request.k, call.request.v)  # launches are made of placeholders, which have no address
+        return attend_runner(call, schedule_sizes, schedule_launch, partial(mla_launches, shared=shared))
 
     def append(self, request: AppendRequest) -> Any:
         from .runners import append_runner

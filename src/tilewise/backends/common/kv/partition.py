@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....kv_formats import format_of, has_token_scales, head_dim
+from ....kv_latent import is_latent, is_packed
 from ..gpu import Gpu
 from ..tiles import padded
 from . import kv_tiles
 from .kv_tiles import KvTile
+from .mla_tiles import latent_tile
 
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
 CLASSES = 16  # of work items: those that are divided, then from long to short
@@ -71,6 +73,8 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     q, k, v = request.q, request.k, request.v
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
+    if tile is None and is_latent(request):
+        tile = latent_tile(gpu.arch, q.element_size(), max_rows, is_packed(k))
     if tile is None:
         tile = kv_tiles.tile(
             gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)

@@ -1,0 +1,395 @@
+"""Decode of multi-head latent attention (MLA, absorbed): a token of the cache is 512 latent numbers and up to 64 more.
+The latent numbers are the value too, so a tile of the cache is read once and used in both products.
+
+The rows of a tile, the schedule of keys and the workspace are those of `decode`; so is the repair launch. A cache in
+DeepSeek's fp8 format (tilewise.kv_latent) is four parts of 128 numbers in e4m3. Their scales, one for each token and
+part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..device.mask import masked, visible
+from ..device.matmul import dot, raise_flag
+from ..device.score import scores
+from ..device.softmax import log2_scale, row_logsumexp, softmax_step
+from ..device.structs import Pairs, ScoreParams, Work
+from ..pdl import gdc_launch_dependents, gdc_wait
+from .combine import (
+    Partial,
+    columns,
+    load_partial,
+    merge,
+    nan_flags,
+    partials_of,
+    row_pointers,
+    rows_of_partial,
+    store_partial,
+    store_rows,
+    tile_rows,
+)
+from .decode import KeyRange, TreeMask, key_offsets, load_keys, load_pages, pages_of, tree_visible, visible_keys
+from .formats import power_of_two, unpack_words
+from .schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
+
+LATENT: tl.constexpr = tl.constexpr(512)
+REST: tl.constexpr = tl.constexpr(64)
+LATENT_GROUPS: tl.constexpr = tl.constexpr(4)
+
+
+class LatentCache(NamedTuple):
+    """Views of a cache: the latent numbers (of bytes in DeepSeek's fp8 format), the rest of the key, the values where
+    they are not the latent numbers, and the scales; and where its tokens are, as in `KvCacheView`."""
+
+    latent: tl.tuple
+    rest: tl.tuple
+    v: tl.tuple
+    scales: tl.tuple
+    page_table: tl.tensor
+    indptr: tl.tensor
+    rows: tl.tensor
+
+
+class LatentConfig(NamedTuple):
+    """What the kernel is compiled for. Beside those of `DecodeConfig`:
+
+    PACKED: DeepSeek's fp8 format. NATIVE_FP8: the GPU converts e4m3. SHARED: the values are the latent numbers.
+    OPERAND: of both products, or of that of the REST if PACKED; None for the dtype of q and the cache. BY_TOKEN: the
+    page table has the slot of each key.
+    """
+
+    GROUP: int
+    D: int
+    DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    PACKED: bool
+    NATIVE_FP8: bool
+    SHARED: bool
+    OPERAND: str | None
+    PRECISION: str
+    FOLD: bool
+    LARGE_SCORES: bool
+    OVERLAP: bool
+    PAGE_SIZE: int | None
+    BY_TOKEN: bool
+    KV_HEADS: int
+    FIXED_SPLIT: bool
+    HAS_STARTS: bool
+    FLAG_NAN: bool
+    REPAIR: bool
+    MAX_LOGIT: bool
+
+
+class LatentQueries(NamedTuple):
+    """The latent columns of a tile of queries, in one part or four, with the factor of each row's products, and the
+    rest."""
+
+    parts: tl.tuple
+    factor: tl.tensor
+    rest: tl.tensor
+
+
+@triton.jit
+def as_operand(x, CONFIG: tl.constexpr):
+    if CONFIG.OPERAND == "float32":
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def load_latent_queries(q, rows, exists, CONFIG: tl.constexpr):
+    """If the cache is PACKED, rows of bfloat16 queries are divided by a power of two, so that float16 holds them."""
+    mask = exists[:, None]
+    c = tl.arange(0, REST)[None, :]
+    rest = tl.load(rows[:, None] + columns(q, LATENT + c), mask=mask & (LATENT + c < CONFIG.D), other=0.0)
+    rest = as_operand(rest, CONFIG)
+    factor = tl.full([rows.shape[0]], 1.0, tl.float32)
+    parts = ()
+    if not CONFIG.PACKED:
+        d = tl.arange(0, LATENT)[None, :]
+        parts += (as_operand(tl.load(rows[:, None] + columns(q, d), mask=mask, other=0.0), CONFIG),)
+    else:
+        d = tl.arange(0, LATENT // LATENT_GROUPS)[None, :]
+        WIDTH: tl.constexpr = LATENT // LATENT_GROUPS
+        most = tl.full([rows.shape[0]], 0.0, tl.float32)
+        for g in tl.static_range(LATENT_GROUPS):
+            x = tl.load(rows[:, None] + columns(q, g * WIDTH + d), mask=mask, other=0.0)
+            most = tl.maximum(most, tl.max(tl.abs(x.to(tl.float32)), 1))
+            parts += (x,)
+        if q.ptr.dtype.element_ty == tl.bfloat16:
+            factor, inverse = power_of_two(most)
+            halves = ()
+            for g in tl.static_range(LATENT_GROUPS):
+                halves += ((parts[g].to(tl.float32) * inverse[:, None]).to(tl.float16),)
+            parts = halves
+    return LatentQueries(parts, factor, rest)
+
+
+@triton.jit
+def unpack_latent(x, q_tile, CONFIG: tl.constexpr):
+    """Bytes of e4m3 as an operand of the product with a tile of queries."""
+    if CONFIG.NATIVE_FP8:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(q_tile.dtype)
+    else:
+        return unpack_words(x, 0, "e4m3").to(q_tile.dtype)
+
+
+@triton.jit
+def token_offsets(x, page, h, at, page_size, inside, CONFIG: tl.constexpr):
+    """(offset of all, offset of each) of the keys from `at` on. BY_TOKEN: `page` has their slots."""
+    if CONFIG.BY_TOKEN:
+        slot = tl.where(inside, page, 0)
+        rows = (slot // page_size).to(tl.int64) * x.strides[0] + (slot % page_size).to(tl.int64) * x.strides[1]
+        return h.to(tl.int64) * x.strides[2], rows
+    else:
+        return key_offsets(x, page, h, at, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)
+
+
+@triton.jit
+def load_places(keys, at, CONFIG: tl.constexpr):
+    """The pages, or slots, of the keys from `at` on."""
+    if CONFIG.BY_TOKEN:
+        j = at + tl.arange(0, CONFIG.BLOCK_N)
+        return tl.load(keys.pages + j, mask=j < keys.hi, other=-1)
+    else:
+        return load_pages(keys, at, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)
+
+
+@triton.jit
+def packed_scores(queries, latent, scales, rest, CONFIG: tl.constexpr):
+    """q.k of a tile in DeepSeek's fp8 format."""
+    product = tl.dot(queries.parts[0], tl.trans(latent[0]), input_precision=CONFIG.PRECISION) * scales[0][None, :]
+    for g in tl.static_range(1, LATENT_GROUPS):
+        part = tl.dot(queries.parts[g], tl.trans(latent[g]), input_precision=CONFIG.PRECISION)
+        product += part * scales[g][None, :]
+    product *= queries.factor[:, None]
+    return product + tl.dot(queries.rest, tl.trans(rest), input_precision=CONFIG.PRECISION)
+
+
+@triton.jit
+def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.constexpr):
+    """(out, m, l, top) as `decode.attend`."""
+    N: tl.constexpr = CONFIG.BLOCK_N
+    PARTS: tl.constexpr = LATENT_GROUPS if CONFIG.PACKED else 1
+    WIDTH: tl.constexpr = LATENT // PARTS
+    cache = keys.cache
+    offset = w.n_k - w.n_q
+    first_position = w.first // CONFIG.GROUP + offset
+    last_position = tl.minimum((w.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, w.n_q - 1) + offset
+    full_lo = keys.start  # keys in [full_lo, full_hi) are visible to all rows
+    full_hi = w.n_k
+    if params.before is not None:
+        full_lo = tl.maximum(full_lo, last_position - params.before)
+    if params.after is not None:
+        full_hi = tl.minimum(full_hi, first_position + params.after + 1)
+    scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
+    m = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
+    l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
+    acc = ()
+    for _ in tl.static_range(PARTS):
+        acc += (tl.full([CONFIG.BLOCK_M, WIDTH], 0.0, tl.float32),)
+    unit = 1e-30  # of acc, if PACKED: the largest scale so far
+    top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
+    i = rows.i[:, None]
+    h = rows.h[:, None]
+    page = load_places(keys, keys.lo, CONFIG)
+    for at in tl.range(keys.lo, keys.hi, N, num_stages=1 if CONFIG.REPAIR else None):
+        j = (at + tl.arange(0, N))[None, :]
+        next_page = load_places(keys, at + N, CONFIG)
+        inside = at + tl.arange(0, N) < keys.hi
+        if CONFIG.HAS_STARTS or params.before is not None:
+            inside = inside & (at + tl.arange(0, N) >= keys.first)
+        if CONFIG.BY_TOKEN:
+            inside = inside & (page >= 0) & (page < keys.num_pages * page_size)
+        base, offsets = token_offsets(cache.rest, page, w.h, at, page_size, inside, CONFIG)
+        rest = as_operand(load_keys(cache.rest, base, offsets, inside, CONFIG.D - LATENT, REST), CONFIG)
+        base, offsets = token_offsets(cache.latent, page, w.h, at, page_size, inside, CONFIG)
+        latent = ()
+        scales = ()
+        if CONFIG.PACKED:
+            scale_base, scale_rows = token_offsets(cache.scales, page, w.h, at, page_size, inside, CONFIG)
+            d = tl.arange(0, WIDTH)[None, :]
+            for g in tl.static_range(PARTS):
+                p_bytes = cache.latent.ptr + base + (offsets[:, None] + (g * WIDTH + d))
+                x = tl.load(p_bytes, mask=inside[:, None], other=0)
+                latent += (unpack_latent(x, queries.parts[g], CONFIG),)
+                scales += (tl.load(cache.scales.ptr + scale_base + scale_rows + g, mask=inside, other=0.0),)
+            product = packed_scores(queries, latent, scales, rest, CONFIG)
+        else:
+            latent += (as_operand(load_keys(cache.latent, base, offsets, inside, LATENT, LATENT), CONFIG),)
+            product = tl.dot(queries.parts[0], tl.trans(latent[0]), input_precision=CONFIG.PRECISION)
+            product = tl.dot(queries.rest, tl.trans(rest), product, input_precision=CONFIG.PRECISION)
+        pairs = Pairs(w, h, i, j)
+        s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
+        edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
+        s = masked(s, float("-inf"), pairs, edge, True, params)
+        if CONFIG.HAS_STARTS:
+            if edge:
+                s = tl.where(j >= keys.start, s, float("-inf"))
+        if CONFIG.BY_TOKEN:
+            s = tl.where(inside[None, :], s, float("-inf"))
+        if tree.ptr is not None:
+            if at + N > offset:
+                s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
+        if CONFIG.MAX_LOGIT:
+            top = tl.maximum(top, tl.max(s, 1))
+        p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, False)
+        mask = None
+        if CONFIG.REPAIR:
+            mask = visible(pairs, params)
+            if CONFIG.HAS_STARTS:
+                mask = mask & (j >= keys.start)
+            if tree.ptr is not None:
+                mask = mask & tree_visible(tree, w, i, j - offset, at - offset, N)
+        if CONFIG.PACKED:
+            acc, unit = add_packed_values(acc, p, alpha, latent, scales, unit, mask, CONFIG)
+        else:
+            v_tile = latent[0]
+            if not CONFIG.SHARED:
+                base, offsets = token_offsets(cache.v, page, w.h, at, page_size, inside, CONFIG)
+                v_tile = as_operand(load_keys(cache.v, base, offsets, inside, CONFIG.DV, LATENT), CONFIG)
+            acc = (dot(p.to(v_tile.dtype), v_tile, acc[0] * alpha[:, None], mask, CONFIG),)
+        page = next_page
+    out = acc[0]
+    if CONFIG.PACKED:
+        out = side_by_side(side_by_side(acc[0], acc[1]), side_by_side(acc[2], acc[3])) * unit
+    if CONFIG.FOLD:
+        top *= params.scale
+    return out, m, l, top
+
+
+@triton.jit
+def add_packed_values(acc, p, alpha, latent, scales, unit, mask, CONFIG: tl.constexpr):
+    """(acc * alpha + p v, unit): p times the scales could be too small for float16, so sums are kept in units of the
+    largest scale so far. With a mask (the repair launch), a token whose scale is not finite has values of nan."""
+    largest = unit
+    finite_scales = ()
+    for g in tl.static_range(LATENT_GROUPS):
+        scale = scales[g]
+        if mask is not None:
+            scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
+        finite_scales += (scale,)
+        largest = tl.maximum(largest, tl.max(tl.abs(scale), 0))
+    alpha = alpha * (unit / largest)
+    found = ()
+    for g in tl.static_range(LATENT_GROUPS):
+        v_tile = latent[g]
+        if mask is not None:
+            v_tile = tl.where((finite_scales[g] == scales[g])[:, None], v_tile, float("nan")).to(latent[g].dtype)
+        weights = (p * (finite_scales[g] / largest)[None, :]).to(v_tile.dtype)
+        found += (dot(weights, v_tile, acc[g] * alpha[:, None], mask, CONFIG),)
+    return found, largest
+
+
+@triton.jit
+def side_by_side(a, b):
+    """The columns of a, then those of b."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def mla_kernel(
+    q,
+    cache,
+    buffers,
+    tree,
+    before,
+    after,
+    scale,
+    items,
+    programs,
+    chunk_size,
+    slots,
+    rows,
+    table_stride,
+    num_pages,
+    page_size,
+    batch,
+    n_q,
+    tree_words,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
+    """Attend to the keys of one split, for one KV head, as `decode_kernel`."""
+    if CONFIG.OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    program = tl.program_id(0)
+    split = program // CONFIG.KV_HEADS
+    head = program % CONFIG.KV_HEADS
+    schedule = buffers.schedule
+    number, chunk = load_split(split_record(schedule, split))
+    item = load_item(split_record(schedule, split) + 4)
+    end = load_split(split_record(schedule, split + 1))
+    entered = chunk  # > 0: an earlier split began this work item
+    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
+    flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
+    if CONFIG.REPAIR:
+        going = going & (tl.load(flags + program) > 0)
+    elif CONFIG.FLAG_NAN:
+        tl.store(flags + program, 0.0)
+    while going:
+        last = number == end.item
+        stop = tl.where(last, end.chunk, item.num_chunks)
+        if CONFIG.FIXED_SPLIT:
+            stop = tl.minimum(stop, chunk + 1)
+        w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
+        r = tl.arange(0, CONFIG.BLOCK_M)
+        at = tile_rows(item, head, r, None, CONFIG.GROUP)
+        queries = load_latent_queries(q, row_pointers(q, item, at), at.exists, CONFIG)
+        first_key, hi = visible_keys(item, before, after, CONFIG)
+        lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
+        hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
+        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
+        out, m, l, top = attend_latent(
+            queries,
+            KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
+            w,
+            at,
+            ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+            TreeMask(tree, tree_words),
+            page_size,
+            CONFIG,
+        )
+        if CONFIG.MAX_LOGIT:
+            line = buffers.max_logit + tl.where(n_q > 0, item.b, 0) * (CONFIG.KV_HEADS * CONFIG.GROUP)
+            counts = at.exists & (item.b < batch) & (top > float("-inf"))
+            tl.atomic_max(line + at.h, top, mask=counts, sem="relaxed")
+        out = out / tl.where(l == 0.0, 1.0, l)[:, None]
+        partial = Partial(out, m if CONFIG.LARGE_SCORES else row_logsumexp(m, l, None), l)
+        # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
+        late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
+        if CONFIG.FLAG_NAN:
+            if not CONFIG.REPAIR:
+                raise_flag(flags + (program + late), out)
+        r += late
+        d = tl.arange(0, LATENT)[None, :] + late
+        at = tile_rows(item, head, r, None, CONFIG.GROUP)
+        slot = tl.cast(program, tl.int64) * slots * rows
+        if entered > 0:
+            slot += (1 + chunk - entered) * rows
+        partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
+        stored = rows_of_partial(partials, slot, r, d, CONFIG.DV)
+        if CONFIG.FIXED_SPLIT:
+            if (entered == 0) & (chunk > 0):
+                partial = merge(load_partial(stored, CONFIG.LARGE_SCORES), partial, CONFIG.LARGE_SCORES)
+        if (entered == 0) & (stop == item.num_chunks):
+            store_rows(buffers, partial, item, at, d, terms.sinks, batch, CONFIG)
+        else:
+            store_partial(stored, partial, CONFIG.LARGE_SCORES)
+        chunk = stop
+        if last & (chunk >= end.chunk):
+            going = False
+        elif chunk >= item.num_chunks:
+            chunk = 0
+            entered = 0
+            number += 1
+            records = item_records(schedule, programs // CONFIG.KV_HEADS, items)
+            item = load_item(records + tl.minimum(number, items - 1).to(tl.int64) * 8)
+            going = (number < end.item) | (end.chunk > 0)

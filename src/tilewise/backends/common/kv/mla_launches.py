@@ -1,0 +1,100 @@
+"""The launches of a call with an MLA cache: attend, repair if rows of a tile see different keys, combine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....kv_latent import GROUPS, LATENT, is_packed
+from ....kv_request import KvCall
+from ..device.structs import View
+from ..gpu import Gpu
+from ..kernel_config import precision
+from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
+from ..score_terms import device_terms, folded, mask_mod
+from ..shapes import view
+from .launches import buffers_of, checked_partition, combine_launch, launch_options
+from .mla import LatentCache, LatentConfig, mla_kernel
+from .stored import E4M3_CAPABILITY, NO_VIEW
+
+
+def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, View]:
+    """The latent numbers, the rest of the key, the values if they are not the former, and the scales."""
+    if not is_packed(k):
+        return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), NO_VIEW
+    stored = k.view(torch.uint8)
+    scales = stored[..., LATENT : LATENT + 4 * GROUPS].view(torch.float32)
+    rest = stored[..., LATENT + 4 * GROUPS :].view(torch.bfloat16)
+    return view(stored[..., :LATENT]), view(rest), NO_VIEW, view(scales)
+
+
+def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
+    """(OPERAND, PRECISION): float32 if q and the cache, or in DeepSeek's format its bfloat16 part, differ."""
+    dtype = torch.bfloat16 if is_packed(k) else k.dtype
+    if q.dtype == dtype:
+        return None, precision(q, gpu)
+    return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
+
+
+def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
+    """`shared`: the values are the first columns of the keys."""
+    request, schedule, workspace = kv.request, kv.schedule, kv.workspace
+    assert schedule is not None
+    assert workspace is not None
+    call, places, spec = request.call, request.cache_index, request.spec
+    q, k, v = call[:3]
+    partition = checked_partition(request, target, schedule, workspace)
+    scoring, scale, _ = folded(call, target.gpu, derivative=False)
+    terms = device_terms(call, target.gpu)
+    operand, accuracy = operand_of(q, k, target.gpu)
+    block_n, stages = partition.tile.block_n, partition.tile.stages
+    if not shared:  # shared memory holds values too
+        block_n, stages = min(block_n, 32), 1
+    rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
+    config = LatentConfig(
+        GROUP=q.shape[-2] // k.shape[-2],
+        D=q.shape[-1],
+        DV=v.shape[-1],
+        BLOCK_M=partition.tile.block_m,
+        BLOCK_N=block_n,
+        PACKED=is_packed(k),
+        NATIVE_FP8=target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED,
+        SHARED=shared,
+        OPERAND=operand,
+        PRECISION=accuracy,
+        FOLD=scoring["FOLD"],
+        LARGE_SCORES=terms.large_scores is not None,
+        OVERLAP=can_overlap(target.gpu),
+        PAGE_SIZE=None if places.table is None else 1 if places.by_token else k.shape[1],
+        BY_TOKEN=places.by_token,
+        KV_HEADS=k.shape[-2],
+        FIXED_SPLIT=request.split is not None,
+        HAS_STARTS=places.starts is not None,
+        FLAG_NAN=rows_differ and not (places.by_token and spec.mask_mod is None),
+        REPAIR=False,
+        MAX_LOGIT=kv.max_logit is not None,
+    )
+    args = (
+        view(q),
+        LatentCache(*cache_views(k, v, shared), places.table, places.indptr, places.rows),
+        buffers_of(kv),
+        request.tree,
+        *(spec.before, spec.after, scale),
+        *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
+        *(0 if places.table is None else places.table.stride(0), k.shape[0], k.shape[1]),
+        *(
+            places.batch,
+            0 if call.cu_q is not None else q.shape[1],
+            0 if request.tree is None else request.tree.shape[1],
+        ),
+        terms,
+    )
+    mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call)}
+    if partition.tile.max_registers:
+        mods["maxnreg"] = partition.tile.max_registers
+    shape = {"num_warps": partition.tile.warps, "num_stages": stages}
+    launches = [Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))]
+    if config.FLAG_NAN:
+        repair = launch_options(config._replace(REPAIR=True, MAX_LOGIT=False), **mods, **shape | {"num_stages": 1})
+        launches.append(launches[0]._replace(options=repair))
+    return [*launches, combine_launch(kv, terms, partition, target)]

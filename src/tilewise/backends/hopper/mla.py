@@ -1,0 +1,483 @@
+"""Decode of multi-head latent attention on Hopper, for tiles of 64 rows (queries times heads): two consumer warpgroups
+and a producer warp.
+
+O, 64 x 512 in float32, is half of an SM's registers: each warpgroup accumulates 256 of its columns. Scores of the tiles
+of 64 keys are computed in turn, even tiles by warpgroup 0, odd ones by warpgroup 1, and P goes through shared memory:
+
+    issue O += P_{j-1} V_{j-1} (P of the other warpgroup);  issue S_j = Q K_j^T;  wait O, release V_{j-1};  wait S_j;
+    P_j = softmax(S_j);  hand over P_j and its maximum;  O += P_j V_j, release V_j
+
+V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
+releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so what matters
+is to release one early. With S_j first, O += P_{j-1} V_{j-1} would wait for K_j, and the load of K_{j+1} for both:
+128 heads took 1.5 times as long (64 x 16384 keys, H200).
+
+The schedule of keys and the workspace are those of the portable kernels, which also combine and repair.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.device.softmax import log2_scale, row_logsumexp
+from ..common.device.tile_range import clamp
+from ..common.kv.combine import (
+    Partial,
+    columns,
+    nan_flags,
+    partials_of,
+    row_pointers,
+    rows_of_partial,
+    store_partial,
+    store_rows,
+    tile_rows,
+)
+from ..common.kv.decode import pages_of, visible_keys
+from ..common.kv.schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
+from .forward_tiles import finite_max, rescale_part, row_max
+from .gluon_compat import (
+    arrive,
+    barrier,
+    downcast,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    keep_column_range,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .pipeline import Tokens, allocate_tiles, make_mbarriers, phase, stage_tile, tma_coordinates
+
+LATENT_ROWS: gl.constexpr = gl.constexpr(64)
+LATENT_KEYS: gl.constexpr = gl.constexpr(64)
+HALF_LATENT: gl.constexpr = gl.constexpr(256)
+REST_COLUMNS: gl.constexpr = gl.constexpr(64)
+
+
+class HopperLatentConfig(NamedTuple):
+    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN, LARGE_SCORES: as
+    in `DecodeConfig`."""
+
+    GROUP: int
+    D: int
+    DV: int
+    BLOCK_M: int
+    BOX: int
+    PAGE_SIZE: int | None
+    KV_HEADS: int
+    FLAG_NAN: bool
+    LARGE_SCORES: bool = False
+
+
+class LatentTokens(NamedTuple):
+    """Where the tokens of sequences are, as in `KvCacheView`; page_stride: tokens from a page to the next."""
+
+    page_table: tl.tensor
+    indptr: tl.tensor
+    rows: tl.tensor
+    table_stride: tl.tensor
+    num_pages: tl.tensor
+    page_stride: tl.tensor
+
+
+class LatentParams(NamedTuple):
+    """What all warps read."""
+
+    tokens: tl.tuple
+    after: tl.tensor
+    scale: tl.tensor
+    items: tl.tensor
+    programs: tl.tensor
+    chunk_size: tl.tensor
+    slots: tl.tensor
+    rows: tl.tensor
+    batch: tl.tensor
+    sinks: tl.tuple
+
+
+class LatentShared(NamedTuple):
+    """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
+    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums, of
+    two work items. `q_ready` and `done`: of both warpgroups."""
+
+    q: gl.shared_memory_descriptor
+    k: tuple[gl.shared_memory_descriptor, ...]
+    full: tuple[gl.shared_memory_descriptor, ...]
+    empty: tuple[gl.shared_memory_descriptor, ...]
+    p: gl.shared_memory_descriptor
+    m: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    l: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+
+
+class LatentItem(NamedTuple):
+    """A work item, or a part of it: the keys [lo, hi) in `tiles` tiles; `entered` > 0 if an earlier split began it, and
+    whether it ends here."""
+
+    item: tl.tuple
+    head: tl.tensor
+    lo: tl.tensor
+    hi: tl.tensor
+    tiles: tl.tensor
+    entered: tl.tensor
+    ends: tl.tensor
+
+
+@gluon.constexpr_function
+def score_layout():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+
+
+@gluon.constexpr_function
+def output_layout():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+
+
+@triton.jit
+def part_of_item(item, head, chunk, entered, stop, params, CONFIG: tl.constexpr):
+    _first_key, hi = visible_keys(item, None, params.after, CONFIG)
+    lo = (item.first_chunk + chunk) * params.chunk_size
+    hi = tl.minimum(hi, (item.first_chunk + stop) * params.chunk_size)
+    tiles = tl.maximum((hi - lo + LATENT_KEYS - 1) // LATENT_KEYS, 1)
+    return LatentItem(item, head, lo, hi, tiles, entered, stop == item.num_chunks)
+
+
+@gluon.jit
+def unknown_zero(part):
+    """0, which the compiler does not know: addresses are computed where they are used, not kept in registers during
+    the loop over keys."""
+    return gl.multiple_of(part.tiles - part.tiles * gl.num_programs(1), 128)
+
+
+@gluon.jit
+def load_latent_rows(shared, q, part, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Columns 256 WG to 256 WG + 255 of Q to shared memory; returns columns 512 to 575 as an operand in registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    zero = unknown_zero(part)
+    r = gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, LAYOUT)) + zero
+    at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
+    p = row_pointers(q, part.item, at)
+    c = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)) + zero
+    for n in gl.static_range(HALF_LATENT // 64):
+        d = columns(q, WG * HALF_LATENT + n * 64 + c)
+        x = gl.load(p[:, None] + d[None, :], mask=at.exists[:, None] & (c < 64)[None, :], other=0.0)
+        shared.q.index(WG).slice(n * 64, 64, dim=1).store(x)
+    S: gl.constexpr = score_layout()
+    r = gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, S)) + zero
+    at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
+    p = row_pointers(q, part.item, at)
+    c = gl.arange(0, REST_COLUMNS, gl.SliceLayout(0, S)) + zero
+    mask = at.exists[:, None] & (c < CONFIG.D - 2 * HALF_LATENT)[None, :]
+    rest = gl.load(p[:, None] + columns(q, 2 * HALF_LATENT + c)[None, :], mask=mask, other=0.0)
+    return gl.convert_layout(rest, gl.DotOperandLayout(0, S, 2), assert_trivial=True)
+
+
+@gluon.jit
+def issue_scores(shared, q_rest, use):
+    """Issues S = Q K^T of a tile, part by part as its columns arrive."""
+    zero = gl.zeros([LATENT_ROWS, LATENT_KEYS], gl.float32, score_layout())
+    mbarrier.wait(shared.full[0].index(use % 2), phase(use, 2))
+    s = warpgroup_mma(
+        shared.q.index(0), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    mbarrier.wait(shared.full[1].index(use % 2), phase(use, 2))
+    s = warpgroup_mma(shared.q.index(1), stage_tile(shared.k[1], use, 2).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma(q_rest, stage_tile(shared.k[2], use, 2).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def mask_latent(s, part, first, params, CONFIG: gl.constexpr):
+    """s, with -inf for keys past the end, or past a row's last visible one."""
+    item = part.item
+    full = part.hi
+    if params.after is not None:
+        full = gl.minimum(full, item.first // CONFIG.GROUP + item.n_k - item.n_q + params.after + 1)
+    if first + LATENT_KEYS > full:
+        r = gl.arange(0, LATENT_ROWS, gl.SliceLayout(1, s.type.layout))
+        end = r * 0 + (part.hi - first)
+        if params.after is not None:
+            i = (item.first + r) // CONFIG.GROUP
+            end = gl.minimum(end, i + (item.n_k - item.n_q + params.after + 1 - first))
+        s = keep_column_range(s, None, end)
+    return s
+
+
+@gluon.jit
+def issue_other_values(shared, state, use, others, WG: gl.constexpr):
+    """Issues O += P V of a tile of the other warpgroup, whose maximum becomes the running one."""
+    acc, m, l = state
+    mbarrier.wait(shared.p_full.index(1 - WG), others & 1)
+    m_new = shared.m.index(1 - WG).load(gl.SliceLayout(1, score_layout()))
+    alpha = gl.exp2(m - finite_max(m_new))
+    acc = rescale_part(acc, alpha, True)
+    acc = warpgroup_mma(shared.p.index(1 - WG), stage_tile(shared.k[WG], use, 2), acc, is_async=True)
+    return acc, m_new, l * alpha
+
+
+@gluon.jit
+def own_softmax(s, m, l, part, first, params, CONFIG: gl.constexpr):
+    """(p, alpha, m, l) after a tile of scores."""
+    scale_log2 = log2_scale(params.scale, True)
+    s = mask_latent(s, part, first, params, CONFIG)
+    m_new = gl.maximum(m, row_max(s) * scale_log2)
+    pivot = finite_max(m_new)
+    p = gl.exp2(s * scale_log2 - pivot[:, None])
+    alpha = gl.exp2(m - pivot)
+    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def hand_over(shared, p, m, WG: gl.constexpr):
+    """P and its maximum to the other warpgroup. Its products with the P before are done: this warpgroup has waited for
+    a tile of keys in the stage that they released."""
+    shared.p.index(WG).store(p)
+    shared.m.index(WG).store(m)
+    fence_async_shared()
+    barrier()
+    arrive(shared.p_full.index(WG))
+
+
+@gluon.jit
+def own_values(shared, acc, p, alpha, use, WG: gl.constexpr):
+    """O += P V of an own tile, complete."""
+    acc = rescale_part(acc, alpha, True)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, output_layout(), 2), assert_trivial=True)
+    acc = warpgroup_mma(p, stage_tile(shared.k[WG], use, 2), acc, is_async=True)
+    acc, _p = warpgroup_mma_wait(0, deps=(acc, p))
+    arrive(shared.empty[WG].index(use % 2))
+    return acc
+
+
+@gluon.jit
+def consume_latent(shared, q, buffers, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Consumer warpgroup WG: columns 256 WG to 256 WG + 255 of O of the parts of work items of a split."""
+    DTYPE: gl.constexpr = shared.p.dtype
+    S: gl.constexpr = score_layout()
+    program = gl.program_id(0)
+    split = program // CONFIG.KV_HEADS
+    head = program % CONFIG.KV_HEADS
+    schedule = buffers.schedule
+    number, chunk = load_split(split_record(schedule, split))
+    item = load_item(split_record(schedule, split) + 4)
+    end = load_split(split_record(schedule, split + 1))
+    entered = chunk
+    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
+    n = gl.to_tensor(0)  # tiles of keys so far
+    t = gl.to_tensor(0)  # parts of work items so far
+    others = gl.to_tensor(0)  # tiles whose scores the other warpgroup computed
+    while going:
+        last = number == end.item
+        stop = gl.where(last, end.chunk, item.num_chunks)
+        part = part_of_item(item, head, chunk, entered, stop, params, CONFIG)
+        q_rest = load_latent_rows(shared, q, part, WG, CONFIG)
+        fence_async_shared()
+        barrier()
+        arrive(shared.q_ready.index(0))
+        mbarrier.wait(shared.q_ready.index(0), t & 1)
+        acc = gl.zeros([LATENT_ROWS, HALF_LATENT], gl.float32, output_layout())
+        m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+        l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+        if WG == 0:
+            s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, n),))
+            p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
+            p = downcast(p, DTYPE)
+            hand_over(shared, p, m, WG)
+            acc = own_values(shared, acc, p, alpha, n, WG)
+        for j in range(2 - WG, part.tiles, 2):
+            use = n + j
+            acc, m, l = issue_other_values(shared, (acc, m, l), use - 1, others, WG)
+            s = issue_scores(shared, q_rest, use)
+            acc = warpgroup_mma_wait(3, deps=(acc,))
+            arrive(shared.empty[WG].index((use - 1) % 2))
+            s = warpgroup_mma_wait(0, deps=(s,))
+            p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
+            p = downcast(p, DTYPE)
+            hand_over(shared, p, m, WG)
+            others += 1
+            acc = own_values(shared, acc, p, alpha, use, WG)
+        if part.tiles % 2 == WG:
+            use = n + part.tiles - 1
+            acc, m, l = issue_other_values(shared, (acc, m, l), use, others, WG)
+            others += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            arrive(shared.empty[WG].index(use % 2))
+        n += part.tiles
+        shared.l.index((t & 1) * 2 + WG).store(l)
+        barrier()
+        arrive(shared.done.index(0))
+        mbarrier.wait(shared.done.index(0), t & 1)
+        l += shared.l.index((t & 1) * 2 + 1 - WG).load(gl.SliceLayout(1, S))
+        store_latent(acc, m, l, part, buffers, params, WG, CONFIG)
+        t += 1
+        chunk = stop
+        if last & (chunk >= end.chunk):
+            going = last != last
+        elif chunk >= item.num_chunks:
+            chunk = chunk * 0
+            entered = entered * 0
+            number += 1
+            records = item_records(schedule, params.programs // CONFIG.KV_HEADS, params.items)
+            item = load_item(records + gl.minimum(number, params.items - 1).to(gl.int64) * 8)
+            going = (number < end.item) | (end.chunk > 0)
+
+
+@gluon.jit
+def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Writes the results of a work item, or a partial result to the program's slot of the workspace."""
+    ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(1, output_layout())
+    m = gl.convert_layout(m, ROWS_LAYOUT, assert_trivial=True)
+    l = gl.convert_layout(l, ROWS_LAYOUT, assert_trivial=True)
+    out = acc / gl.where(l == 0.0, 1.0, l)[:, None]
+    program = gl.program_id(0)
+    if CONFIG.FLAG_NAN:
+        sums = gl.sum(out, 1)
+        bad = sums != sums
+        flags = nan_flags(buffers.workspace, params.programs, params.slots, params.rows, CONFIG.DV)
+        gl.store(flags + program + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
+    partial = Partial(out, row_logsumexp(m, l, None), l)
+    zero = unknown_zero(part)
+    r = gl.arange(0, LATENT_ROWS, ROWS_LAYOUT) + zero
+    d = (WG * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, output_layout())) + zero)[None, :]
+    if (part.entered == 0) & part.ends:
+        at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
+        store_rows(buffers, partial, part.item, at, d, params.sinks, params.batch, CONFIG)
+    else:
+        slot = tl.cast(program, tl.int64) * params.slots * params.rows
+        slot += gl.where(part.entered > 0, params.rows, 0)
+        partials = partials_of(buffers.workspace, params.programs, params.slots, params.rows, CONFIG.DV)
+        store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
+
+
+@gluon.jit
+def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexpr):
+    """Producer warp: loads the tiles of keys, columns 0 to 255 first."""
+    program = gl.program_id(0)
+    split = program // CONFIG.KV_HEADS
+    head = program % CONFIG.KV_HEADS
+    number, chunk = load_split(split_record(schedule, split))
+    item = load_item(split_record(schedule, split) + 4)
+    end = load_split(split_record(schedule, split + 1))
+    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
+    n = gl.to_tensor(0)
+    while going:
+        last = number == end.item
+        stop = gl.where(last, end.chunk, item.num_chunks)
+        part = part_of_item(item, head, chunk, 0, stop, params, CONFIG)
+        tokens = params.tokens
+        pages = pages_of(tokens, gl.minimum(item.b, params.batch - 1), tokens.table_stride, tokens.num_pages)
+        for j in range(part.tiles):
+            load_latent_tile(shared, k_wide, k_rest, pages, part, part.lo + j * LATENT_KEYS, n + j, tokens, CONFIG)
+        n += part.tiles
+        chunk = stop
+        if last & (chunk >= end.chunk):
+            going = last != last
+        elif chunk >= item.num_chunks:
+            chunk = chunk * 0
+            number += 1
+            records = item_records(schedule, params.programs // CONFIG.KV_HEADS, params.items)
+            item = load_item(records + gl.minimum(number, params.items - 1).to(gl.int64) * 8)
+            going = (number < end.item) | (end.chunk > 0)
+
+
+@gluon.jit
+def box_of(pages, part, first, tokens, CONFIG: gl.constexpr):
+    """The tokens of a TMA box from key `first` on; those past the end of the sequence are read as 0."""
+    left = clamp(part.item.n_k - first, 0, CONFIG.BOX)
+    if CONFIG.PAGE_SIZE is None:
+        start = pages * tokens.page_stride + first
+    else:
+        page = gl.load(pages + first // CONFIG.PAGE_SIZE, mask=left > 0, other=0)
+        start = clamp(page, 0, tokens.num_pages - 1) * tokens.page_stride + first % CONFIG.PAGE_SIZE
+    return Tokens(0, part.head, start, left)
+
+
+@gluon.jit
+def load_latent_tile(shared, k_wide, k_rest, pages, part, first, use, tokens, CONFIG: gl.constexpr):
+    """Producer: loads a tile of keys, as its stage becomes empty."""
+    BOX: gl.constexpr = CONFIG.BOX
+    BOXES: gl.constexpr = LATENT_KEYS // BOX
+    stage = use % 2
+    full = shared.full[0].index(stage)
+    starts = ()
+    left = ()
+    for i in gl.static_range(BOXES):  # page numbers are loaded before the stage is empty, to hide their latency
+        box = box_of(pages, part, first + i * BOX, tokens, CONFIG)
+        starts = starts + (box.start,)  # noqa: RUF005
+        left = left + (box.n,)  # noqa: RUF005
+    mbarrier.wait(shared.empty[0].index(stage), phase(use, 2) ^ 1)
+    mbarrier.expect(full, k_wide.block_type.nbytes * BOXES)
+    for i in gl.static_range(BOXES):
+        at = tma_coordinates(k_wide, Tokens(0, part.head, starts[i], left[i]), 0)
+        tma_load(k_wide, at, full, shared.k[0].index(stage).slice(i * BOX, BOX, dim=3))
+    full = shared.full[1].index(stage)
+    mbarrier.wait(shared.empty[1].index(stage), phase(use, 2) ^ 1)
+    mbarrier.expect(full, (k_wide.block_type.nbytes + k_rest.block_type.nbytes) * BOXES)
+    for i in gl.static_range(BOXES):
+        at = tma_coordinates(k_wide, Tokens(0, part.head, starts[i], left[i]), 0, HALF_LATENT)
+        tma_load(k_wide, at, full, shared.k[1].index(stage).slice(i * BOX, BOX, dim=3))
+        at = tma_coordinates(k_rest, Tokens(0, part.head, starts[i], left[i]), 0, 2 * HALF_LATENT)
+        tma_load(k_rest, at, full, shared.k[2].index(stage).slice(i * BOX, BOX, dim=3))
+
+
+@gluon.jit(do_not_specialize=[*RUNTIME_SIZES, "page_stride"])
+def hopper_mla_kernel(
+    q,
+    k_wide,
+    k_rest,
+    places,
+    buffers,
+    after,
+    scale,
+    items,
+    programs,
+    chunk_size,
+    slots,
+    rows,
+    table_stride,
+    num_pages,
+    page_stride,
+    batch,
+    sinks,
+    CONFIG: gl.constexpr,
+):
+    BOXES: gl.constexpr = LATENT_KEYS // CONFIG.BOX
+    DTYPE: gl.constexpr = k_wide.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = (allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_rest, 2, BOXES))
+    shared = LatentShared(
+        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
+        keys,
+        (make_mbarriers(2, 1), make_mbarriers(2, 1)),
+        (make_mbarriers(2, 1), make_mbarriers(2, 1)),
+        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, LATENT_KEYS], TILE),
+        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
+        make_mbarriers(2, 1),
+        gl.allocate_shared_memory(gl.float32, [4, LATENT_ROWS], ROW),
+        make_mbarriers(1, 2),
+        make_mbarriers(1, 2),
+    )
+    fence_async_shared()
+    gdc_wait()
+    gdc_launch_dependents()
+    if CONFIG.FLAG_NAN:
+        flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
+        gl.store(flags + gl.program_id(0), 0.0)
+    tokens = LatentTokens(places[0], places[1], places[2], table_stride, num_pages, page_stride)
+    params = LatentParams(tokens, after, scale, items, programs, chunk_size, slots, rows, batch, sinks)
+    gl.warp_specialize(
+        [
+            (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
+            (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
+            (produce_latent, (shared, k_wide, k_rest, buffers.schedule, params, CONFIG)),
+        ],
+        [4, 1],
+        [240, 24] if BOXES == 1 else [232, 40],
+    )

@@ -1,0 +1,63 @@
+"""From a request with an MLA cache to launches: the Hopper kernel, the portable repair if rows of a tile see different
+keys, combine."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ...kv_request import KvCall
+from ..common.kv.launches import buffers_of, checked_partition, combine_launch
+from ..common.kv.mla_launches import mla_launches
+from ..common.launch import Launch, Memory, Target
+from ..common.score_terms import device_terms
+from ..common.shapes import view
+from .descriptors import packed_descriptor
+from .mla import HopperLatentConfig, hopper_mla_kernel
+
+BLOCK = 64  # rows of a tile, and keys
+
+
+def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
+    request, schedule, workspace = kv.request, kv.schedule, kv.workspace
+    assert schedule is not None
+    assert workspace is not None
+    call, places, spec = request.call, request.cache_index, request.spec
+    q, k, v = call[:3]
+    partition = checked_partition(request, target, schedule, workspace)
+    assert partition.tile[:2] == (BLOCK, BLOCK)
+    terms = device_terms(call, target.gpu)
+    rows_differ = request.max_seqlen_q != 1
+    box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
+    config = HopperLatentConfig(
+        GROUP=q.shape[-2] // k.shape[-2],
+        D=q.shape[-1],
+        DV=v.shape[-1],
+        BLOCK_M=BLOCK,
+        BOX=box,
+        PAGE_SIZE=None if places.table is None else k.shape[1],
+        KV_HEADS=k.shape[-2],
+        FLAG_NAN=rows_differ,
+    )
+    args = (
+        view(q),
+        packed_descriptor(k, box, 256),
+        packed_descriptor(k, box, 64),
+        (places.table, places.indptr, places.rows),
+        buffers_of(kv),
+        *(spec.after, spec.scale),
+        *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
+        *(0 if places.table is None else places.table.stride(0), k.shape[0], token_stride(k), places.batch),
+        terms.sinks,
+    )
+    options = {"CONFIG": config, "num_warps": 4, "launch_pdl": True}
+    launches = [Launch(hopper_mla_kernel, partition.programs, args, options)]
+    if rows_differ:
+        launches.append(mla_launches(kv, target, memory)[1])
+    return [*launches, combine_launch(kv, terms, partition, target)]
+
+
+def token_stride(x: Tensor) -> int:
+    """Tokens from a page, or row, of a cache to the next one."""
+    return 0 if x.shape[0] == 1 else x.stride(0) // x.stride(1)

@@ -1,0 +1,211 @@
+"""FlashMLA's functions (deepseek-ai/FlashMLA): the same names and arguments, on any GPU and on a CPU.
+
+    from tilewise.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+Beyond FlashMLA: any page size, 1 to 128 heads, float16 and float32, the fp8 cache without indices and indices without
+fp8. As there, the lse of a query without keys is +inf, and `attn_sink` does not change lse. Not supported: the cache of
+448 + 64 numbers, and the prefill functions (use tilewise.attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+from ..kv_cache import attention_kv, plan_kv
+from ..kv_latent import BYTES, LATENT
+from ..kv_request import KvPlan
+from ..merge import merge
+from ..mla import MlaArguments, by_query, mla_arguments
+
+SAME = "the arguments of the first call with this metadata; call get_mla_metadata for others"
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What `get_mla_metadata` returns: the first call stores its plan here, calls with the same shapes and lengths use
+    it."""
+
+    config: tuple[Any, ...] | None = None
+    plan: KvPlan | None = None
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """Metadata for calls of `flash_mla_with_kvcache` with the same shapes and lengths, as those of a step's layers.
+
+    Args:
+        args: not used, as in FlashMLA.
+        kwargs: not used.
+
+    Returns:
+        (metadata, None).
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """MLA over a paged cache, dense or over the tokens that `indices` names.
+
+    Args:
+        q: (B, Sq, H, 576).
+        k_cache: (blocks, block size, 1, 576), or 656 bytes with is_fp8_kvcache.
+        block_table: int32 (B, blocks). Not used with indices.
+        cache_seqlens: int32 (B,). Not used with indices.
+        head_dim_v: 512.
+        tile_scheduler_metadata: from `get_mla_metadata`.
+        num_splits: None.
+        softmax_scale: default 1 / sqrt(576).
+        causal: whether a query sees only the keys up to its own; the last query is at the last key.
+        is_fp8_kvcache: whether k_cache has DeepSeek's fp8 format.
+        indices: int32 (B, Sq, topk): block * block size + offset, -1 for none.
+        attn_sink: float32 (H,): out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
+        extra_k_cache: a second cache, with indices only.
+        extra_indices_in_kvcache: the tokens of extra_k_cache that are attended to as well.
+        topk_length: int32 (B,): how many indices of a query count.
+        extra_topk_length: the same for extra_indices_in_kvcache.
+
+    Returns:
+        (out, lse): (B, Sq, H, 512) and (B, H, Sq).
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
+    meta = tile_scheduler_metadata
+    if not isinstance(meta, FlashMLASchedMeta):
+        raise AttentionError("tile_scheduler_metadata", type(meta).__name__, "the first result of get_mla_metadata()")
+    if num_splits is not None:
+        raise AttentionError("num_splits", type(num_splits).__name__, "None, the second result of get_mla_metadata()")
+    _check(head_dim_v, k_cache, is_fp8_kvcache)
+    options: dict[str, Any] = {"scale": softmax_scale}
+    if indices is None:
+        _check_dense(block_table, cache_seqlens, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length)
+        call = mla_arguments(q, k_cache, cache_seqlens, None)
+        options |= {"page_table": block_table, "causal": causal}
+    else:
+        if causal:
+            raise AttentionError("causal", True, "False with indices, which say what a query sees")
+        call = mla_arguments(q, k_cache, topk_length, indices)
+        options |= {"causal": False}
+    _plan(meta, call, options, (q.shape, k_cache.shape[1:], k_cache.dtype, causal, indices is None))
+    out, lse = _attend(call, options | {"plan": meta.plan}, q)
+    if extra_k_cache is not None or extra_indices_in_kvcache is not None:
+        if extra_k_cache is None or extra_indices_in_kvcache is None:
+            raise AttentionError(
+                "extra_k_cache", "given alone", "extra_k_cache and extra_indices_in_kvcache, or neither"
+            )
+        _check(head_dim_v, extra_k_cache, is_fp8_kvcache, "extra_k_cache")
+        extra = mla_arguments(q, extra_k_cache, extra_topk_length, extra_indices_in_kvcache)
+        out, lse = merge((out, lse), _attend(extra, options, q))
+    return _with_sink(out, lse, attn_sink), lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MLA of each query over the tokens that it names (prefill).
+
+    Args:
+        q: (Sq, H, 576).
+        kv: (Skv, 1, 576).
+        indices: int32 (Sq, 1, topk). Outside [0, Skv): none.
+        sm_scale: factor of q.k.
+        d_v: 512.
+        attn_sink: float32 (H,), as in `flash_mla_with_kvcache`.
+        topk_length: int32 (Sq,): how many indices of a query count.
+
+    Returns:
+        (out, max_logits, lse): (Sq, H, 512), (Sq, H), (Sq, H). Both in natural units, without the sink.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
+    if not isinstance(q, Tensor) or q.dim() != 3 or not isinstance(kv, Tensor) or kv.dim() != 3 or kv.shape[1] != 1:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (q, kv)]
+        raise AttentionError("shapes of q and kv", shapes, "(Sq, H, 576) and (Skv, 1, 576)")
+    if not isinstance(indices, Tensor) or indices.dim() != 3 or indices.shape[:2] != (q.shape[0], 1):
+        found = tuple(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+        raise AttentionError("shape of indices", found, f"({q.shape[0]}, 1, topk)")
+    _check(d_v, kv[None], False, "kv")
+    call = mla_arguments(q[:, None], kv[None], topk_length, indices)
+    backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "auto"
+    out, lse, most = attention_kv(
+        *call[:4],
+        **call.options,
+        causal=False,
+        scale=sm_scale,
+        return_lse=True,
+        return_max_logit=True,
+        backend=backend,
+    )
+    out, lse = out[:, 0], lse[..., 0]
+    out = _with_sink(out[:, None], lse[..., None], attn_sink)[:, 0]
+    return out, most, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _check(head_dim_v: int, cache: Tensor, is_fp8: bool, name: str = "k_cache") -> None:
+    if head_dim_v != LATENT:
+        raise AttentionError("head_dim_v", head_dim_v, str(LATENT))
+    if not isinstance(cache, Tensor) or cache.dim() != 4 or (cache.shape[-1] == BYTES) != is_fp8 or cache.shape[2] != 1:
+        found = f"{cache.dtype} {tuple(cache.shape)}" if isinstance(cache, Tensor) else type(cache).__name__
+        expected = f"(blocks, block size, 1, {BYTES}) bytes with is_fp8_kvcache=True, (.., 576) without"
+        raise AttentionError(name, found, expected)
+
+
+def _check_dense(table: Any, lengths: Any, *of_indices: Any) -> None:
+    if any(x is not None for x in of_indices):
+        names = "attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length"
+        raise AttentionError(f"one of {names}", "given without indices", "None")
+    for name, x in (("block_table", table), ("cache_seqlens", lengths)):
+        if x is None:
+            raise AttentionError(name, "None", "an int32 tensor, unless indices are given")
+
+
+def _plan(meta: FlashMLASchedMeta, call: MlaArguments, options: dict[str, Any], config: tuple[Any, ...]) -> None:
+    """Makes the plan at the first call."""
+    if meta.config is None:
+        meta.plan = plan_kv(*call[:4], **call.options, **options)
+        meta.config = config
+    elif meta.config != config:
+        raise AttentionError("shapes, dtype and causal", config, f"{meta.config}: {SAME}")
+
+
+def _attend(call: MlaArguments, options: dict[str, Any], q: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = attention_kv(*call[:4], **call.options, **options, return_lse=True)
+    return (out.view(*q.shape[:3], LATENT), by_query(lse, q)) if call.options else (out, lse)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """out (B, Sq, H, 512) times exp(lse) / (exp(lse) + exp(sink)); a query without keys keeps 0."""
+    if sink is None:
+        return out
+    if tuple(sink.shape) != (out.shape[2],):
+        raise AttentionError("shape of attn_sink", tuple(sink.shape), f"({out.shape[2]},), one for each head")
+    factor = torch.sigmoid((lse - sink[:, None]).nan_to_num(0.0, torch.inf, -torch.inf)).transpose(1, 2)[..., None]
+    return (out * factor).to(out.dtype)

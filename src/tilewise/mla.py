@@ -1,0 +1,178 @@
+"""Multi-head latent attention (MLA) in absorbed form, over one cache of 512 + 64 numbers for each token."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from .errors import AttentionError
+from .kv_cache import attention_kv
+from .kv_latent import BYTES, LATENT, WIDTH
+from .kv_request import KvPlan
+from .validation.arguments import tensor
+from .validation.kv import PageTable
+
+
+class MlaArguments(NamedTuple):
+    """The arguments of `attention_kv` for a call with an MLA cache."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Any
+    options: dict[str, Any]
+
+
+class MlaOptions(TypedDict, total=False):
+    """The options of `attention_mla`."""
+
+    page_table: PageTable
+    indices: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cache_rows: Tensor | None
+    causal: bool
+    scale: float | None
+    sinks: Tensor | None
+    out: Tensor | None
+    plan: KvPlan | None
+    split: int | None
+    max_seqlen_q: int | None
+    backend: str
+
+
+@overload
+def attention_mla(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor | int | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[MlaOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_mla(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor | int | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[MlaOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_mla(
+    q: Tensor, cache: Tensor, lengths: Tensor | int | None = None, *, return_lse: bool, **options: Unpack[MlaOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_mla(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor | int | None = None,
+    *,
+    page_table: PageTable = None,
+    indices: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cache_rows: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    plan: KvPlan | None = None,
+    split: int | None = None,
+    max_seqlen_q: int | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head latent attention, absorbed: keys of 576 numbers, of which the first 512 are also the values.
+
+    >>> cache, table = torch.randn(8, 64, 1, 576), torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)
+    >>> q, lengths = torch.randn(2, 1, 16, 576), torch.tensor([100, 3], dtype=torch.int32)
+    >>> attention_mla(q, cache, lengths, page_table=table).shape
+    torch.Size([2, 1, 16, 512])
+
+    Args:
+        q: queries (B, Sq, H, 576), or packed (T, H, 576) with cu_seqlens_q.
+        cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, float16 or
+            bfloat16. Or DeepSeek's fp8 format, (.., 656) in uint8 or float8_e4m3fn: see `pack_mla`.
+        lengths: int32 (B,): tokens of each sequence in the cache, those of this step included. Or one int for all. With
+            `indices`, how many of a query's indices count, (B,) or (B, Sq); None for all.
+        page_table: as in `attention_kv`.
+        indices: int32 (B, Sq, K): the slots of the keys of each query, page * page size + position, as in DeepSeek's
+            sparse attention (DSA). A slot outside the cache, as -1, is no key. There are no positions, so `causal` and
+            the page table are not used.
+        cu_seqlens_q: as in `attention_kv`.
+        cache_rows: as in `attention_kv`.
+        causal: as in `attention_kv`.
+        scale: factor of q.k. Default 1 / sqrt(576). Models use 1 / sqrt(192), the head dim before absorption.
+        sinks: as in `attention`.
+        out: a tensor for the result.
+        return_lse: if True, lse is returned too.
+        plan: a plan from `plan_kv(q, cache, cache[..., :512], lengths, ..)`. Not with `indices`.
+        split: as in `attention_kv`.
+        max_seqlen_q: as in `attention_kv`.
+        backend: as in `attention`.
+
+    Returns:
+        out (B, Sq, H, 512) or (T, H, 512) in q's dtype. With return_lse=True (out, lse), lse (B, H, Sq) or (H, T).
+
+    Raises:
+        AttentionError: an argument is not as above, or the named backend cannot run this call. Nothing was launched.
+    """
+    call = mla_arguments(q, cache, lengths, indices)
+    options: dict[str, Any] = {"scale": scale, "sinks": sinks, "split": split, "plan": plan, "backend": backend}
+    if indices is None:
+        options |= {"page_table": page_table, "cu_seqlens_q": cu_seqlens_q, "cache_rows": cache_rows}
+        options |= {"causal": causal, "max_seqlen_q": max_seqlen_q, "out": out}
+        found: Any = attention_kv(*call[:4], return_lse=return_lse, **call.options, **options)
+        return found  # type: ignore[no-any-return]
+    for name, x in (("page_table", page_table), ("cu_seqlens_q", cu_seqlens_q), ("cache_rows", cache_rows)):
+        if x is not None:
+            raise AttentionError(name, "given with indices", "None: indices are slots of the cache")
+    if out is not None:
+        options["out"] = tensor("out", out).view(-1, 1, *out.shape[2:])
+    result, lse = attention_kv(*call[:4], return_lse=True, **call.options, **options)
+    result = result.view(*q.shape[:3], LATENT) if out is None else out
+    return (result, by_query(lse, q)) if return_lse else result
+
+
+def mla_arguments(q: Tensor, cache: Tensor, lengths: Any, indices: Tensor | None) -> MlaArguments:
+    """The arguments of `attention_kv`. With indices, every query is a sequence of its own."""
+    if tensor("cache", cache).element_size() == 1 and cache.shape[-1] == BYTES:
+        cache = cache.view(torch.float8_e4m3fn)
+    elif cache.dim() != 4 or cache.shape[-1] != WIDTH:
+        raise AttentionError("cache", f"{cache.dtype} {tuple(cache.shape)}", f"(.., .., 1, {WIDTH}), or {BYTES} bytes")
+    if tensor("q", q).shape[-1] != WIDTH:
+        raise AttentionError("head dim of q", q.shape[-1], f"{WIDTH}, as MLA's cache")
+    if indices is None:
+        if lengths is None:
+            raise AttentionError("lengths", "None", "int32 (B,), the tokens of each sequence; None only with indices")
+        return MlaArguments(q, cache, cache[..., :LATENT], lengths, {})
+    shape = tuple(tensor("indices", indices).shape)
+    if q.dim() != 4 or len(shape) != 3 or shape[:2] != tuple(q.shape[:2]):
+        raise AttentionError("shape of indices", shape, f"(B, Sq, K) for q (B, Sq, H, {WIDTH}), {tuple(q.shape)}")
+    table = indices.reshape(-1, shape[2])
+    lengths = _index_counts(lengths, shape, q)
+    return MlaArguments(q.reshape(-1, 1, *q.shape[2:]), cache, cache[..., :LATENT], lengths, {"token_table": table})
+
+
+def _index_counts(lengths: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
+    """How many indices of each query count, (B Sq,)."""
+    if lengths is None or isinstance(lengths, int):
+        count = shape[2] if lengths is None else lengths
+        return torch.full((shape[0] * shape[1],), count, dtype=torch.int32, device=q.device)
+    if tuple(tensor("lengths", lengths).shape) not in ((shape[0],), shape[:2]):
+        raise AttentionError("shape of lengths", tuple(lengths.shape), f"{shape[:1]} or {shape[:2]}, as indices")
+    every = lengths if lengths.dim() == 2 else lengths[:, None].expand(shape[:2])
+    flat: Tensor = every.reshape(-1)
+    return flat
+
+
+def by_query(x: Tensor, q: Tensor) -> Tensor:
+    """The lse (B Sq, H, 1) of queries that were sequences as (B, H, Sq)."""
+    return x.view(*q.shape[:3]).transpose(1, 2)

@@ -1,0 +1,109 @@
+"""MLA on a GPU: the portable and the Hopper kernel beside float64, token tables, plans, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from tests.mla_cases import MlaCase, compare, inputs
+from tests.tilewise.kv_cache.test_mla import sparse
+from tilewise.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+LENGTHS = (300, 77, 0, 1, 1500, 64)
+CASES = [
+    *(MlaCase(LENGTHS, heads=h, page=64) for h in (1, 8, 16, 63, 64, 126, 128)),
+    *(MlaCase(LENGTHS, heads=16, queries=n, page=64) for n in (2, 3, 4, 5, 8)),
+    *(MlaCase(LENGTHS, heads=h, queries=2, page=page) for h in (8, 32) for page in (0, 1, 3, 8, 16, 24, 256)),
+]
+
+
+@pytest.fixture(params=["triton", "hopper", "auto"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_mla(case: MlaCase, backend: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = inputs(case, dtype, "cuda")
+        out = torch.full((*x.q.shape[:3], 512), torch.nan, dtype=dtype, device="cuda")
+        if backend == "hopper" and (case.heads * case.queries <= 16 or case.page in (1, 3)):
+            with pytest.raises(tilewise.AttentionError, match="hopper"):
+                tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, out=out, backend=backend)
+            continue
+        found = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, out=out, return_lse=True, backend=backend)
+        compare(found, x.q, x.keys)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8(heads: int) -> None:
+    for queries, page in ((1, 64), (3, 16), (2, 0)):
+        x = inputs(MlaCase(LENGTHS, heads=heads, queries=queries, page=page, packed=True), torch.bfloat16, "cuda")
+        compare(tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, return_lse=True), x.q, x.keys)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["16-bit", "fp8"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_named_tokens(heads: int, packed: bool) -> None:
+    on_cpu = inputs(MlaCase((300, 77, 1500), heads=heads, queries=2, packed=packed), torch.bfloat16)
+    indices, keys = sparse(on_cpu, 200)
+    q, cache, named = on_cpu.q.cuda(), on_cpu.cache.cuda(), indices.cuda()
+    out, lse = tilewise.attention_mla(q, cache, indices=named, return_lse=True)
+    flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    compare(flat, q.flatten(0, 1)[:, None], [k.cuda() for k in keys], causal=False)
+
+
+def test_a_graph_with_other_lengths(backend: str) -> None:
+    x = inputs(MlaCase((500, 77, 300), heads=32, page=64), torch.bfloat16, "cuda")
+    lengths = torch.ones_like(x.lengths)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        plan = tilewise.plan_kv(x.q, x.cache, x.cache[..., :512], lengths, **x.options, backend=backend)
+        return tilewise.attention_mla(x.q, x.cache, lengths, **x.options, plan=plan, return_lse=True, backend=backend)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    lengths.copy_(x.lengths)
+    graph.replay()
+    compare(found, x.q, x.keys)
+
+
+def test_values_elsewhere_after_shared_ones() -> None:
+    """The same layouts, but the values are not the first columns of the keys: another kernel, not the cached one."""
+    x = inputs(MlaCase((300, 64), heads=16, page=64), torch.bfloat16, "cuda")
+    other = x.cache.clone()
+    views = x.cache[..., :512], other[..., :512]
+    a, b = (tilewise.attention_kv(x.q, x.cache, v, x.lengths, **x.options) for v in views)
+    assert torch.equal(a, b)
+    other.mul_(2)
+    c = tilewise.attention_kv(x.q, x.cache, views[1], x.lengths, **x.options)
+    assert torch.allclose(c, 2 * a, atol=1e-2)
+
+
+def test_compiled() -> None:
+    x = inputs(MlaCase((300, 64), heads=32, page=64), torch.bfloat16, "cuda")
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention_mla(q, x.cache, x.lengths, **x.options)
+
+    assert torch.allclose(torch.compile(call, fullgraph=True)(x.q), call(x.q), atol=1e-2)
+
+
+def test_flash_mla() -> None:
+    x = inputs(MlaCase((300, 64), heads=128, page=64), torch.bfloat16, "cuda")
+    meta, splits = get_mla_metadata()
+    for _ in range(2):
+        found = flash_mla_with_kvcache(x.q, x.cache, x.options["page_table"], x.lengths, 512, meta, splits)
+        compare(found, x.q, x.keys)
+    q, kv = torch.randn(9, 64, 576, device="cuda").bfloat16(), torch.randn(500, 1, 576, device="cuda").bfloat16()
+    indices = torch.stack([torch.randperm(500, device="cuda")[:100] for _ in range(9)])[:, None].int()
+    out, most, lse = flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
+    keys = [kv[row[0].long(), 0].double() for row in indices]
+    compare((out[:, None], lse[..., None]), q[:, None], keys, causal=False)
+    largest = torch.stack([(row.double() @ k.mT).amax(-1) for row, k in zip(q, keys, strict=True)]) * 576**-0.5
+    assert torch.allclose(most.double(), largest, atol=1e-3)

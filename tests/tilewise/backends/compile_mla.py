@@ -1,0 +1,75 @@
+"""Compile the kernels of an MLA cache for a target without a GPU: rows on the standard input, reports on the output.
+
+A row: {"arch": 90}, and the call: heads, queries, page, dtype, packed, tokens (a token table), split, kernel ("attend",
+"repair"), hopper (whether the Hopper kernel).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.kv import launches
+from tilewise.backends.common.kv.mla_launches import mla_launches
+from tilewise.backends.common.launch import DeviceMemory, Target
+from tilewise.backends.hopper.mla_launches import hopper_mla_launches
+from tilewise.kv_request import KvCall
+from tilewise.validation import kv as checks
+from tilewise_lab.costs.compiled import compile_for
+
+BATCH, ROWS = 4, 64
+
+
+def launch_of(
+    arch: int,
+    *,
+    heads: int = 16,
+    queries: int = 1,
+    page: int = 64,
+    dtype: str = "bfloat16",
+    packed: bool = False,
+    tokens: bool = False,
+    split: int | None = None,
+    kernel: str = "attend",
+    hopper: bool = False,
+) -> Any:
+    q = torch.empty(BATCH, queries, heads, 576, dtype=getattr(torch, dtype))
+    cache = torch.empty(ROWS, page or 4096, 1, 576, dtype=q.dtype)
+    if packed:
+        cache = torch.empty(ROWS, page or 4096, 1, 656, dtype=torch.float8_e4m3fn)
+    options: Any = {"split": split}
+    if tokens:
+        options["token_table"] = torch.zeros(BATCH, 2048, dtype=torch.int32)
+    elif page:
+        options["page_table"] = torch.zeros(BATCH, ROWS, dtype=torch.int32)
+    lengths = torch.zeros(BATCH, dtype=torch.int32)
+    request = checks.attend_request(q, cache, cache[..., :512], lengths, checks.kv_options(options))
+    target, memory = Target(Gpu("cuda", arch), 132), DeviceMemory(torch.device("cpu"))
+    numbers, floats = launches.schedule_sizes(request, target)
+    schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)
+    out, lse = torch.empty(*q.shape[:-1], 512, dtype=q.dtype), torch.empty(BATCH, heads, queries)
+    call = KvCall(request, None, schedule, workspace, out, lse)
+    made = (hopper_mla_launches if hopper else mla_launches)(call, target, memory)
+    return made[{"attend": 0, "repair": 1}[kernel]]
+
+
+def report(row: dict[str, Any]) -> dict[str, Any]:
+    try:
+        made = launch_of(**row)
+        found = compile_for(row["arch"], made.kernel, made.args, made.options)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
+    facts = {"registers": found.registers, "spills": found.spills, "shared": found.shared, "warnings": found.warnings}
+    return row | facts | {"instructions": {name: n for name, n in found.instructions.items() if "MMA" in name}}
+
+
+if __name__ == "__main__":
+    for fields in json.load(sys.stdin):
+        print(json.dumps(report(fields)), flush=True)

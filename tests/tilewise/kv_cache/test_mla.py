@@ -1,0 +1,136 @@
+"""attention_mla: the reference and the portable kernel (in the interpreter) beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise
+from tests.mla_cases import MlaCase, compare, inputs
+from tilewise import AttentionError
+from tilewise.kv_latent import unpack_latent
+
+CASES = {
+    "pages of 16": MlaCase((40, 17, 0, 1)),
+    "3 queries": MlaCase((40, 2), queries=3, heads=6),
+    "pages of 3": MlaCase((20, 7), page=3),
+    "dense": MlaCase((33, 18), page=0, heads=1),
+    "fp8": MlaCase((40, 17, 0), packed=True),
+    "fp8, 2 queries": MlaCase((20, 18), packed=True, queries=2, page=0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mla(name: str, backend: str) -> None:
+    for dtype in (torch.float16, torch.float32):
+        x = inputs(CASES[name], dtype)
+        compare(
+            tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, return_lse=True, backend=backend), x.q, x.keys
+        )
+
+
+def sparse(x: Any, k: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Indices (B, Sq, k) of used tokens, some of them none, and the keys that each query names."""
+    g = torch.Generator().manual_seed(seed)
+    page, table = x.cache.shape[1], x.options["page_table"].long()
+    exact = unpack_latent(x.cache, torch.float64) if x.cache.dtype == torch.uint8 else x.cache.double()
+    exact = exact.flatten(0, 1)[:, 0]
+    indices = torch.full((*x.q.shape[:2], k), -1)
+    for b, n in enumerate(x.lengths.tolist()):
+        for i in range(x.q.shape[1]):
+            j = torch.randperm(n, generator=g)[: k - 1]
+            indices[b, i, 1 : 1 + len(j)] = table[b, j // page] * page + j % page
+    indices[0, 0, -1] = x.cache.shape[0] * page  # past the cache: none
+    valid = (indices >= 0) & (indices < x.cache.shape[0] * page)
+    return indices.int(), [
+        exact[row[keep]] for row, keep in zip(indices.flatten(0, 1), valid.flatten(0, 1), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["16-bit", "fp8"])
+def test_named_tokens(packed: bool, backend: str) -> None:
+    x = inputs(MlaCase((40, 17, 0), queries=2, packed=packed), torch.float16)
+    indices, keys = sparse(x, 20)
+    out, lse = tilewise.attention_mla(x.q, x.cache, indices=indices, return_lse=True, backend=backend)
+    flat = out.flatten(0, 1)[:, None], lse.transpose(1, 2).flatten(0, 1)[..., None]
+    compare(flat, x.q.flatten(0, 1)[:, None], keys, causal=False)
+    counts = torch.tensor([5, 20, 3], dtype=torch.int32)
+    some = tilewise.attention_mla(x.q, x.cache, counts, indices=indices, backend=backend)
+    cut = indices.masked_fill(torch.arange(20) >= counts[:, None, None], -1)
+    assert torch.equal(some, tilewise.attention_mla(x.q, x.cache, indices=cut, backend=backend))
+
+
+def test_values_elsewhere(backend: str) -> None:
+    """Values that are not the first columns of the keys."""
+    x = inputs(MlaCase((40, 17), queries=2), torch.float16)
+    values = torch.randn(*x.cache.shape[:3], 100).half()
+    out = tilewise.attention_kv(x.q, x.cache, values, x.lengths, **x.options, backend=backend)
+    wide = torch.nn.functional.pad(values.double(), (0, 412))
+    exact = tilewise.attention_kv(x.q.double(), x.cache.double(), wide, x.lengths, **x.options)
+    assert (out.double() - exact[..., :100]).abs().max() < 4e-3
+
+
+def test_a_nan_reaches_only_rows_that_see_it(backend: str) -> None:
+    x = inputs(MlaCase((20,), queries=3), torch.float16)
+    table = x.options["page_table"]
+    x.cache[table[0, 1], 3] = torch.nan  # key 19, which the last query alone sees
+    out = tilewise.attention_mla(x.q, x.cache, x.lengths, **x.options, backend=backend)
+    assert out[:, :2].isfinite().all()
+    assert out[:, 2].isnan().all()
+
+
+def test_pack() -> None:
+    """The largest number of a group becomes 448, others round to the nearest e4m3."""
+    x = torch.randn(3, 576)
+    x[1, :128] = 0
+    packed = tilewise.pack_mla(x)
+    scale = packed[:, 512:528].contiguous().view(torch.float32)
+    assert torch.equal(scale[0], x[0, :512].view(4, 128).abs().amax(-1) / torch.full((4,), 448.0))
+    assert scale[1, 0] == 1
+    assert torch.equal(packed[:, 528:].contiguous().view(torch.bfloat16), x[:, 512:].bfloat16())
+    found = unpack_latent(packed, torch.float64)
+    error = (found - x).abs()[:, :512].view(3, 4, 128)
+    assert (error <= scale[..., None] * 16.001).all()  # half of the distance of numbers near 448
+    rounded = tilewise.pack_mla(x, power_of_two=True)[:, 512:528].contiguous().view(torch.float32)
+    assert torch.equal(rounded, torch.exp2(rounded.log2().round()))
+    assert (rounded >= scale).all()
+
+
+def test_compiled() -> None:
+    x = inputs(MlaCase((40, 17)), torch.float32)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention_mla(q, x.cache, x.lengths, **x.options)
+
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(x.q), call(x.q))
+
+
+def refused(expected: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(AttentionError, match=expected):
+        tilewise.attention_mla(*args, **options)
+
+
+def test_bad_input() -> None:
+    x = inputs(MlaCase((40, 17)), torch.float16)
+    indices = torch.zeros(2, 1, 8, dtype=torch.int32)
+    refused("lengths", x.q, x.cache, page_table=x.options["page_table"])
+    refused("cache", x.q, x.cache[..., :512], x.lengths)
+    refused("head dim of q", x.q[..., :512], x.cache, x.lengths)
+    refused("shape of indices", x.q, x.cache, indices=indices[:1])
+    refused("dtype of token_table", x.q, x.cache, indices=indices.long())
+    refused("page_table", x.q, x.cache, indices=indices, **x.options)
+    refused("shape of lengths", x.q, x.cache, torch.zeros(3, dtype=torch.int32), indices=indices)
+    packed = tilewise.pack_mla(x.cache).view(torch.float8_e4m3fn)
+    with pytest.raises(AttentionError, match="v_cache"):
+        tilewise.attention_kv(x.q, packed, packed[..., :512].clone(), x.lengths, **x.options)
+    with pytest.raises(AttentionError, match="k_scale"):
+        tilewise.attention_kv(x.q, packed, packed[..., :512], x.lengths, **x.options, k_scale=2.0)
+    with pytest.raises(AttentionError, match="kv of pack_mla"):
+        tilewise.pack_mla(x.cache[..., :100])
+    with pytest.raises(AttentionError, match="token_table"):
+        tilewise.attention_kv(x.q.expand(2, 2, 4, 576), x.cache, x.cache[..., :512], 8, token_table=indices[:, 0])
+    table = torch.full((2, 8), 10**6, dtype=torch.int32)
+    with pytest.raises(AttentionError, match=r"token_table\[0, 0\]"):
+        tilewise.check_kv(x.q, x.cache, x.cache[..., :512], 8, token_table=table)
