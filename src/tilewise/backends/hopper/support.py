@@ -24,6 +24,8 @@ MAX_CACHE_TOKENS = 2**30
 def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why a call is not supported, or None. TMA needs strides and addresses of multiples of 16 bytes."""
     q, k, v = request.q, request.k, request.v
+    if getattr(request, "spec", None) is not None and request.spec.precision is not None:
+        return "precision='fp8'"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}, of float16 and bfloat16"
     if gpu is None or gpu.kind == "interpreter":

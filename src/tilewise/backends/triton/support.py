@@ -14,6 +14,8 @@ AMD = ("gfx942", "gfx950")
 
 
 def unsupported(request: Request, gpu: Gpu | None) -> str | None:
+    if getattr(request, "spec", None) is not None and request.spec.precision is not None:
+        return "precision='fp8'"
     if request.q.dtype == torch.float64:
         return "float64, which only the reference computes"
     if request.k.shape[-2] == 0:
