@@ -15,13 +15,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .fp8 import block_factor, fp8_key_tokens, fp8_query_tokens, p_pivot, query_factor, value_factor
 from .forward_tiles import (
     ROWS,
     broadcast_rows,
     epilogue,
+    finish_pv,
     finite_max,
     issue_pv,
     issue_qk,
@@ -32,7 +35,6 @@ from .forward_tiles import (
     row_max,
     softmax_p,
     split_columns,
-    wait_pv,
     zero_acc,
 )
 from .gluon_compat import (
@@ -82,7 +84,7 @@ PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier tha
 
 
 class Params(NamedTuple):
-    """What all warps read: lengths, band, scale, score terms and KV cache."""
+    """What all warps read: lengths, band, scale, score terms, KV cache and scales of fp8 operands."""
 
     cu_q: tl.tensor
     cu_k: tl.tensor
@@ -94,6 +96,7 @@ class Params(NamedTuple):
     scale: tl.tensor
     terms: tl.tuple
     cache: tl.tuple
+    fp8: tl.tuple
     SCORE_MOD: tl.constexpr
     MASK_MOD: tl.constexpr
 
@@ -179,7 +182,6 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
-    scale_log2 = log2_scale(params.scale, CONFIG.FOLD_SCALE)
     lo, hi, _span = key_blocks(w.first, w, params, ROWS * CONFIG.WARPGROUPS, BLOCK_N)
     first = w.first + WG * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
@@ -191,21 +193,31 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
 
     tile = (w, first, span)
     key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
+    q_factor = query_factor(w, first, params, CONFIG)
+    factor = block_factor(q_factor, w, key, params, CONFIG)
+    v_factor = value_factor(w, key, params, CONFIG)
+    scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
     mbarrier.wait(shared.q.full.index(WG), phase(t, 1))
     wait_full(shared.k, start, STAGES)
     s = warpgroup_mma_wait(0, deps=(issue_qk(shared.q, WG, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
-    s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+    s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left = softmax_p(left, finite_max(m_i), scale_log2, terms)
-    p_right = softmax_p(right, finite_max(m_i), scale_log2, terms)
+    p_left = softmax_p(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
+    p_right = softmax_p(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
+    rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
         key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
+        if CONFIG.FP8:
+            factor = block_factor(q_factor, w, key, params, CONFIG)
+            v_factor_old = v_factor
+            v_factor = value_factor(w, key, params, CONFIG)
+            scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
         ping_pong_wait(WG, CONFIG)
         s_pending = issue_qk(shared.q, WG, shared.k, use, CONFIG)
         wait_full(shared.v, use - 1, STAGES)
@@ -213,30 +225,34 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         ping_pong_arrive(WG, CONFIG)
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
-        s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+        s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
         m_old = m_i
         m_i = gl.maximum(m_i, row_maximum(row_max(s), scale_log2, terms.large_scores))
         pivot = finite_max(m_i)
         alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
+        pivot = p_pivot(pivot, terms, CONFIG)
         left, right = split_columns(s)
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        acc = wait_pv(acc_pending, p)
+        acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
         release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
-        acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+        if CONFIG.FP8:
+            rescaling = alpha * (v_factor_old / v_factor)
+        else:
+            acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
     arrive(shared.q.empty.index(WG))
     wait_full(shared.v, stop - 1, STAGES)
-    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p)
+    acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, stop - 1, STAGES)
     n += hi - lo
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, CONFIG)
+    epilogue((acc, m_i, l_i, v_factor), w, first, shared.o.index(WG), outputs, params, CONFIG)
     return n
 
 
@@ -256,12 +272,17 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
         if w.first < w.n_q:
             write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
+            if CONFIG.FP8:
+                keys = fp8_key_tokens(w, params, CONFIG)
             lo, hi, _span = key_blocks(w.first, w, params, ROWS * WARPGROUPS, BLOCK_N)
             row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
             load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
             for wg in gl.static_range(WARPGROUPS):
                 mbarrier.wait(shared.q.empty.index(wg), phase(t, 1) ^ 1)
-                load_tile(shared.q, wg, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + wg * ROWS)
+                if CONFIG.FP8:
+                    load_tile(shared.q, wg, inputs.q, fp8_query_tokens(w, params), wg * ROWS)
+                else:
+                    load_tile(shared.q, wg, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + wg * ROWS)
             is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
             if is_short:
                 tile_id = next_tile_id(scheduler)
@@ -284,7 +305,9 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
 @gluon.jit
 def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
     """Loads keys, or their values, from `row` on as use n of a pipeline."""
-    if cache.lengths is None:
+    if CONFIG.FP8:
+        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
+    elif cache.lengths is None:
         load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
     elif CONFIG.PAGE_SIZE is None:
         load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
@@ -377,6 +400,7 @@ def forward_kernel(
     rows_in_l2,
     terms,
     cache,
+    fp8,
     new_tokens,
     max_length,
     table_stride,
@@ -394,6 +418,7 @@ def forward_kernel(
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),
+            Fp8Scales(*fp8),
             SCORE_MOD,
             MASK_MOD,
         ),

@@ -7,28 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.fp8_format import KEY_BLOCK, LARGEST_FP8, LEAST_MAXIMUM, QUERY_BLOCK, is_smoothed
+from tilewise.backends.common.fp8_format import (
+    KEY_BLOCK,
+    LARGEST_FP8,
+    LEAST_MAXIMUM,
+    MEAN_KEYS,
+    QUERY_BLOCK,
+    is_smoothed,
+)
 from tilewise.request import Request
 
 Results = tuple[Tensor, ...]
 
 
-def quantised(x: Tensor, block: int | None) -> tuple[Tensor, Tensor]:
-    """(stored values, scales) of one sequence x, (tokens, heads, dim). Scales by block of tokens and head, (blocks, 1,
-    heads, 1); or without a block by head and column, (1, 1, heads, dim)."""
-    x = x.float()
-    tokens = x.shape[0]
-    rows = block or max(tokens, 1)
-    parts = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -tokens % rows)).unflatten(0, (-1, rows))
+def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(stored values, scales) of one sequence x, (tokens, heads, dim), in blocks: (blocks, block, heads, dim), with zeros
+    after the last token, and (blocks, 1, heads, 1)."""
+    parts = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % block)).unflatten(0, (-1, block))
     finite = parts.isfinite()
-    size = parts.abs().masked_fill(~finite, 0.0)
-    largest = size.amax((1, 3), keepdim=True) if block else size.amax(1, keepdim=True)
+    largest = parts.abs().masked_fill(~finite, 0.0).amax((1, 3), keepdim=True)
     scale = largest.clamp_min(LEAST_MAXIMUM) / LARGEST_FP8
     stored = (parts / scale).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
     return stored.to(torch.float8_e4m3fn), scale
 
 
-def dequantised(x: Tensor, block: int | None) -> Tensor:
+def dequantised(x: Tensor, block: int) -> Tensor:
     """x, (tokens, heads, dim), as its stored values say, in float32."""
     if x.shape[0] == 0:
         return x.float()
@@ -37,9 +40,9 @@ def dequantised(x: Tensor, block: int | None) -> Tensor:
 
 
 def mean_key(k: Tensor) -> Tensor:
-    """The mean of the finite values of each column, (heads, dim), of keys (tokens, heads, dim)."""
-    k = k.float()
-    return k.masked_fill(~k.isfinite(), 0.0).sum(0) / max(k.shape[0], 1)
+    """The mean key, (heads, dim), of keys (tokens, heads, dim). Values that are not finite count as 0."""
+    some = k[:: max(1, k.shape[0] // MEAN_KEYS)].float()
+    return some.masked_fill(~some.isfinite(), 0.0).sum(0) / max(some.shape[0], 1)
 
 
 def forward(request: Request, attend: Callable[[Request], Results]) -> Results:
@@ -68,7 +71,7 @@ def forward(request: Request, attend: Callable[[Request], Results]) -> Results:
                 shift[:, queries] = spec.scale * by_head
         q8[queries] = dequantised(q_all, QUERY_BLOCK)
         k8[keys] = dequantised(k_all, KEY_BLOCK)
-        v8[keys] = dequantised(v[keys], None)
+        v8[keys] = dequantised(v[keys], KEY_BLOCK)
     out, lse, *largest = attend(request._replace(q=q8, k=k8, v=v8, spec=spec._replace(precision=None)))
     if shift is not None:
         lse = lse + shift  # -inf stays
