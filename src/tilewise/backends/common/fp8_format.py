@@ -18,7 +18,7 @@ MEAN_KEYS = 1024  # the mean key is that of every n-th key, n = max(1, keys // M
 
 
 def is_smoothed(request: Request) -> bool:
-    """Whether the mean key (MEAN_KEYS) of each sequence and KV head is subtracted from its keys before they are quantised.
+    """Whether the mean key (MEAN_KEYS) of a sequence and KV head is subtracted from its keys before they are quantised.
 
     All scores of a query change by the same scale * q.mean, so out stays and lse gets that number back. This holds
     where the score is scale * q.k and nothing else is compared with it."""

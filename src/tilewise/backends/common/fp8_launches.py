@@ -19,8 +19,8 @@ assert BLOCK == KEY_BLOCK
 
 
 class Quantised(NamedTuple):
-    """q, k and v in float8_e4m3fn, in blocks of PAD tokens: (blocks, heads, PAD, D) and, of v, (blocks, KV heads, Dv, PAD);
-    D and Dv are padded. Their scales, and the launches that write them."""
+    """q, k and v in float8_e4m3fn, in blocks of PAD tokens: (blocks, heads, PAD, D) and, of v, (blocks, KV heads, Dv,
+    PAD); D and Dv are padded. Their scales, and the launches that write them."""
 
     q: Tensor
     k: Tensor

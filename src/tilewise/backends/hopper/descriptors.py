@@ -11,7 +11,6 @@ from .gluon_compat import TensorDescriptor, gl
 from .pipeline import TMA_EXTENT, Float32Output
 from .tiles import widths
 
-
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 

@@ -19,7 +19,6 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
-from .fp8 import block_factor, fp8_key_tokens, fp8_query_tokens, p_pivot, query_factor, value_factor
 from .forward_tiles import (
     ROWS,
     broadcast_rows,
@@ -37,6 +36,7 @@ from .forward_tiles import (
     split_columns,
     zero_acc,
 )
+from .fp8 import block_factor, fp8_key_tokens, fp8_query_tokens, p_pivot, query_factor, value_factor
 from .gluon_compat import (
     arrive,
     bar_arrive,

@@ -10,6 +10,7 @@ from ..common.device.score import scores
 from ..common.device.softmax import exponent, rescale_exponent, row_maximum
 from ..common.device.structs import LN2, LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
+from .fp8 import p_offset, score_shift
 from .gluon_compat import (
     downcast,
     fence_async_shared,
@@ -24,7 +25,6 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .fp8 import p_offset, score_shift
 from .pipeline import Tokens, apply_mask_mod, stage_tile, store_float32, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
@@ -190,8 +190,8 @@ def operand(p, WIDTH: gl.constexpr):
 
 @gluon.jit
 def fp8_words(p):
-    """P in fp8, four values to an int32 word, [64, N / 4]: the values of 16 keys in the order of `stored_key`. A loop that
-    carries bytes instead keeps each in a register of its own."""
+    """P in fp8, four values to an int32 word, [64, N / 4]: the values of 16 keys in the order of `stored_key`. A loop
+    that carries bytes instead keeps each in a register of its own."""
     N: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape([ROWS, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
     a, c = gl.split(even)

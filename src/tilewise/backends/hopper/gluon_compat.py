@@ -123,11 +123,9 @@ def pack_fp8(a, b, c, d):
 
 @gluon.jit
 def unpack_fp8(x):
-    """int32 words, each four times along the last axis, as the float8_e4m3fn values that their bytes are. Four registers
-    with the same word become one register with four values."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4
-    )
+    """int32 words, each four times along the last axis, as the float8_e4m3fn values that their bytes are. Four
+    registers with the same word become one register with four values."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit

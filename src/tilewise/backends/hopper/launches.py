@@ -11,6 +11,7 @@ from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
 from ..common.device.fp8 import Fp8Scales
+from ..common.fp8_format import is_smoothed
 from ..common.fp8_launches import BLOCK, quantise
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
@@ -90,11 +91,19 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
     max_logit = new_max_logit(request, memory)
     names = [
         *["(forward max logit)"] * request.spec.max_logit,
+        *fp8_names(request),
         "hopper forward",
         *["(forward repair)"] * repaired,
         *["(forward clear)"] * packed,
     ]
     return dict(zip(names, all_forward_launches(request, out, lse, target, memory, max_logit), strict=False))
+
+
+def fp8_names(request: Request) -> list[str]:
+    """The names of the launches of the quantising pass."""
+    if request.spec.precision is None:
+        return []
+    return [*["(fp8 mean key)"] * is_smoothed(request), "fp8 quantise"]
 
 
 def forward_launches(

@@ -15,6 +15,7 @@ from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 256
+MAX_FP8_HEAD_DIM = 128  # O and the product that is added to it are both in registers
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
@@ -24,8 +25,6 @@ MAX_CACHE_TOKENS = 2**30
 def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why a call is not supported, or None. TMA needs strides and addresses of multiples of 16 bytes."""
     q, k, v = request.q, request.k, request.v
-    if getattr(request, "spec", None) is not None and request.spec.precision is not None:
-        return "precision='fp8'"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}, of float16 and bfloat16"
     if gpu is None or gpu.kind == "interpreter":
@@ -49,11 +48,23 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v, of multiples of 8"
+    if spec is not None and spec.precision is not None:
+        return unsupported_fp8(request)
     for x in (q, k, v):
         *outer, inner = x.stride()
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
             return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
     return None if isinstance(request, Request) else unsupported_cache(request)
+
+
+def unsupported_fp8(request: Request) -> str | None:
+    """Returns why a call with precision="fp8" is not supported, or None. The quantising pass reads any strides."""
+    d, dv = request.q.shape[-1], request.v.shape[-1]
+    if max(d, dv) > MAX_FP8_HEAD_DIM:
+        return f"head dim {max(d, dv)} with precision='fp8', of at most {MAX_FP8_HEAD_DIM}"
+    if request.blocks:
+        return "a block mask with precision='fp8'"
+    return None
 
 
 def unsupported_block_mask(request: Request) -> str | None:
@@ -90,6 +101,8 @@ def unsupported_cache(request: Any) -> str | None:
 def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
+    if isinstance(request, Request) and request.spec.precision is not None:
+        return None
     if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
         return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):

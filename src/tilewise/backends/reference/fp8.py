@@ -21,8 +21,8 @@ Results = tuple[Tensor, ...]
 
 
 def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(stored values, scales) of one sequence x, (tokens, heads, dim), in blocks: (blocks, block, heads, dim), with zeros
-    after the last token, and (blocks, 1, heads, 1)."""
+    """(stored values, scales) of one sequence x, (tokens, heads, dim), in blocks: (blocks, block, heads, dim), with
+    zeros after the last token, and (blocks, 1, heads, 1)."""
     parts = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % block)).unflatten(0, (-1, block))
     finite = parts.isfinite()
     largest = parts.abs().masked_fill(~finite, 0.0).amax((1, 3), keepdim=True)

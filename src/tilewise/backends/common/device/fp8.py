@@ -1,5 +1,5 @@
-"""The quantising pass of precision="fp8": see `fp8_format`. Quantised tensors lie in blocks of PAD tokens, with zeros after
-the last token of a sequence: `padded_block` tells where a sequence starts.
+"""The quantising pass of precision="fp8": see `fp8_format`. Quantised tensors lie in blocks of PAD tokens, with zeros
+after the last token of a sequence: `padded_block` tells where a sequence starts.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ LEAST: tl.constexpr = tl.constexpr(2.0**-40)
 
 
 class Fp8Scales(NamedTuple):
-    """By block and head: float32 (2 blocks of queries, heads), (blocks, KV heads) twice; and what the mean key takes from
-    the scores, (blocks, heads, PAD), or None."""
+    """Float32 scales by block and head: (2 blocks of queries, heads), (blocks, KV heads) twice; and what the mean key
+    takes from the scores, (blocks, heads, PAD), or None."""
 
     q: tl.tensor = None
     k: tl.tensor = None
