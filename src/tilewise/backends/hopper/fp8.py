@@ -2,8 +2,8 @@
 
 Q, K and V are the results of the quantising pass (`common/device/fp8.py`). S is the product of the stored values, times
 the scale of the queries and that of the block of keys. P is at most 448, the largest fp8 value: l_i is 448 times the
-sum of softmax weights as well. The sum O of stored values is in units of the scale of the last block of V, so that a new
-block changes the factor of O alone.
+sum of softmax weights as well. The sum O of stored values is in units of the scale of the last block of V, so that a
+new block changes the factor of O alone.
 """
 
 import triton
