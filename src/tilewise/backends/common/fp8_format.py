@@ -1,7 +1,8 @@
 """What precision="fp8" means: how q, k and v become float8_e4m3fn, and when the mean key is subtracted.
 
-A stored value times its scale is the value. The scale is max(abs(x)) / 448 of a block of tokens of one sequence and one
-head: QUERY_BLOCK rows of q, KEY_BLOCK rows of k and of v, counted from the start of the sequence.
+A stored value is x * (448 / m), computed in float32 and rounded to nearest even; times its scale m / 448 it is x. m is
+max(abs(x)) of a block of tokens of one sequence and one head: QUERY_BLOCK rows of q, KEY_BLOCK rows of k and of v,
+counted from the start of the sequence.
 
 Values that are not finite do not count in the maximum and are stored as NaN. Imports torch alone.
 """

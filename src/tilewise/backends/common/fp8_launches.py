@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ...request import Request
-from .device.fp8 import Fp8Config, Fp8Scales, Fp8Tensors, quantise_kernel, sum_keys_kernel
+from .device.fp8 import Fp8Scales
 from .device.structs import PAD
 from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
+from .fp8_quantise import Fp8Config, Fp8Tensors, quantise_kernel, sum_keys_kernel
 from .gpu import Gpu
-from .launch import Launch, Memory, can_overlap, pdl_option
+from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
 from .shapes import call_shape, padded, view
 
 CHUNKS = 8
@@ -52,15 +53,15 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
     group = size.heads // size.kv_heads
     config = Fp8Config(group, size.d, size.dv, d, dv, CHUNKS, MEAN_KEYS, ordered, overlap)
     options = {"CONFIG": config, **pdl_option(overlap)}
-    q_total = size.programs(size.n_q, size.heads, BLOCK)
+    q_total = 2 * size.programs(size.n_q, size.heads, BLOCK)
     quantising = Launch(
         quantise_kernel,
-        q_total + size.programs(size.n_k, size.kv_heads, BLOCK),
+        q_total + 2 * size.programs(size.n_k, size.kv_heads, BLOCK),
         (
             *(tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, spec.scale),
             *(q_tiles, k_tiles, size.heads, size.kv_heads, size.batch, q_total),
         ),
-        {**options, "num_warps": 8},
+        {**options, "num_warps": 8, **({} if INTERPRETED else {"maxnreg": 128})},  # two programs on an SM
     )
     if not smooth:
         return Quantised(q8, k8, v8, scales, [quantising])

@@ -36,7 +36,7 @@ from .forward_tiles import (
     split_columns,
     zero_acc,
 )
-from .fp8 import block_factor, fp8_key_tokens, fp8_query_tokens, p_pivot, query_factor, value_factor
+from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -194,8 +194,9 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     tile = (w, first, span)
     key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
     q_factor = query_factor(w, first, params, CONFIG)
-    factor = block_factor(q_factor, w, key, params, CONFIG)
-    v_factor = value_factor(w, key, params, CONFIG)
+    k_factor, v_factor = key_scales(w, key, params, CONFIG)
+    next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
+    factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
     mbarrier.wait(shared.q.full.index(WG), phase(t, 1))
     wait_full(shared.k, start, STAGES)
@@ -214,15 +215,17 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     for use in range(start + 1, stop):
         key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
         if CONFIG.FP8:
-            factor = block_factor(q_factor, w, key, params, CONFIG)
+            factor = q_factor * next_factors[0]
             v_factor_old = v_factor
-            v_factor = value_factor(w, key, params, CONFIG)
+            v_factor = next_factors[1]
             scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
         ping_pong_wait(WG, CONFIG)
         s_pending = issue_qk(shared.q, WG, shared.k, use, CONFIG)
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, CONFIG)
         ping_pong_arrive(WG, CONFIG)
+        if CONFIG.FP8:
+            next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
         s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
@@ -235,10 +238,15 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
-        release(shared.v, use - 1, STAGES)
+        if not CONFIG.LATE_PV:
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
+        if CONFIG.LATE_PV:
+            wait_full(shared.k, use, STAGES)  # has arrived: keeps the wait below behind the exponentials
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
         if CONFIG.FP8:
             rescaling = alpha * (v_factor_old / v_factor)
         else:

@@ -1,9 +1,9 @@
 """fp8 operands in the Hopper forward: where their blocks and scales are, and the offset of P.
 
-Q, K and V are the results of the quantising pass (`common/device/fp8.py`). S is the product of the stored values, times
-the scale of the queries and that of the block of keys. P is at most 448, the largest fp8 value: l_i is 448 times the
-sum of softmax weights as well. The sum O of stored values is in units of the scale of the last block of V, so that a
-new block changes the factor of O alone.
+Q, K and V are the results of the quantising pass (`common/fp8_quantise.py`). S is the product of the stored values,
+times the scale of the queries and that of the block of keys. P is at most 448, the largest fp8 value: l_i is 448 times
+the sum of softmax weights as well. The sum O of stored values is in units of the scale of the last block of V, so that
+a new block changes the factor of O alone.
 """
 
 import triton
@@ -38,23 +38,14 @@ def query_factor(w, first, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def block_factor(q_factor, w, key, params, CONFIG: gl.constexpr):
-    """The factor from the product of stored values to q.k, of the keys from `key` on."""
+def key_scales(w, key, params, CONFIG: gl.constexpr):
+    """The scales of the keys and of the values from `key` on, or of the last ones."""
     if CONFIG.FP8:
-        at = key_block(w, key, params) * (params.heads // CONFIG.GROUP) + w.h // CONFIG.GROUP
-        return q_factor * gl.load(params.fp8.k + at)
+        block = key_block(w, gl.maximum(gl.minimum(key, w.n_k - 1), 0), params)
+        at = block * (params.heads // CONFIG.GROUP) + w.h // CONFIG.GROUP
+        return gl.load(params.fp8.k + at), gl.load(params.fp8.v + at)
     else:
-        return 1.0
-
-
-@gluon.jit
-def value_factor(w, key, params, CONFIG: gl.constexpr):
-    """The scale of the values from `key` on."""
-    if CONFIG.FP8:
-        at = key_block(w, key, params) * (params.heads // CONFIG.GROUP) + w.h // CONFIG.GROUP
-        return gl.load(params.fp8.v + at)
-    else:
-        return 1.0
+        return 1.0, 1.0
 
 
 @gluon.jit

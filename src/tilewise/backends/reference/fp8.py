@@ -26,9 +26,9 @@ def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     parts = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % block)).unflatten(0, (-1, block))
     finite = parts.isfinite()
     largest = parts.abs().masked_fill(~finite, 0.0).amax((1, 3), keepdim=True)
-    scale = largest.clamp_min(LEAST_MAXIMUM) / LARGEST_FP8
-    stored = (parts / scale).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
-    return stored.to(torch.float8_e4m3fn), scale
+    largest = largest.clamp_min(LEAST_MAXIMUM)
+    stored = (parts * (LARGEST_FP8 / largest)).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
+    return stored.to(torch.float8_e4m3fn), largest / LARGEST_FP8
 
 
 def dequantised(x: Tensor, block: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The portable forward on fp8 operands, as the quantising pass writes them (`common/device/fp8.py`)."""
+"""The portable forward on fp8 operands, as the quantising pass writes them (`common/fp8_quantise.py`)."""
 
 from typing import NamedTuple
 
