@@ -31,7 +31,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("wrong", ["fp16", "FP8", 8, True, torch.float8_e4m3fn])
 def test_only_fp8_is_a_precision(wrong: Any) -> None:
     q, k, v = tensors(n=8)
-    with pytest.raises(tilewise.AttentionError, match="precision: found .* None, or 'fp8'"):
+    with pytest.raises(tilewise.AttentionError, match=r"precision: found .* None, or 'fp8'"):
         tilewise.attention(q, k, v, precision=wrong)
 
 
