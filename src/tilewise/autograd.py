@@ -44,6 +44,8 @@ def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], 
 
 
 def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
+    if spec.precision is not None:
+        check_forward_only(spec, tensors)
     if is_forward_mode() or (plan is None and is_transformed() and not torch.compiler.is_compiling()):
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
@@ -59,12 +61,24 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
     return Attention.apply(spec, plan, *tensors), None  # type: ignore[no-untyped-call]
 
 
+def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
+    """Raises if a derivative of a call with a `precision` is needed."""
+    wanted = tensors[: num_differentiable(spec)]
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
+    if needed or is_forward_mode():
+        found = "tensors that require a gradient" if needed else "forward-mode differentiation"
+        hint = "forward only: q.detach() and so on, or torch.no_grad(); precision=None has gradients"
+        raise AttentionError(f"precision={spec.precision!r}", found, hint)
+
+
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     """`attend` of an eager call whose plan is known."""
     if profiler_enabled():
         return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
+    if plan.spec.precision is not None:
+        check_forward_only(plan.spec, tensors)
     if with_lse or plan.spec.max_logit:
         return AttentionWithLse.apply(plan.spec, plan, *tensors)  # type: ignore[no-untyped-call]
     return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]

@@ -11,6 +11,8 @@ from .gluon_compat import TensorDescriptor, gl
 from .pipeline import TMA_EXTENT, GlobalTensor
 from .tiles import widths
 
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+
 
 def column_descriptors(
     x: Tensor, rows: int, is_cache: bool = False
@@ -60,4 +62,4 @@ def output(x: Tensor) -> GlobalTensor:
 
 @cache
 def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
@@ -23,6 +24,7 @@ from .forward_tiles import (
     ROWS,
     broadcast_rows,
     epilogue,
+    finish_pv,
     finite_max,
     issue_pv,
     issue_qk,
@@ -34,9 +36,9 @@ from .forward_tiles import (
     row_max,
     softmax_p,
     split_columns,
-    wait_pv,
     zero_acc,
 )
+from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -84,7 +86,7 @@ PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier tha
 
 
 class Params(NamedTuple):
-    """What all warps read: lengths, band, scale, score terms and KV cache."""
+    """What all warps read: lengths, band, scale, score terms, KV cache and scales of fp8 operands."""
 
     cu_q: tl.tensor
     cu_k: tl.tensor
@@ -96,6 +98,7 @@ class Params(NamedTuple):
     scale: tl.tensor
     terms: tl.tuple
     cache: tl.tuple
+    fp8: tl.tuple
     SCORE_MOD: tl.constexpr
     MASK_MOD: tl.constexpr
 
@@ -193,7 +196,6 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
-    scale_log2 = log2_scale(params.scale, CONFIG.FOLD_SCALE)
     lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
     first = w.first + SLOT * ROWS
@@ -206,24 +208,35 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
 
     tile = (w, first, span)
     key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
+    q_factor = query_factor(w, first, params, CONFIG)
+    k_factor, v_factor = key_scales(w, key, params, CONFIG)
+    next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
+    factor = q_factor * k_factor
+    scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
     mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
     wait_full(shared.k, start, STAGES)
     q = q_operands(shared.q, SLOT, CONFIG)
     s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
-    s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+    s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left = softmax_p(left, finite_max(m_i), scale_log2, terms)
-    p_right = softmax_p(right, finite_max(m_i), scale_log2, terms)
+    p_left = softmax_p(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
+    p_right = softmax_p(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
     if CONFIG.RESCALE_LATE:
         alpha = finite_max(m_i) * 0.0 + 1.0
+    rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
         key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
+        if CONFIG.FP8:
+            factor = q_factor * next_factors[0]
+            v_factor_old = v_factor
+            v_factor = next_factors[1]
+            scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
         ping_pong_wait(WG, CONFIG)
         if not CONFIG.Q_IN_REGISTERS:
             q = q_operands(shared.q, SLOT, CONFIG)
@@ -233,22 +246,32 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         wait_full(shared.v, use - 1, STAGES)
         acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
+        if CONFIG.FP8:
+            next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
-        s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+        s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
         m_old = m_i
         m_i = gl.maximum(m_i, row_maximum(row_max(s), scale_log2, terms.large_scores))
         pivot = finite_max(m_i)
         alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
+        pivot = p_pivot(pivot, terms, CONFIG)
         left, right = split_columns(s)
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        acc = wait_pv(acc_pending, p)
-        release(shared.v, use - 1, STAGES)
+        if not CONFIG.LATE_PV:
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
-        if not CONFIG.RESCALE_LATE:
+        if CONFIG.LATE_PV:
+            wait_full(shared.k, use, STAGES)  # has arrived: keeps the wait below behind the exponentials
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
+        if CONFIG.FP8:
+            rescaling = alpha * (v_factor_old / v_factor)
+        elif not CONFIG.RESCALE_LATE:
             acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
     arrive(shared.q.empty.index(SLOT))
@@ -259,7 +282,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     if flags is not None:
         flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
-    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p)
+    acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, stop - 1, STAGES)
     n += hi - lo
     skip_blocks(shared, stop, n, WG, CONFIG)
@@ -269,7 +292,8 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     if flags is not None:
         raised = flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    epilogue((acc, m_i, l_i), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    state = (acc, m_i, l_i, v_factor)
+    epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
     return n, flag
 
 
@@ -288,12 +312,17 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
         if w.first < w.n_q:
             write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
+            if CONFIG.FP8:
+                keys = fp8_key_tokens(w, params, CONFIG)
             lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
             row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
             load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
             for slot in gl.static_range(CONFIG.BLOCK_M // ROWS):
                 mbarrier.wait(shared.q.empty.index(slot), phase(t, 1) ^ 1)
-                load_tile(shared.q, slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
+                if CONFIG.FP8:
+                    load_tile(shared.q, slot, inputs.q, fp8_query_tokens(w, params), slot * ROWS)
+                else:
+                    load_tile(shared.q, slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
             is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
             if is_short:
                 tile_id = next_tile_id(scheduler)
@@ -316,7 +345,9 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
 @gluon.jit
 def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
     """Loads keys, or their values, from `row` on as use n of a pipeline."""
-    if cache.lengths is None:
+    if CONFIG.FP8:
+        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
+    elif cache.lengths is None:
         load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
     elif CONFIG.PAGE_SIZE is None:
         load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
@@ -410,6 +441,7 @@ def forward_kernel(
     rows_in_l2,
     terms,
     cache,
+    fp8,
     new_tokens,
     max_length,
     table_stride,
@@ -427,6 +459,7 @@ def forward_kernel(
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),
+            Fp8Scales(*fp8),
             SCORE_MOD,
             MASK_MOD,
         ),

@@ -24,7 +24,8 @@ REPAIR_COLUMNS: gl.constexpr = gl.constexpr(64)
 
 
 class RepairPointers(NamedTuple):
-    """q, k, v and out; and zeros, two flags for each warpgroup of each program. None where every row sees every key."""
+    """q, k, v and out; and zeros, two flags for each warpgroup of each program. None where every row sees every key. In
+    fp8, q, k and v are GlobalTensors: there the descriptors are of quantised operands."""
 
     q: tl.tensor = None
     k: tl.tensor = None
@@ -58,11 +59,14 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
     """Computes and stores O of the t-th tile of this warpgroup again, and clears its flag."""
     VARLEN: gl.constexpr = params.cu_q is not None
     pointers = outputs.repair.pointers
-    inputs = (
-        tensor_of(pointers.q, outputs.repair.q),
-        tensor_of(pointers.k, outputs.repair.k),
-        tensor_of(pointers.v, outputs.repair.v),
-    )
+    if CONFIG.FP8:
+        inputs = (pointers.q, pointers.k, pointers.v)
+    else:
+        inputs = (
+            tensor_of(pointers.q, outputs.repair.q),
+            tensor_of(pointers.k, outputs.repair.k),
+            tensor_of(pointers.v, outputs.repair.v),
+        )
     terms = params.terms
     w = read_tile_info(info, opaque(t), params.n_q, params.n_k, VARLEN)
     SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)

@@ -117,6 +117,27 @@ def downcast(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def pack_fp8(a, b, c, d):
+    """Four float32 tensors rounded to float8_e4m3fn, as the bytes of int32 words."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpack_fp8(x):
+    """int32 words, each four times along the last axis, as the float8_e4m3fn values that their bytes are. Four
+    registers with the same word become one register with four values."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
 def keep_columns(s, COMPARE: gl.constexpr, limit):
     """s[r, c] where c < limit[r] (COMPARE "lt") or c >= limit[r] ("ge"), else -inf.
 

@@ -11,7 +11,8 @@ from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from ..common.shapes import CallShape
 from .descriptors import column_descriptors
-from .launches import State, forward_config, forward_launch, new_state
+from .forward_tiles import ROWS
+from .launches import Operands, State, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches
 from .pipeline import KvCache
 from .support import MIN_PREFILL_QUERIES
@@ -91,7 +92,8 @@ def prefill_launch(
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse, max_logit), state, num_sms, size, config, cache)
+    operands = Operands((*column_descriptors(q, ROWS.value), *kv))
+    return forward_launch(packed, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -17,6 +17,7 @@ from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
 MAX_HEAD_DIM = 512  # of the forward
+MAX_FP8_HEAD_DIM = 128  # O and the product that is added to it are both in registers
 MAX_CACHE_HEAD_DIM = 256
 MAX_LISTED_HEAD_DIM = 256  # with a block mask
 MAX_TERMS_HEAD_DIM = 256  # of the backward with score terms
@@ -56,6 +57,8 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v, of multiples of 8"
+    if spec is not None and spec.precision is not None:
+        return unsupported_fp8(request)
     for x in (q, k, v):
         *outer, inner = x.stride()
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
@@ -86,6 +89,16 @@ def unsupported_latent(request: Any) -> str | None:
         return "strides that are not multiples of 16 bytes, or a last dim that is not contiguous"
     if k.shape[0] > 1 and (k.stride(0) % k.stride(1) or k.stride(0) // k.stride(1) * k.shape[0] > MAX_CACHE_TOKENS):
         return "pages that are not a whole number of tokens apart, or too far"
+    return None
+
+
+def unsupported_fp8(request: Request) -> str | None:
+    """Returns why a call with precision="fp8" is not supported, or None. The quantising pass reads any strides."""
+    d, dv = request.q.shape[-1], request.v.shape[-1]
+    if max(d, dv) > MAX_FP8_HEAD_DIM:
+        return f"head dim {max(d, dv)} with precision='fp8', of at most {MAX_FP8_HEAD_DIM}"
+    if request.blocks:
+        return "a block mask with precision='fp8'"
     return None
 
 
@@ -125,6 +138,8 @@ def unsupported_cache(request: Any) -> str | None:
 def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
+    if isinstance(request, Request) and request.spec.precision is not None:
+        return None
     if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
         return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):

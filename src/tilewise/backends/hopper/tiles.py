@@ -70,6 +70,9 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
 MAX_WHOLE_ROWS = 256  # columns of O that a warpgroup can hold for 64 queries
 
 
+FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
+
+
 def widths(d: int) -> tuple[int, ...]:
     """Head dim d as one power of two, or as two if they add up to less.
 

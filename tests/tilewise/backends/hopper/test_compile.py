@@ -59,6 +59,10 @@ CALLS = {
     "128 max logit": {"d": 128, "after": 0, "max_logit": True},
     "128 max logit, packed": {"d": 128, "max_logit": True, "packed": True},
     "256 max logit": {"d": 256, "after": 0, "max_logit": True},
+    "128 fp8": {"d": 128, "precision": "fp8"},
+    "128 fp8 causal": {"d": 128, "after": 0, "precision": "fp8"},
+    "64 fp8 packed window": {"d": 64, "packed": True, "before": 100, "after": 7, "precision": "fp8"},
+    "128 fp8 softcap": {"d": 128, "after": 0, "terms": "softcap", "precision": "fp8"},
 }
 ELSEWHERE = ("64 causal", "128 full", "128 packed window", "256 causal", "192 by 128", "128 document")
 SPILLS = {
