@@ -17,8 +17,7 @@ from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 
 import tilewise
-from tilewise_lab.docs import docstrings
-from tilewise_lab.docs.build import INVENTORIES
+from tilewise_lab.docs import docstrings, inventories
 
 project = "tilewise"
 version = release = tilewise.__version__
@@ -30,18 +29,15 @@ myst_heading_anchors = 4
 
 smartquotes = False  # straight ones are as good, and looking for them takes a twentieth of the time
 highlight_language = "none"  # of blocks that name none
-autodoc_typehints = "description"
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented_params"
+suppress_warnings = ["ref.python"]  # several classes are called Tile: a type in a signature may link to another one
 autodoc_mock_imports = ["transformers", "diffusers"]  # described here, and not needed for it
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-inventories = Path(__file__).parent / "inventories"  # fetched where there is a network
-intersphinx_mapping = {
-    name: (url, str(inventories / f"{name}.inv"))
-    for name, url in INVENTORIES.items()
-    if (inventories / f"{name}.inv").exists()
-}
+intersphinx_mapping = inventories.mapping(Path(__file__).parent / "inventories")
 
 pygments_dark_style = "github-dark"
 html_theme = "furo"

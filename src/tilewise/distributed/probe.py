@@ -50,6 +50,9 @@ def check(
         seed: of the tokens, and of the random inputs of attention itself.
         options: of attention itself.
 
+    Returns:
+        The largest difference from one rank, relative to the largest output, and the tokens that were perturbed.
+
     Raises:
         AttentionError: outputs differ by more than `tolerance`, an output changes with a token that it cannot see
             through `layers` layers, or no output changes with a perturbed token.

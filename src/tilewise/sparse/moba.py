@@ -28,7 +28,7 @@ def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     Args:
         q: queries (B, S, H, D).
         k: keys (B, S, Hk, D).
-        block_size: keys of a block.
+        block_size: int, the number of keys of a block. It divides S.
 
     Returns:
         (B, S, H, blocks), in float32 (float64 for float64).

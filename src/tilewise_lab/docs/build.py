@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,6 @@ from tilewise_lab.progress import Show
 
 ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
-INVENTORIES = {"python": "https://docs.python.org/3/", "torch": "https://docs.pytorch.org/docs/stable/"}
 UNTRANSLATED = ":::{note}\n本页尚无中文译文，以下为英文原文。\n:::"
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
@@ -40,15 +38,12 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         with sphinx(work, out) as process, ThreadPoolExecutor() as pool:  # which reads the sources meanwhile
-            jobs = [pool.submit(fetch_inventories, work / "inventories")]
-            jobs += [pool.submit(run_lessons, work / "lessons", show)] if outputs else []
+            lessons_run = pool.submit(run_lessons, work / "lessons", show) if outputs else None
             extras(out, explorer, show)
-            for job in jobs:
-                job.result()
+            if lessons_run is not None:
+                lessons_run.result()
             for language in LANGUAGES:
                 stage(work / language, language, work / "lessons")
-                if (work / "inventories").exists():
-                    shutil.copytree(work / "inventories", work / language / "inventories")
             follow(process, show)
     return len(list(out.rglob("*.html")))
 
@@ -63,18 +58,6 @@ def run_lessons(folder: Path, show: Show) -> None:
             show(f"ran lesson {number.strip()}", done, total)
     if process.returncode:
         raise AttentionError("the lessons", "one that failed", "lessons that run: see above")
-
-
-def fetch_inventories(folder: Path) -> None:
-    """What other projects' names link to. Without a network they link to nothing, which is no error."""
-    for name, url in INVENTORIES.items():
-        try:
-            with urllib.request.urlopen(url + "objects.inv", timeout=3) as answer:
-                found = answer.read()
-        except OSError:
-            return
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.inv").write_bytes(found)
 
 
 def stage(folder: Path, language: str, recorded: Path) -> None:
