@@ -75,9 +75,14 @@ def warmup(
 ) -> Warmed:
     """Compile the kernels of calls like these, for every length and batch, with or without a GPU.
 
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for this machine's GPU
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")   without one, in a Dockerfile
-        tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")   what a Hugging Face model needs
+        # for this machine's GPU
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)
+
+        # without a GPU, in a Dockerfile
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")
+
+        # for a Hugging Face model
+        tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")
 
     `tilewise warm` is the same as a command.
 

@@ -66,7 +66,8 @@ def unpad_input(
     """The tokens of a padded batch, packed one after the other.
 
     >>> x = torch.arange(6.0).view(2, 3)
-    >>> tokens, places, cu, longest, lengths = unpad_input(x, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> tokens, places, cu, longest, lengths = unpad_input(x, mask)
     >>> tokens, places.tolist(), cu.tolist(), longest
     (tensor([0., 1., 3., 4., 5.]), [0, 1, 3, 4, 5], [0, 2, 5], 3)
 
@@ -98,7 +99,8 @@ def unpad_input_for_concatenated_sequences(
 
     >>> x = torch.arange(8.0).view(2, 4)
     >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
-    >>> tokens, places, cu, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    >>> found = unpad_input_for_concatenated_sequences(x, lengths)
+    >>> tokens, places, cu, longest = found
     >>> tokens, cu.tolist(), longest
     (tensor([0., 1., 2., 4., 5., 6.]), [0, 2, 3, 6], 3)
 

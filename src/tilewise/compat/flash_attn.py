@@ -1,7 +1,10 @@
 """flash-attn 2.8's functions, same names and arguments.
 
-    from tilewise.compat.flash_attn import flash_attn_func       in the place of `from flash_attn import ...`
-    tilewise.compat.flash_attn.install()                         or once, before anything imports flash_attn
+    # in the place of `from flash_attn import flash_attn_func`
+    from tilewise.compat.flash_attn import flash_attn_func
+
+    # or once, before anything imports flash_attn
+    tilewise.compat.flash_attn.install()
 
 Differences: any dtype, head dims to 512, any device; rows without a visible key give 0 and lse -inf; lse has a
 gradient. Arguments that are not supported raise AttentionError.
@@ -269,9 +272,9 @@ def flash_attn_with_kvcache(
     no gradient, except for a call with none of the options of a cache.
 
     >>> import torch
-    >>> cache, q, new = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
-    >>> lengths = torch.tensor([5, 20], dtype=torch.int32)
-    >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
+    >>> cache, q = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16)
+    >>> new, lengths = torch.randn(2, 1, 2, 16), torch.tensor([5, 20]).int()
+    >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 16])
 
     Args:

@@ -97,7 +97,8 @@ def flash_attn_func(
     """Dense attention with FlashAttention-3's arguments: `tilewise.attention`.
 
     >>> q = torch.randn(1, 5, 4, 16)
-    >>> out, lse = flash_attn_func(q, q, q, causal=True, attention_chunk=2, return_attn_probs=True)
+    >>> options = {"attention_chunk": 2, "return_attn_probs": True}
+    >>> out, lse = flash_attn_func(q, q, q, causal=True, **options)
     >>> out.shape, lse.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 4, 5]))
 

@@ -2,7 +2,8 @@
 
     from tilewise.compat import create_block_mask, flex_attention
 
-    out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
+    mask = create_block_mask(causal, None, None, S, S)
+    out = flex_attention(q, k, v, score_mod=relative, block_mask=mask)
 
 There is nothing to compile (within torch.compile it is a graph break): the function is traced as a mod or, if it
 contains more than a mod may (tuples, loops, an `if` over numbers), traced as it is at every call. Tensors and numbers
@@ -64,7 +65,9 @@ def flex_attention(
     >>> def alibi(score, b, h, q_idx, kv_idx):
     ...     return score + slopes[h] * (kv_idx - q_idx)
     >>> q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))
-    >>> mask = torchs.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 128, 128, device="cpu")
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
     >>> flex_attention(q, k, v, alibi, mask).sum().backward()
     >>> slopes.grad.shape
     torch.Size([4])

@@ -57,7 +57,8 @@ def memory_efficient_attention(
     """xformers' function, computed by tilewise.
 
     >>> q = torch.randn(1, 7, 4, 16)
-    >>> memory_efficient_attention(q, q, q, BlockDiagonalMask.from_seqlens([3, 4]).make_causal()).shape
+    >>> mask = BlockDiagonalMask.from_seqlens([3, 4]).make_causal()
+    >>> memory_efficient_attention(q, q, q, mask).shape
     torch.Size([1, 7, 4, 16])
 
     Args:
@@ -298,8 +299,11 @@ class BlockDiagonalMask:
 
     >>> texts = [torch.randn(1, 3, 4, 16), torch.randn(2, 5, 4, 16)]
     >>> mask, x = BlockDiagonalMask.from_tensor_list(texts)
-    >>> x.shape, [y.shape for y in mask.split(memory_efficient_attention(x, x, x, mask))]
-    (torch.Size([1, 13, 4, 16]), [torch.Size([1, 3, 4, 16]), torch.Size([2, 5, 4, 16])])
+    >>> x.shape
+    torch.Size([1, 13, 4, 16])
+    >>> out = memory_efficient_attention(x, x, x, mask)
+    >>> [y.shape for y in mask.split(out)]
+    [torch.Size([1, 3, 4, 16]), torch.Size([2, 5, 4, 16])]
 
     Attributes:
         q_seqinfo: `SeqInfo` of the queries.

@@ -1,6 +1,6 @@
 """Hugging Face diffusers on tilewise: `pipe.transformer.set_attention_backend("tilewise")`.
 
-    import tilewise.integrations.diffusers                # registers; or call register()
+    import tilewise.integrations.diffusers    # calls register()
 
 Tested with diffusers 0.42; with others it warns once, and works or raises.
 """

@@ -37,7 +37,8 @@ def scaled_dot_product_attention(
 
     >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
     >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.allclose(ours, functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+    >>> torchs = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(ours, torchs, atol=1e-5)
     True
 
     A row that is masked out entirely gives 0, as in torch. Jagged nested tensors (B, H, j, E) are accepted, without a

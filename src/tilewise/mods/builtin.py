@@ -111,7 +111,8 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped-def]
     """Every query sees the first `prefix[b]` keys, and the others causally.
 
-    >>> prefix_lm(torch.tensor([2]))(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
+    >>> mod, queries, keys = prefix_lm(torch.tensor([2])), torch.arange(3), torch.arange(4)
+    >>> mod(0, 0, queries[:, None], keys).int()
     tensor([[1, 1, 0, 0],
             [1, 1, 0, 0],
             [1, 1, 1, 0]], dtype=torch.int32)
@@ -173,7 +174,8 @@ def dilated_window(b, h, q_idx, kv_idx, width, dilation, *, q_pos):  # type: ign
 def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius, *, q_pos):  # type: ignore[no-untyped-def]
     """Tokens are the pixels of an image, row by row; a pixel sees those within `radius` in both directions.
 
-    >>> neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12)).int().view(3, 4)
+    >>> seen = neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12))
+    >>> seen.int().view(3, 4)
     tensor([[1, 1, 1, 0],
             [1, 1, 1, 0],
             [1, 1, 1, 0]], dtype=torch.int32)

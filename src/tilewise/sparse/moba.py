@@ -52,7 +52,7 @@ def moba(
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
 
-    >>> q, k, v = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 16)
+    >>> q, k, v = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2))
     >>> moba(q, k, v, block_size=16, top_k=2).shape
     torch.Size([1, 64, 4, 16])
 

@@ -21,7 +21,19 @@ from tilewise_lab.progress import Show
 
 ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
-UNTRANSLATED = ":::{note}\n本页尚无中文译文，以下为英文原文。\n:::"
+# Pages without a Chinese version, to which Chinese pages link: notes for developers, and measurements. A folder ends in /.
+ENGLISH_ONLY = (
+    "changelog.md",
+    "contributing.md",
+    "course/coverage.md",
+    "gotchas.md",
+    "hopper-backward-wide.md",
+    "hopper-backward.md",
+    "hopper-forward.md",
+    "portable-kernels.md",
+    "upstream.md",
+    "results/",
+)
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
@@ -66,18 +78,19 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
     if (recorded / "pictures").exists():
         shutil.copytree(recorded / "pictures", folder / "course" / "pictures")
     places = {source: page for source, page, _ in pages("en", recorded)}
+    measured = ROOT / "bench" / "results"
     for source, page, text in pages(language, recorded):
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
-        text = text.replace("{root}", root).replace(
-            "{reports}", results.list_of_reports(ROOT / "bench" / "results", root)
-        )
-        path.write_text(tidied(linked(themed(text), source, page, places, folder)), encoding="utf-8")
+        text = text.replace("{root}", root).replace("{reports}", results.list_of_reports(measured, root))
+        text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
+        text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
+        path.write_text(tidied(text), encoding="utf-8")
 
 
 def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
-    """(source in the repository, page on the site, text) of everything there is; English where there is no other."""
+    """(source in the repository, page on the site, text) of every page in a language."""
     documents = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
     places = {path: path.removeprefix("docs/") for path in documents if not path.startswith("docs/zh/")}
     places |= {"bench/README.md": "benchmark.md", "course/COVERAGE.md": "course/coverage.md"}
@@ -90,13 +103,21 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
             yield source, page, (ROOT / source).read_text(encoding="utf-8")
         elif (ROOT / translated).is_file():
             yield translated, page, (ROOT / translated).read_text(encoding="utf-8")
-        else:
-            yield source, page, noted((ROOT / source).read_text(encoding="utf-8"))
+        elif not is_english_only(page):
+            raise AttentionError("Chinese pages", f"no {translated}", f"a translation of {source}")
     for lesson in all_lessons():
         text = lessons.markdown(lesson, lessons.printed(recorded, lesson.number, language[:2]), language[:2])
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
-    for name, text in results.tables(measured):
-        yield f"bench/results/{name}.json", f"results/{name}.md", text if language == "en" else noted(text)
+    for name, text in results.tables(measured) if language == "en" else ():
+        yield f"bench/results/{name}.json", f"results/{name}.md", text
+
+
+def is_english_only(page: str) -> bool:
+    """
+    >>> is_english_only("gotchas.md"), is_english_only("results/2026.md"), is_english_only("results/index.md")
+    (True, True, False)
+    """
+    return page != "results/index.md" and page.startswith(ENGLISH_ONLY)
 
 
 def themed(text: str) -> str:
@@ -120,17 +141,13 @@ def tidied(text: str) -> str:
     return re.sub(r"(?<=[，。：；、）？])\n *(?=[\w`\[*（“])", "", text)
 
 
-def noted(text: str) -> str:
-    """
-    >>> noted("# Title\\n\\nText").splitlines()[:3]
-    ['# Title', '', ':::{note}']
-    """
-    head, title, rest = re.split(r"^(# .*\n)", text, maxsplit=1, flags=re.M)
-    return f"{head}{title}\n{UNTRANSLATED}\n{rest}"
+def linked(
+    text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None
+) -> str:
+    """The text with its links, made for the repository, leading to the same things on the site.
 
-
-def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path) -> str:
-    """The text with its links, made for the repository, leading to the same things on the site."""
+    english: in another language, the way from this page to the English site.
+    """
 
     def link(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
@@ -143,6 +160,8 @@ def linked(text: str, source: str, page: str, places: dict[str, str], folder: Pa
             shutil.copy(ROOT / target, folder / there)
         if there is None:
             return found[0]
+        if english is not None and is_english_only(there):
+            return f"]({english}{there.removesuffix('.md')}.html{found[2] or ''}){{.external}}"
         return f"]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{found[2] or ''})"
 
     return LINK.sub(link, text)
