@@ -17,7 +17,7 @@ from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 
 import tilewise
-from tilewise_lab.docs import docstrings, inventories
+from tilewise_lab.docs import accessible, docstrings, inventories
 from tilewise_lab.docs.build import is_english_only
 
 project = "tilewise"
@@ -134,7 +134,7 @@ def light_menu(
     def toctree(**options: object) -> str:
         env.tocs, kept = app.titles, env.tocs
         try:
-            return whole(**options)
+            return accessible.menu(whole(**options))
         finally:
             env.tocs = kept
 
@@ -142,10 +142,16 @@ def light_menu(
 
 
 def translation(
-    _app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: object
+    _app: Sphinx,
+    page: str,
+    _template: str,
+    context: dict[str, Any],
+    _doctree: object,
 ) -> None:
     """Whether the page has one: the template then shows the switch of languages."""
     context["has_translation"] = not is_english_only(page + ".md")
+    if "body" in context:
+        context["body"] = accessible.body(context["body"])
 
 
 def titles(toc: nodes.bullet_list) -> nodes.bullet_list:

@@ -498,6 +498,15 @@ def test_examples_in_documents_are_true(document, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
 
 
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("bench/README.md", "CONTRIBUTING.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_code_of_the_pages_fits_80_columns(path):
+    blocks = re.findall(r"^(```+)[^\n]*\n(.*?)^\1$", path.read_text(encoding="utf-8"), re.M | re.S)
+    assert [line for _, block in blocks for line in block.splitlines() if len(line) > 80] == []
+
+
 def test_mentions_are_found():
     text = "see `src/tilewise/api.py`, `bench/` and [this](docs/x.md), not `q.dtype`, `a/b` or [that](https://a.b/c.md)"
     assert [a or b for a, b in MENTION.findall(text)] == ["src/tilewise/api.py", "bench/", "docs/x.md"]

@@ -15,10 +15,10 @@ KV_TILE = "TILEWISE_KV_TILE"  # environment variable that overrides the tile of 
 
 
 class Rotary(NamedTuple):
-    """Rotary embedding of new keys, and of the queries that come with them.
+    """Rotary embedding (RoPE) of new keys, and of the queries that come with them.
 
-        tilewise.Rotary(cos, sin)                      # pairs d, d + width / 2, as in Llama
-        tilewise.Rotary(cos, sin, interleaved=True)    # pairs 2 d, 2 d + 1, as in GPT-J
+        tilewise.Rotary(cos, sin)                    # d, d + width / 2: Llama
+        tilewise.Rotary(cos, sin, interleaved=True)  # 2 d, 2 d + 1: GPT-J
 
     The first `width` dims of every head are rotated. The position of a new key is its index in the sequence,
     lengths + i; that of a query is the key position where it sits.
@@ -42,8 +42,11 @@ class Rotary(NamedTuple):
 class QkNorm(NamedTuple):
     """RMSNorm of new keys, and of the queries that come with them, before the rotary embedding (Qwen 3, Gemma 3).
 
-        tilewise.QkNorm(q_weight, k_weight)              # x / sqrt(mean(x^2) + eps) * weight
-        tilewise.QkNorm(q_weight, k_weight, offset=1.0)  # ... * (weight + 1), as in Gemma
+        # x / sqrt(mean(x^2) + eps) * weight
+        tilewise.QkNorm(q_weight, k_weight)
+
+        # x / sqrt(mean(x^2) + eps) * (weight + 1), as in Gemma
+        tilewise.QkNorm(q_weight, k_weight, offset=1.0)
 
     The mean is over the dims of a head. All is computed in float32.
 

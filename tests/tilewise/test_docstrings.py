@@ -100,3 +100,17 @@ def test_the_test_sees_what_is_missing():
     assert described(f).keys() >= {"a", "causal", "backend"}
     assert "b" not in described(f)
     assert {x.id for x in ALL} >= {"tilewise.attention", "tilewise.mods.softcap", "tilewise.distributed.Plan.shard"}
+
+
+def example_lines(text: str) -> Iterator[str]:
+    """The lines of a docstring that pages show as code: examples, their output, and indented blocks."""
+    is_example = False
+    for line in re.split(r"^(?:Args|Attributes|Returns|Raises|Yields):$", text, flags=re.M)[0].splitlines():
+        is_example = line.startswith(">>>") or (is_example and bool(line.strip()))
+        if is_example or line.startswith("    "):
+            yield line
+
+
+@pytest.mark.parametrize("x", [*ALL, *(pytest.param(import_module(name), id=name) for name in installed())])
+def test_examples_fit_80_columns(x):
+    assert [line for line in example_lines(inspect.getdoc(x) or "") if len(line) > 80] == []

@@ -111,8 +111,8 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped-def]
     """Every query sees the first `prefix[b]` keys, and the others causally.
 
-    >>> mod, queries, keys = prefix_lm(torch.tensor([2])), torch.arange(3), torch.arange(4)
-    >>> mod(0, 0, queries[:, None], keys).int()
+    >>> mod = prefix_lm(torch.tensor([2]))
+    >>> mod(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
     tensor([[1, 1, 0, 0],
             [1, 1, 0, 0],
             [1, 1, 1, 0]], dtype=torch.int32)

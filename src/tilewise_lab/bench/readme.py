@@ -25,7 +25,7 @@ from tilewise_lab.costs.explain import explain as told
 from tilewise_lab.demo.words import duration, tokens
 from tilewise_lab.explain.check import Measured
 
-DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
+DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md", "docs/index.md")
 RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
 PREDICTED = Path("docs/explain-h200.svg")

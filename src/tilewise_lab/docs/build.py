@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tilewise.errors import AttentionError
+from tilewise.version import __version__
 from tilewise_lab.docs import lessons, results
 from tilewise_lab.learn.course import lessons as all_lessons
 from tilewise_lab.progress import Show
 
 ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
-# Pages without a Chinese version, to which Chinese pages link: notes for developers, and measurements. A folder ends in /.
+# Pages without a Chinese version, to which Chinese pages link: notes for developers, and measurements.
 ENGLISH_ONLY = (
     "changelog.md",
     "contributing.md",
@@ -37,6 +38,7 @@ ENGLISH_ONLY = (
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
+TABLE = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.S)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -83,7 +85,8 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
-        text = text.replace("{root}", root).replace("{reports}", results.list_of_reports(measured, root))
+        text = text.replace("{root}", root).replace("{version}", __version__)
+        text = text.replace("{reports}", results.list_of_reports(measured, root))
         text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
         text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
         path.write_text(tidied(text), encoding="utf-8")
@@ -102,7 +105,8 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         if language == "en":
             yield source, page, (ROOT / source).read_text(encoding="utf-8")
         elif (ROOT / translated).is_file():
-            yield translated, page, (ROOT / translated).read_text(encoding="utf-8")
+            text, original = ((ROOT / path).read_text(encoding="utf-8") for path in (translated, source))
+            yield translated, page, with_tables(text, original)
         elif not is_english_only(page):
             raise AttentionError("Chinese pages", f"no {translated}", f"a translation of {source}")
     for lesson in all_lessons():
@@ -110,6 +114,16 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
     for name, text in results.tables(measured) if language == "en" else ():
         yield f"bench/results/{name}.json", f"results/{name}.md", text
+
+
+def with_tables(text: str, original: str) -> str:
+    """A translation with the tables of measurements of its original, for which it has {bench:NAME}.
+
+    >>> with_tables("{bench:speed}", "<!-- bench:speed -->\\n| a |\\n<!-- /bench:speed -->")
+    '| a |\\n'
+    """
+    tables = dict(TABLE.findall(original))
+    return re.sub(r"\{bench:([\w-]+)\}", lambda found: tables[found[1]], text)
 
 
 def is_english_only(page: str) -> bool:
@@ -141,9 +155,7 @@ def tidied(text: str) -> str:
     return re.sub(r"(?<=[，。：；、）？])\n *(?=[\w`\[*（“])", "", text)
 
 
-def linked(
-    text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None
-) -> str:
+def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None) -> str:
     """The text with its links, made for the repository, leading to the same things on the site.
 
     english: in another language, the way from this page to the English site.
