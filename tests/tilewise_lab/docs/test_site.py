@@ -122,7 +122,9 @@ def test_no_page_is_without_a_translation(tmp_path):
     english, chinese = ({page: text for _, page, text in pages(x, tmp_path)} for x in LANGUAGES)
     assert [page for page in english if page not in chinese and not is_english_only(page)] == []
     assert len(chinese) > 60
-    for page, text in chinese.items():
+    for page, whole in chinese.items():
+        own = ROOT / "docs" / "zh" / page
+        text = own.read_text(encoding="utf-8") if own.is_file() else whole  # without the tables of the original
         assert re.match(r"(?:---.*?---\n)?# .*\n", text, re.S), page
         assert "尚无中文" not in text
         prose = re.sub(r"^(```+).*?^\1$|`[^`]*`|\]\([^)]*\)|<[^>]*>", "", text, flags=re.M | re.S)
@@ -168,13 +170,13 @@ def test_the_index_of_the_search_has_the_words_of_the_field(site, word):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme):
+@pytest.mark.parametrize(("scheme", "pages_of"), [("light", AXE), ("dark", AXE[::5])])
+def test_axe_finds_nothing_serious_on_any_kind_of_page(site, browser, scheme, pages_of):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     tab = context.new_page()
     serious = {}
-    for page in AXE:
+    for page in pages_of:
         tab.goto((site / page).as_uri())
         for one in axe.Axe().run(tab, options={"resultTypes": ["violations"]}).response["violations"]:
             if one["impact"] in ("serious", "critical"):
