@@ -120,7 +120,7 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
     element: -1 reads the first.
 
     Args:
-        function: f. Its parameters after kv_idx are tensors and numbers, which are given when the mod is made.
+        function: the function f. Its parameters after kv_idx are tensors and numbers, given when the mod is made.
         grad: the derivative of f with respect to the score, a function of the same parameters. Default: derived from f.
 
     Returns:
@@ -148,7 +148,7 @@ def mask_mod(function: Callable[..., Any]) -> Modifier:
     Integers and indices are as in `score_mod`.
 
     Args:
-        function: f. Its parameters after kv_idx are tensors and numbers, which are given when the mod is made.
+        function: the function f. Its parameters after kv_idx are tensors and numbers, given when the mod is made.
 
     Returns:
         The decorated function. Calling it with its tensors and numbers returns a `tilewise.mods.Mod`, for the option

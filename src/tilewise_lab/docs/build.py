@@ -85,7 +85,7 @@ def stage(folder: Path, language: str, recorded: Path) -> None:
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
-        text = text.replace("{root}", root).replace("{version}", __version__)
+        text = text.replace("{root}", root).replace("{version}", release())
         text = text.replace("{reports}", results.list_of_reports(measured, root))
         text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
         text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
@@ -114,6 +114,10 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
     for name, text in results.tables(measured) if language == "en" else ():
         yield f"bench/results/{name}.json", f"results/{name}.md", text
+
+
+def release() -> str:
+    return "in development" if "unknown" in __version__ else __version__
 
 
 def with_tables(text: str, original: str) -> str:
@@ -149,10 +153,12 @@ def tidied(text: str) -> str:
 
     >>> tidied(">>> 1\\n1\\n\\n```\\n一行，\\n又一行\\n")
     '>>> 1\\n1\\n```\\n一行，又一行\\n'
+    >>> tidied("如下：\\n\\n```\\nx\\n```\\n")
+    '如下：\\n```\\nx\\n```\\n'
     """
     text = text.replace("\n\n```\n", "\n```\n")
     text = re.sub(r"(?<=[\u4e00-\u9fff])\n *(?=[\u4e00-\u9fff])", "", text)
-    return re.sub(r"(?<=[，。：；、）？])\n *(?=[\w`\[*（“])", "", text)
+    return re.sub(r"(?<=[，。：；、）？])\n *(?=(?!```)[\w`\[*（“])", "", text)
 
 
 def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None) -> str:

@@ -198,6 +198,14 @@ def test_no_block_of_code_is_cut_off(site, browser, width):
 
 
 @pytest.mark.slow
+def test_every_page_has_one_title(parsed):
+    """A second one is a comment of code whose block was not closed."""
+    for path in parsed:
+        if "report-" not in path.name and path.parent.name != "explore":
+            assert path.read_text(encoding="utf-8").count("<h1") <= 1, path
+
+
+@pytest.mark.slow
 def test_formulas_have_a_font_with_tables_for_mathematics(site):
     style = (site / "_static" / "site.css").read_text(encoding="utf-8")
     assert 'math { font-family: "tilewise math"' in style
