@@ -113,7 +113,7 @@ def _activate() -> Any:
     return activate()
 
 
-if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # it is active when somebody says so
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # activate_flash_attention_impl makes it active
     torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 

@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
         elif mask.numel():
             options["mask_mod"] = table(mask)
     if is_causal:
-        if n_k > n_q:  # the rest nobody sees
+        if n_k > n_q:  # no query sees the other keys
             k, v, n_k = k[:, :, :n_q], v[:, :, :n_q], n_q
         options["window"] = None, n_q - n_k
     out: Tensor = attention(q, k, v, layout="bhsd", scale=scale, dropout_p=dropout_p, **options)

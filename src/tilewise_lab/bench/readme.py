@@ -287,7 +287,7 @@ def models(everything: list[Results], document: Path) -> str:
 
 
 def host(everything: list[Results], document: Path) -> str:
-    """What a call on small tensors keeps the host, for everyone."""
+    """Host time of a call on small tensors, for each provider."""
 
     def part(results: Results) -> str:
         cells = results.of("overhead")
