@@ -1,7 +1,7 @@
 """The machine: threads that take turns in virtual time, shared memory that knows who is touching it, barriers.
 
-Only one thread runs at a time, always the one whose clock is behind; so a run is reproducible, and when no thread can run
-and nothing is under way, that is a deadlock. `seed` perturbs every latency: other seeds are other interleavings.
+Only one thread runs at a time, always the one whose clock is behind; so a run is reproducible. If no thread can run and
+nothing is in flight, it is a deadlock. `seed` perturbs every latency: other seeds are other interleavings.
 
 Costs are in cycles and roughly those of an H100. They order the events and draw the timeline; they measure nothing.
 """
