@@ -316,10 +316,12 @@ def check(
 
     >>> import torch
     >>> q = torch.randn(10, 4, 32)
-    >>> check(q, q, q, torch.tensor([0, 12], dtype=torch.int32), torch.tensor([0, 10], dtype=torch.int32))
+    >>> cu_q, cu_k = torch.tensor([0, 12]), torch.tensor([0, 10])
+    >>> check(q, q, q, cu_q, cu_k)
     Traceback (most recent call last):
     ...
-    tilewise.errors.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
+    tilewise.errors.AttentionError: end of cu_seqlens_q: found 12;
+    expected at most the 10 tokens there are
 
     On a GPU a call checks shapes alone, because reading contents waits for the device. There, offsets past the end are
     clamped, a bias adds nothing past its end, and a block mask is taken to be one of these sequences. This function

@@ -4,7 +4,7 @@ write what others of the same launch touch.
     with guard.watched():
         tilewise.attention_kv(..., backend="triton")      # in Triton's interpreter
 
-Memory beside a tensor belongs to somebody, and is read and written without a word; and programs that run one after the
+Accesses out of bounds read and write other memory without an error; and programs that run one after the
 other never meet. Here every load and store of a kernel must lie within a tensor that the launch was given, in lanes
 that its mask lets through, and two programs may touch one place only if neither writes to it (atomics aside). A program
 may read what another wrote before both updated one place with acquire and release semantics, the writer first.

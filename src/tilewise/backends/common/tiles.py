@@ -1,8 +1,8 @@
 """Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
 
 There is no autotuning at run time: the same call runs the same kernel, every time. The rows fit the memory of their
-GPUs and compile without a spilled register, apart from what test_compile.py and test_targets.py in
-tests/tilewise/backends/ name. Only rows with a measurement beside them were timed.
+GPUs and compile without a spilled register, apart from the exceptions that the tests of the
+backends list. Only rows with a measurement beside them were timed.
 """
 
 from __future__ import annotations
