@@ -185,3 +185,10 @@ def test_distributed_calls_raise() -> None:
     q, k, v = tensors(n=8)
     with pytest.raises(tilewise.AttentionError, match="precision"):
         sharded(q, k, v, (8, 8), (8, 8), None, options_of({"precision": "fp8"}))
+
+
+def test_explain_says_that_its_times_are_others() -> None:
+    shape = 1, 4096, 8, 128
+    found = tilewise.explain(shape, shape, shape, device="H200", precision="fp8")
+    assert found.backend == "hopper"
+    assert "does not know precision='fp8'" in found.reason
