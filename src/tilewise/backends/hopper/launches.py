@@ -158,9 +158,9 @@ def forward_launch(
     out, lse, max_logit = results
     repair = RepairPointers()
     if request.is_masked and cache.lengths is None:
-        given = q, request.k, request.v
+        given: list[Any] = [q, request.k, request.v]
         if config.FP8:  # the descriptors are those of the quantised operands
-            given = tuple(output(x) for x in given)
+            given = [output(x) for x in given]
         repair = RepairPointers(*given, out, state.flags)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
