@@ -117,7 +117,7 @@ def finished_early(num_outstanding: int = 0, deps: tuple[Any, ...] = ()) -> Any:
     return language.Value(deps[0].value)
 
 
-def nothing(*_: Any) -> None: ...
+def nothing(*_: Any, **__: Any) -> None: ...
 
 
 BUGS = {

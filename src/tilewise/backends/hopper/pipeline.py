@@ -207,7 +207,7 @@ def store_global(out, x, tokens, first, column):
     c = column_indices(opaque(gl.to_tensor(column)), x)
     offset = tl.cast(tokens.b, tl.int64) * out.strides[0] + tl.cast(tokens.h, tl.int64) * out.strides[2]
     offset = offset + (tl.cast(tokens.start, tl.int64) + i.to(tl.int64)) * out.strides[1]
-    p = (out.ptr + opaque64(offset))[:, None] + c[None, :]
+    p = out.ptr + opaque64(offset)[:, None] + c[None, :]
     gl.store(p, x.to(out.ptr.dtype.element_ty), mask=(i < tokens.n)[:, None] & (c < out.columns)[None, :])
 
 

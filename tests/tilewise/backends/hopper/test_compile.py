@@ -72,7 +72,7 @@ SPILLS = {
     "256 softcap": 52,
     "256 document sinks": 92,
 }  # bytes
-SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20, "256 partial": 12}
+SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20}
 
 
 def compiled(call: dict[str, object], triton: str = "", script: str = "compile_one") -> dict[str, object]:
