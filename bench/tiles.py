@@ -120,7 +120,7 @@ def launch_of(row: Row) -> Any:
             rows, parts = FEW.get(row.variant, n), 4 if row.variant in FEW and not packed else 1
             request, lse = request._replace(q=q[..., :rows, :, :]), lse[..., :rows]
             made = forward_launch(request, request.q, lse, gpu, parts, flags_of(flag_count(request, parts)))
-            return repairs(repair_forward_kernel, made, target, EACH=True)[0] if row.kernel != "forward" else made
+            return repairs(repair_forward_kernel, made, target)[0] if row.kernel != "forward" else made
         if row.kernel == "merge":
             room = q.new_empty(64, dtype=torch.float32)
             return merge_launch(room, room, q, lse, 64, gpu)

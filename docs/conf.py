@@ -17,31 +17,45 @@ from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 
 import tilewise
-from tilewise_lab.docs import docstrings
-from tilewise_lab.docs.build import INVENTORIES
+from tilewise_lab.docs import accessible, docstrings, inventories
+from tilewise_lab.docs.build import is_english_only
 
 project = "tilewise"
 version = release = tilewise.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["files", "_build"]
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
+myst_enable_extensions = [
+    "dollarmath",
+    "colon_fence",
+    "deflist",
+    "attrs_inline",
+]
 myst_heading_anchors = 4
 
 smartquotes = False  # straight ones are as good, and looking for them takes a twentieth of the time
 highlight_language = "none"  # of blocks that name none
-autodoc_typehints = "description"
-autodoc_mock_imports = ["transformers", "diffusers"]  # described here, and not needed for it
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented_params"
+suppress_warnings = [
+    "ref.python"
+]  # several classes are called Tile: a type in a signature may link to another one
+autodoc_mock_imports = [
+    "transformers",
+    "diffusers",
+]  # described here, and not needed for it
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-inventories = Path(__file__).parent / "inventories"  # fetched where there is a network
-intersphinx_mapping = {
-    name: (url, str(inventories / f"{name}.inv"))
-    for name, url in INVENTORIES.items()
-    if (inventories / f"{name}.inv").exists()
-}
+intersphinx_mapping = inventories.mapping(
+    Path(__file__).parent / "inventories"
+)
 
 pygments_dark_style = "github-dark"
 html_theme = "furo"
@@ -49,10 +63,14 @@ html_title = "tilewise"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
-html_theme_options = {"top_of_page_buttons": ["view"]}  # whose template is the switch of languages
+html_theme_options = {
+    "top_of_page_buttons": ["view"]
+}  # whose template is the switch of languages
 html_copy_source = False
 html_show_copyright = False
-html_math_renderer = "mathml"  # drawn by the browser: no script, no font, no network
+html_math_renderer = (
+    "mathml"  # drawn by the browser: no script, no font, no network
+)
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
@@ -67,7 +85,9 @@ class Pairs(SearchChinese):
         return [
             part
             for word in re.findall(r"[a-zA-Z0-9_]+|[\u4e00-\u9fff]+", text)
-            for part in ([word] if word.isascii() else map("".join, pairwise(word)))
+            for part in (
+                [word] if word.isascii() else map("".join, pairwise(word))
+            )
         ]
 
     js_splitter_code = r"""
@@ -79,15 +99,29 @@ function splitQuery(query) {
 """
 
 
-def formula(translator: object, node: nodes.math | nodes.math_block) -> None:
+def formula(
+    translator: object, node: nodes.math | nodes.math_block
+) -> None:
     try:
-        translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+        translator.body.append(
+            tex2mathml(
+                node.astext(), as_block=isinstance(node, nodes.math_block)
+            )
+        )
     except MathError as error:
-        logging.getLogger(__name__).warning("a formula: %s: %s", error, node.astext(), location=node)
+        logging.getLogger(__name__).warning(
+            "a formula: %s: %s", error, node.astext(), location=node
+        )
     raise nodes.SkipNode
 
 
-def light_menu(app: Sphinx, page: str, template: str, context: dict[str, Any], _doctree: object) -> None:
+def light_menu(
+    app: Sphinx,
+    page: str,
+    template: str,
+    context: dict[str, Any],
+    _doctree: object,
+) -> None:
     """The menu of every page names pages: made of the titles alone it takes a fifth of the time that it takes when the
     headings and the names of each page, hundreds, are copied first and dropped then."""
     whole = context.get("toctree")
@@ -100,11 +134,24 @@ def light_menu(app: Sphinx, page: str, template: str, context: dict[str, Any], _
     def toctree(**options: object) -> str:
         env.tocs, kept = app.titles, env.tocs
         try:
-            return whole(**options)
+            return accessible.menu(whole(**options))
         finally:
             env.tocs = kept
 
     context["toctree"] = toctree
+
+
+def translation(
+    _app: Sphinx,
+    page: str,
+    _template: str,
+    context: dict[str, Any],
+    _doctree: object,
+) -> None:
+    """Whether the page has one: the template then shows the switch of languages."""
+    context["has_translation"] = not is_english_only(page + ".md")
+    if "body" in context:
+        context["body"] = accessible.body(context["body"])
 
 
 def titles(toc: nodes.bullet_list) -> nodes.bullet_list:
@@ -113,7 +160,9 @@ def titles(toc: nodes.bullet_list) -> nodes.bullet_list:
     for item in toc.children:
         kept = item.copy()
         kept += item[0].deepcopy()
-        if below := [tree.deepcopy() for tree in item.findall(addnodes.toctree)]:
+        if below := [
+            tree.deepcopy() for tree in item.findall(addnodes.toctree)
+        ]:
             kept += nodes.bullet_list("", *below)
         found += kept
     return found
@@ -131,5 +180,8 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("autodoc-skip-member", docstrings.skip)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
-    app.connect("html-page-context", light_menu, priority=400)  # the theme draws it at 500
+    app.connect("html-page-context", translation)
+    app.connect(
+        "html-page-context", light_menu, priority=400
+    )  # the theme draws it at 500
     app.add_search_language(Pairs)

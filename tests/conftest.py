@@ -27,6 +27,7 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     try:  # gluon asserts that the variable is what it was when triton was imported
         for module in (
+            "tilewise.backends.common.hvp_launches",
             "tilewise.backends.common.jvp_launches",
             "tilewise.backends.common.kv.runners",
             "tilewise.backends.common.term_gradients",

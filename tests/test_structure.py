@@ -350,6 +350,7 @@ MOST_PRIVATE = 12
 OTHERS_PRIVATE = {  # private names of other libraries
     "integrations.diffusers": {"_AttentionBackendRegistry"},
     "integrations.transformers": {"_attn_implementation"},
+    "integrations.vllm_backend": {"_k_scale", "_v_scale"},
     "backends.hopper.gluon_compat": {"_convert_to_ir_values"},
 }
 
@@ -428,9 +429,13 @@ NO_EXAMPLES = (
 )  # fmt: skip
 
 
+# A message of an error may be broken into lines of 80 columns.
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(NO_EXAMPLES)])
 def test_examples_in_docstrings_are_true(module):
-    assert doctest.testmod(import_module(long(module)), optionflags=doctest.ELLIPSIS).failed == 0
+    assert doctest.testmod(import_module(long(module)), optionflags=FLAGS).failed == 0
 
 
 def test_import_stays_light():
@@ -486,12 +491,22 @@ def test_examples_in_documents_are_true(document, monkeypatch):
     installed = [name for name in ("flash_attn", "flash_attn_interface") if name not in sys.modules]
     text = (ROOT / document).read_text(encoding="utf-8")
     examples = doctest.DocTestParser().get_doctest(text, {}, document, document, 0)
-    results = doctest.DocTestRunner().run(examples, clear_globs=False)  # what torch has compiled looks at them later
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    results = runner.run(examples, clear_globs=False)  # what torch has compiled looks at them later
     assert results.attempted > 2
     assert results.failed == 0
     for name in list(sys.modules):
         if name.partition(".")[0] in installed:  # by the example that says how
             monkeypatch.delitem(sys.modules, name)
+
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("bench/README.md", "CONTRIBUTING.md"))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_code_of_the_pages_fits_80_columns(path):
+    blocks = re.findall(r"^(```+)[^\n]*\n(.*?)^\1$", path.read_text(encoding="utf-8"), re.M | re.S)
+    assert [line for _, block in blocks for line in block.splitlines() if len(line) > 80] == []
 
 
 def test_mentions_are_found():

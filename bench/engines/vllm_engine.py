@@ -53,6 +53,7 @@ GROUPS: dict[str, dict[str, Any]] = {  # name: model, workloads, options of LLM
     "mha": {"model": "mha", "work": ["small", "many"], "options": FEW},
     "qwen3": {"model": "qwen3", "work": ["small", "many"], "options": FEW},
     "sinks": {"model": "sinks", "work": ["small", "many"], "options": FEW},
+    "fp8": {"model": "qwen3", "work": ["small", "many"], "options": FEW | {"kv_cache_dtype": "fp8"}},
     "prefix": {"model": "llama", "work": ["shared"], "options": FEW | {"enable_prefix_caching": True}},
     "chunked": {"model": "llama", "work": ["many"], "options": FEW | {"max_num_batched_tokens": 512}},
     "ngram": {
@@ -62,7 +63,7 @@ GROUPS: dict[str, dict[str, Any]] = {  # name: model, workloads, options of LLM
         }},
     },
 }  # fmt: skip
-KV_BYTES = 6 << 30
+KV_BYTES = 3 << 30
 FEW_TOKENS = range(3, 19)
 ROUNDS = 3  # timed ones
 

@@ -117,7 +117,7 @@ def _activate() -> Any:
     return activate()
 
 
-if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # it is active when somebody says so
+if hasattr(torch.nn.attention, "register_flash_attention_impl"):  # activate_flash_attention_impl makes it active
     torch.nn.attention.register_flash_attention_impl("tilewise", register_fn=_activate)
 
 
@@ -144,8 +144,12 @@ def explain(
 ) -> "Explanation":
     """What a call of `attention` or `attention_varlen` would run, what it costs and what would make it faster.
 
-        tilewise.explain(q, k, v, causal=True)                                          where the tensors are
-        tilewise.explain((4, 4096, 16, 128), (4, 4096, 4, 128), (4, 4096, 4, 128), device="H200")   shapes will do
+        # on the device of the tensors
+        tilewise.explain(q, k, v, causal=True)
+
+        # shapes are enough
+        q, kv = (4, 4096, 16, 128), (4, 4096, 4, 128)
+        tilewise.explain(q, kv, kv, device="H200")
 
     Args:
         q: a tensor on any device, "meta" included, or a shape.
@@ -204,7 +208,8 @@ def explain_kv(
 ) -> "KvExplanation":
     """What a call with a KV cache reads, how its keys are divided among SMs, and what binds it.
 
-        tilewise.explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
+        q, cache, lengths = (64, 1, 32, 128), (64, 8192, 8, 128), [4096] * 64
+        tilewise.explain_kv(q, cache, None, lengths, device="H200")
 
     Args:
         q: as in `attention_kv`, or a shape.

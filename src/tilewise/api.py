@@ -134,6 +134,9 @@ def attention(
         return_max_logit: if True, the largest score of each head is returned too, last, as QK-clip needs it.
         deterministic: if True, the gradients have the same bits in every run. Default: as
             torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
+        precision: "fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
+            by fp8 tensor cores (docs/how-to/fp8.md: how, and how large the error is). Forward only: it raises if a
+            gradient is needed. Default None: products in q's dtype.
         backend: "reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".
 
     Returns:
@@ -313,10 +316,12 @@ def check(
 
     >>> import torch
     >>> q = torch.randn(10, 4, 32)
-    >>> check(q, q, q, torch.tensor([0, 12], dtype=torch.int32), torch.tensor([0, 10], dtype=torch.int32))
+    >>> cu_q, cu_k = torch.tensor([0, 12]), torch.tensor([0, 10])
+    >>> check(q, q, q, cu_q, cu_k)
     Traceback (most recent call last):
     ...
-    tilewise.errors.AttentionError: end of cu_seqlens_q: found 12; expected at most the 10 tokens there are
+    tilewise.errors.AttentionError: end of cu_seqlens_q: found 12;
+    expected at most the 10 tokens there are
 
     On a GPU a call checks shapes alone, because reading contents waits for the device. There, offsets past the end are
     clamped, a bias adds nothing past its end, and a block mask is taken to be one of these sequences. This function

@@ -44,6 +44,8 @@ def attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], 
 
 
 def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
+    if spec.precision is not None:
+        check_forward_only(spec, tensors)
     if is_forward_mode() or (plan is None and is_transformed() and not torch.compiler.is_compiling()):
         request = Request.of(spec, tensors)
         if ops.chosen(request).name == REFERENCE:
@@ -59,12 +61,24 @@ def _attend(spec: Spec, plan: CallPlan | None, tensors: Sequence[Tensor | None],
     return Attention.apply(spec, plan, *tensors), None  # type: ignore[no-untyped-call]
 
 
+def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
+    """Raises if a derivative of a call with a `precision` is needed."""
+    wanted = tensors[: num_differentiable(spec)]
+    needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
+    if needed or is_forward_mode():
+        found = "tensors that require a gradient" if needed else "forward-mode differentiation"
+        hint = "forward only: q.detach() and so on, or torch.no_grad(); precision=None has gradients"
+        raise AttentionError(f"precision={spec.precision!r}", found, hint)
+
+
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
     """`attend` of an eager call whose plan is known."""
     if profiler_enabled():
         return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
         return plan.forward(tensors)
+    if plan.spec.precision is not None:
+        check_forward_only(plan.spec, tensors)
     if with_lse or plan.spec.max_logit:
         return AttentionWithLse.apply(plan.spec, plan, *tensors)  # type: ignore[no-untyped-call]
     return Attention.apply(plan.spec, plan, *tensors), None  # type: ignore[no-untyped-call]
@@ -136,7 +150,9 @@ class TransformedAttention(AttentionWithLse):
         request = Request.of(ctx.spec, tensors)
         if any(t is not None for t in tangents[3:]):
             raise AttentionError(
-                "forward mode on these kernels", "a tangent of a bias, sinks or mod", "tangents of q, k and v only"
+                "forward mode on these kernels",
+                "a tangent of a bias, sinks or a mod's tensor",
+                f"tangents of q, k and v only, or backend={REFERENCE!r}",
             )
         given = [torch.zeros_like(x) if t is None else t for x, t in zip(request[:3], tangents, strict=False)]
         tangents_of = torch.ops.tilewise.jvp(out, lse, given, *arguments(request))
@@ -174,7 +190,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
 
 
 class FirstDerivative(torch.autograd.Function):
-    """The gradients of the kernels where torch might differentiate them again. Raises only if it does."""
+    """The gradients of the kernels where torch might differentiate them again."""
 
     generate_vmap_rule = True
 
@@ -183,21 +199,88 @@ class FirstDerivative(torch.autograd.Function):
         return run_backward(wanted, spec, None, BackwardInputs(out, lse, dout, dlse), tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None: ...
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.wanted, ctx.spec, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Out and lse get no gradient: that of q, k and v is the whole derivative."""
+        out, lse, dout, dlse, *tensors = ctx.saved_tensors
+        terms = any(x is not None for x in cotangents[3:]) or any(ctx.needs_input_grad[9:])
+        _check_second("a gradient of the gradient", Request.of(ctx.spec, tensors), terms)
+
+        def second(*tangents: Tensor | None) -> Any:
+            given = _tangents(tangents, tensors)
+            return SecondDerivative.apply(ctx.spec, out, lse, dout, dlse, *given, *tensors)  # type: ignore[no-untyped-call]
+
+        given = cotangents[:3]
+        is_stack = not torch.compiler.is_compiling() and is_batched(*given)
+        tout, tlse, *grads = split_batched(second, *given) if is_stack else second(*given)
+        nothing = (None,) * (len(tensors) - 3)
+        return None, None, None, None, tout, None if dlse is None else tlse, *grads, *nothing
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The gradients are linear in dout and dlse."""
+        out, lse, dout, dlse, *tensors = ctx.saved_tensors
+        tdout, tdlse, *others = tangents[4:]
+        request, terms = Request.of(ctx.spec, tensors), any(x is not None for x in others[3:])
+        _check_second("a derivative of the gradient", request, terms or any(ctx.wanted[3:]))
+        grads = [torch.zeros_like(x) for x in request[:3]]
+        if any(x is not None for x in others[:3]):
+            moved = _tangents(others[:3], tensors)
+            grads = torch.ops.tilewise.hvp(out, lse, dout, dlse, moved, *arguments(request))[2:]
+        if tdout is not None or tdlse is not None:
+            tdout = torch.zeros_like(out) if tdout is None else tdout
+            more = ops.registered("backward")(out, lse, tdout, tdlse, *arguments(request))
+            grads = [x + y for x, y in zip(grads, more, strict=True)]
+        return *grads, *(None,) * (len(ctx.wanted) - 3)
+
+
+class SecondDerivative(torch.autograd.Function):
+    """The tangents of out, lse, dq, dk and dv for tangents of q, k and v: the gradients of the gradients with respect
+    to dout, dlse, q, k and v. Raises if torch differentiates them again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(spec: Any, out: Any, lse: Any, dout: Any, dlse: Any, tq: Any, tk: Any, tv: Any, *tensors: Any) -> Any:
+        request = Request.of(spec, tensors)
+        return ops.registered("hvp")(out, lse, dout, dlse, [tq, tk, tv], *arguments(request))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        _need_reference("a gradient of the gradient")
+        _need_reference("a third derivative", "the kernels' two derivatives")
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        _need_reference("a derivative of the gradient")
+        _need_reference("a third derivative", "the kernels' two derivatives")
 
 
-def _need_reference(what: str) -> NoReturn:
-    raise AttentionError(
-        what, "the kernels' one derivative", f"backend={REFERENCE!r}, which has derivatives of every order"
-    )
+def _tangents(given: Sequence[Tensor | None], tensors: Sequence[Any]) -> list[Tensor]:
+    """The tangents of q, k and v in their dtypes, zeros for those that are absent."""
+    pairs = zip(given, tensors, strict=False)
+    return [torch.zeros_like(x) if t is None else t.to(x.dtype) for t, x in pairs]
+
+
+def _check_second(what: str, request: Request, terms: bool) -> None:
+    """Raise if the kernels have no second derivatives of a call. `terms`: those of a bias, sinks or a mod's tensors are
+    wanted."""
+    lacking = "the gradients of bias, sinks or a mod's tensors" if terms else ops.chosen(request).lacks_hvp(request)
+    if lacking is None and is_dtensor(*request[:3]):
+        lacking = "DTensors"
+    if lacking is not None:
+        _need_reference(what, lacking)
+
+
+def _need_reference(what: str, found: str) -> NoReturn:
+    raise AttentionError(what, found, f"backend={REFERENCE!r}, which has derivatives of every order")
 
 
 def run_backward(

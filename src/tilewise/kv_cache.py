@@ -36,11 +36,13 @@ def attention_kv(
     """Attention over a KV cache, dense or paged, for any number of queries of every sequence. Does not synchronise.
 
     >>> import torch
-    >>> k_cache, v_cache = torch.randn(2, 8, 16, 2, 64).unbind(0)            # 8 pages of 16 tokens, 2 heads
-    >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)            # of two sequences
+    >>> # 8 pages of 16 tokens, 2 heads; the pages of two sequences
+    >>> k_cache, v_cache = torch.randn(2, 8, 16, 2, 64).unbind(0)
+    >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)
     >>> lengths = torch.tensor([20, 3], dtype=torch.int32)
-    >>> q, k, v = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
-    >>> attention_kv(q, k_cache, v_cache, lengths, page_table=table, k_new=k, v_new=v).shape
+    >>> q = torch.randn(2, 1, 4, 64)
+    >>> new = {"k_new": torch.randn(2, 1, 2, 64), "v_new": torch.randn(2, 1, 2, 64)}
+    >>> attention_kv(q, k_cache, v_cache, lengths, page_table=table, **new).shape
     torch.Size([2, 1, 4, 64])
 
     Args:
@@ -127,7 +129,8 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     """Divides the keys of an `attention_kv` call among programs. Made once a step, used by all layers.
 
     >>> import torch
-    >>> q, cache, lengths = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64), torch.tensor([5, 20]).int()
+    >>> q, cache = torch.randn(2, 1, 4, 64), torch.randn(2, 32, 2, 64)
+    >>> lengths = torch.tensor([5, 20], dtype=torch.int32)
     >>> plan = plan_kv(q, cache, cache, lengths)
     >>> attention_kv(q, cache, cache, lengths, plan=plan).shape
     torch.Size([2, 1, 4, 64])
@@ -237,7 +240,8 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     >>> check_kv(q, cache, cache, torch.tensor([5, 40], dtype=torch.int32))
     Traceback (most recent call last):
     ...
-    tilewise.errors.AttentionError: tokens of sequence 1: found 40; expected at most 32, which the cache holds
+    tilewise.errors.AttentionError: tokens of sequence 1: found 40;
+    expected at most 32, which the cache holds
 
     With TILEWISE_CHECK=1 in the environment, every call begins with it.
 
@@ -273,7 +277,8 @@ def append_kv(
 
     >>> import torch
     >>> cache, new = torch.zeros(1, 8, 2, 4), torch.ones(1, 3, 2, 4)
-    >>> append_kv(new, new, cache, cache.clone(), torch.tensor([2], dtype=torch.int32))
+    >>> lengths = torch.tensor([2], dtype=torch.int32)
+    >>> append_kv(new, new, cache, cache.clone(), lengths)
     >>> cache[0, :, 0, 0]
     tensor([0., 0., 1., 1., 1., 0., 0., 0.])
 

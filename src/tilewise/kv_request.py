@@ -15,15 +15,21 @@ KV_TILE = "TILEWISE_KV_TILE"  # environment variable that overrides the tile of 
 
 
 class Rotary(NamedTuple):
-    """Rotary embedding of new keys, and of the queries that come with them.
+    """Rotary embedding (RoPE) of new keys, and of the queries that come with them.
 
-        tilewise.Rotary(cos, sin)                          dims d and d + width / 2 form a pair, as in Llama
-        tilewise.Rotary(cos, sin, interleaved=True)        dims 2 d and 2 d + 1 form a pair, as in GPT-J
+        tilewise.Rotary(cos, sin)                    # d, d + width / 2: Llama
+        tilewise.Rotary(cos, sin, interleaved=True)  # 2 d, 2 d + 1: GPT-J
 
-    cos and sin (positions, width / 2): the first `width` dims of every head are rotated. The position of a new key is
-    its index in the sequence, lengths + i; that of a query is the key position where it sits. `positions` and
-    `q_positions`, integers of the shape of the tokens, replace them. If there are as many new keys as queries,
-    `positions` is used for both.
+    The first `width` dims of every head are rotated. The position of a new key is its index in the sequence,
+    lengths + i; that of a query is the key position where it sits.
+
+    Attributes:
+        cos: (positions, width / 2), cosines of the angles.
+        sin: (positions, width / 2), sines of the angles.
+        interleaved: if True, dims 2 d and 2 d + 1 form a pair; if False (default), d and d + width / 2.
+        positions: integers of the shape of the new tokens: their positions. Default: as above. If there are as many new
+            keys as queries, it is used for both.
+        q_positions: integers of the shape of the queries' tokens: their positions. Default: as above.
     """
 
     cos: Tensor
@@ -36,10 +42,19 @@ class Rotary(NamedTuple):
 class QkNorm(NamedTuple):
     """RMSNorm of new keys, and of the queries that come with them, before the rotary embedding (Qwen 3, Gemma 3).
 
-        tilewise.QkNorm(q_weight, k_weight, eps=1e-6)                 x / sqrt(mean(x^2) + eps) * weight
-        tilewise.QkNorm(q_weight, k_weight, eps=1e-6, offset=1.0)     .. * (weight + 1), as in Gemma
+        # x / sqrt(mean(x^2) + eps) * weight
+        tilewise.QkNorm(q_weight, k_weight)
 
-    The weights (D,) are shared by all heads. The mean is over the dims of a head. All is computed in float32.
+        # x / sqrt(mean(x^2) + eps) * (weight + 1), as in Gemma
+        tilewise.QkNorm(q_weight, k_weight, offset=1.0)
+
+    The mean is over the dims of a head. All is computed in float32.
+
+    Attributes:
+        q_weight: (D,), the weight of queries, shared by all heads.
+        k_weight: (D,), the weight of keys, shared by all heads.
+        eps: added to the mean of squares. Default 1e-6.
+        offset: added to the weights. Default 0; 1 in Gemma.
     """
 
     q_weight: Tensor
@@ -54,7 +69,15 @@ Scale = Tensor | float | None
 
 class KvPlan(NamedTuple):
     """The schedule of a step and the workspace for partial results. Made by `plan_kv`; the layers of the step use it
-    one after the other."""
+    one after the other.
+
+    Attributes:
+        schedule: int32: which program computes which rows over which keys.
+        workspace: partial results.
+        lse: for calls that do not return it.
+        shape: the shapes and options that it was made for.
+        backend: the backend that made it; None under torch.compile.
+    """
 
     schedule: Tensor
     workspace: Tensor

@@ -20,10 +20,12 @@ State = tuple[Tensor, Tensor]
 def merge(*parts: State, layout: str | None = None) -> State:
     """Attention over the union of disjoint sets of keys, from `attention(..., return_lse=True)` over each of them.
 
-    >>> out, lse = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 3)  # (batch, tokens, heads, dim), (batch, heads, tokens)
+    >>> # (batch, tokens, heads, dim) and (batch, heads, tokens)
+    >>> out, lse = torch.randn(1, 3, 2, 8), torch.randn(1, 2, 3)
     >>> nothing = torch.zeros(1, 3, 2, 8), torch.full((1, 2, 3), -torch.inf)
-    >>> all(torch.equal(x, y) for x, y in zip(merge((out, lse), nothing), (out, lse)))
-    True
+    >>> same_out, same_lse = merge((out, lse), nothing)
+    >>> torch.equal(out, same_out), torch.equal(lse, same_lse)
+    (True, True)
 
     Args:
         parts: (out, lse) of each set of keys, as `attention` or `attention_varlen` return them: out (B, S, H, D) with

@@ -31,6 +31,7 @@ class OtherOptions(TypedDict, total=False):
     dropout_p: float
     seed: int | Tensor | None
     deterministic: bool | None
+    precision: str | None
     backend: str
 
 
@@ -58,6 +59,7 @@ def _defaults() -> Options:
         "return_lse": False,
         "return_max_logit": False,
         "deterministic": None,
+        "precision": None,
         "backend": "auto",
     }
 

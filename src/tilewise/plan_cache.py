@@ -169,19 +169,34 @@ class CallPlan:
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
         return self._runner(wanted, tensors, bwd_inputs)((*tensors, *bwd_inputs))
 
+    def hvp(
+        self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
+        return self._runner(None, tensors, bwd_inputs, tangents)((*tensors, *bwd_inputs, *tangents))
+
     def _runner(
-        self, wanted: tuple[bool, ...] | None, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
+        self,
+        wanted: tuple[bool, ...] | None,
+        tensors: Sequence[Tensor | None],
+        bwd_inputs: BackwardInputs,
+        tangents: Sequence[Tensor] = (),
     ) -> Runner:
         """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
         the strides of all of them. (A KernelCall checks the alignment.)"""
-        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs)])
+        key: tuple[Any, ...] = (
+            wanted,
+            *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs, *tangents)],
+        )
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
         if runner is None:
             request = Request.of(self.spec, tensors)
             backend = backward_backend(request, self.backend)
-            if wanted is None:
+            if tangents:
+                runner = backend.hvp(request, bwd_inputs, tangents)
+            elif wanted is None:
                 runner = backend.backward(request, bwd_inputs)
             else:
                 runner = backend.term_gradients(request, bwd_inputs, wanted)

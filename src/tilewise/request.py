@@ -48,6 +48,7 @@ class Spec(NamedTuple):
     max_seqlen: int | None = None  # bounds the lengths of packed sequences; for the gradients of tables
     partial: bool = False  # out and the gradients of q, k, v are parts of a sum: returned in float32
     max_logit: bool = False  # the largest score of each head is returned too
+    precision: str | None = None  # "fp8": q, k and v are quantised first; forward only
 
     @staticmethod
     def of(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -77,7 +78,7 @@ def constant(function: F) -> F:
 
 def is_forward_mode() -> bool:
     """Whether a forward-mode derivative is active. Public: forward_ad.unpack_dual, which needs each tensor."""
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def version_of(x: Tensor) -> int:
@@ -102,8 +103,9 @@ def is_eager() -> bool:
 
 def is_autocast(x: Any) -> bool:
     """Whether autocast is on for the device of a tensor."""
-    kind = x.device.type if isinstance(x, Tensor) else "meta"
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    if not isinstance(x, Tensor) or x.is_meta:
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
 
 
 def is_traced(*tensors: Tensor) -> bool:

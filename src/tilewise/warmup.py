@@ -47,8 +47,15 @@ class Kind(NamedTuple):
 
 
 class Warmed(NamedTuple):
+    """The result of `tilewise.warmup`.
+
+    Attributes:
+        kernels: number of kernels that the calls need.
+        compiled: how many were compiled. The others were in the cache.
+    """
+
     kernels: int
-    compiled: int  # the others were in the cache
+    compiled: int
 
 
 def warmup(
@@ -68,25 +75,31 @@ def warmup(
 ) -> Warmed:
     """Compile the kernels of calls like these, for every length and batch, with or without a GPU.
 
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)                for this machine's GPU
-        tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")   without one, in a Dockerfile
-        tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")   what a Hugging Face model needs
+        # for this machine's GPU
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True)
+
+        # without a GPU, in a Dockerfile
+        tilewise.warmup(128, heads=32, kv_heads=8, causal=True, gpu="sm_90")
+
+        # for a Hugging Face model
+        tilewise.warmup(config=AutoConfig.from_pretrained(...), gpu="sm_90")
 
     `tilewise warm` is the same as a command.
 
     Args:
-        head_dim: of q and k; one or several.
-        value_dim: the head dim of v; None: as q and k.
-        heads: of q.
-        kv_heads: of k and v; None: as q. Only the ratio of both matters.
-        dtype: one or several.
-        packed: the calls are of `attention_varlen`.
-        backward: compile the backward too.
-        config: a transformers config, or a dict or the path of a JSON file with its entries.
-        gpu: an architecture ("sm_90", "gfx942"); None: this machine's GPU.
-        workers: processes that compile at once; None: as many as there are cores.
-        progress: called with (done, total, name) after each kernel.
-        options: those of `attention`; for bias, sinks and alibi_slopes True stands for a tensor.
+        head_dim: head dims of q and k, one or several. Not needed with config.
+        value_dim: the head dim of v. Default: as q and k.
+        heads: number of query heads. Default 8.
+        kv_heads: number of KV heads. Default: heads. Only the ratio of both matters.
+        dtype: of q, k and v, one or several. Default: torch.bfloat16.
+        packed: if True, for calls of `attention_varlen`; if False (default), of `attention`.
+        backward: if True (default), the backward is compiled too.
+        config: a transformers config, or a dict or the path of a JSON file with its entries. Its layers are added to
+            those of head_dim.
+        gpu: an architecture ("sm_90", "gfx942"). Default: this machine's GPU.
+        workers: processes that compile at once. Default: as many as there are cores.
+        progress: called with (done, total, name) after each kernel. Default: None.
+        options: as in `attention`; for bias, sinks and alibi_slopes True stands for a tensor.
 
     Returns:
         The number of kernels, and how many of them were not in the cache.

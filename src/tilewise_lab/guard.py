@@ -4,9 +4,10 @@ write what others of the same launch touch.
     with guard.watched():
         tilewise.attention_kv(..., backend="triton")      # in Triton's interpreter
 
-Memory beside a tensor belongs to somebody, and is read and written without a word; and programs that run one after the
+Accesses out of bounds read and write other memory without an error; and programs that run one after the
 other never meet. Here every load and store of a kernel must lie within a tensor that the launch was given, in lanes
-that its mask lets through, and two programs may touch one place only if neither writes to it (atomics aside).
+that its mask lets through, and two programs may touch one place only if neither writes to it (atomics aside). A program
+may read what another wrote before both updated one place with acquire and release semantics, the writer first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 Addresses = np.ndarray
@@ -72,6 +74,18 @@ class Watch:
         self.first, self.end = (np.array([pair[n] for pair in merged], dtype=np.uint64) for n in range(2))
         self.reads: list[tuple[int, Addresses]] = []
         self.writes: list[tuple[int, Addresses]] = []
+        self.written: list[int] = []  # when
+        self.known: list[dict[int, int]] = []  # of each read: up to when its program knows the writes of others
+        self.released: dict[int, dict[int, int]] = {}  # of an address: when programs released it
+        self.acquired: dict[int, dict[int, int]] = {}  # of a program: see `known`
+
+    def synchronize(self, program: int, pointers: Any, mask: Any) -> None:
+        """An atomic update that acquires and releases."""
+        places, lanes = np.broadcast_arrays(pointers.data, mask.data)
+        for at in places[lanes.astype(bool)].reshape(-1).tolist():
+            released = self.released.setdefault(at, {})
+            self.acquired[program] = self.acquired.get(program, {}) | released
+            released[program] = len(self.writes)
 
     def touch(self, what: str, program: int, pointers: Any, mask: Any) -> None:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -85,8 +99,12 @@ class Watch:
             raise OutOfBoundsError(
                 f"{self.kernel}, program {program}: {what} of {size} bytes {self.near(at[~inside][0])}"
             )
-        if what != "atomic":
-            (self.writes if what == "store" else self.reads).append((program, at.reshape(-1)))
+        if what == "store":
+            self.written.append(len(self.writes))
+            self.writes.append((program, at.reshape(-1)))
+        elif what == "load":
+            self.reads.append((program, at.reshape(-1)))
+            self.known.append(self.acquired.get(program, {}))
 
     def near(self, address: Any) -> str:
         """Where an address lies, in words."""
@@ -99,23 +117,23 @@ class Watch:
         if not self.writes:
             return
         who, where = flat(self.writes)
+        when = np.concatenate([np.full(len(at), time) for time, (_, at) in zip(self.written, self.writes, strict=True)])
         order = np.argsort(where, kind="stable")
-        who, where = who[order], where[order]
+        who, where, when = who[order], where[order], when[order]
         both = (where[1:] == where[:-1]) & (who[1:] != who[:-1])
         if both.any():
             n = int(np.flatnonzero(both)[0])
             raise RaceError(
                 f"{self.kernel}: programs {who[n]} and {who[n + 1]} write one place of {self.holder(where[n])}"
             )
-        if self.reads:
-            reader, read = flat(self.reads)
-            near = np.minimum(np.searchsorted(where, read), len(where) - 1)
-            both = (where[near] == read) & (who[near] != reader)
-            if both.any():
-                m = int(np.flatnonzero(both)[0])
-                raise RaceError(
-                    f"{self.kernel}: program {reader[m]} reads what {who[near[m]]} writes, in {self.holder(read[m])}"
-                )
+        for (reader, read), known in zip(self.reads, self.known, strict=True):
+            last = np.maximum(np.searchsorted(where, read, side="right") - 1, 0)
+            for m in np.flatnonzero((where[last] == read) & (who[last] != reader)).tolist():
+                n = int(last[m])
+                if when[n] >= known.get(int(who[n]), 0):
+                    raise RaceError(
+                        f"{self.kernel}: program {reader} reads what {who[n]} writes, in {self.holder(read[m])}"
+                    )
 
     def holder(self, address: Any) -> str:
         return " or ".join(name for first, end, name in self.spans if first <= int(address) < end)
@@ -159,9 +177,11 @@ def watched(races: bool = True) -> Iterator[None]:
         touch(self, "store", pointers, mask)
         return store(self, pointers, value, mask, *rest, **more)
 
-    def watched_update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def watched_update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, *rest: Any) -> Any:
         touch(self, "atomic", pointers, mask)
-        return update(self, op, pointers, value, mask, *rest)
+        if watches and sem == ir.MEM_SEMANTIC.ACQUIRE_RELEASE:
+            watches[-1].synchronize(self.grid_idx[0], pointers, mask)
+        return update(self, op, pointers, value, mask, sem, *rest)
 
     def watched_swap(self: Any, pointers: Any, *rest: Any) -> Any:
         touch(self, "atomic", pointers, interpreter.TensorHandle(np.ones_like(pointers.data, bool), None))

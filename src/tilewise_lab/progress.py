@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-EVERY = 15.0  # seconds between two lines where nobody watches
+EVERY = 15.0  # seconds between two lines if the output is not a terminal
 
 
 class Show(Protocol):

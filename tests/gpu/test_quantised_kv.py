@@ -33,22 +33,40 @@ def kinds_of(dtype: torch.dtype) -> list[str]:
     return [kind for kind in KINDS if kind not in missing and (kind != "group" or dtype == INT4)]
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_scales(dtype: torch.dtype) -> None:
-    for kind in kinds_of(dtype):
-        check(KvCase(LENGTHS, new=1, dim=128, heads=8), (dtype, dtype), (kind, kind))
-        packed = (70, 1, 0, 1, 9)
-        check(KvCase(LENGTHS, queries=packed, new=packed, page=64, dim=64), (dtype, dtype), (kind, kind), HALF)
+SCALES = [pytest.param(dtype, kind, id=f"{dtype}-{kind}") for dtype in FORMATS for kind in kinds_of(dtype)]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), SCALES)
+def test_scales(dtype: torch.dtype, kind: str) -> None:
+    check(KvCase(LENGTHS, new=1, dim=128, heads=8), (dtype, dtype), (kind, kind))
+
+
+@pytest.mark.parametrize(("dtype", "kind"), SCALES)
+def test_scales_of_packed_queries(dtype: torch.dtype, kind: str) -> None:
+    packed = (70, 1, 0, 1, 9)
+    check(KvCase(LENGTHS, queries=packed, new=packed, page=64, dim=64), (dtype, dtype), (kind, kind), HALF)
+
+
+def finest(dtype: torch.dtype) -> tuple[str, str]:
+    """The kinds of scales of which there are most."""
+    return ("group", "group") if dtype == INT4 else ("token", "token")
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_shapes(dtype: torch.dtype) -> None:
-    kinds = ("group", "group") if dtype == INT4 else ("token", "token")
-    check(KvCase(LENGTHS, queries=3, new=3, page=0, dim=128), (dtype, dtype), kinds, window=(40, 0))
-    check(KvCase(LENGTHS, new=1, page=3, dim=24, dim_v=40), (dtype, dtype), kinds, softcap=2.0)
-    check(KvCase(LENGTHS, new=1, dim=256), (dtype, dtype), kinds)
-    check(KvCase(LENGTHS, new=1, dim=64), (dtype, dtype), kinds, torch.float32)
-    x, _ = quantised(inputs(KvCase((1100, 300), dim=128), BRAIN, "cuda"), (dtype, dtype), kinds)
+@pytest.mark.parametrize("shape", ["window", "odd dims", "256", "float32"])
+def test_shapes(dtype: torch.dtype, shape: str) -> None:
+    case, float_dtype, options = {
+        "window": (KvCase(LENGTHS, queries=3, new=3, page=0, dim=128), BRAIN, {"window": (40, 0)}),
+        "odd dims": (KvCase(LENGTHS, new=1, page=3, dim=24, dim_v=40), BRAIN, {"softcap": 2.0}),
+        "256": (KvCase(LENGTHS, new=1, dim=256), BRAIN, {}),
+        "float32": (KvCase(LENGTHS, new=1, dim=64), torch.float32, {}),
+    }[shape]
+    check(case, (dtype, dtype), finest(dtype), float_dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_splits(dtype: torch.dtype) -> None:
+    x, _ = quantised(inputs(KvCase((1100, 300), dim=128), BRAIN, "cuda"), (dtype, dtype), finest(dtype))
     for split in (0, 128):
         found = tilewise.attention_kv(
             x.q, x.k, x.v, x.lengths, **x.options, split=split, return_lse=True, backend="triton"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import typing
 from dataclasses import replace
 
@@ -195,18 +194,3 @@ def test_overloads_say_what_is_returned(function):
         (yes, yes): "OutLseMaxLogit",
         ("bool", "bool"): "Result",
     }
-
-
-PUBLIC = ["attention", "attention_varlen", "check", "attention_kv", "plan_kv", "check_kv", "append_kv", "merge"]
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_docstrings_describe_every_parameter(name):
-    """Google style. `options` stands for those of the function that the text refers to."""
-    function = getattr(tilewise, name)
-    text = inspect.getdoc(function)
-    described = set(re.findall(r"^    (\w+): ", text.partition("Args:\n")[2].partition("\n\n")[0], re.M))
-    shown = set(inspect.signature(function).parameters)
-    assert described <= shown | {"options"}
-    assert shown <= described or "options" in described
-    assert "Raises:\n    AttentionError: " in text

@@ -58,6 +58,18 @@ def test_a_program_reads_what_another_writes() -> None:
             neighbour_probe[(3,)](torch.zeros(3), 3)
 
 
+def test_a_program_may_read_what_was_released() -> None:
+    from tests.tilewise.backends.probes import last_program_probe
+    from tilewise_lab import guard
+
+    x, counter, out = (torch.zeros(n, dtype=torch.int32) for n in (4, 1, 1))
+    with guard.watched():
+        last_program_probe[(4,)](x, counter, out, SEM="acq_rel")
+        assert out.item() == 10
+        with pytest.raises(Exception, match="program 3 reads what 0 writes, in x"):
+            last_program_probe[(4,)](x, counter.zero_(), out, SEM="relaxed")
+
+
 def test_afterwards_nobody_watches() -> None:
     from tests.tilewise.backends.probes import copy_probe
 

@@ -76,6 +76,15 @@ class Backend(Protocol):
         """The tangents of out and lse for tangents of q, k and v."""
         ...
 
+    def lacks_hvp(self, request: Request) -> str | None:
+        """Why it has no second derivatives of a supported call, or None."""
+        ...
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        """Tensors as of `backward`, then tangents of q, k and v. Results: the tangents of out, lse, dq, dk and dv, with
+        dout and dlse constant."""
+        ...
+
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         """The launches of a forward or backward by name, for offline compilation. The tensors may be meta tensors."""
         ...

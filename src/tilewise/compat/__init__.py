@@ -1,10 +1,17 @@
 """Other libraries' functions, same names and arguments, computed by tilewise. Nothing is imported until asked for.
 
-from tilewise.compat.flash_attn import flash_attn_func      flash-attn 2.8 (and its `install()`)
-from tilewise.compat.flash_attn_3 import flash_attn_func    FlashAttention-3's `flash_attn_interface`
-from tilewise.compat.flash_mla import flash_mla_with_kvcache    DeepSeek's FlashMLA
-from tilewise.compat import flex_attention                  torch.nn.attention.flex_attention
-from tilewise.compat import create_block_mask               torch's own: its BlockMasks are what flex_attention takes
+# flash-attn 2.8; its `install()` replaces the package
+from tilewise.compat.flash_attn import flash_attn_func
+
+# FlashAttention-3's flash_attn_interface
+from tilewise.compat.flash_attn_3 import flash_attn_func
+
+# DeepSeek's FlashMLA
+from tilewise.compat.flash_mla import flash_mla_with_kvcache
+
+# torch.nn.attention.flex_attention; create_block_mask is torch's own
+from tilewise.compat import create_block_mask, flex_attention
+
 from tilewise.compat.xformers import memory_efficient_attention
 """
 

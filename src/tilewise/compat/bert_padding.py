@@ -19,6 +19,13 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     >>> index_first_axis(torch.arange(6).view(3, 2), torch.tensor([2, 0]))
     tensor([[4, 5],
             [0, 1]])
+
+    Args:
+        input: (N, ...).
+        indices: (n,) integers below N.
+
+    Returns:
+        (n, ...), differentiable.
     """
     return input[indices]
 
@@ -28,27 +35,53 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     >>> index_put_first_axis(torch.ones(2), torch.tensor([0, 2]), 4)
     tensor([1., 0., 1., 0.])
+
+    Args:
+        values: (n, ...).
+        indices: (n,) integers below first_axis_dim, each at most once.
+        first_axis_dim: the number of rows of the result.
+
+    Returns:
+        (first_axis_dim, ...), differentiable.
     """
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """input[indices], and the input as it is, without its gradient."""
+    """input[indices], and the input without its gradient.
+
+    Args:
+        input: (N, ...).
+        indices: (n,) integers below N.
+
+    Returns:
+        (n, ...), and the detached input.
+    """
     return input[indices], input.detach()
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch (B, S, ...) one after the other: (T, ...), their places in the flattened batch,
-    cu_seqlens, the longest length, and the lengths of attention_mask alone.
+    """The tokens of a padded batch, packed one after the other.
 
     >>> x = torch.arange(6.0).view(2, 3)
-    >>> tokens, places, cu, longest, lengths = unpad_input(x, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> tokens, places, cu, longest, lengths = unpad_input(x, mask)
     >>> tokens, places.tolist(), cu.tolist(), longest
     (tensor([0., 1., 3., 4., 5.]), [0, 1, 3, 4, 5], [0, 2, 5], 3)
 
-    unused_mask: tokens that are allocated and not attended to; they are kept.
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask: (B, S) bools or integers: 1 for tokens, 0 for padding.
+        unused_mask: (B, S), 1 for tokens that are allocated and not attended to. They are kept. Default: none.
+
+    Returns:
+        The tokens (T, ...); their indices (T,) in the flattened batch; cu_seqlens (B + 1,) int32; the largest length;
+        and the lengths (B,) int32 by attention_mask alone.
+
+    Raises:
+        AttentionError: attention_mask does not have the shape (B, S).
     """
     _check_shape("attention_mask", attention_mask, hidden_states, 2)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
@@ -62,13 +95,25 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same where each row holds several sequences: attention_mask_in_length (B, S) has their lengths, then zeros.
+    """`unpad_input` where each row holds several sequences one after the other.
 
     >>> x = torch.arange(8.0).view(2, 4)
     >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
-    >>> tokens, places, cu, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    >>> found = unpad_input_for_concatenated_sequences(x, lengths)
+    >>> tokens, places, cu, longest = found
     >>> tokens, cu.tolist(), longest
     (tensor([0., 1., 2., 4., 5., 6.]), [0, 2, 3, 6], 3)
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask_in_length: (B, S) integers: the lengths of a row's sequences, then zeros.
+
+    Returns:
+        The tokens (T, ...); their indices (T,) in the flattened batch; cu_seqlens of all sequences, int32; the largest
+        length.
+
+    Raises:
+        AttentionError: attention_mask_in_length does not have the shape (B, S).
     """
     _check_shape("attention_mask_in_length", attention_mask_in_length, hidden_states, 2)
     n = attention_mask_in_length.shape[-1]
@@ -82,11 +127,23 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The reverse of `unpad_input`: (T, ...) to (B, S, ...), zeros in between.
+    """The reverse of `unpad_input`.
 
     >>> pad_input(torch.ones(3), torch.tensor([0, 1, 3]), 2, 3)
     tensor([[1., 1., 0.],
             [1., 0., 0.]])
+
+    Args:
+        hidden_states: tokens (T, ...).
+        indices: (T,) integers: where each token is in the flattened batch.
+        batch: B.
+        seqlen: S.
+
+    Returns:
+        (B, S, ...), zeros where there is no token.
+
+    Raises:
+        AttentionError: indices does not have the shape (T,).
     """
     _check_shape("indices", indices, hidden_states, 1)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).view(batch, seqlen, *hidden_states.shape[1:])

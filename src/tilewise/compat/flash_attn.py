@@ -1,7 +1,10 @@
 """flash-attn 2.8's functions, same names and arguments.
 
-    from tilewise.compat.flash_attn import flash_attn_func       in the place of `from flash_attn import ...`
-    tilewise.compat.flash_attn.install()                         or once, before anything imports flash_attn
+    # in the place of `from flash_attn import flash_attn_func`
+    from tilewise.compat.flash_attn import flash_attn_func
+
+    # or once, before anything imports flash_attn
+    tilewise.compat.flash_attn.install()
 
 Differences: any dtype, head dims to 512, any device; rows without a visible key give 0 and lse -inf; lse has a
 gradient. Arguments that are not supported raise AttentionError.
@@ -20,7 +23,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen
 from ..errors import AttentionError
 from ..validation.arguments import tensor
-from . import bert_padding, flash_attn_3
+from . import bert_padding, flash_attn_3, rotary
 from .flash_arguments import BOTH_WAYS, Window, options_of, over_cache, unpacks
 from .segments import used
 
@@ -49,12 +52,32 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q (B, Sq, H, D), k and v (B, Sk, Hk, D) -> (B, Sq, H, D); causal aligned bottom right.
+    """Dense attention with flash-attn's arguments: `tilewise.attention`.
 
     >>> import torch
     >>> q = torch.randn(1, 5, 4, 16)
     >>> flash_attn_func(q, q, q, causal=True, window_size=(2, -1)).shape
     torch.Size([1, 5, 4, 16])
+
+    Args:
+        q: queries (B, Sq, H, D).
+        k: keys (B, Sk, Hk, D). H is a multiple of Hk.
+        v: values (B, Sk, Hk, Dv).
+        dropout_p: probability that a softmax weight is dropped. Default 0.
+        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
+        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
+        window_size: (left, right), -1 for unbounded. Default: no window.
+        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
+        alibi_slopes: (H,) or (B, H) float32. Default: none.
+        deterministic: if True, the gradients have the same bits in every run.
+        return_attn_probs: if True, lse is returned too. Not with dropout_p.
+
+    Returns:
+        out (B, Sq, H, Dv). With return_attn_probs (out, lse, None), lse (B, H, Sq): the weights are None, as in
+        flash-attn without dropout.
+
+    Raises:
+        AttentionError: an argument is not as above.
     """
     options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
     out, lse = attention(q, k, v, layout="bshd", **options)
@@ -63,13 +86,36 @@ def flash_attn_func(
 
 @unpacks("q kv", flash_attn_func, slice(3, None))
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
-    """kv (B, Sk, 2, Hk, D); the other arguments as in `flash_attn_func`."""
+    """`flash_attn_func` with keys and values in one tensor.
+
+    Args:
+        q: queries (B, Sq, H, D).
+        kv: keys and values (B, Sk, 2, Hk, D).
+        others: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     return flash_attn_func(q, *_parts(kv, "kv", 2, 2), *args, **options)
 
 
 @unpacks("qkv", flash_attn_func, slice(3, None))
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
-    """qkv (B, S, 3, H, D); the other arguments as in `flash_attn_func`."""
+    """`flash_attn_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (B, S, 3, H, D).
+        others: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     return flash_attn_func(*_parts(qkv, "qkv", 2, 3), *args, **options)
 
 
@@ -91,14 +137,38 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """q (T, H, D), k and v (Tk, Hk, D), sequences one after the other.
+    """Attention of packed sequences with flash-attn's arguments: `tilewise.attention_varlen`.
 
     >>> import torch
     >>> q, cu = torch.randn(7, 4, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
     >>> flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True).shape
     torch.Size([7, 4, 16])
 
-    With block_table k and v are pages, (pages, tokens, Hk, D). They are gathered first if a gradient is needed.
+    With block_table, k and v are pages. They are gathered first if a gradient is needed.
+
+    Args:
+        q: queries of all sequences (T, H, D).
+        k: keys of all sequences (Tk, Hk, D). With block_table (pages, tokens of a page, Hk, D).
+        v: values (Tk, Hk, Dv), or pages as k.
+        cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
+        max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
+        dropout_p: probability that a softmax weight is dropped. Default 0.
+        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
+        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
+        window_size: (left, right), -1 for unbounded. Default: no window.
+        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
+        alibi_slopes: (H,) or (B, H) float32. Default: none.
+        deterministic: if True, the gradients have the same bits in every run.
+        return_attn_probs: if True, lse is returned too. Not with dropout_p.
+        block_table: (B, pages of a sequence) int32. Default: k and v are not paged. Not with dropout_p.
+
+    Returns:
+        out (T, H, Dv). With return_attn_probs (out, lse, None), lse (H, T).
+
+    Raises:
+        AttentionError: an argument is not as above.
     """
     options = options_of(softmax_scale, causal, window_size, softcap, dropout_p, alibi_slopes, deterministic)
     if block_table is not None:
@@ -139,7 +209,19 @@ def _over_pages(
 
 @unpacks("q kv", flash_attn_varlen_func, slice(3, -1))
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
-    """kv (Tk, 2, Hk, D); the other arguments as in `flash_attn_varlen_func`."""
+    """`flash_attn_varlen_func` with keys and values in one tensor.
+
+    Args:
+        q: queries of all sequences (T, H, D).
+        kv: keys and values (Tk, 2, Hk, D).
+        others: as in `flash_attn_varlen_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     return flash_attn_varlen_func(q, *_parts(kv, "kv", 1, 2), *args, **options)
 
 
@@ -147,7 +229,20 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
-    """qkv (T, 3, H, D); the other arguments as in `flash_attn_varlen_func`, with one cu_seqlens and one max_seqlen."""
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (T, 3, H, D).
+        cu_seqlens: (B + 1,) int32: the offsets of the sequences.
+        max_seqlen: the largest length. Not needed: ignored.
+        others: as in `flash_attn_varlen_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     q, k, v = _parts(qkv, "qkv", 1, 3)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
@@ -173,15 +268,41 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention over a KV cache, after new keys and values were written into it: see `tilewise.attention_kv`, which has
-    no gradient. cache_seqlens: tokens in the cache before the call; None if it is full. With num_splits=1 the keys of
-    a sequence are never split; other values are ignored.
+    """Writes new keys and values into a KV cache and attends over it: `tilewise.attention_kv`. There is
+    no gradient, except for a call with none of the options of a cache.
 
     >>> import torch
-    >>> cache, q, new = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
-    >>> lengths = torch.tensor([5, 20], dtype=torch.int32)
-    >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, causal=True).shape
+    >>> cache, q = torch.zeros(2, 2, 32, 2, 16), torch.randn(2, 1, 4, 16)
+    >>> new, lengths = torch.randn(2, 1, 2, 16), torch.tensor([5, 20]).int()
+    >>> flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths).shape
     torch.Size([2, 1, 4, 16])
+
+    Args:
+        q: queries (B, Sq, H, D).
+        k_cache: (rows, tokens, Hk, D), or with block_table (pages, tokens of a page, Hk, D). Written if k is given.
+        v_cache: likewise, with the head dim Dv.
+        k: new keys (B, new, Hk, D). Default: none.
+        v: new values (B, new, Hk, Dv). Given if k is.
+        rotary_cos: (positions, width / 2): rotates the new keys and the queries. Default: no rotation.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: tokens in the cache before the call: an int or (B,) int32. Default: the cache is full.
+        cache_batch_idx: (B,) int32: the row of the cache of each sequence. Default: its number.
+        cache_leftpad: (B,) int32: the first valid token of each sequence. Default: 0.
+        block_table: (B, pages of a sequence) int32. Default: the cache is not paged.
+        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
+        causal: if True, the last query is at the last key, and no query sees a later key.
+        window_size: (left, right), -1 for unbounded. Default: no window.
+        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
+        rotary_interleaved: if True, dims 2 d and 2 d + 1 are rotated together; if False, d and d + width / 2.
+        alibi_slopes: (H,) or (B, H) float32. Default: none.
+        num_splits: 1: the keys of a sequence are never split. Other values are ignored.
+        return_softmax_lse: if True, (out, lse) is returned.
+
+    Returns:
+        out (B, Sq, H, Dv), or (out, lse) with lse (B, H, Sq).
+
+    Raises:
+        AttentionError: an argument is not as above.
     """
     options = options_of(softmax_scale, causal, window_size, softcap, alibi_slopes=alibi_slopes)
     of_cache = k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
@@ -208,8 +329,12 @@ def install() -> None:
         tilewise.compat.flash_attn.install()
         from flash_attn import flash_attn_func
         from flash_attn.bert_padding import pad_input, unpad_input
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 
-    Other parts of that package (layers, models, fused operations) do not exist: importing them fails.
+    Other parts of that package (models, fused operations) do not exist: importing them fails.
+
+    Raises:
+        AttentionError: flash_attn is imported already.
     """
     there = sys.modules.get("flash_attn")
     if there is not None and getattr(there, "__file__", None):
@@ -217,9 +342,16 @@ def install() -> None:
     functions = {name: x for name, x in globals().items() if name.startswith("flash_attn_") and callable(x)}
     interface = _module("flash_attn.flash_attn_interface", functions)
     padding = _module("flash_attn.bert_padding", vars(bert_padding))
-    names = {"__version__": VERSION, "__path__": [], "flash_attn_interface": interface, "bert_padding": padding}
-    _module("flash_attn", functions | names)
+    layers = _package("flash_attn.layers", rotary=_module("flash_attn.layers.rotary", vars(rotary)))
+    rotation = _module("flash_attn.ops.triton.rotary", {"apply_rotary": rotary.apply_rotary})
+    ops = _package("flash_attn.ops", triton=_package("flash_attn.ops.triton", rotary=rotation))
+    names = {"flash_attn_interface": interface, "bert_padding": padding, "layers": layers, "ops": ops}
+    _package("flash_attn", __version__=VERSION, **names, **functions)
     _module("flash_attn_interface", vars(flash_attn_3))
+
+
+def _package(name: str, **names: Any) -> ModuleType:
+    return _module(name, {"__path__": [], **names})
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:

@@ -20,13 +20,34 @@ from .segments import used
 
 @mask_mod
 def same_chunk(b, h, q_idx, kv_idx, chunk, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """Each query sees the keys of its own chunk; the last query is at the last key."""
+    """Each query sees the keys of its own chunk; the last query is at the last key.
+
+    Args:
+        chunk: int >= 1, the tokens of a chunk.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `chunk` is not a number or a tensor.
+    """
     return (q_idx + (kv_len - q_len)) // chunk == kv_idx // chunk
 
 
 @mask_mod
 def same_chunk_since(b, h, q_idx, kv_idx, chunk, starts, *, q_len, kv_len):  # type: ignore[no-untyped-def]
-    """The same for sequences padded on the left: chunks count from the first valid key."""
+    """`same_chunk` for sequences padded on the left: chunks count from the first valid key.
+
+    Args:
+        chunk: int >= 1, the tokens of a chunk.
+        starts: (B,) integers: the first valid key of each sequence.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: an argument is not a number or a tensor.
+    """
     first = starts[b]
     return (q_idx + (kv_len - q_len) - first) // chunk == (kv_idx - first) // chunk
 
@@ -73,14 +94,39 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) -> (B, Sq, H, Dv), or (out, lse) with return_attn_probs.
+    """Dense attention with FlashAttention-3's arguments: `tilewise.attention`.
 
     >>> q = torch.randn(1, 5, 4, 16)
-    >>> out, lse = flash_attn_func(q, q, q, causal=True, attention_chunk=2, return_attn_probs=True)
+    >>> options = {"attention_chunk": 2, "return_attn_probs": True}
+    >>> out, lse = flash_attn_func(q, q, q, causal=True, **options)
     >>> out.shape, lse.shape
     (torch.Size([1, 5, 4, 16]), torch.Size([1, 4, 5]))
 
-    num_splits, pack_gqa and sm_margin do not change the result, and are ignored.
+    Args:
+        q: queries (B, Sq, H, D).
+        k: keys (B, Sk, Hk, D). H is a multiple of Hk.
+        v: values (B, Sk, Hk, Dv).
+        softmax_scale: factor of q.k. Default: 1 / sqrt(D).
+        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
+        qv: queries of the values, as q with the head dim Dv: scores are q.k + qv.v. D + Dv is at most 512. Default:
+            none.
+        q_descale: FP8 is not supported: None.
+        k_descale: FP8 is not supported: None.
+        v_descale: FP8 is not supported: None.
+        window_size: (left, right), -1 for unbounded. Default: no window.
+        attention_chunk: if above 0, a query sees only the keys of its own chunk of this many tokens. Default 0.
+        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
+        num_splits: does not change the result: ignored.
+        pack_gqa: does not change the result: ignored.
+        deterministic: if True, the gradients have the same bits in every run.
+        sm_margin: does not change the result: ignored.
+        return_attn_probs: if True, (out, lse) is returned.
+
+    Returns:
+        out (B, Sq, H, Dv), or (out, lse) with lse (B, H, Sq).
+
+    Raises:
+        AttentionError: an argument is not as above.
     """
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
@@ -104,7 +150,19 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """qkv (B, S, 3, H, D), or (B, S, heads of q, k and v, D) with num_heads_q."""
+    """`flash_attn_func` with queries, keys and values in one tensor.
+
+    Args:
+        qkv: (B, S, 3, H, D), or with num_heads_q (B, S, heads of q, k and v together, D).
+        num_heads_q: number of query heads, if they differ from those of k and v. Default: None.
+        others: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     if tensor("qkv", qkv).dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and num_heads_q in range(qkv.shape[2] % 2, qkv.shape[2], 2):
@@ -143,8 +201,26 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q (T, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv). seqused: the number of tokens each sequence uses; its other
-    queries give 0."""
+    """Attention of packed sequences with FlashAttention-3's arguments: `tilewise.attention_varlen`.
+
+    Args:
+        q: queries of all sequences (T, H, D).
+        k: keys of all sequences (Tk, Hk, D).
+        v: values of all sequences (Tk, Hk, Dv).
+        cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
+        max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
+        seqused_q: (B,) integers: how many of its queries each sequence uses. The others give 0. Default: all.
+        seqused_k: (B,) integers: how many of its keys each sequence uses. Default: all.
+        others: as in `flash_attn_func`.
+
+    Returns:
+        out (T, H, Dv), or (out, lse) with lse (H, T).
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, **scales)
     q, k = with_qv(q, k, v, qv)
@@ -157,8 +233,21 @@ def flash_attn_varlen_func(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that over parts of them: (parts, B, S, H, D) and (parts, B, S, H). Where lse_partial
-    is -inf the part has no visible key: out_partial counts as 0 there, as in flash-attn."""
+    """Attention over all keys from that over parts of them: `tilewise.merge`.
+
+    Args:
+        out_partial: outputs over each part of the keys (parts, B, S, H, D).
+        lse_partial: their logsumexps (parts, B, S, H). Where it is -inf the part has no visible key, and out_partial
+            counts as 0, as in flash-attn.
+        out: (B, S, H, D), written with the result. Default: a new tensor.
+        out_dtype: of the result, if `out` is None. Default: that of out_partial.
+
+    Returns:
+        out (B, S, H, D) and lse (B, S, H).
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     if tensor("lse_partial", lse_partial).shape != tensor("out_partial", out_partial).shape[:-1]:
         raise AttentionError("shape of lse_partial", tuple(lse_partial.shape), f"{tuple(out_partial.shape[:-1])}")
     if out is not None and tensor("out", out).shape != out_partial.shape[1:]:
@@ -206,10 +295,47 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention over a KV cache: see `tilewise.attention_kv`, and flash-attn 2's. scheduler_metadata is one of
-    `get_scheduler_metadata`. With a page table, cache_batch_idx selects its rows. With `qv` the scores are q.k + qv.v,
-    of head dims that are at most 512 together; both caches are copied at every call unless k_cache and v_cache are
-    adjacent parts of one tensor."""
+    """Writes new keys and values into a KV cache and attends over it: `tilewise.attention_kv`. No gradient.
+
+    Args:
+        q: queries (B, Sq, H, D), or with cu_seqlens_q packed (T, H, D).
+        k_cache: (rows, tokens, Hk, D), or with page_table (pages, tokens of a page, Hk, D). Written if k is given.
+        v_cache: likewise, with the head dim Dv.
+        k: new keys (B, new, Hk, D), or with cu_seqlens_k_new packed (tokens, Hk, D). Default: none.
+        v: new values, likewise. Given if k is.
+        qv: queries of the values, as q with the head dim Dv: scores are q.k + qv.v. D + Dv is at most 512. Both caches
+            are copied at every call, unless they are adjacent parts of one tensor. Default: none.
+        rotary_cos: (positions, width / 2): rotates the new keys and the queries. Default: no rotation.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: tokens in the cache before the call: an int or (B,) int32. Default: the cache is full.
+        cache_batch_idx: (B,) int32: the row of the cache, or of page_table, of each sequence. Default: its number.
+        cache_leftpad: (B,) int32: the first valid token of each sequence. Default: 0.
+        page_table: (B, pages of a sequence) int32. Default: the cache is not paged.
+        cu_seqlens_q: (B + 1,) int32: the offsets of packed queries. Default: q is dense.
+        cu_seqlens_k_new: (B + 1,) int32: the offsets of packed new keys. Default: as cu_seqlens_q.
+        max_seqlen_q: the largest number of queries of a sequence. Default: T.
+        rotary_seqlens: (B,) integers: the position of each sequence's first new key. Default: cache_seqlens.
+        q_descale: FP8 is not supported: None.
+        k_descale: FP8 is not supported: None.
+        v_descale: FP8 is not supported: None.
+        softmax_scale: factor of scores. Default: 1 / sqrt(D).
+        causal: if True, query i sees no key after position i + Sk - Sq (bottom-right alignment).
+        window_size: (left, right), -1 for unbounded. Default: no window.
+        attention_chunk: if above 0, a query sees only the keys of its own chunk of this many tokens. Default 0.
+        softcap: if above 0, a score s becomes softcap * tanh(s / softcap). Default 0.
+        rotary_interleaved: if True, dims 2 d and 2 d + 1 are rotated together; if False, d and d + width / 2.
+        scheduler_metadata: what `get_scheduler_metadata` returned for this step. Default: each call plans.
+        num_splits: 1: the keys of a sequence are never split. Other values are ignored.
+        pack_gqa: does not change the result: ignored.
+        sm_margin: does not change the result: ignored.
+        return_softmax_lse: if True, (out, lse) is returned.
+
+    Returns:
+        out as q with the head dim Dv, or (out, lse) with lse (B, H, Sq) or (H, T).
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = _options(softmax_scale, causal, window_size, attention_chunk, softcap, False, cache_leftpad, **scales)
     if page_table is not None and cache_batch_idx is not None:
@@ -253,6 +379,33 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Plans:
-    """Plans (`tilewise.plan_kv`) to pass to all layers of one step. The first layer's call makes them. They are not a
-    tensor, and cannot be copied into one."""
+    """Plans (`tilewise.plan_kv`) for all layers of one step. The first layer's call makes them, from its own tensors:
+    every argument here is accepted, and ignored.
+
+    Args:
+        batch_size: number of sequences.
+        max_seqlen_q: the largest number of queries of a sequence.
+        max_seqlen_k: the largest number of keys of a sequence.
+        num_heads_q: number of query heads.
+        num_heads_kv: number of KV heads.
+        headdim: head dim of q and k.
+        cache_seqlens: (B,) int32: tokens in the cache.
+        qkv_dtype: dtype of q, k and v.
+        headdim_v: head dim of v. Default: headdim.
+        cu_seqlens_q: (B + 1,) int32: the offsets of packed queries.
+        cu_seqlens_k_new: (B + 1,) int32: the offsets of packed new keys.
+        cache_leftpad: (B,) int32: the first valid token of each sequence.
+        page_size: tokens of a page. Default: the cache is not paged.
+        max_seqlen_k_new: the largest number of new keys of a sequence.
+        causal: as in `flash_attn_with_kvcache`.
+        window_size: as in `flash_attn_with_kvcache`.
+        attention_chunk: as in `flash_attn_with_kvcache`.
+        has_softcap: whether the calls have a softcap.
+        num_splits: as in `flash_attn_with_kvcache`.
+        pack_gqa: as in `flash_attn_with_kvcache`.
+        sm_margin: as in `flash_attn_with_kvcache`.
+
+    Returns:
+        What `flash_attn_with_kvcache` accepts as scheduler_metadata. It is not a tensor.
+    """
     return Plans()

@@ -1,13 +1,14 @@
-"""torch's FlexAttention, its signature, with the functions and BlockMasks that people have written for it.
+"""torch's FlexAttention: the same signature, with existing score functions and BlockMasks.
 
     from tilewise.compat import create_block_mask, flex_attention
 
-    out = flex_attention(q, k, v, score_mod=relative, block_mask=create_block_mask(causal, None, None, S, S))
+    mask = create_block_mask(causal, None, None, S, S)
+    out = flex_attention(q, k, v, score_mod=relative, block_mask=mask)
 
-There is nothing to compile (within torch.compile it is a graph break): the function is traced as a mod (see
-docs/mods.md) or, if it contains more than a mod may (tuples, loops, an `if` over numbers), traced as it is at every
-call. Tensors and numbers in its closure are captured, and float tensors of a score mod get gradients. Tested with the
-FlexAttention of torch 2.10 to 2.15; with other versions it warns once.
+There is nothing to compile (within torch.compile it is a graph break): the function is traced as a mod or, if it
+contains more than a mod may (tuples, loops, an `if` over numbers), traced as it is at every call. Tensors and numbers
+in its closure are captured, and float tensors of a score mod get gradients. Tested with the FlexAttention of torch 2.10
+to 2.15; with other versions it warns once.
 """
 
 from __future__ import annotations
@@ -58,20 +59,41 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, by tilewise: query (B, H, L, E), key and value (B, Hk, S, E).
+    """FlexAttention's function, torch.nn.attention.flex_attention.flex_attention, computed by tilewise.
 
     >>> slopes = torch.rand(4, requires_grad=True)
     >>> def alibi(score, b, h, q_idx, kv_idx):
     ...     return score + slopes[h] * (kv_idx - q_idx)
     >>> q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))
-    >>> mask = torchs.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 128, 128, device="cpu")
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
     >>> flex_attention(q, k, v, alibi, mask).sum().backward()
     >>> slopes.grad.shape
     torch.Size([4])
 
     The part of a mask that is a band (causal, a window) is computed as a band, and the tiles that a BlockMask does not
     list are skipped. Its lists are read when it is first used and when they have changed, which waits for the GPU. Its
-    mask_mod is traced at every call. `kernel_options` are for torch's kernels, and have no effect.
+    mask_mod is traced at every call.
+
+    Args:
+        query: (B, H, L, E).
+        key: (B or 1, Hk, S, E).
+        value: (B or 1, Hk, S, Ev).
+        score_mod: f(score, b, h, q_idx, kv_idx) -> score, a plain function. Default: none.
+        block_mask: torch's BlockMask, from `create_block_mask`. Default: none.
+        scale: factor of the scores. Default: 1 / sqrt(E).
+        enable_gqa: must be True if H and Hk differ. H is a multiple of Hk.
+        return_lse: if True, (out, lse) is returned.
+        kernel_options: for torch's kernels: ignored.
+        return_aux: torch's AuxRequest. lse=True is supported, max_scores=True is not. Default: none.
+
+    Returns:
+        out (B, H, L, Ev). With return_lse (out, lse), lse (B, H, L); with return_aux (out, AuxOutput).
+
+    Raises:
+        AttentionError: an argument is not as above, the block mask has other lengths, or a function contains what mods
+            may not.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if tensor(name, x).dim() != 4:

@@ -29,7 +29,17 @@ TESTED = (0, 0, 35)
 
 @mask_mod
 def from_top_left(b, h, q_idx, kv_idx, window):  # type: ignore[no-untyped-def]
-    """Causal, with query i at key i, and so many keys in all."""
+    """Causal, with query i at key i, and a window.
+
+    Args:
+        window: keys that a query sees, its own included.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `window` is not a number or a tensor.
+    """
     return (kv_idx <= q_idx) & (kv_idx > q_idx - window)
 
 
@@ -44,12 +54,29 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(B, M, H, K), or (B, M, K) of one head, or (B, M, G, H, K) of grouped heads; `attn_bias` a tensor to add, or one
-    of the classes. `op` says which kernel of xformers' to take, and is not needed.
+    """xformers' function, computed by tilewise.
 
     >>> q = torch.randn(1, 7, 4, 16)
-    >>> memory_efficient_attention(q, q, q, BlockDiagonalMask.from_seqlens([3, 4]).make_causal()).shape
+    >>> mask = BlockDiagonalMask.from_seqlens([3, 4]).make_causal()
+    >>> memory_efficient_attention(q, q, q, mask).shape
     torch.Size([1, 7, 4, 16])
+
+    Args:
+        query: (B, M, H, K), or (B, M, K) of one head, or (B, M, G, H, K) of grouped heads.
+        key: (B, N, H, K), with the axes of query.
+        value: (B, N, H, Kv), with the axes of query.
+        attn_bias: a tensor that is added to the scores and broadcasts to (B, H, M, N), or one of the classes of this
+            module or of xformers. Default: none.
+        p: probability that a softmax weight is dropped. Default 0.
+        scale: factor of the scores. Default: 1 / sqrt(K).
+        op: a kernel of xformers: ignored.
+        output_dtype: of the result. Default: that of query.
+
+    Returns:
+        A tensor with the axes of query and the last size of value.
+
+    Raises:
+        AttentionError: an argument is not as above, or attn_bias is of another class (pages are not supported).
     """
     q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
@@ -167,7 +194,13 @@ BANDS: dict[str, Any] = {
 
 @dataclass
 class SeqInfo:
-    """Where sequences begin, also as ints; with `seqlen`, how many tokens of each are used."""
+    """Where sequences begin.
+
+    Attributes:
+        seqstart: (sequences + 1,) int32: their offsets.
+        seqstart_py: the same as ints.
+        seqlen: (sequences,) int32: how many tokens of each are used. Default None: all.
+    """
 
     seqstart: Tensor
     seqstart_py: list[int]
@@ -175,6 +208,18 @@ class SeqInfo:
 
     @staticmethod
     def of(lengths: Sequence[int], padding: int | None = None) -> SeqInfo:
+        """The offsets of sequences of these lengths.
+
+        Args:
+            lengths: ints >= 0.
+            padding: tokens of room for each sequence. Default None: its length.
+
+        Returns:
+            Their SeqInfo, on the CPU.
+
+        Raises:
+            AttentionError: the lengths are not a list of ints.
+        """
         if not isinstance(lengths, Sequence) or not all(is_whole(n) and n >= 0 for n in lengths):
             raise AttentionError("lengths of an attn_bias", repr(lengths), "a list of ints")
         sizes = torch.tensor(list(lengths), dtype=torch.int32)
@@ -187,11 +232,25 @@ class LowerTriangularMask:
     """Causal, aligned top left: query i sees the keys up to i."""
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
+        """The mask with a bias.
+
+        Args:
+            bias: a tensor that is added to the scores.
+
+        Returns:
+            A new mask.
+        """
         return LowerTriangularMaskWithTensorBias(bias)
 
 
 @dataclass
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """Causal, aligned top left, with a bias.
+
+    Attributes:
+        _bias: a tensor that is added to the scores.
+    """
+
     _bias: Tensor
 
 
@@ -199,16 +258,37 @@ class LowerTriangularFromBottomRightMask:
     """Causal, with the last query at the last key."""
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
+        """The mask with a window.
+
+        Args:
+            window_size: keys that a query sees, its own included.
+
+        Returns:
+            A new mask.
+        """
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
 @dataclass
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """Causal with a window, with the last query at the last key.
+
+    Attributes:
+        _window_size: keys that a query sees, its own included.
+    """
+
     _window_size: int
 
 
 @dataclass
 class LocalAttentionFromBottomRightMask:
+    """A window around each query, with the last query at the last key.
+
+    Attributes:
+        window_left: keys before the query; below 0: all.
+        window_right: keys after the query; below 0: all.
+    """
+
     window_left: int
     window_right: int
 
@@ -219,8 +299,16 @@ class BlockDiagonalMask:
 
     >>> texts = [torch.randn(1, 3, 4, 16), torch.randn(2, 5, 4, 16)]
     >>> mask, x = BlockDiagonalMask.from_tensor_list(texts)
-    >>> x.shape, [y.shape for y in mask.split(memory_efficient_attention(x, x, x, mask))]
-    (torch.Size([1, 13, 4, 16]), [torch.Size([1, 3, 4, 16]), torch.Size([2, 5, 4, 16])])
+    >>> x.shape
+    torch.Size([1, 13, 4, 16])
+    >>> out = memory_efficient_attention(x, x, x, mask)
+    >>> [y.shape for y in mask.split(out)]
+    [torch.Size([1, 3, 4, 16]), torch.Size([2, 5, 4, 16])]
+
+    Attributes:
+        q_seqinfo: `SeqInfo` of the queries.
+        k_seqinfo: `SeqInfo` of the keys.
+        _batch_sizes: how many sequences each tensor of `from_tensor_list` had. Default: 1 each.
     """
 
     q_seqinfo: Any
@@ -229,13 +317,35 @@ class BlockDiagonalMask:
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None) -> Any:
+        """The mask of sequences of these lengths.
+
+        Args:
+            q_seqlen: the number of queries of each sequence.
+            kv_seqlen: the number of keys of each. Default: as q_seqlen.
+
+        Returns:
+            A mask of this class.
+
+        Raises:
+            AttentionError: the lengths are not lists of ints.
+        """
         queries = SeqInfo.of(q_seqlen)
         same = kv_seqlen is None or list(kv_seqlen) == list(q_seqlen)
         return cls(queries, queries if same or kv_seqlen is None else SeqInfo.of(kv_seqlen))
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
-        """The mask of tensors (B, M, ...) of several lengths, and all of their sequences in a row."""
+        """The mask of tensors of several lengths, and all of their sequences in one tensor.
+
+        Args:
+            tensors: (B, M, ...) each, with any B and M.
+
+        Returns:
+            The mask, and a tensor (1, tokens, ...).
+
+        Raises:
+            AttentionError: a tensor has fewer than 2 axes.
+        """
         for n, x in enumerate(tensors):
             if tensor(f"tensors[{n}]", x).dim() < 2:
                 raise AttentionError(f"shape of tensors[{n}]", tuple(x.shape), "(B, M, ...)")
@@ -244,7 +354,17 @@ class BlockDiagonalMask:
         return mask, torch.cat([x.flatten(0, 1) for x in tensors])[None]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The reverse of `from_tensor_list`."""
+        """The reverse of `from_tensor_list`.
+
+        Args:
+            tensor: (1, tokens, ...).
+
+        Returns:
+            Tensors (B, M, ...), as many as `from_tensor_list` got.
+
+        Raises:
+            AttentionError: the tensor does not have the tokens of the mask.
+        """
         lengths = self.q_seqinfo.seqstart.diff().tolist()
         if tensor.shape[:2] != (1, sum(lengths)):
             raise AttentionError("shape of what is split", tuple(tensor.shape), f"(1, {sum(lengths)}, ...)")
@@ -253,17 +373,43 @@ class BlockDiagonalMask:
         return [torch.stack([next(each) for _ in range(n)]) for n in batches]
 
     def make_causal(self) -> BlockDiagonalCausalMask:
+        """The same sequences, each causal and aligned top left.
+
+        Returns:
+            A new mask.
+        """
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+        """The same sequences, each causal with its last query at its last key.
+
+        Returns:
+            A new mask.
+        """
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
+        """The same sequences, each causal with a window, aligned top left.
+
+        Args:
+            window_size: keys that a query sees, its own included.
+
+        Returns:
+            A new mask.
+        """
         return BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size)
 
     def make_local_attention_from_bottomright(
         self, window_size: int
     ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        """The same sequences, each causal with a window, with its last query at its last key.
+
+        Args:
+            window_size: keys that a query sees, its own included.
+
+        Returns:
+            A new mask.
+        """
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(
             self.q_seqinfo, self.k_seqinfo, self._batch_sizes, window_size
         )
@@ -271,54 +417,111 @@ class BlockDiagonalMask:
 
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    pass
+    """Sequences one after the other, each causal and aligned top left."""
 
 
 @dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
-    pass
+    """Sequences one after the other, each causal with its last query at its last key."""
 
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """Sequences one after the other, each causal with a window, aligned top left.
+
+    Attributes:
+        _window_size: keys that a query sees, its own included.
+    """
+
     _window_size: int = 0
 
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """Sequences one after the other, each causal with a window, with its last query at its last key.
+
+    Attributes:
+        _window_size: keys that a query sees, its own included.
+    """
+
     _window_size: int = 0
 
 
 @dataclass
 class BlockDiagonalPaddedKeysMask:
-    """The same where each sequence's keys have room for `kv_padding` of them, of which the first are used."""
+    """Sequences one after the other. The keys of each have room for `kv_padding` tokens, of which the first are used.
+
+    Attributes:
+        q_seqinfo: `SeqInfo` of the queries.
+        k_seqinfo: `SeqInfo` of the keys, with the number that is used.
+    """
 
     q_seqinfo: Any
     k_seqinfo: Any
 
     @classmethod
     def from_seqlens(cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int]) -> Any:
+        """The mask of sequences of these lengths.
+
+        Args:
+            q_seqlen: the number of queries of each sequence.
+            kv_padding: tokens of room for the keys of each.
+            kv_seqlen: how many keys of each are used.
+
+        Returns:
+            A mask of this class.
+
+        Raises:
+            AttentionError: the lengths are not lists of ints.
+        """
         return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding))
 
 
 @dataclass
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    pass
+    """Padded keys, each sequence causal with its last query at its last used key."""
 
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """Padded keys, each sequence causal with a window.
+
+    Attributes:
+        _window_size: keys that a query sees, its own included.
+    """
+
     _window_size: int
 
     @classmethod
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_size: int
     ) -> Any:
+        """The mask of sequences of these lengths.
+
+        Args:
+            q_seqlen: the number of queries of each sequence.
+            kv_padding: tokens of room for the keys of each.
+            kv_seqlen: how many keys of each are used.
+            window_size: keys that a query sees, its own included.
+
+        Returns:
+            A mask of this class.
+
+        Raises:
+            AttentionError: the lengths are not lists of ints.
+        """
         return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding), window_size)
 
 
 @dataclass
 class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """Padded keys, with a window around each query.
+
+    Attributes:
+        window_left: keys before the query; below 0: all.
+        window_right: keys after the query; below 0: all.
+    """
+
     window_left: int
     window_right: int
 
@@ -326,4 +529,19 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     def from_seqlens_local(
         cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], window_left: int, window_right: int
     ) -> Any:
+        """The mask of sequences of these lengths.
+
+        Args:
+            q_seqlen: the number of queries of each sequence.
+            kv_padding: tokens of room for the keys of each.
+            kv_seqlen: how many keys of each are used.
+            window_left: keys before the query; below 0: all.
+            window_right: keys after the query; below 0: all.
+
+        Returns:
+            A mask of this class.
+
+        Raises:
+            AttentionError: the lengths are not lists of ints.
+        """
         return cls(SeqInfo.of(q_seqlen), SeqInfo.of(kv_seqlen, kv_padding), window_left, window_right)

@@ -34,6 +34,9 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
 
     Args:
         plan: of `tilewise.distributed.plan`, or None.
+
+    Yields:
+        The plan.
     """
     _in_use.append(plan)
     try:
@@ -43,7 +46,11 @@ def use(plan: Plan | None) -> Iterator[Plan | None]:
 
 
 def current() -> Plan | None:
-    """The plan of the innermost `use`, or None."""
+    """The plan that `attention` uses if it gets none.
+
+    Returns:
+        The plan of the innermost `use`, or None.
+    """
     return _in_use[-1] if _in_use else None
 
 
@@ -53,7 +60,8 @@ def attention(
 ) -> Any:
     """`tilewise.attention` of this rank's queries over the keys of all ranks.
 
-        plan = tilewise.distributed.plan(mesh["cp"], seqlen=tokens.shape[1], causal=True)
+        n = tokens.shape[1]
+        plan = tilewise.distributed.plan(mesh["cp"], seqlen=n, causal=True)
         x, positions = plan.shard(x), plan.positions()
         ...
         out = tilewise.distributed.attention(q, k, v, plan=plan, softcap=30.0)
@@ -72,7 +80,7 @@ def attention(
         v: likewise, with KV heads.
         plan: default: the plan of `use`.
         layout: "bshd", or "bhsd" for (B, heads, tokens, dim).
-        options: those of `tilewise.attention`. causal and window, if given, must be the plan's (`plan.banded` returns
+        options: as in `tilewise.attention`. causal and window, if given, must be the plan's (`plan.banded` returns
             a plan with another band). A bias has this rank's rows and the columns of all tokens, in the order of the
             sequence: (B or 1, H or 1, rows or 1, tokens or 1).
 
@@ -106,7 +114,8 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
     >>> import tilewise
     >>> q = torch.randn(1, 10, 2, 8)
     >>> plan = tilewise.distributed.plan(4, seqlen=10, causal=True)
-    >>> torch.allclose(rehearse(q, q, q, plan=plan), tilewise.attention(q, q, q, causal=True), atol=1e-6)
+    >>> whole = tilewise.attention(q, q, q, causal=True)
+    >>> torch.allclose(rehearse(q, q, q, plan=plan), whole, atol=1e-6)
     True
 
     Args:
@@ -118,6 +127,9 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, *, plan: Plan, **options: Unpack[O
 
     Returns:
         As `attention`, of all queries.
+
+    Raises:
+        AttentionError: as in `attention`.
     """
     q, k, v = checks.to_bshd(q, k, v)
     is_flat = plan.packed and q.dim() == 3

@@ -166,18 +166,19 @@ class Partition:
     def explain(self) -> str:
         """A text about the plan: tokens of each rank, balance of the work, and what ranks send."""
         counts, hops = self.counts(), max(self.hops, default=0)
-        travel = {
-            "ring": f"keys travel {hops} hops",
-            "allgather": "all keys go to all",
-            "halo": "each is sent the keys it sees",
+        times = f"{hops} time" + "s" * (hops != 1)
+        sent = {
+            "ring": f"every shard of keys is passed on {times}",
+            "allgather": "all keys are sent to all ranks",
+            "halo": "every rank receives the keys that it sees",
             "ulysses": "heads are exchanged for tokens",
-            "two-level": f"heads are exchanged among {self.ulysses_size},"
-            f" keys travel {hops} hops among {self.ring_size}",
+            "two-level": f"{self.ulysses_size} ranks exchange heads;"
+            f" every shard of keys is passed on {times} among {self.ring_size} groups",
             "tree": "partial results are merged",
         }[self.strategy]
         return (
-            f"{self!r}\n  {min(counts)} to {max(counts)} tokens on a rank; the busiest has"
-            f" {self.imbalance():.1%} more than the mean to do; {travel}"
+            f"{self!r}\n  {min(counts)} to {max(counts)} tokens on a rank;"
+            f" the busiest has {self.imbalance():.1%} more work than the mean\n  {sent}"
         )
 
 

@@ -41,6 +41,14 @@ class Plan(Partition):
     `tilewise.distributed.plan`.
 
     Attributes:
+        ranks: number of ranks.
+        lengths: the length of each document; a sequence that is not packed is one document.
+        packed: whether the documents were given as cu_seqlens.
+        band: (left, right) of causal and window, None where unbounded.
+        strategy: how keys reach queries, as in `tilewise.distributed.plan`.
+        layout: which tokens a rank holds, as in `tilewise.distributed.plan`.
+        ulysses_size: number of neighbouring ranks that exchange heads for tokens; 1 without Ulysses.
+        queries: number of queries of strategy "tree"; otherwise 0.
         mask: a mask mod for all calls, or None.
         group: the process group, or None.
         node: number of ranks that share fast links.
@@ -76,14 +84,35 @@ class Plan(Partition):
         )
 
     def index(self, rank: int | None = None, device: Any = None) -> Tensor:
-        """The indices in the whole sequence of the tokens that a rank (default: this one) holds."""
+        """The indices in the whole sequence of the tokens that a rank holds.
+
+        Args:
+            rank: default: this process's.
+            device: of the result. Default: the CPU.
+
+        Returns:
+            (tokens of the rank,) int64.
+
+        Raises:
+            AttentionError: there is no such rank.
+        """
         return _rank_tokens(self, "index", self.rank if rank is None else rank, device)
 
     def positions(self, rank: int | None = None, device: Any = None) -> Tensor:
-        """The positions within their documents of the tokens that a rank (default: this one) holds, for RoPE.
+        """The positions within their documents of the tokens that a rank holds, for RoPE.
 
         >>> plan(4, seqlen=10, causal=True).positions(rank=1)
         tensor([1, 7])
+
+        Args:
+            rank: default: this process's.
+            device: of the result. Default: the CPU.
+
+        Returns:
+            (tokens of the rank,) int64.
+
+        Raises:
+            AttentionError: there is no such rank.
         """
         return _rank_tokens(self, "positions", self.rank if rank is None else rank, device)
 
@@ -134,10 +163,22 @@ class Plan(Partition):
 
     def labels(self, tokens: Tensor, dim: int = 1, ignore: int = -100, rank: int | None = None) -> Tensor:
         """A rank's labels for the prediction of the next token, shifted before they are sharded: the label of a shard's
-        last token may be on another rank. `ignore` is the label at the end of each document.
+        last token may be on another rank.
 
         >>> plan(2, seqlen=8, causal=True).labels(torch.arange(8), dim=0, rank=0)
         tensor([   1,    2,    7, -100])
+
+        Args:
+            tokens: all tokens, along `dim`.
+            dim: the dimension of tokens.
+            ignore: the label at the end of each document.
+            rank: default: this process's.
+
+        Returns:
+            The labels of the rank's tokens.
+
+        Raises:
+            AttentionError: `tokens` does not have the plan's number of tokens along `dim`.
         """
         shifted = tokens.roll(-1, dim)
         ends = torch.tensor(starts(self.lengths)[1:], device=tokens.device)
@@ -150,6 +191,16 @@ class Plan(Partition):
 
         >>> plan(8, seqlen=65536, causal=True).banded(window=(1023, 0))
         <plan: 65536 tokens on 8 ranks, window (1023, 0), halo, zigzag>
+
+        Args:
+            causal: as in `attention`.
+            window: as in `attention`.
+
+        Returns:
+            A plan, whose strategy may differ.
+
+        Raises:
+            AttentionError: `window` is not two ints >= 0 or None.
         """
         band = band_of(causal, window)
         return self if band == self.band else replan(self, band=band)
@@ -160,9 +211,15 @@ class Plan(Partition):
         Args:
             machine: GPUs of a node, their name, and the network between nodes.
             ranks: another number of ranks than the plan's, or None.
-            shape: heads, kv_heads, dim, batch, dtype, backward and links, as of
+            shape: heads, kv_heads, dim, batch, dtype, backward and links, as in
                 `tilewise_lab.costs.context_parallel.simulate`. Like `tilewise.explain`, this imports the laboratory
                 when it is called.
+
+        Returns:
+            The times, traffic and memory of each rank. `print` shows a summary.
+
+        Raises:
+            AttentionError: the machine is unknown, or the heads are not at least 1 and a multiple of kv_heads.
         """
         from tilewise_lab.costs.context_parallel import simulate
 
@@ -217,7 +274,7 @@ def plan(
             results are merged in log2(ranks) exchanges. No gradient.
             "auto": "two-level" on several nodes if `heads` allow it, else "ring"; for windows and documents "halo" if
             its estimated time (on H200s) is as good.
-        layout: which tokens a rank holds: "contiguous", "zigzag", "striped" or "document" (see docs/distributed.md).
+        layout: which tokens a rank holds: "contiguous", "zigzag", "striped" or "document".
             "auto" is "zigzag" for causal, "contiguous" for windows and full attention, "document" for packed documents.
         heads: number of query heads, for "auto". Default: 32.
         queries: of strategy "tree".

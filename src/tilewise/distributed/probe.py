@@ -34,8 +34,11 @@ def check(
 ) -> Report:
     """Compare a sharded computation with one rank's, and perturb one token at a time.
 
-        tilewise.distributed.check(plan, softcap=30.0)                       attention itself, on random numbers
-        tilewise.distributed.check(plan, model, tokens, layers=model.layers)  a model, called as model(plan, tokens)
+        # attention itself, on random numbers
+        tilewise.distributed.check(plan, softcap=30.0)
+
+        # a model, called as model(plan, tokens)
+        tilewise.distributed.check(plan, model, tokens, layers=model.layers)
 
     All ranks must call it. Use a small copy of the model.
 
@@ -49,6 +52,9 @@ def check(
         probes: how many tokens are perturbed.
         seed: of the tokens, and of the random inputs of attention itself.
         options: of attention itself.
+
+    Returns:
+        The largest difference from one rank, relative to the largest output, and the tokens that were perturbed.
 
     Raises:
         AttentionError: outputs differ by more than `tolerance`, an output changes with a token that it cannot see

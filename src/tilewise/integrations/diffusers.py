@@ -1,6 +1,6 @@
 """Hugging Face diffusers on tilewise: `pipe.transformer.set_attention_backend("tilewise")`.
 
-    import tilewise.integrations.diffusers                # registers; or call register()
+    import tilewise.integrations.diffusers    # calls register()
 
 Tested with diffusers 0.42; with others it warns once, and works or raises.
 """
@@ -22,7 +22,7 @@ TESTED = (0, 42)
 
 
 def register() -> None:
-    """Make "tilewise" one of diffusers' attention backends."""
+    """Register the attention backend "tilewise" with diffusers. Importing the module calls it."""
     check_version("diffusers", diffusers.__version__, TESTED, TESTED)
     names: Any = attention_dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:  # an Enum, which offers no way to add to it
@@ -45,7 +45,26 @@ def attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """What diffusers calls: (B, S, H, D), with a mask as for torch's attention, or (B, Sk) of keys."""
+    """Attention of a layer. diffusers calls it.
+
+    Args:
+        query: (B, Sq, H, D).
+        key: (B, Sk, Hk, D).
+        value: (B, Sk, Hk, Dv).
+        attn_mask: as in `scaled_dot_product_attention`, or (B, Sk) of keys. Default: none.
+        dropout_p: as in `scaled_dot_product_attention`.
+        is_causal: as in `scaled_dot_product_attention`.
+        scale: as in `scaled_dot_product_attention`.
+        enable_gqa: as in `scaled_dot_product_attention`.
+        return_lse: must be False: diffusers' context parallelism is not supported.
+        _parallel_config: must be None, likewise.
+
+    Returns:
+        (B, Sq, H, Dv).
+
+    Raises:
+        AttentionError: an argument is not as above.
+    """
     if return_lse or _parallel_config is not None:
         raise AttentionError(
             "diffusers' context parallelism", "return_lse or _parallel_config", "neither: not supported"

@@ -180,7 +180,7 @@ def make_mask(
         plain = valid is None and ids is None
         return None if plain else Mask(shape, mod=_mod(valid, ids), segments=segments)
     keys = None
-    if after == 0 and shift + q_length < kv_length:  # the rest nobody sees
+    if after == 0 and shift + q_length < kv_length:  # no query sees the other keys
         keys = shift + q_length
         valid = None if valid is None else valid[:, :keys]
     late = shift - ((kv_length if keys is None else keys) - q_length)  # how far past the bottom right corner
@@ -248,7 +248,7 @@ def _looked(
 
 
 def _segments(first: Tensor, count: Tensor, n: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Offsets of a batch's rows cut into padding, tokens, padding. Keys of padding are nobody's. If it is causal, its
+    """Offsets of a batch's rows cut into padding, tokens, padding. No query sees keys of padding. If it is causal, its
     queries see nothing: each padding is two sequences, one without queries and one without keys. If not, every query
     sees the tokens, for it may be that of another text: cross attention is told the padding of its keys.
 

@@ -55,7 +55,7 @@ WHY = {
 
 
 def check_positions(plan: Plan, given: Any) -> None:
-    """RoPE and documents go by these; counting from 0 on every rank is the mistake that nobody notices."""
+    """Raises for positions that are not the plan's: RoPE and documents would be wrong without an error."""
     if not isinstance(given, Tensor) or given.dim() != 2 or torch.compiler.is_compiling():
         return
     expected = plan.positions(device=given.device)

@@ -34,7 +34,8 @@ class Plans(dict[Any, KvPlan]):
 
     def of(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, options: dict[str, Any]) -> KvPlan:
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-        kind = q.shape[1:], k_cache.shape[1:], v_cache.shape[3], options.get("causal"), options.get("window")
+        caches = k_cache.shape[1:], v_cache.shape[3], k_cache.dtype, v_cache.dtype
+        kind = q.shape[1:], caches, options.get("causal"), options.get("window")
         plan = self.get((q.shape, captured, kind))
         if plan is None:
             if self.memory is None:
@@ -89,11 +90,11 @@ class Writer:
     def __init__(self) -> None:
         self.zeros: dict[torch.device, Tensor] = {}
 
-    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **scales: Tensor) -> None:
         lengths = self.zeros.get(k.device)
         if lengths is None:  # not used with slots; allocated once, not in every layer of every step
             lengths = self.zeros[k.device] = torch.zeros(1, dtype=torch.int32, device=k.device)
-        append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=_backend(k))
+        append_kv(k[None], v[None], k_cache, v_cache, lengths, slots=slots, backend=_backend(k), **scales)
 
 
 def _backend(x: Tensor) -> str:

@@ -37,16 +37,32 @@ def scaled_dot_product_attention(
 
     >>> q, k, v = (torch.randn(2, 8, 128, 64) for _ in range(3))
     >>> ours = scaled_dot_product_attention(q, k, v, is_causal=True)
-    >>> torch.allclose(ours, functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+    >>> torchs = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(ours, torchs, atol=1e-5)
     True
 
-    query (..., H, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev); leading axes broadcast. As in torch, `is_causal`
-    is aligned top left (query i sees the keys up to i); a bool mask is True where a pair is visible, a float mask
-    is added to the scores and gets a gradient if it wants one, and both broadcast to (..., H, L, S); a row that is
-    masked out entirely gives 0. Dropout draws from torch's generator, and drops other pairs than torch's kernels do.
+    A row that is masked out entirely gives 0, as in torch. Jagged nested tensors (B, H, j, E) are accepted, without a
+    mask.
 
-    recognise: read a bool mask, which synchronizes with the GPU: a band becomes a window, and tiles of any other mask
-        without a visible pair are skipped. If False, the mask is applied to every pair.
+    Args:
+        query: (..., H, L, E). Leading axes of the three broadcast.
+        key: (..., Hk, S, E).
+        value: (..., Hk, S, Ev).
+        attn_mask: broadcasts to (..., H, L, S). Bools are True where a pair is visible; floats are added to the scores
+            and differentiable. Or torch's CausalBias. Default: none. Not with is_causal.
+        dropout_p: probability that a softmax weight is dropped. Drawn from torch's generator; other pairs are dropped
+            than by torch's kernels. Default 0.
+        is_causal: if True, query i sees the keys up to i (top-left alignment, as in torch).
+        scale: factor of the scores. Default: 1 / sqrt(E).
+        enable_gqa: must be True if the numbers of heads differ. H is a multiple of Hk.
+        recognise: if True, a bool mask is read, which synchronizes with the GPU: a band becomes a window, and tiles of
+            any other mask without a visible pair are skipped. If False, the mask is applied to every pair.
+
+    Returns:
+        (..., H, L, Ev), differentiable.
+
+    Raises:
+        AttentionError: an argument is not as above.
     """
     if not isinstance(is_causal, bool):
         raise AttentionError("is_causal", repr(is_causal), "True or False")
@@ -68,7 +84,7 @@ def scaled_dot_product_attention(
         elif mask.numel():
             options["mask_mod"] = table(mask)
     if is_causal:
-        if n_k > n_q:  # the rest nobody sees
+        if n_k > n_q:  # no query sees the other keys
             k, v, n_k = k[:, :, :n_q], v[:, :, :n_q], n_q
         options["window"] = None, n_q - n_k
     out: Tensor = attention(q, k, v, layout="bhsd", scale=scale, dropout_p=dropout_p, **options)
@@ -164,7 +180,7 @@ def _mask(given: Any, rank: int, lead: torch.Size, sizes: tuple[int, int, int]) 
 
 @contextmanager
 def replaces_sdpa(*, recognise: bool = False) -> Iterator[None]:
-    """Within it, torch's scaled_dot_product_attention is tilewise's: `with tilewise.replaces_sdpa(): model(x)`.
+    """Context manager: torch's scaled_dot_product_attention is computed by tilewise within it.
 
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True).eval()
     >>> x = torch.randn(2, 10, 32)
@@ -173,7 +189,13 @@ def replaces_sdpa(*, recognise: bool = False) -> Iterator[None]:
     >>> torch.allclose(ours, layer(x), atol=1e-5)
     True
 
-    See `replace_sdpa`, which does so for good.
+    `replace_sdpa` says what is replaced.
+
+    Args:
+        recognise: as in `scaled_dot_product_attention`.
+
+    Yields:
+        None.
     """
     undo = _replace(recognise)
     try:
@@ -183,15 +205,17 @@ def replaces_sdpa(*, recognise: bool = False) -> Iterator[None]:
 
 
 def replace_sdpa(*, recognise: bool = False) -> None:
-    """From now on torch's scaled_dot_product_attention is tilewise's: one line at the start of a program.
+    """Replaces torch's scaled_dot_product_attention by tilewise's: one line at the start of a program.
 
         tilewise.replace_sdpa()
         import timm, x_transformers, ...
 
-    Reached are torch.nn.functional's function, the modules that have imported it by name, torch.nn.MultiheadAttention
-    and, whose fused evaluation is turned off for it, TransformerEncoderLayer. What tilewise does not compute raises.
-    A function that torch.compile has compiled before keeps what it has. `recognise` is that of
-    `scaled_dot_product_attention`.
+    Replaced are the function in torch.nn.functional, also where modules have imported it by name, and so
+    torch.nn.MultiheadAttention and TransformerEncoderLayer, whose fused evaluation is turned off. Calls that tilewise
+    does not support raise AttentionError. Functions that torch.compile has compiled before keep torch's.
+
+    Args:
+        recognise: as in `scaled_dot_product_attention`.
     """
     _replace(recognise)
 

@@ -15,7 +15,7 @@ TESTED = ((0, 5, 15), (0, 5, 23))
 
 
 def register() -> None:
-    """Make the backend known by its name."""
+    """Register the backend "tilewise" with SGLang. SGLang calls it at its start, through the entry point."""
     import sglang
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
@@ -26,7 +26,14 @@ def register() -> None:
 
 
 def create(runner: Any) -> Any:
-    """The backend of a model runner."""
+    """The backend of a model runner.
+
+    Args:
+        runner: SGLang's ModelRunner.
+
+    Returns:
+        An AttentionBackend.
+    """
     from .sglang_backend import TilewiseBackend
 
     return TilewiseBackend(runner)

@@ -1,9 +1,9 @@
 """Hugging Face transformers on tilewise: `attn_implementation="tilewise"`.
 
-    import tilewise.integrations.transformers                    # registers; or call register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
-    model.set_attn_implementation("tilewise")                    # or a model that is there already
-    serve(model).generate_batch(prompts)                         # continuous batching
+    import tilewise.integrations.transformers    # calls register()
+    model = AutoModel.from_pretrained(name, attn_implementation="tilewise")
+    model.set_attn_implementation("tilewise")    # or change an existing model
+    serve(model).generate_batch(prompts)         # continuous batching
 
 Tested with transformers 5.17, 5.22 and 5.23; with others it warns once, and works or raises. Anything
 that is not supported (attention weights, a mask of unknown kind) raises AttentionError.
@@ -35,8 +35,12 @@ TESTED = ((5, 17), (5, 23))
 def register(*, look: bool = True) -> None:
     """Register "tilewise" with transformers (and, for continuous batching, "paged|tilewise": see `serve`).
 
-    look: read the padding mask once a forward, and drop it if there is no padding (as transformers' own mask functions
-        do). This synchronizes with the GPU. With look=False nothing is read, and the mask is applied to every pair.
+    Importing the module calls it.
+
+    Args:
+        look: if True (default), the padding mask is read once a forward pass, and dropped if there is no padding, as
+            transformers' own mask functions do. This synchronizes with the GPU. If False, the mask is applied to every
+            pair.
     """
     check_version("transformers", transformers.__version__, *TESTED)
     for name in (NAME, f"paged|{NAME}", SERVING):
@@ -45,10 +49,16 @@ def register(*, look: bool = True) -> None:
 
 
 def serve(model: Any) -> Any:
-    """Let a model's continuous batching (`generate_batch`, `continuous_batching_context_manager`) attend with tilewise.
+    """Use tilewise for a model's continuous batching (`generate_batch`, `continuous_batching_context_manager`).
 
     transformers 5.17 takes "paged|tilewise". 5.22 takes no registered name but one with "flash" in it, and where such a
     name is set by `set_attn_implementation` it looks for that kernel on the Hub; so here it is set in the config.
+
+    Args:
+        model: a transformers model. Its config is changed.
+
+    Returns:
+        The model.
     """
     if version(transformers.__version__) >= (5, 22):
         model.config._attn_implementation = SERVING
@@ -78,8 +88,34 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of a layer: q (B, H, Sq, D), k and v (B, Hk, Sk, D); returns (B, Sq, H, Dv) and None.
 
-    The mask is one of `make_mask`, a 4-D tensor of the user's (bool: True is visible; float: added), or None. With
-    cu_seq_lens (padding-free batches, continuous batching) sequences are packed, and the mask adds nothing.
+    transformers calls it. With cu_seq_lens (padding-free batches, continuous batching) sequences are packed, and the
+    mask adds nothing.
+
+    Args:
+        module: the attention layer.
+        query: (B, H, Sq, D).
+        key: (B, Hk, Sk, D).
+        value: (B, Hk, Sk, Dv).
+        attention_mask: the mask that tilewise made for transformers, or a tensor that broadcasts to (B, H, Sq, Sk):
+            bools (True is visible) or floats (added). None: the layer is causal or not, without padding.
+        dropout: probability that a softmax weight is dropped.
+        scaling: factor of the scores. Default: 1 / sqrt(D).
+        is_causal: whether the layer is causal. Default: what the module says.
+        softcap: bound of the scores. Default: none.
+        s_aux: (H,), sinks. Default: none.
+        position_bias: added to the scores. Default: none.
+        sliding_window: keys that a query sees. Default: that of the module.
+        cu_seq_lens_q: offsets of packed queries. Default: a batch.
+        cu_seq_lens_k: offsets of packed keys, or a dict of them by the type of layer.
+        cache: transformers' paged cache, in continuous batching.
+        output_attentions: must be false: the weights are not kept.
+        others: further arguments of transformers, such as position_ids.
+
+    Returns:
+        out (B, Sq, H, Dv), and None in place of the weights.
+
+    Raises:
+        AttentionError: an argument is not supported; the message names it.
     """
     if output_attentions:
         raise AttentionError("output_attentions", True, 'attn_implementation="eager", which keeps the weights')

@@ -14,7 +14,7 @@ PATH = "tilewise.integrations.vllm_backend.TilewiseBackend"
 
 
 def register() -> None:
-    """Be the backend that vLLM calls CUSTOM, unless another plugin is."""
+    """Register tilewise as vLLM's backend CUSTOM, unless another plugin has. vLLM calls it through the entry point."""
     import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -28,6 +28,7 @@ from .kv_steps import Memory, Step, Writer
 
 log = logging.getLogger("tilewise")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SPLIT = 4096  # keys in a split if vLLM requires results that do not depend on the batch
 
 
@@ -37,9 +38,11 @@ def causal_where(b, h, q_idx, kv_idx, causal, *, q_len, kv_len):  # type: ignore
     return (kv_idx - q_idx <= kv_len - q_len) | (causal[b] == 0)
 
 
-def caches(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+def caches(kv_cache: Tensor, head_size: int, stored: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Views of keys and values (blocks, tokens, Hk, D): of (blocks, Hk, tokens, 2 D), or before vLLM 0.29 of
-    (blocks, 2, tokens, Hk, D)."""
+    (blocks, 2, tokens, Hk, D). vLLM's float8 caches are bytes: `stored` is their dtype."""
+    if stored is not None:
+        kv_cache = kv_cache.view(stored)
     if kv_cache.dim() == 5:
         k, v = kv_cache.unbind(1)
     else:
@@ -68,9 +71,10 @@ def layers_of(spec: Any, names: list[str], vllm_config: Any) -> list[AttentionLa
         if not isinstance(impl, TilewiseImpl):
             continue
         shape = TilewiseBackend.get_kv_cache_shape(2, spec.block_size, spec.num_kv_heads, spec.head_size)
-        k, v = caches(torch.empty(shape, dtype=spec.dtype, device="meta"), spec.head_size)
-        kind = impl.num_heads, *[x is not None if isinstance(x, Tensor) else x for x in impl.options.values()]
-        found[kind] = AttentionLayer(impl.num_heads, k, v, vllm_config.model_config.dtype, impl.options)
+        k, v = caches(torch.empty(shape, dtype=spec.dtype, device="meta"), spec.head_size, impl.stored)
+        options = impl.options | impl.scales(context[name])
+        kind = impl.num_heads, *[x is not None if isinstance(x, Tensor) else x for x in options.values()]
+        found[kind] = AttentionLayer(impl.num_heads, k, v, vllm_config.model_config.dtype, options)
     return [*found.values()]
 
 
@@ -140,6 +144,7 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.sinks, self.kv_cache_dtype = float(scale), sinks, kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.stored = FLOAT8.get(kv_cache_dtype)
         invariant = os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
         self.options: dict[str, Any] = {
             "causal": True,
@@ -157,15 +162,23 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         """The views `caches` of this layer's cache, made again only for another tensor or memory."""
         known = self.known
         if known is None or known[0] is not kv_cache or known[1] != kv_cache.data_ptr():
-            known = self.known = kv_cache, kv_cache.data_ptr(), caches(kv_cache, self.head_size)
+            views = caches(kv_cache, self.head_size, self.stored)
+            known = self.known = kv_cache, kv_cache.data_ptr(), views
         return known[2]
+
+    def scales(self, layer: Any) -> dict[str, Tensor]:
+        """The scales of a float8 cache, which the layer has: a stored number times the scale is the key or value."""
+        if self.stored is None:
+            return {}
+        return {"k_scale": layer._k_scale.view(()), "v_scale": layer._v_scale.view(())}
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Writes the tokens that have slots: the first of a padded batch."""
         tokens = slot_mapping.shape[0]
-        self.write(first_rows(key, tokens), first_rows(value, tokens), *self.caches(kv_cache), slot_mapping)
+        new = first_rows(key, tokens), first_rows(value, tokens)
+        self.write(*new, *self.caches(kv_cache), slot_mapping, **self.scales(layer))
 
     def forward(
         self,
@@ -188,7 +201,7 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
         if slopes is not None and slopes.device != query.device:
             self.options["alibi_slopes"] = slopes.to(query.device)
         causal, tokens = attn_metadata.causal, attn_metadata.tokens
-        options = self.options
+        options = self.options if self.stored is None else self.options | self.scales(layer)
         if isinstance(causal, Tensor):
             options = options | {"causal": False, "mask_mod": causal_where(causal.int())}
         elif not causal:
@@ -200,7 +213,7 @@ class TilewiseImpl(AttentionImpl):  # type: ignore[misc]
 
 class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FLOAT8]
     forward_includes_kv_cache_update = False
 
     @staticmethod

@@ -26,11 +26,19 @@ Band = tuple[int | None, int | None]
 
 
 class BlockMask(NamedTuple):
-    """A mask mod with its tile lists, for B x H heads (each possibly 1: the same for all) and lengths n_q, n_k. For
-    packed sequences n_q and n_k are the longest lengths, and there are the numbers of tokens and the cu_seqlens, too.
+    """A mask mod with the lists of its tiles that are not empty. Made by `tilewise.block_mask`.
 
-    lists: rows' offsets (B H Tq + 1,), their tiles, columns' offsets (B H Tk + 1,), their tiles; all int32. A tile is
-    4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing does.
+    Attributes:
+        mod: the mask mod.
+        lists: offsets of the rows (B H Tq + 1,), their tiles, offsets of the columns (B H Tk + 1,), their tiles; all
+            int32. A tile is 4 * position + its kind: 1 the mod hides some of its pairs, 2 only the band does, 3 nothing
+            does.
+        block: (queries, keys) of a tile.
+        shape: (B, H, n_q, n_k). B or H is 1 where the mask is the same for all. For packed sequences n_q and n_k are
+            the largest lengths.
+        band: (left, right) of causal and window, None where unbounded.
+        tokens: for packed sequences, the numbers of queries and keys. Otherwise None.
+        cu_seqlens: for packed sequences, their offsets. Otherwise None.
     """
 
     mod: Mod
@@ -48,12 +56,23 @@ class BlockMask(NamedTuple):
         return kinds.clamp(max=1) + kinds // 3
 
     def density(self) -> float:
-        """The fraction of the tiles that is not empty."""
+        """The fraction of tiles that are not empty.
+
+        Returns:
+            A number from 0 to 1.
+        """
         batch, heads, t_q, t_k = self._grid()
         return len(self.lists[1]) / (batch * heads * t_q * t_k)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask on the device, with the tensors that its mod reads."""
+        """The mask on another device, with the tensors that its mod reads.
+
+        Args:
+            device: a torch.device or its name.
+
+        Returns:
+            A new block mask.
+        """
         a, b, c, d = (x.to(device) for x in self.lists)
         cu = None if self.cu_seqlens is None else (self.cu_seqlens[0].to(device), self.cu_seqlens[1].to(device))
         return self._replace(mod=self.mod.to(device), lists=(a, b, c, d), cu_seqlens=cu)
@@ -148,11 +167,29 @@ def block_mask(
             [0, 0, 2, 0],
             [0, 0, 0, 2]], dtype=torch.int8)
 
-    batch and heads are 1 where the mask does not depend on them, that is, where the mod reads `b` (or `h`) at most to
-    index axes of size 1. `causal` and `window`, if the call has them, leave out the tiles they hide. Most tiles of
-    documents, windows and trees are known to be empty or full from the bounds of what the mod compares; it is evaluated
-    for the pairs of the others, some tiles at a time: O(tiles) memory. While decoding, `block_mask(mod, 1, n_k)` makes
-    the tiles of the newest query alone (mods that read `q_pos` give the same rows as in the whole sequence).
+    Most tiles of documents, windows and trees are known to be empty or full from the bounds of what the mod compares;
+    it is evaluated for the pairs of the others, some tiles at a time: O(tiles) memory. While decoding,
+    `block_mask(mod, 1, n_k)` makes the tiles of the newest query alone (mods that read `q_pos` give the same rows as in
+    the whole sequence).
+
+    Args:
+        mod: a mask mod with its tensors bound, or a plain function f(b, h, q_idx, kv_idx).
+        n_q: number of queries of the calls that use it.
+        n_k: number of keys of these calls.
+        batch: their batch size. Default 1: the same mask for all batch rows. Needed if the mod reads b, other than to
+            index an axis of size 1.
+        heads: their query heads. Default 1: the same mask for all heads. Needed if the mod reads h.
+        causal: as in the calls. Tiles that it hides are left out.
+        window: as in the calls. Tiles that it hides are left out.
+        block: (queries, keys) of a tile: multiples of 16, on a GPU powers of two from 128 on. Default (128, 128).
+        device: where the lists are made. Default: that of the mod's tensors, or the CPU if it has none.
+
+    Returns:
+        The block mask, for the option mask_mod of `attention`.
+
+    Raises:
+        AttentionError: `mod` is not a mask mod, a size or the block is not as above, or the mod reads b or h and batch
+            or heads is 1.
     """
     if not all(is_whole(n) and n >= 1 for n in (n_q, n_k, batch, heads)):
         raise AttentionError("sizes of a block mask", (batch, heads, n_q, n_k), "ints, all at least 1")
@@ -233,6 +270,21 @@ def block_mask_varlen(
     Every sequence has its own tiles, counted from its first token. Making the mask reads the lengths on the host, once;
     the calls that use it do not. It is for these sequences alone: with other ones a call on a CPU raises, and so does
     `tilewise.check` on a GPU.
+
+    Args:
+        mod: as in `block_mask`.
+        cu_seqlens_q: (B + 1,) integers, as in `attention_varlen`.
+        cu_seqlens_k: (B + 1,) integers, as in `attention_varlen`.
+        heads: as in `block_mask`.
+        causal: as in `block_mask`.
+        window: as in `block_mask`.
+        block: as in `block_mask`.
+
+    Returns:
+        The block mask, for the option mask_mod of `attention_varlen`, on the device of cu_seqlens_q.
+
+    Raises:
+        AttentionError: as in `block_mask`; or the offsets are not integers with one axis and as many sequences each.
     """
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point():

@@ -27,18 +27,36 @@ def softcap(score, b, h, q_idx, kv_idx, cap):  # type: ignore[no-untyped-def]
 
     >>> softcap(2.0)(torch.tensor([-50.0, 0.0, 1.0]), 0, 0, 0, 0)
     tensor([-2.0000,  0.0000,  0.9242])
+
+    Args:
+        cap: the bound, a float above 0. It is passed to the kernel: another value does not compile again.
+
+    Returns:
+        A score mod.
+
+    Raises:
+        AttentionError: `cap` is not a number or a tensor.
     """
     return cap * torch.tanh(score / cap)
 
 
 @score_mod
 def alibi(score, b, h, q_idx, kv_idx, slopes, *, q_pos):  # type: ignore[no-untyped-def]
-    """score - slopes[h] * |distance|; the last query is at the position of the last key.
+    """score - slopes[h] * |distance|: ALiBi. The last query is at the position of the last key.
 
     >>> from tilewise_lab.picture import heat
     >>> heat(alibi(torch.tensor([0.5])), 2, 3).values
     tensor([[-0.5000,  0.0000, -0.5000],
             [-1.0000, -0.5000,  0.0000]])
+
+    Args:
+        slopes: (H,) floats, one for each query head. Differentiable.
+
+    Returns:
+        A score mod. The option alibi_slopes of `attention` computes the same.
+
+    Raises:
+        AttentionError: `slopes` is not a tensor that a mod can read.
     """
     return score - slopes[h] * abs(q_pos - kv_idx)
 
@@ -66,8 +84,16 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
     >>> sees(0, 0, torch.tensor([1]), torch.arange(5))
     tensor([ True,  True, False, False, False])
 
-    ids of the keys, (S,) or (B, S), any integers; or cu_seqlens, the documents' ends as in `attention_varlen`, and S as
-    `tokens`. S is Sk, or more.
+    Args:
+        ids: (S,) or (B, S) integers: the document of each key, in any order. S is at least the number of keys.
+        cu_seqlens: instead of ids: integers (documents + 1,), the boundaries of the documents as in `attention_varlen`.
+        tokens: with cu_seqlens: S, the number of keys or more.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: neither ids nor cu_seqlens and tokens are given, or they are not integers.
     """
     for name, x in (("ids", ids), ("cu_seqlens", cu_seqlens)):
         if x is not None and not isinstance(x, Tensor):
@@ -83,12 +109,22 @@ def document(*, ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tok
 
 @mask_mod
 def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped-def]
-    """Every query sees the first `prefix[b]` keys; the others causally. prefix (B,).
+    """Every query sees the first `prefix[b]` keys, and the others causally.
 
-    >>> prefix_lm(torch.tensor([2]))(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
+    >>> mod = prefix_lm(torch.tensor([2]))
+    >>> mod(0, 0, torch.arange(3)[:, None], torch.arange(4)).int()
     tensor([[1, 1, 0, 0],
             [1, 1, 0, 0],
             [1, 1, 1, 0]], dtype=torch.int32)
+
+    Args:
+        prefix: (B,) integers: the length of the prefix of each batch row.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `prefix` is not a tensor that a mod can read.
     """
     return (kv_idx < prefix[b]) | (kv_idx <= q_pos)
 
@@ -99,16 +135,36 @@ def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens, *, q_pos):  #
 
     >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
     tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
+
+    Args:
+        width: int >= 0, the largest distance from the query to a key of its window.
+        global_tokens: int >= 0, the number of tokens at the start that see all and are seen by all.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: an argument is not a number or a tensor.
     """
     return (abs(q_pos - kv_idx) <= width) | (kv_idx < global_tokens) | (q_pos < global_tokens)
 
 
 @mask_mod
 def dilated_window(b, h, q_idx, kv_idx, width, dilation, *, q_pos):  # type: ignore[no-untyped-def]
-    """Every dilation-th key, up to `width` of them to either side.
+    """Every dilation-th key, up to `width` of them on each side of the query.
 
     >>> dilated_window(1, 2)(0, 0, torch.tensor([3]), torch.arange(7)).int()
     tensor([0, 1, 0, 1, 0, 1, 0], dtype=torch.int32)
+
+    Args:
+        width: int >= 0, the number of keys on each side.
+        dilation: int >= 1, the distance from one of these keys to the next.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: an argument is not a number or a tensor.
     """
     distance = abs(q_pos - kv_idx)
     return (distance <= width * dilation) & (distance % dilation == 0)
@@ -118,10 +174,21 @@ def dilated_window(b, h, q_idx, kv_idx, width, dilation, *, q_pos):  # type: ign
 def neighbourhood_2d(b, h, q_idx, kv_idx, columns, radius, *, q_pos):  # type: ignore[no-untyped-def]
     """Tokens are the pixels of an image, row by row; a pixel sees those within `radius` in both directions.
 
-    >>> neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12)).int().view(3, 4)
+    >>> seen = neighbourhood_2d(4, 1)(0, 0, torch.tensor([5]), torch.arange(12))
+    >>> seen.int().view(3, 4)
     tensor([[1, 1, 1, 0],
             [1, 1, 1, 0],
             [1, 1, 1, 0]], dtype=torch.int32)
+
+    Args:
+        columns: int >= 1, the number of pixels of a row.
+        radius: int >= 0, the largest distance in rows and in columns.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: an argument is not a number or a tensor.
     """
     near_rows = abs(q_pos // columns - kv_idx // columns) <= radius
     return near_rows & (abs(q_pos % columns - kv_idx % columns) <= radius)
@@ -133,6 +200,15 @@ def block_diagonal(b, h, q_idx, kv_idx, block, *, q_pos):  # type: ignore[no-unt
 
     >>> block_diagonal(2)(0, 0, torch.tensor([2]), torch.arange(6)).int()
     tensor([0, 0, 1, 1, 0, 0], dtype=torch.int32)
+
+    Args:
+        block: int >= 1, the number of tokens of a block.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `block` is not a number or a tensor.
     """
     return q_pos // block == kv_idx // block
 
@@ -143,6 +219,15 @@ def strided_sparse(b, h, q_idx, kv_idx, stride, *, q_pos):  # type: ignore[no-un
 
     >>> strided_sparse(3)(0, 0, torch.tensor([7]), torch.arange(9)).int()
     tensor([0, 0, 1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)
+
+    Args:
+        stride: int >= 1, the number of the last keys, and the distance between the keys before them.
+
+    Returns:
+        A mask mod.
+
+    Raises:
+        AttentionError: `stride` is not a number or a tensor.
     """
     return (kv_idx <= q_pos) & ((q_pos - kv_idx < stride) | (kv_idx % stride == stride - 1))
 
@@ -154,11 +239,23 @@ def _t5(score, b, h, q_idx, kv_idx, table, buckets, reach, *, q_pos):  # type: i
 
 def t5_relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> Mod:
     """T5's relative position bias, score + table[bucket(kv_idx - q_pos), h]: near distances have a bucket each, far
-    ones share buckets by their logarithm. table (buckets, H) gets a gradient if it requires one.
+    ones share buckets by their logarithm.
 
     >>> mod = t5_relative(torch.arange(8.0)[:, None], max_distance=8)
     >>> mod(torch.zeros(1), 0, 0, 4, torch.arange(9))
     tensor([3., 2., 2., 1., 0., 5., 6., 6., 7.])
+
+    Args:
+        table: (buckets, H) floats, the bias of each bucket and query head. Differentiable.
+        bidirectional: if True (encoders), half of the buckets are for keys after the query. If False (decoders), these
+            keys have bucket 0.
+        max_distance: int, the distance from which on all keys share the last bucket.
+
+    Returns:
+        A score mod.
+
+    Raises:
+        AttentionError: `table` does not have 2 axes, or max_distance is not above half of one side's buckets.
     """
     if table.dim() != 2:
         raise AttentionError("shape of the T5 table", tuple(table.shape), "(buckets, heads)")

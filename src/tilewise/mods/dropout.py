@@ -49,6 +49,21 @@ def dropout_mask(
     tensor(0.7516)
 
     For packed sequences, `batch` counts sequences and positions count within them.
+
+    Args:
+        batch: number of batch rows, or of packed sequences.
+        heads: number of query heads.
+        n_q: number of queries.
+        n_k: number of keys.
+        p: the probability that a weight is dropped, 0 <= p < 1.
+        seed: as in `attention`: an int of 64 bits, or an int64 tensor of one element.
+        device: of the result. Default: the CPU.
+
+    Returns:
+        A bool tensor (batch, heads, n_q, n_k), True where the weight is kept.
+
+    Raises:
+        AttentionError: p, the seed or a size is not as above.
     """
     if not isinstance(p, (int, float)) or not 0 <= p < 1:
         raise AttentionError("dropout_p", repr(p), "0 <= p < 1")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -58,6 +58,7 @@ class Modifier:
             raise AttentionError(f"parameters of the {kind} mod {function.__name__!r}", found, expected)
         self.parameters = function.__code__.co_varnames[leading : function.__code__.co_argcount]
         self.defaults = function.__defaults__ or ()
+        self.__signature__ = _call_signature(function, self.parameters)
         self.known: dict[tuple[str, ...], tuple[str, list[Closed]]] = {}  # programs of functions that are `closed`
         self.id = f"{function.__name__}-{next(_numbers)}"
         _modifiers[self.id] = self
@@ -97,6 +98,12 @@ class Modifier:
         return self
 
 
+def _call_signature(function: Callable[..., Any], names: Sequence[str]) -> inspect.Signature:
+    """The parameters of a call of the decorated function: its tensors and numbers."""
+    known = inspect.signature(function).parameters
+    return inspect.Signature([known[name] for name in names])
+
+
 def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[..., Any] | None = None) -> Any:
     """Decorate `f(score, b, h, q_idx, kv_idx, *captured) -> score`, a function of one pair in plain Python.
 
@@ -106,12 +113,23 @@ def score_mod(function: Callable[..., Any] | None = None, *, grad: Callable[...,
     >>> softcapped(2.0)(torch.tensor([0.0, 100.0]), 0, 0, 0, 0)
     tensor([0., 2.])
 
-    Its derivative by the score is derived; `grad=`, a function of the same parameters, replaces it. Indices count from
-    0 within the sequence. Optional keyword-only parameters: the lengths q_len and kv_len, and q_pos, the key position
-    of the query, q_idx + kv_len - q_len (as in `causal`; decoding with a cache needs it).
+    Indices count from 0 within the sequence. Optional keyword-only parameters of f: the lengths q_len and kv_len, and
+    q_pos, the key position of the query, q_idx + kv_len - q_len (as in `causal`; decoding with a cache needs it).
 
     On every backend integers have 64 bits, floats those of the scores, and an index outside a tensor reads its nearest
     element: -1 reads the first.
+
+    Args:
+        function: the function f. Its parameters after kv_idx are tensors and numbers, given when the mod is made.
+        grad: the derivative of f with respect to the score, a function of the same parameters. Default: derived from f.
+
+    Returns:
+        The decorated function. Calling it with its tensors and numbers returns a `tilewise.mods.Mod`, for the option
+        score_mod of `attention`. Without `function`, a decorator.
+
+    Raises:
+        AttentionError: f is not a plain function with these parameters. What its body may contain is checked when the
+            mod is made.
     """
     if function is None:
         return lambda f: Modifier(f, "score", grad)
@@ -128,6 +146,17 @@ def mask_mod(function: Callable[..., Any]) -> Modifier:
     tensor([ True, False,  True, False])
 
     Integers and indices are as in `score_mod`.
+
+    Args:
+        function: the function f. Its parameters after kv_idx are tensors and numbers, given when the mod is made.
+
+    Returns:
+        The decorated function. Calling it with its tensors and numbers returns a `tilewise.mods.Mod`, for the option
+        mask_mod of `attention`.
+
+    Raises:
+        AttentionError: f is not a plain function with these parameters. What its body may contain is checked when the
+            mod is made.
     """
     return Modifier(function, "mask")
 

@@ -28,8 +28,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What a mod computes: an expression, the ranks of its tensors, the number of its floats, and d root / d score if
-    the caller gave it."""
+    """What a mod computes.
+
+    Attributes:
+        root: the expression.
+        ranks: the number of axes of each of its tensors.
+        numbers: how many floats it reads.
+        given_slope: d root / d score, if the caller gave it with grad=. Otherwise None: it is derived.
+    """
 
     root: Expr
     ranks: tuple[int, ...]  # of its tensors
@@ -38,6 +44,7 @@ class Program:
 
     @cached_property
     def key(self) -> str:
+        """The program as text, by which it is known."""
         return text.write(text.Parts(self.root, self.ranks, self.numbers, self.given_slope))
 
     @cached_property
@@ -52,7 +59,14 @@ class Program:
         return [(x, derivative(self.root, x)) for x in loads]
 
     def after(self, first: Program) -> Program:
-        """This program applied to the result of `first`; for masks, the pairs that both show."""
+        """This program applied to the result of another; for masks, the pairs that both show.
+
+        Args:
+            first: the program that is applied before this one.
+
+        Returns:
+            One program for both. Its tensors are those of `first` and then its own.
+        """
 
         def move(x: Expr, args: tuple[Expr, ...]) -> Expr | None:
             return first.root if x is expr.SCORE else _behind(first, x, args)
@@ -96,7 +110,16 @@ def register(program: Program) -> str:
 
 
 class Mod(NamedTuple):
-    """A mod with its arguments: `kind` is score or mask, `key` its program, `name` that of the function."""
+    """A mod with its arguments, for the options score_mod and mask_mod of `attention`. Made by calling a function that
+    `tilewise.score_mod` or `tilewise.mask_mod` decorates.
+
+    Attributes:
+        kind: "score" or "mask".
+        key: the key of its `Program`, by which the kernels are cached.
+        tensors: the tensors that it reads.
+        numbers: the floats that it reads.
+        name: the name of the function, for messages.
+    """
 
     kind: str
     key: str
@@ -106,11 +129,24 @@ class Mod(NamedTuple):
 
     @property
     def program(self) -> Program:
+        """What it computes."""
         return PROGRAMS[self.key]
 
     def __call__(self, *place: Any, q_len: Any = None, kv_len: Any = None) -> Any:
-        """The value in torch, at (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx), which broadcast. For a mod that
-        reads `q_pos` alone the lengths are equal unless they are given."""
+        """The value of the mod, computed in torch: to look at, and for tests.
+
+        Args:
+            place: (score, b, h, q_idx, kv_idx) of a score mod, (b, h, q_idx, kv_idx) of a mask mod: numbers or tensors,
+                which broadcast.
+            q_len: number of queries. Default, for a mod that reads q_pos and no length: as many as keys.
+            kv_len: number of keys.
+
+        Returns:
+            A tensor of scores, or of bools.
+
+        Raises:
+            AttentionError: the mod reads a length that is not given.
+        """
         score = place[0] if self.kind == "score" else None
         b, h, i, j = place[-4:]
         dtype = torch.float32 if score is None else score.dtype
@@ -143,7 +179,14 @@ class Mod(NamedTuple):
         return restored_mod, tuple(self)
 
     def to(self, device: torch.device | str) -> Mod:
-        """The mod with its tensors on the device."""
+        """The mod with its tensors on another device.
+
+        Args:
+            device: a torch.device or its name.
+
+        Returns:
+            A new mod.
+        """
         return self._replace(tensors=tuple(x.to(device) for x in self.tensors))
 
 

@@ -30,8 +30,10 @@ def _on_path(b, h, q_idx, kv_idx, enter, leave, *, q_pos):  # type: ignore[no-un
 def prefix_tree(parents: Tensor, cu_segments: Tensor) -> Mod:
     """A mask mod for trees packed into one sequence: a token sees its own segment up to itself, and its ancestors.
 
-    >>> parents, cu_segments = torch.tensor([-1, 0, 0]), torch.tensor([0, 2, 4, 5])  # a prompt, two continuations
-    >>> prefix_tree(parents, cu_segments)(0, 0, torch.arange(5)[:, None], torch.arange(5)).int()
+    >>> # a prompt with two continuations
+    >>> parents, cu_segments = torch.tensor([-1, 0, 0]), torch.tensor([0, 2, 4, 5])
+    >>> mod, tokens = prefix_tree(parents, cu_segments), torch.arange(5)
+    >>> mod(0, 0, tokens[:, None], tokens).int()
     tensor([[1, 0, 0, 0, 0],
             [1, 1, 0, 0, 0],
             [1, 1, 1, 0, 0],

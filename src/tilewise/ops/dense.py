@@ -24,6 +24,7 @@ _library.define(f"forward_max_logit({SCHEMA}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"backward({_bwd_inputs}, {SCHEMA}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"term_gradients({_bwd_inputs}, bool[] wanted, {SCHEMA}) -> Tensor[]")
 _library.define(f"jvp(Tensor out, Tensor lse, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor)")
+_library.define(f"hvp({_bwd_inputs}, Tensor[] tangents, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
 def registered(name: str) -> Callable[..., Any]:
@@ -50,18 +51,26 @@ def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
     is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
     if is_aligned and dlse is None and lse.is_contiguous():
         return bwd_inputs
-    if address == 0 and dout.numel():  # a zero tensor has no memory
-        dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
-    elif dout.is_neg():
-        dout = dout.resolve_neg()
-    if not dout.is_contiguous() or address & 15:
-        *outer, inner = dout.stride()
-        step = 16 // dout.element_size()
-        if inner != 1 or address & 15 or any(stride % step or stride == 0 for stride in outer):
-            dout = dout.clone(memory_format=torch.contiguous_format)
+    if not is_aligned:
+        dout = _aligned(dout)
     if dlse is not None:
         dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
     return BackwardInputs(out, lse.contiguous(), dout, dlse)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same values in memory, with rows that the copy engine can read, or else contiguous."""
+    address = x.data_ptr()
+    if address == 0 and x.numel():  # a zero tensor has no memory
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    elif x.is_neg():
+        x = x.resolve_neg()
+    if not x.is_contiguous() or address & 15:
+        *outer, inner = x.stride()
+        step = 16 // x.element_size()
+        if inner != 1 or address & 15 or any(stride % step or stride == 0 for stride in outer):
+            x = x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _plan(*call: Any) -> CallPlan:
@@ -107,6 +116,16 @@ def _jvp(out: Tensor, lse: Tensor, tangents: list[Tensor], *call: Any) -> tuple[
     return chosen(request).jvp(request, out, lse, tangents)
 
 
+@torch.library.impl(_library, "hvp", "CompositeExplicitAutograd")
+def _hvp(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, tangents: list[Tensor], *call: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
+    bwd_inputs = prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
+    tout, tlse, tdq, tdk, tdv = _plan(*call).hvp(_tensors(*call), bwd_inputs, [*map(_aligned, tangents)])
+    return tout, tlse, tdq, tdk, tdv
+
+
 @torch.library.register_fake("tilewise::forward", lib=_library)
 def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_from_arguments(*call)
@@ -141,6 +160,11 @@ def _term_gradients_fake(
 @torch.library.register_fake("tilewise::jvp", lib=_library)
 def _jvp_fake(out: Tensor, lse: Tensor, *_: Any) -> Any:
     return out.new_empty(out.shape), lse.new_empty(lse.shape)
+
+
+@torch.library.register_fake("tilewise::hvp", lib=_library)
+def _hvp_fake(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, tangents: Any, *call: Any) -> Any:
+    return *_jvp_fake(out, lse), *_backward_fake(out, lse, dout, dlse, *call)
 
 
 def _mapped(name: str) -> None:
@@ -178,5 +202,5 @@ def _at(x: Any, dim: Any, i: int) -> Any:
     return x if dim is None or not isinstance(x, Tensor) else x.select(dim, i)
 
 
-for _name in ("forward", "forward_max_logit", "backward", "term_gradients", "jvp"):
+for _name in ("forward", "forward_max_logit", "backward", "term_gradients", "jvp", "hvp"):
     _mapped(_name)

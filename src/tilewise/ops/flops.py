@@ -59,6 +59,15 @@ def _backward(*call: Any, out_val: Any = None, **_: Any) -> int:
     return 2 * pairs(*call) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+@counted("hvp")
+def _hvp(*call: Any, out_val: Any = None, **_: Any) -> int:
+    """Fifteen products: s, two for s. and two for out.; then the first three again, dp and dp., two each for dq. and
+    dk., and one for dv. Products that are computed again because a pass is divided do not count."""
+    call = call[-ARGUMENTS:]
+    q, v = call[0], call[2]
+    return 2 * pairs(*call) * int(10 * q.shape[-1] + 5 * v.shape[-1])
+
+
 def pairs(*call: Any) -> int:
     """(query, key) pairs of a call, over batch and heads. The lengths of packed sequences are read; if they cannot be
     (meta and fake tensors), all sequences count as equally long."""

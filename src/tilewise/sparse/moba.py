@@ -28,7 +28,7 @@ def mean_key_gate(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     Args:
         q: queries (B, S, H, D).
         k: keys (B, S, Hk, D).
-        block_size: keys of a block.
+        block_size: int, the number of keys of a block. It divides S.
 
     Returns:
         (B, S, H, blocks), in float32 (float64 for float64).
@@ -52,7 +52,7 @@ def moba(
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
 
-    >>> q, k, v = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 16)
+    >>> q, k, v = (torch.randn(1, 64, heads, 16) for heads in (4, 2, 2))
     >>> moba(q, k, v, block_size=16, top_k=2).shape
     torch.Size([1, 64, 4, 16])
 

@@ -1,8 +1,8 @@
 """Native sparse attention (NSA): three causal branches, added with the weights of their gates.
 
-    compressed   over one key and one value for each block of keys that ends at or before the query
-    selected     over the tokens of the query's own block and of the blocks with the most weight in the first branch
-    window       over the last tokens
+- compressed: over one key and one value for each block of keys that ends at or before the query
+- selected: over the tokens of the query's own block and of the blocks with the most weight in the first branch
+- window: over the last tokens
 
 The selection is by query and KV head, so all query heads of a group read the same keys.
 """
@@ -43,7 +43,7 @@ def nsa(
 ) -> Tensor:
     """Native sparse attention: gates[0] * compressed + gates[1] * selected + gates[2] * window, all causal.
 
-    >>> q, k, v = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 1, 16), torch.randn(1, 64, 1, 16)
+    >>> q, k, v = (torch.randn(1, 64, heads, 16) for heads in (4, 1, 1))
     >>> gates = tuple(torch.rand(1, 64, 4) for _ in range(3))
     >>> nsa(q, k, v, gates, block_size=16, num_blocks=2, window=8).shape
     torch.Size([1, 64, 4, 16])

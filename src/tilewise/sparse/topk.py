@@ -44,9 +44,10 @@ def topk(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query over exactly the keys that it names.
 
-    >>> q, k, v = torch.randn(1, 5, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 9, 1, 16)
-    >>> indices = torch.tensor([[0, -1], [0, 1], [2, 0], [3, 1], [8, 4]]).view(1, 5, 1, 2)
-    >>> topk(q, k, v, indices).shape
+    >>> q = torch.randn(1, 5, 4, 16)
+    >>> k, v = torch.randn(1, 9, 1, 16), torch.randn(1, 9, 1, 16)
+    >>> indices = torch.tensor([[0, -1], [0, 1], [2, 0], [3, 1], [8, 4]])
+    >>> topk(q, k, v, indices.view(1, 5, 1, 2)).shape
     torch.Size([1, 5, 4, 16])
 
     Args:

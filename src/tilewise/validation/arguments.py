@@ -151,6 +151,17 @@ def _no_mod(kind: str, found: Any) -> AttentionError:
     return AttentionError(name, repr(found), f"{expected}{hint}")
 
 
+def checked_precision(found: Any, q: Tensor) -> str | None:
+    """The option `precision` of a call with these queries."""
+    if found is None:
+        return None
+    if not isinstance(found, str) or found != "fp8":
+        raise AttentionError("precision", repr(found), "None, or 'fp8' (q, k and v quantised to float8_e4m3fn)")
+    if q.dtype == torch.float64:
+        raise AttentionError("precision='fp8'", "q in torch.float64", "float16, bfloat16 or float32, or precision=None")
+    return "fp8"
+
+
 def check_block_mask(
     mask: BlockMask,
     sizes: tuple[int, int, int | None, int | None],

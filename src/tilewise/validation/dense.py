@@ -28,6 +28,7 @@ from .arguments import (
     check_term,
     checked_bias,
     checked_mod,
+    checked_precision,
     combined_score_mod,
     number,
     perhaps_swapped,
@@ -105,6 +106,8 @@ def sharded(
     if q.shape[0] != k.shape[0] or (documents is not None and q.shape[0] != 1):
         found = (q.shape[0], k.shape[0])
         raise AttentionError("batch of q and k", found, "equal" if documents is None else "1, of packed documents")
+    if options["precision"] is not None:
+        raise AttentionError("precision", repr(options["precision"]), "None: distributed calls compute in q's dtype")
     batch = q.shape[0] if documents is None else documents
     return sized(q, k, v, (batch, q.shape[2], here[0], whole[1]), options)
 
@@ -197,6 +200,7 @@ def sized(
         deterministic = torch.are_deterministic_algorithms_enabled()
     named: dict[str, Any] = {"dropout_p": dropout_p, "deterministic": deterministic}
     named["max_logit"] = options["return_max_logit"]
+    named["precision"] = checked_precision(options["precision"], q)
     mask = options["mask_mod"]
     blocks: tuple[Tensor, ...] = ()
     if isinstance(mask, BlockMask):

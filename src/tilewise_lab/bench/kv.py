@@ -1,6 +1,6 @@
 """`tilewise bench kv`: attention over a KV cache beside FlashAttention-3 and vLLM's Triton kernel, checked, then timed.
 
-Every call is recorded in a CUDA graph with its plan made before, as engines do; rounds call everybody in turn, the
+Every call is recorded in a CUDA graph with its plan made before, as engines do; rounds call all providers in turn, the
 cache emptied before each call.
 """
 
@@ -128,7 +128,7 @@ def _admit(
 class Graphed:
     """A call recorded in a CUDA graph, which holds addresses: it owns what was allocated while it recorded, and nothing
     that was there before. A plan, gathered keys, a peer's buffers live as long as `work`; the next recording gives back
-    what nobody holds, and a replay would read memory that is gone."""
+    freed memory, and a replay would read it."""
 
     graph: torch.cuda.CUDAGraph
     work: Work

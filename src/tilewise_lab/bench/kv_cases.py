@@ -36,7 +36,7 @@ class KvCase:
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that somebody sees, read once."""
+        """Bytes of the keys and values that are visible to a query, each read once."""
         seen = (
             n if self.window is None else min(n, self.window + q)
             for n, q in zip(self.lengths, self.counts, strict=True)

@@ -1,8 +1,8 @@
 """How it is measured: rounds in shuffled order, ceilings beside them, and what the GPU reports.
 
 A GPU under attention runs at its power limit: its clock drifts by a tenth within minutes, and for some milliseconds
-after a hungry kernel it is lower than after a copy. So nobody is timed alone, nor for long at a time: a round calls
-everybody in turn, again and again, in an order shuffled for each pass, and only times of one round are compared.
+after a hungry kernel it is lower than after a copy. So no provider is timed alone: a round calls all of them
+in turn, many times, in an order shuffled for each pass, and only times of one round are compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rounds(
     least: int = 1,
     after_each: Work = nothing,
 ) -> dict[str, list[float]]:
-    """Seconds per call, one number per round: the mean of the middle half of its passes, each of which calls everybody.
+    """Seconds per call, one number per round: the mean of the middle half of its passes, which call all works.
 
     A round has so many passes that a work has `burst` seconds of it, on average, and at least `least`. Past `limit`
     seconds no new round begins, once there are enough for a median.

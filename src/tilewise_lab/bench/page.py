@@ -34,7 +34,7 @@ all. Compared in each cell: {{checked}}; the rest must be finite, and stay where
 METHOD = """Random normal inputs in {dtype}. First every provider's answer is compared with float64. Then
 {rounds} rounds: in each, every provider that was right, a large matrix product and a copy are called in turn, in
 an order shuffled for every pass, as often as gives each about {burst_ms:g} ms, the cache emptied before every call.
-A GPU at its power limit changes its clock within milliseconds; in turns everybody meets the same. Rates and ratios
+A GPU at its power limit changes its clock within milliseconds; in turns, all have the same clock. Rates and ratios
 are medians over the rounds, with their quartiles. FLOPs: 4·B·H·S²·D forward, half of that causal, 2.5 times that
 backward; 2·(D + Dv) and 2·(3 D + 2 Dv) for each pair where values have a head dim Dv of their own. Backward times hold
 no forward."""

@@ -19,7 +19,7 @@ COLOURS = {"forward": "--up", "backward": "--down"}
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest file that `tilewise explain --check` wrote and somebody kept."""
+    """The newest file that `tilewise explain --check` wrote and that is kept."""
     return max(folder.glob("*-calls.json"), default=None)
 
 

@@ -127,14 +127,14 @@ class Tilewise(Provider):
 
 
 def auto(case: Case, x: Inputs) -> str:
-    """The name of the provider that tilewise.attention runs when nobody names a backend."""
+    """The name of the provider that tilewise.attention runs with backend="auto"."""
     window = None if case.window is None else (case.window, 0)
     spec = Spec.of(head_dim=case.dim, causal=case.causal, window=window)
     return f"{OURS}-{choose(Request(x.q, x.k, x.v, spec)).backend.name}"
 
 
 def not_cuda(device: torch.device) -> str | None:
-    """Why somebody who computes on CUDA devices alone is missing elsewhere."""
+    """The reason why a provider that needs CUDA is missing on other devices."""
     return None if device.type == "cuda" else f"only for CUDA, and the tensors are on the {device.type}"
 
 

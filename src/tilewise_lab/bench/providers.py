@@ -18,7 +18,7 @@ from tilewise_lab.bench.torch_peers import Flex, Naive, Sdpa, TorchFlash
 
 @dataclass(frozen=True)
 class Roster:
-    """Everyone known, and the names of those asked to take part."""
+    """All known providers, and the names of those to be measured."""
 
     known: Mapping[str, Provider]
     asked: tuple[str, ...] = field(default=())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tilewise_lab.costs.explain import explain as told
 from tilewise_lab.demo.words import duration, tokens
 from tilewise_lab.explain.check import Measured
 
-DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md")
+DOCUMENTS = ("README.md", "bench/README.md", "docs/explain.md", "docs/index.md")
 RESULTS = Path("bench/results")
 PLOTS = Path("bench/plots")
 PREDICTED = Path("docs/explain-h200.svg")
@@ -286,7 +287,7 @@ def models(everything: list[Results], document: Path) -> str:
 
 
 def host(everything: list[Results], document: Path) -> str:
-    """What a call on small tensors keeps the host, for everyone."""
+    """Host time of a call on small tensors, for each provider."""
 
     def part(results: Results) -> str:
         cells = results.of("overhead")
@@ -361,7 +362,9 @@ def example(everything: list[Results], document: Path) -> str:
     lines = report.text(told(shape, shape, shape, device="H200", backend="triton")).splitlines()
     kept = [line for line in lines if line.startswith(("work", "memory", "roofs", "forward", "advice"))]
     command = "$ tilewise explain 1 2049 16 100 --device H200 --backend triton --no-compile"
-    return "\n".join(["```", command, *kept, "```", ""])
+    indent = " " * (len(kept[0]) - len(kept[0].partition(" ")[2].lstrip()))
+    wrapped = [part for line in kept for part in textwrap.wrap(line, 80, subsequent_indent=indent)]
+    return "\n".join(["```", command, *wrapped, "```", ""])
 
 
 def _root(document: Path) -> Path:

@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass
 class Cell:
-    """One case in one pass, and everyone who was asked to run it."""
+    """One case in one pass, and all providers that were asked to run it."""
 
     group: str
     name: str

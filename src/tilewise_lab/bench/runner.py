@@ -140,7 +140,7 @@ class Run:
     def time(
         self, cell: Cell, works: Mapping[str, Work], after_each: Work = nothing, clock: Clock | None = None
     ) -> None:
-        """Rounds of everybody and of the ceilings; times on a clock of their own are no matter of ceilings."""
+        """Rounds of all providers and of the ceilings. Times on another clock have no ceilings."""
         if not works:
             return
         if clock is not None:

@@ -108,10 +108,10 @@ def groups(results: Results) -> Iterator[tuple[str, list[Cell]]]:
 
 
 def fitting_table(title: str, cells: Sequence[Cell], unit: Unit, width: int) -> Table:
-    """With a column for everyone, or where that is too wide for the terminal, our fastest and the best peer alone."""
+    """With a column for each provider, or if that is too wide for the terminal, our fastest and the best peer."""
     table = speed_table(title, cells, unit)
     wide = Console(width=1000).measure(table).maximum > width
-    return speed_table(f"{title}; the page has everyone", cells, unit, everyone=False) if wide else table
+    return speed_table(f"{title}; the page has all providers", cells, unit, everyone=False) if wide else table
 
 
 def speed_table(title: str, cells: Sequence[Cell], unit: Unit, *, everyone: bool = True) -> Table:

@@ -89,7 +89,7 @@ def _heads(result: Explanation, estimate: Estimate) -> Iterator[Advice]:
 def _terms(result: Explanation) -> Iterator[Advice]:
     terms = result.call.terms
     if terms and terms.masked and terms.visited == 1.0:
-        yield Advice("a mask mod alone visits every tile: tilewise.block_mask(...) made of it skips those nobody sees")
+        yield Advice("a mask mod alone visits every tile: tilewise.block_mask(...) made of it skips hidden tiles")
 
 
 def _programs(result: Explanation) -> Iterator[Advice]:

@@ -108,7 +108,10 @@ def explain(
         chosen = dispatch.choose(request, target.gpu)
     else:
         chosen = dispatch.choose(request._replace(q=request.q.new_empty(0, device="cpu")))
-    found = estimate(call, backward, target, chosen.backend.name, chosen.reason)
+    reason = chosen.reason
+    if request.spec.precision is not None:
+        reason += f"; the time model does not know precision='fp8': the times are those of {call.dtype}"
+    found = estimate(call, backward, target, chosen.backend.name, reason)
     resources, not_compiled = _resources(request, target, chosen.backend, found) if compiled else ({}, "not asked for")
     found = replace(found, resources=resources, not_compiled=not_compiled)
     return replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tilewise.backends.common.kv.partition import Partition
+from tilewise.backends.common.kv.partition import CLASSES, Partition
 
 
 class Item(NamedTuple):
@@ -18,12 +18,11 @@ class Item(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What the programs of a step read: all items with keys, one after another, divided into equal ranges of `each`
-    chunks (the cost of starting an item included), or one range for each item."""
+    """What the programs of a step read. `each`: no program has more chunks."""
 
-    items: list[Item]
+    items: list[Item]  # as they are started: those that are divided, then from long to short
     each: int
-    busy: int  # programs with a range
+    busy: int  # programs with keys
     divided: int  # items that several programs share, times heads
     parts: int  # of all divided items
 
@@ -38,27 +37,39 @@ def ranges(
     """The ranges of sequences of (queries, keys, first valid key), as the schedule kernel computes them.
 
     >>> from tilewise.backends.common.kv.kv_tiles import KvTile
-    >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 1, 64, 2, 16, 1)
-    >>> ranges(partition, [(1, 640, 0), (1, 64, 0)], 4, after=0)[1:]
-    (4, 4, 1, 3)
+    >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 2, 4, 1, 64, 1, 16, 1)
+    >>> ranges(partition, [(1, 64, 0), (1, 640, 0)], 4, after=0)
+    Ranges(items=[Item(b=1, first=0, num_chunks=10, keys=640), Item(b=0, first=0, num_chunks=1, keys=64)], each=5, \
+busy=3, divided=1, parts=2)
     """
     items = [item for b, seq in enumerate(sequences) for item in _items(partition, b, *seq, group, before, after)]
     items = [item for item in items if item.num_chunks]  # rows without keys are written without reading keys
-    costs = [item.num_chunks + partition.item_cost for item in items]
-    total, heads = sum(costs), partition.kv_heads
-    each = max(-(-total // partition.num_splits), partition.min_chunks)
-    longest = max((item.num_chunks for item in items), default=0)
-    if len(items) <= partition.num_splits and longest <= partition.min_chunks:
-        return Ranges(items, longest + partition.item_cost, len(items) * heads, 0, 0)
-    shared: dict[int, int] = {}
-    n, begins = 0, 0  # the item at x, and where it begins
-    for x in range(each, total, each):
-        while begins + costs[n] <= x:
-            begins += costs[n]
-            n += 1
-        if x - begins > partition.item_cost:
-            shared[n] = shared.get(n, 1) + 1
-    return Ranges(items, each, -(-total // each) * heads, len(shared) * heads, sum(shared.values()) * heads)
+    chunks, longest = sum(item.num_chunks for item in items), max((item.num_chunks for item in items), default=0)
+    if longest * len(items) * 4 <= chunks * 5:
+        remainder = len(items) % partition.resident
+        remainder = remainder if remainder < partition.least else 0
+        pieces = -(-partition.least // max(remainder, 1))
+        found = [
+            min(-(-item.num_chunks // partition.min_chunks), pieces) if n < remainder else 1
+            for n, item in enumerate(items)
+        ]
+    else:
+        cost = chunks + len(items) * partition.item_cost
+        few = len(items) <= partition.least
+        shares = max(partition.resident - len(items), partition.least) if few else partition.target
+        most = max(-(-cost // shares), partition.min_chunks)
+        found = [-(-item.num_chunks // most) for item in items]
+        longest = min(longest, most)
+
+    def rank(pair: tuple[Item, int]) -> int:
+        shorter = max(longest - pair[0].num_chunks, 0)
+        return 0 if pair[1] > 1 else min(1 + shorter * (CLASSES - 1) // longest, CLASSES - 1)
+
+    divided = sorted(zip(items, found, strict=True), key=rank)
+    parts, heads = [n for _, n in divided], partition.kv_heads
+    shared = [n for n in parts if n > 1]
+    each = max((-(-item.num_chunks // n) for item, n in divided), default=0)
+    return Ranges([item for item, _ in divided], each, sum(parts) * heads, len(shared) * heads, sum(shared) * heads)
 
 
 def _items(

@@ -9,7 +9,14 @@ from tilewise.backends.common import tiles
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.tiles import Tile, padded
 from tilewise.backends.hopper.support import supports_backward
-from tilewise.backends.hopper.tiles import forward_tile, widths, window_size
+from tilewise.backends.hopper.tiles import (
+    MAX_WHOLE_ROWS,
+    backward_tile,
+    backward_widths,
+    forward_tile,
+    widths,
+    window_size,
+)
 from tilewise.backends.registry import BACKENDS
 from tilewise_lab.costs.cost import Call
 
@@ -109,7 +116,7 @@ def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
     return [
         Profile(
             name="hopper forward",
-            tile=Tile(64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages),
+            tile=Tile(64 if _is_split(call) else 64 * row.warpgroups, row.block_n, 4 * row.warpgroups + 4, row.stages),
             width=_width(call),
             columns=sum(widths(call.d)) + sum(widths(call.dv)),
             is_forward=True,
@@ -119,22 +126,36 @@ def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
 
 
 def hopper_backward(call: Call, gpu: Gpu) -> list[Profile]:
-    """One kernel. Small kernels around it read O and dO, and clear, read and store dQ in float32."""
+    """One kernel. Small kernels around it read O and dO, and clear, read and store dQ in float32. Above head dim 256,
+    one kernel for each gradient."""
     if not supports_backward(call.d, call.dv, listed=call.has_lists, deterministic=call.deterministic):
         return []  # the next backend computes it
     width = _width(call)
     q, accumulated = call.rows("q"), 4 * call.rows("q") // call.itemsize
+    if _is_split(call):
+        kinds = (("hopper dq", 3, False), ("hopper dk", 3, True), ("hopper dv", 2, True))
+        return [
+            Profile(name=name, tile=Tile(64, 32, 12, 1), width=width, columns=products * width, by_key=by_key)
+            for name, products, by_key in kinds
+        ]
+    d, dv = sum(backward_widths(max(call.d, call.dv))), sum(backward_widths(call.dv))
+    row = backward_tile(d, dv, plain=True, deterministic=call.deterministic)
     return [
         Profile(
             name="hopper backward",
-            tile=Tile(64, 128 if width <= 128 else 64, 12, 2),
+            tile=Tile(64, row.block_n, 12, 2),
             width=width,
-            columns=3 * width + 2 * max(64, padded(call.dv)),
+            columns=3 * d + 2 * dv,
             by_key=True,
             is_ordered=call.deterministic,
             beside=2 * call.rows("o") + 2 * accumulated + q,
         )
     ]
+
+
+def _is_split(call: Call) -> bool:
+    """Whether two warpgroups share the columns of their rows."""
+    return max(call.d, call.dv) > MAX_WHOLE_ROWS
 
 
 def _width(call: Call) -> int:

@@ -10,23 +10,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tilewise.errors import AttentionError
+from tilewise.version import __version__
 from tilewise_lab.docs import lessons, results
 from tilewise_lab.learn.course import lessons as all_lessons
 from tilewise_lab.progress import Show
 
 ROOT = Path(__file__).parents[3]  # of a clone; a wheel has no documents
 LANGUAGES = {"en": "", "zh_CN": "zh/"}  # and where on the site each lies
-INVENTORIES = {"python": "https://docs.python.org/3/", "torch": "https://docs.pytorch.org/docs/stable/"}
-UNTRANSLATED = ":::{note}\n本页尚无中文译文，以下为英文原文。\n:::"
+# Pages without a Chinese version, to which Chinese pages link: notes for developers, and measurements.
+ENGLISH_ONLY = (
+    "changelog.md",
+    "contributing.md",
+    "course/coverage.md",
+    "gotchas.md",
+    "hopper-backward-wide.md",
+    "hopper-backward.md",
+    "hopper-forward.md",
+    "portable-kernels.md",
+    "upstream.md",
+    "results/",
+)
 PICTURE = re.compile(
     r'<picture>\n<source [^>]*srcset="([^"]+)">\n<img src="([^"]+)" alt="([^"]+)">\n</picture>'
 )  # a light and a dark file, as GitHub shows them
+TABLE = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.S)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -40,15 +52,12 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         with sphinx(work, out) as process, ThreadPoolExecutor() as pool:  # which reads the sources meanwhile
-            jobs = [pool.submit(fetch_inventories, work / "inventories")]
-            jobs += [pool.submit(run_lessons, work / "lessons", show)] if outputs else []
+            lessons_run = pool.submit(run_lessons, work / "lessons", show) if outputs else None
             extras(out, explorer, show)
-            for job in jobs:
-                job.result()
+            if lessons_run is not None:
+                lessons_run.result()
             for language in LANGUAGES:
                 stage(work / language, language, work / "lessons")
-                if (work / "inventories").exists():
-                    shutil.copytree(work / "inventories", work / language / "inventories")
             follow(process, show)
     return len(list(out.rglob("*.html")))
 
@@ -65,36 +74,26 @@ def run_lessons(folder: Path, show: Show) -> None:
         raise AttentionError("the lessons", "one that failed", "lessons that run: see above")
 
 
-def fetch_inventories(folder: Path) -> None:
-    """What other projects' names link to. Without a network they link to nothing, which is no error."""
-    for name, url in INVENTORIES.items():
-        try:
-            with urllib.request.urlopen(url + "objects.inv", timeout=3) as answer:
-                found = answer.read()
-        except OSError:
-            return
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.inv").write_bytes(found)
-
-
 def stage(folder: Path, language: str, recorded: Path) -> None:
     """A folder of Markdown that Sphinx can read, with links between what lay in many places of the repository."""
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("zh", "*.md"))
     if (recorded / "pictures").exists():
         shutil.copytree(recorded / "pictures", folder / "course" / "pictures")
     places = {source: page for source, page, _ in pages("en", recorded)}
+    measured = ROOT / "bench" / "results"
     for source, page, text in pages(language, recorded):
         path = folder / page
         path.parent.mkdir(parents=True, exist_ok=True)
         root = "../" * (page.count("/") + bool(LANGUAGES[language]))
-        text = text.replace("{root}", root).replace(
-            "{reports}", results.list_of_reports(ROOT / "bench" / "results", root)
-        )
-        path.write_text(tidied(linked(themed(text), source, page, places, folder)), encoding="utf-8")
+        text = text.replace("{root}", root).replace("{version}", release())
+        text = text.replace("{reports}", results.list_of_reports(measured, root))
+        text = text.replace("{measurements}", results.list_of_pages(places.values(), root))
+        text = linked(themed(text), source, page, places, folder, root if language != "en" else None)
+        path.write_text(tidied(text), encoding="utf-8")
 
 
 def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
-    """(source in the repository, page on the site, text) of everything there is; English where there is no other."""
+    """(source in the repository, page on the site, text) of every page in a language."""
     documents = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
     places = {path: path.removeprefix("docs/") for path in documents if not path.startswith("docs/zh/")}
     places |= {"bench/README.md": "benchmark.md", "course/COVERAGE.md": "course/coverage.md"}
@@ -106,14 +105,37 @@ def pages(language: str, recorded: Path) -> Iterator[tuple[str, str, str]]:
         if language == "en":
             yield source, page, (ROOT / source).read_text(encoding="utf-8")
         elif (ROOT / translated).is_file():
-            yield translated, page, (ROOT / translated).read_text(encoding="utf-8")
-        else:
-            yield source, page, noted((ROOT / source).read_text(encoding="utf-8"))
+            text, original = ((ROOT / path).read_text(encoding="utf-8") for path in (translated, source))
+            yield translated, page, with_tables(text, original)
+        elif not is_english_only(page):
+            raise AttentionError("Chinese pages", f"no {translated}", f"a translation of {source}")
     for lesson in all_lessons():
         text = lessons.markdown(lesson, lessons.printed(recorded, lesson.number, language[:2]), language[:2])
         yield f"course/{lesson.path.name}", f"course/{lesson.number:02}.md", text
-    for name, text in results.tables(measured):
-        yield f"bench/results/{name}.json", f"results/{name}.md", text if language == "en" else noted(text)
+    for name, text in results.tables(measured) if language == "en" else ():
+        yield f"bench/results/{name}.json", f"results/{name}.md", text
+
+
+def release() -> str:
+    return "in development" if "unknown" in __version__ else __version__
+
+
+def with_tables(text: str, original: str) -> str:
+    """A translation with the tables of measurements of its original, for which it has {bench:NAME}.
+
+    >>> with_tables("{bench:speed}", "<!-- bench:speed -->\\n| a |\\n<!-- /bench:speed -->")
+    '| a |\\n'
+    """
+    tables = dict(TABLE.findall(original))
+    return re.sub(r"\{bench:([\w-]+)\}", lambda found: tables[found[1]], text)
+
+
+def is_english_only(page: str) -> bool:
+    """
+    >>> is_english_only("gotchas.md"), is_english_only("results/2026.md"), is_english_only("results/index.md")
+    (True, True, False)
+    """
+    return page != "results/index.md" and page.startswith(ENGLISH_ONLY)
 
 
 def themed(text: str) -> str:
@@ -131,23 +153,19 @@ def tidied(text: str) -> str:
 
     >>> tidied(">>> 1\\n1\\n\\n```\\n一行，\\n又一行\\n")
     '>>> 1\\n1\\n```\\n一行，又一行\\n'
+    >>> tidied("如下：\\n\\n```\\nx\\n```\\n")
+    '如下：\\n```\\nx\\n```\\n'
     """
     text = text.replace("\n\n```\n", "\n```\n")
     text = re.sub(r"(?<=[\u4e00-\u9fff])\n *(?=[\u4e00-\u9fff])", "", text)
-    return re.sub(r"(?<=[，。：；、）？])\n *(?=[\w`\[*（“])", "", text)
+    return re.sub(r"(?<=[，。：；、）？])\n *(?=(?!```)[\w`\[*（“])", "", text)
 
 
-def noted(text: str) -> str:
+def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path, english: str | None = None) -> str:
+    """The text with its links, made for the repository, leading to the same things on the site.
+
+    english: in another language, the way from this page to the English site.
     """
-    >>> noted("# Title\\n\\nText").splitlines()[:3]
-    ['# Title', '', ':::{note}']
-    """
-    head, title, rest = re.split(r"^(# .*\n)", text, maxsplit=1, flags=re.M)
-    return f"{head}{title}\n{UNTRANSLATED}\n{rest}"
-
-
-def linked(text: str, source: str, page: str, places: dict[str, str], folder: Path) -> str:
-    """The text with its links, made for the repository, leading to the same things on the site."""
 
     def link(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
@@ -160,6 +178,8 @@ def linked(text: str, source: str, page: str, places: dict[str, str], folder: Pa
             shutil.copy(ROOT / target, folder / there)
         if there is None:
             return found[0]
+        if english is not None and is_english_only(there):
+            return f"]({english}{there.removesuffix('.md')}.html{found[2] or ''}){{.external}}"
         return f"]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{found[2] or ''})"
 
     return LINK.sub(link, text)

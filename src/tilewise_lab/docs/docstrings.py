@@ -3,25 +3,32 @@
 >>> lines = ["Adds `a` to *it*.", "", "a, b: numbers,", "    of any kind"]
 >>> print("\\n".join(filter(None, restructured(lines, ["x", "a", "b"]))))
 Adds :py:obj:`a` to \\*it\\*.
-:param x:
 :param a: numbers, of any kind
 :param b: see ``a``
 >>> print("\\n".join(restructured(["Args:", "    x: a *number*", "Returns:", "    `x`"], ["x"])))
 :param x: a \\*number\\*
 :returns: :py:obj:`x`
+
+An entry `options` or `others` that begins with "as in `f`" stands for the parameters that f describes.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import tilewise
+
 NAME = r"\w+(?: \([^)]*\))?"
 PARAMETER = re.compile(rf"^({NAME}(?:, {NAME})*): (.*)")
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
+PARAMETERS = ("Args", "Attributes")
+REST = ("options", "others")  # entries that stand for the parameters of another function
+REFERENCE = re.compile(r"as in `([\w.]+)`(\.?$)?")
 
 
 def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: list[str]) -> None:
@@ -30,7 +37,7 @@ def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: lis
         names: Collection[str] = list(inspect.signature(x).parameters) if callable(x) else ()
     except (TypeError, ValueError):
         names = ()
-    lines[:] = restructured(lines, names)
+    lines[:] = restructured(lines, names, referred(x, texts(lines, names)))
 
 
 def skip(_app: Any, _what: str, _name: str, x: Any, skipped: bool, _options: Any) -> bool | None:
@@ -38,20 +45,66 @@ def skip(_app: Any, _what: str, _name: str, x: Any, skipped: bool, _options: Any
     return True if str(getattr(x, "__doc__", "")).startswith("Alias for field number") else None
 
 
-def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters."""
+def described(x: Any) -> dict[str, str]:
+    """The parameters of a function or class that its docstring explains, or those of its base classes.
+
+    >>> sorted(described(tilewise.plan_kv))[:3]
+    ['alibi_slopes', 'backend', 'cache_rows']
+    """
+    names = list(inspect.signature(x).parameters)
+    found: dict[str, str] = {}
+    for owner in x.__mro__[:-1] if isinstance(x, type) else (x,):
+        lines = inspect.cleandoc(owner.__doc__ or "").splitlines()
+        own = texts(lines, names)
+        found = referred(owner, own) | own | found
+    return {name: text for name, text in found.items() if text}
+
+
+def referred(x: Any, own: Mapping[str, str]) -> dict[str, str]:
+    """The parameters that a docstring leaves to another function, with what that one says of them."""
+    names = [match[1] for name in REST if (match := REFERENCE.match(own.get(name, "")))]
+    module = sys.modules.get(getattr(x, "__module__", ""), tilewise)
+    found: dict[str, str] = {}
+    for name in names:
+        other: Any = getattr(module, name, None)
+        if other is None or other is x:
+            other = tilewise
+            for part in name.removeprefix("tilewise.").split("."):
+                other = getattr(other, part)
+        found |= described(other)
+    return found
+
+
+def texts(lines: Sequence[str], parameters: Collection[str]) -> dict[str, str]:
+    """What the lines of a docstring say of each parameter."""
+    found: dict[str, str] = {}
+    for block in blocks(lines):
+        section = SECTION.match(block[0])
+        if section and section[1] in PARAMETERS:
+            content = entries([line.removeprefix("    ") for line in block[1:]])
+            found |= {name: text for name, _, text in (entry.partition(": ") for entry in content)}
+        elif not section and not block[0].startswith((">>>", " ")):
+            for entry in entries(block):
+                found |= in_paragraph(entry, parameters)
+    return found
+
+
+def restructured(
+    lines: Sequence[str], parameters: Collection[str], others: Mapping[str, str] | None = None
+) -> list[str]:
+    """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters.
+
+    others: texts of parameters that the docstring does not explain.
+    """
     made: list[str] = []
-    fields: dict[str, str] = {}
     last: list[str] = []
     for block in blocks(lines):
         section = SECTION.match(block[0])
         if section:
             content = list(entries([line.removeprefix("    ") for line in block[1:]]))
-            if section[1] in ("Args", "Attributes"):
-                fields |= {name: inline(text) for name, _, text in (entry.partition(": ") for entry in content)}
-            elif section[1] == "Returns":
+            if section[1] in ("Returns", "Yields"):
                 last.append(f":returns: {inline(' '.join(content))}")
-            else:
+            elif section[1] == "Raises":
                 last += [f":raises {name}: {inline(text)}" for name, _, text in (x.partition(": ") for x in content)]
             continue
         if block[0].startswith(">>>"):
@@ -60,13 +113,16 @@ def restructured(lines: Sequence[str], parameters: Collection[str]) -> list[str]
             made += ["::", "", *("    " + line for line in block)]
         else:
             for entry in entries(block):
-                found = described(entry, parameters)
-                fields |= found
-                if not found:
+                if not in_paragraph(entry, parameters):
                     made += [""] * entry.startswith("- ") + [inline(entry)]
         made.append("")
+    fields = {name: text for name, text in (others or {}).items() if name in parameters} | texts(lines, parameters)
+    for name in REST:  # one that says no more than "as in `f`"
+        match = REFERENCE.match(fields.get(name, ""))
+        if match and match[2] is not None and name not in parameters:
+            del fields[name]
     names = [*parameters, *(name for name in fields if name not in parameters)]
-    return made + [f":param {name}: {fields.get(name, '')}".rstrip() for name in names if fields] + last
+    return made + [f":param {name}: {inline(fields[name])}" for name in names if fields.get(name)] + last
 
 
 def blocks(lines: Sequence[str]) -> Iterator[list[str]]:
@@ -95,13 +151,13 @@ def entries(block: Sequence[str]) -> Iterator[str]:
     yield entry
 
 
-def described(entry: str, parameters: Collection[str]) -> dict[str, str]:
-    """What a line says of parameters, if it is one that does: of the first, to which the others refer."""
+def in_paragraph(entry: str, parameters: Collection[str]) -> dict[str, str]:
+    """What a line of a paragraph says of parameters, if it does: of the first, to which the others refer."""
     found = PARAMETER.match(entry)
     names = [name.partition(" ")[0] for name in re.findall(NAME, found[1])] if found else []
     if not found or not set(names) <= set(parameters):
         return {}
-    return {names[0]: inline(found[2])} | dict.fromkeys(names[1:], f"see ``{names[0]}``")
+    return {names[0]: found[2]} | dict.fromkeys(names[1:], f"see ``{names[0]}``")
 
 
 def inline(text: str) -> str:

@@ -66,7 +66,7 @@ def make(work: Path, out: Path, language: str) -> None:
 def main() -> int:
     work, out = map(Path, sys.argv[1:])
     read_sources()
-    if not sys.stdin.readline():  # whoever started this is gone
+    if not sys.stdin.readline():  # the parent process has ended
         return 1
     fork = "fork" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")

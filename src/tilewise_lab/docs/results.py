@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ def reports(folder: Path) -> dict[str, Path]:
 def list_of_reports(folder: Path, root: str) -> str:
     links = (f'- <a href="{root}results/report-{name}.html">The report of {name}</a>' for name in reports(folder))
     return "\n".join(links)
+
+
+def list_of_pages(pages: Iterable[str], root: str) -> str:
+    """Links to the pages of results, newest first, on the English site.
+
+    >>> list_of_pages(["faq.md", "results/2026-11-17-kv.md", "results/index.md"], "../")
+    '- <a href="../results/2026-11-17-kv.html">2026-11-17-kv</a>'
+    """
+    names = sorted((page[len("results/") : -len(".md")] for page in pages if page.startswith("results/")), reverse=True)
+    return "\n".join(f'- <a href="{root}results/{name}.html">{name}</a>' for name in names if name != "index")
 
 
 def write_report(file: Path, path: Path) -> None:

@@ -95,6 +95,15 @@ def map_elementwise(f: Callable[..., Any], *tensors: Value, pack: int = 1) -> tu
     return tuple(done[::pack])
 
 
+def _pack_fp8(*values: Value) -> Value:
+    bytes_of = torch.stack([x.data for x in values], -1).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return Value(bytes_of.view(torch.int32).squeeze(-1))
+
+
+def _unpack_fp8(words: Value) -> Value:
+    return Value(words.data[..., ::4].contiguous().view(torch.float8_e4m3fn))
+
+
 def _keep_columns(s: Value, compare: str, limit: Value) -> Value:
     keep = getattr(torch, compare)(torch.arange(s.shape[1])[None, :], limit.data[:, None])
     return Value(s.data.masked_fill(~keep, -torch.inf))
@@ -174,6 +183,7 @@ WORDS = SimpleNamespace(
     float32=torch.float32,
     bfloat16=torch.bfloat16,
     float16=torch.float16,
+    float8e4nv=torch.float8_e4m3fn,
     NVMMADistributedLayout=lambda *a: None,
     NVMMASharedLayout=lambda *a: None,
     DotOperandLayout=lambda *a: None,
@@ -202,6 +212,7 @@ WORDS = SimpleNamespace(
     full=lambda shape, x, dtype, layout=None: Value(torch.full(list(shape), x, dtype=dtype)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     broadcast=lambda a, b: tuple(map(Value, torch.broadcast_tensors(a.data, b.data))),
+    join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
     split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
     expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
     map_elementwise=map_elementwise,
@@ -242,9 +253,13 @@ NAMES: dict[str, Any] = {
     "semaphore_release": _semaphore_release,
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": lambda: None,
+    "tma_stores_done": lambda: machine.store_wait(0),
     "opaque": lambda x: x,
+    "opaque64": lambda x: x,
     "fast_tanh": _unary(torch.tanh, "exp2"),
     "downcast": lambda x, dtype: x.to(dtype),
+    "pack_fp8": _pack_fp8,
+    "unpack_fp8": _unpack_fp8,
     "column_indices": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),
     "keep_columns": _keep_columns,
     "keep_column_range": _keep_column_range,

@@ -1,7 +1,7 @@
 """The machine: threads that take turns in virtual time, shared memory that knows who is touching it, barriers.
 
-Only one thread runs at a time, always the one whose clock is behind; so a run is reproducible, and when nobody can run
-and nothing is under way, that is a deadlock. `seed` perturbs every latency: other seeds are other interleavings.
+Only one thread runs at a time, always the one whose clock is behind; so a run is reproducible. If no thread can run and
+nothing is in flight, it is a deadlock. `seed` perturbs every latency: other seeds are other interleavings.
 
 Costs are in cycles and roughly those of an H100. They order the events and draw the timeline; they measure nothing.
 """
@@ -23,7 +23,7 @@ class RaceError(RuntimeError):
 
 
 class DeadlockError(RuntimeError):
-    """Everyone waits, and nothing is under way that could wake anyone."""
+    """All threads wait, and no operation is in flight that could wake one."""
 
 
 class Span(NamedTuple):
@@ -86,7 +86,7 @@ class Machine:
         self._check_barriers()
 
     def _check_barriers(self) -> None:
-        """The compiler gives the memory of a barrier that nobody uses to something else, but the hardware still takes
+        """The compiler reuses the memory of an unused barrier, but the hardware still takes
         it for a barrier when it saves and restores a program that has to make room for another process."""
         programs = {p.program for p in self.partitions}
         barriers = [(b.name.partition("[")[0], b.used) for program in programs for b in program.barriers]
@@ -155,7 +155,7 @@ class Partition:
         return self.condition is None or self.condition()
 
     def step(self) -> None:
-        """Let everyone whose clock is behind go first."""
+        """Run all threads whose clock is behind first."""
         self.machine._baton.release()
         self._turn.acquire()
         if self.abandoned:
@@ -353,7 +353,7 @@ def copy_in(tile: Tensor, target: Shared, barrier: Barrier, what: str) -> None:
 def copy_out(
     source: Shared, write: Callable[[Tensor], None], what: str, used: Callable[[Tensor], Tensor] = lambda x: x
 ) -> None:
-    """TMA, shared to global: reads the tile late; nobody may touch it before `store_wait`. `used`: what of it is."""
+    """TMA, shared to global: reads the tile late; it must not be written before `store_wait`. `used`: what of it is."""
     p = current()
     p.step()
     source.view(used).check_read(f"the copy of {what}", asynchronous=True)

@@ -159,7 +159,7 @@ class PointerType(NamedTuple):
     element_ty: torch.dtype
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Any:
     index = pointer.index()
     if mask is None:
         found = pointer.memory()[index]
@@ -197,7 +197,7 @@ class Descriptor:
 
     def __init__(self, name: str, host: Any) -> None:
         self.name, self.base = name, host.base
-        self.sizes, self.strides, self.box = list(host.shape), list(host.strides), list(host.block_shape)
+        self.shape, self.strides, self.box = list(host.shape), list(host.strides), list(host.block_shape)
         self.dtype, self.layout = host.base.dtype, None
         size = host.base.element_size()
         self.wrap = 2**64 // size
@@ -206,7 +206,7 @@ class Descriptor:
     def locate(self, where: list[int]) -> tuple[Tensor, Tensor]:
         """The address of every element of the box at `where`, and which of them lie inside."""
         inside, address = torch.ones((), dtype=torch.bool), torch.zeros((), dtype=torch.long)
-        for axis, (at, n, size, stride) in enumerate(zip(where, self.box, self.sizes, self.strides, strict=True)):
+        for axis, (at, n, size, stride) in enumerate(zip(where, self.box, self.shape, self.strides, strict=True)):
             shape = [-1 if a == axis else 1 for a in range(len(self.box))]
             places = [int(at) + x for x in range(n)]
             inside = inside & torch.tensor([0 <= x < size for x in places]).view(shape)

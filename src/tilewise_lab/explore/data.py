@@ -4,7 +4,7 @@
 'matrix units'
 
 An endpoint is a function whose annotated keyword arguments are the query; its value is JSON. `GRID` lists, for every
-endpoint, the choices that the page offers: whoever reads a copy of the page can choose no less.
+endpoint, the choices that the page offers: a copy of the page has the same choices.
 """
 
 from __future__ import annotations

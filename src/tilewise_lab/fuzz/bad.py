@@ -62,6 +62,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "return_lse": (*_NO_BOOL, "None"),
     "return_max_logit": (*_NO_BOOL, "None"),
     "deterministic": _NO_BOOL,
+    "precision": ("'fp16'", "'FP8'", "8", "True", "torch.float8_e4m3fn", "['fp8']", "object()"),
     "backend": ("'cuda'", "None", "3", "['auto']", "'Reference'", "object()"),
     "max_seqlen_q": ("'x'", "1.5", "-1", "[2]", "object()"),
     "max_seqlen_k": ("'x'", "1.5", "-1", "object()"),

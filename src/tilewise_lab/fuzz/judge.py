@@ -23,6 +23,7 @@ DRAWS, DEVIATIONS = 4, 8.0
 REFUSALS = (
     (("triton", "hopper", "auto"), "a gradient of the gradient"),
     (("triton", "hopper", "auto"), "a derivative of the gradient"),
+    (("triton", "hopper", "auto"), "a third derivative"),
     (("triton", "hopper", "auto"), "forward mode"),
     (("triton",), "float64, which only the reference computes"),
     (("hopper",), "backend='hopper'"),

@@ -1,6 +1,6 @@
 """Calls with a KV cache: drawn, written as Python, and judged by a loop over sequences in float64.
 
-What no query may see holds NaN: tokens before `starts`, places that nobody has written, rows of q past
+What no query may see holds NaN: tokens before `starts`, places that were not written, rows of q past
 the last sequence.
 """
 

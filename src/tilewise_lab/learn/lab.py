@@ -1,6 +1,6 @@
 """What only a GPU can say: the course's measurements, made here if there is one, else as they were kept.
 
-`measured("zeros")` returns a dict with what was found and "device", or None if nobody has measured it yet. Kept numbers
+`measured("zeros")` returns a dict with what was found and "device", or None if it was not measured yet. Kept numbers
 are in the course's folder `measured/`, one JSON per device: {"device", "when", "found": {name: dict}}.
 """
 

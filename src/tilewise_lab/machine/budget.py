@@ -22,7 +22,7 @@ def weights(n: int, itemsize: int = 4, heads: int = 1) -> Size:
 
 
 def jacobian(n: int, m: int, d: int, itemsize: int = 4) -> Size:
-    """∂Y/∂X of Y (N, D) = X (N, M) W (M, D): every entry of Y by every entry of X. Nobody builds it.
+    """∂Y/∂X of Y (N, D) = X (N, M) W (M, D): every entry of Y by every entry of X. It is never built.
 
     >>> f"{jacobian(1024, 1024, 2048).bytes / 1e12:.1f} TB"
     '8.8 TB'

@@ -1,7 +1,7 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90 or "gfx942", "kernel": "attend" ("repair", "schedule", "combine", "append")}, and the call: dim,
-dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile, stored (dtypes of K and V), scale, norm.
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("schedule", "combine" of few KV heads, "append")}, and the call:
+dim, dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile, stored (dtypes of K and V), scale, norm.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ def launch_of(
         out = torch.empty(*q.shape[:-1], dv, dtype=kind)
         lse = torch.empty(*q.shape[:-3], heads, q.shape[-3])
         call = KvCall(request, None, schedule, workspace, out, lse)
-        attend, *repair, combine = kv_launch.attend_launches(call, target, memory)
-        made = {"schedule": kv_launch.schedule_launch(request, schedule, target), "attend": attend, "combine": combine}
-        return (made | dict(zip(("repair",), repair, strict=False)))[kernel]
+        made = dict(zip(("attend", "combine"), kv_launch.attend_launches(call, target, memory), strict=False))
+        return (made | {"schedule": kv_launch.schedule_launch(request, schedule, target)})[kernel]
 
 
 def compiled(**row: Any) -> Compiled:

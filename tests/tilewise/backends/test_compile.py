@@ -145,7 +145,7 @@ def test_sums_of_gradients_fit(capability: int, dim: int, dtype: str) -> None:
 
 def test_every_kind_of_call_has_a_row() -> None:
     for capability, kernel, itemsize, dim in product(
-        TABLES, ("forward", "query", "key", "sums", "jvp"), (2, 4), (16, 32, 64, 128, 256, 512)
+        TABLES, ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key"), (2, 4), (16, 32, 64, 128, 256, 512)
     ):
         tile = tiles.tile(kernel, capability, itemsize, dim)
         assert min(tile.block_m, tile.block_n) >= 16

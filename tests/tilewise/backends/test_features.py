@@ -93,10 +93,37 @@ def test_forward_mode_of_a_hidden_key(name: str, value: float, triton_runs: None
     assert not dirty[:, sees].isfinite().any(-1).any()
 
 
-def test_forward_mode_of_a_term_is_refused(triton_runs: None, device: str) -> None:
-    x = torch.randn(1, 8, 2, 16, device=device)
-    with pytest.raises(tilewise.AttentionError, match="forward mode"):
-        torch.func.jvp(lambda q: tilewise.attention(q, x, x, softcap=2.0, backend="triton"), (x,), (x,))
+TERMS = {
+    "softcap and sinks": {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0])},
+    "alibi, scale": {"alibi_slopes": torch.tensor([0.2, 0.4]), "scale": -0.3, "causal": True},
+    "dropout and a mask": {"dropout_p": 0.3, "seed": 3, "mask_mod": tilewise.mods.document(ids=torch.arange(37) // 9)},
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_forward_mode_with_terms(name: str, triton_runs: None) -> None:
+    """Tangents of q, k and v of a call with terms."""
+    torch.manual_seed(0)
+    x, along = (tuple(torch.randn(1, 37, 2, 16) for _ in range(3)) for _ in range(2))
+
+    def moved(backend: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        call = lambda *t: tilewise.attention(*t, return_lse=True, backend=backend, **TERMS[name])  # noqa: E731
+        return torch.func.jvp(call, *(tuple(t.to(dtype) for t in y) for y in (x, along)))[1]
+
+    for ours, expected in zip(moved("triton", torch.float32), moved("reference", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tangent", [False, True], ids=["bias", "tangent of sinks"])
+def test_forward_mode_of_a_term_is_refused(tangent: bool, triton_runs: None, device: str) -> None:
+    x, sinks = torch.randn(1, 8, 2, 16, device=device), torch.zeros(2, device=device)
+    if tangent:
+        call, given = lambda q, sinks: tilewise.attention(q, x, x, sinks=sinks, backend="triton"), (x, sinks)
+    else:
+        bias = torch.zeros(1, 1, 8, 8, device=device)
+        call, given = lambda q: tilewise.attention(q, x, x, bias=bias, backend="triton"), (x,)
+    with pytest.raises(tilewise.AttentionError, match=r"forward mode.*'reference'"):
+        torch.func.jvp(call, given, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,12 +16,11 @@ E4M3, INT8, INT4 = (["float8_e4m3fn"] * 2, ["int8"] * 2, ["uint8"] * 2)  # dtype
 ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend"},
     {"kernel": "attend", "queries": 16},
-    {"kernel": "repair", "queries": 16},
     {"kernel": "attend", "dim": 64, "heads": 64, "term": "window"},
     {"kernel": "attend", "dim": 256},
     {"kernel": "attend", "page": 0, "dtype": "float32", "dim": 64},
     {"kernel": "schedule", "packed": True},
-    {"kernel": "combine"},
+    {"kernel": "combine", "heads": 8, "kv_heads": 1},
     {"kernel": "append"},
     {"kernel": "attend", "stored": E4M3, "scale": "head"},
     {"kernel": "attend", "stored": INT8, "scale": "token"},

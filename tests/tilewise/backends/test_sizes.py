@@ -42,7 +42,7 @@ def test_a_short_causal_call_of_narrow_heads_has_a_tile_of_its_own(found: Any) -
 
 
 def test_numbers_of_pages_and_new_tokens_ask_for_no_more_kernels(found: Any) -> None:
-    assert found["caches"] == [1] * 20
+    assert found["caches"] == [[1] * 20] * 2
 
 
 def test_parameters_of_compiled_kernels_are_as_the_launcher_expects(found: Any) -> None:

@@ -86,7 +86,7 @@ def test_sequences_do_not_leave_their_tensors(name: str) -> None:
     gpu = target.gpu
     flags = memory.empty((flag_count(request),), torch.int32)
     made = [launch.forward_launch(request, out, rows, gpu, flags=flags)]
-    made += repairs(repair_forward_kernel, made[0], target, EACH=True)
+    made += repairs(repair_forward_kernel, made[0], target)
     made += clear_launches(out, rows.contiguous(), None, cu, cu, gpu)
     bwd_inputs = BackwardInputs(out, rows, dout, None)
     flags = memory.empty((flag_count(request, both=True),), torch.int32)

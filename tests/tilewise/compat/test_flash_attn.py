@@ -480,14 +480,17 @@ assert importlib.util.find_spec("flash_attn") is not None
 q = torch.randn(1, 5, 2, 8)
 third = flash_attn_interface.flash_attn_func.__module__
 print(flash_attn.__version__, flash_attn_func(q, q, q, causal=True).shape, third)
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func
+from flash_attn.ops.triton.rotary import apply_rotary
+assert RotaryEmbedding(8)(torch.randn(1, 5, 3, 2, 8)).shape == (1, 5, 3, 2, 8)
 try:
-    import flash_attn.layers.rotary
+    import flash_attn.modules.mha
 except ImportError as error:
-    print("no layers")
+    print("no modules")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == [
-        "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3", "no layers",
+        "2.8.3 torch.Size([1, 5, 2, 8]) tilewise.compat.flash_attn_3", "no modules",
     ]  # fmt: skip
 
 

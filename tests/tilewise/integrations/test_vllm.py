@@ -6,8 +6,10 @@ import inspect
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from torch.testing import assert_close
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
+from tests.quantised_cases import E4M3, E5M2, quantised
 from tests.tilewise.integrations import vllm_stub
 from tilewise.integrations import vllm as plugin
+from tilewise.integrations.kv_steps import Plans
 from tilewise.plan_cache import plans
 
 NAME = "tilewise.integrations.vllm_backend"
@@ -78,6 +82,7 @@ def run(
     words: dict[str, Any],
     layers: int = 1,
     builder: Any = None,
+    layer: Any = None,
     **more: Any,
 ) -> Tensor:
     """As vLLM does: write, then attend, in every layer."""
@@ -89,9 +94,9 @@ def run(
     k, v = (torch.cat([x.options[name], pad]) for name in ("k_new", "v_new"))
     output = x.q.new_full((x.q.shape[0], case.heads, case.dim), torch.nan)
     for _ in range(layers):
-        impl.do_kv_cache_update(None, k, v, cache, metadata.slots)
+        impl.do_kv_cache_update(layer, k, v, cache, metadata.slots)
         found = impl.forward(
-            None, x.q, k, v, cache, metadata, output=output, output_scale=None, output_block_scale=None
+            layer, x.q, k, v, cache, metadata, output=output, output_scale=None, output_block_scale=None
         )
         assert found is output
     assert len(metadata.plans) == 1
@@ -109,6 +114,30 @@ def test_a_mixed_batch(backend: Any, layout: str, window: int | None) -> None:
     assert (output[-4:] == 0).all()
     band = {} if window is None else {"window": (window - 1, 0)}
     assert_close(output, tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, **band, sinks=sinks))
+
+
+@pytest.mark.parametrize("layout", ["five", "heads"])
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", E4M3), ("fp8_e5m2", E5M2)])
+def test_a_float8_cache(backend: Any, layout: str, name: str, dtype: torch.dtype) -> None:
+    """vLLM allocates bytes; the layer has the scales."""
+    x, wanted = quantised(inputs(CASE), (dtype, dtype), ("tensor", "tensor"))
+    layer = SimpleNamespace(_k_scale=x.options["k_scale"], _v_scale=x.options["v_scale"].reshape(1))
+    cache = cache_of(replace(x, k=x.k.view(torch.uint8), v=x.v.view(torch.uint8)), layout)
+    output = run(backend, x, cache, {"kv_cache_dtype": name}, layers=2, layer=layer)
+    k, v = sys.modules[NAME].caches(cache, CASE.dim)
+    assert torch.equal(k, wanted["k"])
+    assert torch.equal(v, wanted["v"])
+    lse = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, return_lse=True)[1]
+    compare((output, lse), x)
+
+
+def test_layers_with_other_caches_have_their_own_plans(backend: Any) -> None:
+    plans = Plans()
+    q, lengths = torch.zeros(2, 1, 4, 16), torch.tensor([5, 9], dtype=torch.int32)
+    for dtype in (torch.float32, torch.float16):
+        cache = torch.zeros(2, 32, 2, 16, dtype=dtype)
+        plans.of(q.to(dtype), cache, cache, lengths, {})
+    assert len(plans) == 2
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="CPU tensors are taken for those of a GPU")
@@ -183,7 +212,8 @@ def test_what_it_says_of_itself(backend: Any) -> None:
     assert backend.get_name() == "CUSTOM"
     assert not backend.forward_includes_kv_cache_update
     assert backend.supports_kv_cache_dtype("bfloat16")
-    assert not backend.supports_kv_cache_dtype("fp8")
+    assert backend.supports_kv_cache_dtype("fp8")
+    assert not backend.supports_kv_cache_dtype("fp8_ds_mla")
     assert backend.supports_head_size(80)
     assert not backend.supports_head_size(576)
     assert not backend.supports_compute_capability(vllm_stub.DeviceCapability(7, 5))

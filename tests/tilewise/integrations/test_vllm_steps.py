@@ -19,6 +19,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"heads": 8, "kv_heads": 1, "dim": 256, "page": 32, "softcap": 50.0, "sequences": 1000, "tokens": 16384},
     {"heads": 16, "kv_heads": 2, "dim": 64, "drafts": 4},
     {"tokens": 200, "sequences": 7, "drafts": 2},
+    {"stored": "fp8"},
 )
 MOST = 16  # kernels of a kind of layer
 FORGOTTEN = [{"forget": 1}, {"forget": 255}, {"forget": 8192}, {"drafts": 3, "forget": 4, "dim": 64, "heads": 16}]

@@ -49,6 +49,7 @@ DEFAULTS = {
     "sequences": 256,
     "tokens": 8192,
     "drafts": 0,
+    "stored": "auto",
     "forget": None,  # steps with so many queries at most are not compiled for: to see that this is noticed
 }
 
@@ -105,16 +106,24 @@ def steps(row: dict[str, Any]) -> Iterator[tuple[int, int, int]]:
 def missing(row: dict[str, Any], backend: Any) -> dict[str, Any]:
     heads, kv_heads, dim = row["heads"], row["kv_heads"], row["dim"]
     sinks = meta(heads, dtype=torch.bfloat16) if row["sinks"] else None
-    words = {"sliding_window": row["window"], "sinks": sinks, "logits_soft_cap": row["softcap"]}
+    words = {
+        "sliding_window": row["window"],
+        "sinks": sinks,
+        "logits_soft_cap": row["softcap"],
+        "kv_cache_dtype": row["stored"],
+    }
+    dtype = torch.bfloat16 if row["stored"] == "auto" else torch.uint8
     impl = backend.TilewiseImpl(heads, dim, dim**-0.5, kv_heads, **words)
-    spec = vllm_stub.AttentionSpec(row["page"], kv_heads, dim, torch.bfloat16)
+    spec = vllm_stub.AttentionSpec(row["page"], kv_heads, dim, dtype)
     config = vllm_stub.vllm_config({"one": impl}, row["tokens"], row["sequences"], LENGTH, row["drafts"])
+    layer = config.compilation_config.static_forward_context["one"]
+    layer._k_scale, layer._v_scale = meta(dtype=torch.float32), meta(dtype=torch.float32)
     builder = backend.TilewiseBuilder(spec, ["one"], config, torch.device("meta"))
     layers = backend.layers_of(spec, ["one"], config)
     planned = [step for step in builder.limits.steps() if step[2] != row["forget"]]
     with mock.patch.object(kv_warmup.StepLimits, "steps", return_value=planned):
         compiled = {*kv_warmup.all_launches(layers, builder.limits, TARGET)}
-    cache = meta(*backend.TilewiseBackend.get_kv_cache_shape(777, row["page"], kv_heads, dim), dtype=torch.bfloat16)
+    cache = meta(*backend.TilewiseBackend.get_kv_cache_shape(777, row["page"], kv_heads, dim), dtype=dtype)
     found, count, binders = [], 0, {}
     for tokens, sequences, most in steps(row):
         recorder = Recorder(binders)
@@ -125,8 +134,8 @@ def missing(row: dict[str, Any], backend: Any) -> dict[str, Any]:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         recorded = {"plan_kv_in": recorder.plan, "attention_kv": recorder.attend, "append_kv": recorder.append}
         with mock.patch.multiple(kv_steps, **recorded):
-            impl.do_kv_cache_update(None, k, v, cache, slots)
-            impl.forward(None, q, k, v, cache, metadata, output=meta(tokens, heads * dim, dtype=torch.bfloat16))
+            impl.do_kv_cache_update(layer, k, v, cache, slots)
+            impl.forward(layer, q, k, v, cache, metadata, output=meta(tokens, heads * dim, dtype=torch.bfloat16))
         count += 1
         found += [[tokens, sequences, most, name[:2000]] for name in sorted(recorder.kernels - compiled)]
     return {"kernels": len(compiled), "steps": count, "missing": found[:3]}

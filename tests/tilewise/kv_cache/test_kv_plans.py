@@ -124,8 +124,25 @@ def test_plans_of_steps_share_memory(made: Counter[str]) -> None:
         compare((out,), call(y, "reference", plan=False)[:1])
         assert plan.shape == tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options).shape
     assert addresses[1] == addresses[2] == addresses[3]  # it has grown once
-    assert {name: len(blocks) for name, blocks in memory.blocks.items()} == {"schedule": 2, "workspace": 1, "lse": 2}
+    assert {name: len(blocks) for name, blocks in memory.blocks.items()} == {"schedule": 2, "workspace": 2, "lse": 2}
     assert made["attend"] == 2
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_plan_serves_many_layers(queries: int) -> None:
+    """The programs of a divided sequence count their results in the plan, and leave it as it was."""
+    case = KvCase((1200, 3, 0), queries=queries, dim=16, heads=4, kv_heads=2, page=8)
+    x = inputs(case, torch.float16)
+    options = x.options | {"backend": "triton"}
+    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **options)
+    assert plan.schedule[0] == 1
+    before = plan.schedule.clone()
+    for seed in range(3):
+        layer = inputs(case, torch.float16, seed=seed)
+        given = layer.options | {"backend": "triton"}
+        found = tilewise.attention_kv(layer.q, layer.k, layer.v, x.lengths, plan=plan, return_lse=True, **given)
+        compare(found, call(layer, "reference", plan=False))
+        assert torch.equal(plan.schedule, before)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 33])

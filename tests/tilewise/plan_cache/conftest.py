@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tilewise.plan_cache.cases import StubBackend
 from tests.tilewise.plan_cache.third_backend import ThirdBackend
 from tilewise import AttentionError
 from tilewise.backends import registry
@@ -27,6 +28,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache]:
 def third(monkeypatch: pytest.MonkeyPatch) -> ThirdBackend:
     """A backend ahead of all others that computes plain attention."""
     return insert(ThirdBackend(), monkeypatch)
+
+
+@pytest.fixture
+def stub(kept: PlanCache, monkeypatch: pytest.MonkeyPatch) -> StubBackend:
+    """A backend ahead of all others that computes nothing."""
+    backend = StubBackend()
+    monkeypatch.setattr(registry, "BACKENDS", (backend, *registry.BACKENDS))
+    return backend
 
 
 def insert(third: ThirdBackend, monkeypatch: pytest.MonkeyPatch) -> ThirdBackend:

@@ -92,6 +92,12 @@ class ThirdBackend:
         tlse = (p * ds).sum(-1)
         return ((p * (ds - tlse[..., None])) @ v + p @ tv).transpose(1, 2), tlse
 
+    def lacks_hvp(self, request: Request) -> str | None:
+        return "a backend with one derivative"
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        raise NotImplementedError
+
     def launches(self, request: Request, gpu: Any, backward: bool) -> dict[str, Any]:
         return {"third backward" if backward else "third forward": "a launch"}
 

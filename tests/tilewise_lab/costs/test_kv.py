@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,11 +53,14 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     reals = len(found.items)
     assert [(x.b, x.first, x.num_chunks) for x in found.items] == [(b, first, n) for b, first, *_, n in items[:reals]]
     assert all(units == 0 for *_, units in items[len(items) - empty :])
-    tasks = 2 + 12 * (dealt.num_splits + 1)
-    parts = sum(ledger[tasks + 12 * n + 1] - ledger[tasks + 12 * n] + 2 for n in range(ledger[0]))
-    assert found.parts == parts * heads
-    work = [ledger[2 + 12 * p] for p in range(dealt.num_splits)]
-    assert sum(item < reals for item in work) * heads == found.busy
+    records = [ledger[4 + 16 * n : 20 + 16 * n] for n in range(dealt.num_splits)]
+    busy = [x for x in records if x[12] > x[11]]  # from chunk .. to chunk ..
+    assert len(busy) * heads == ledger[3] * heads == found.busy
+    assert sum(x[10] > 1 for x in busy) * heads == found.parts
+    for x, before in pairwise([[0] * 16, *busy]):  # parts of an item are its chunks, one after another, of equal size
+        assert before[11] == (x[12] if before[8] == x[8] and x[10] > 1 else 0)
+        assert before[12] - before[11] in (before[7] // before[10], -(-before[7] // before[10]))
+    assert max((x[12] - x[11] for x in busy), default=0) <= found.each
 
 
 def test_bytes_and_work() -> None:

@@ -2,6 +2,7 @@
 
 With p = exp(s - lse) from the saved lse, and a dot for the tangent:
     s. = scale * (q. k^T + q k.^T)        lse. = sum p s.        o. = sum (p s.) v + p v. - lse. o
+With a score mod, s. is multiplied by its derivative. With dropout, o. is summed over the kept p, lse. over all.
 """
 
 from typing import NamedTuple
@@ -9,13 +10,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .device.mask import in_window
+from .device.mask import in_window, mask_mod_visible
 from .device.matmul import dot, dot_nt, raise_flag
-from .device.score import scaled
+from .device.score import dropout, scores_and_derivative, times_derivative
 from .device.softmax import log2_scale
-from .device.structs import ANY_SIZE, LOG2E, Grid, Rows, ScoreParams, Sequences
+from .device.structs import ANY_SIZE, LOG2E, Grid, Pairs, Rows, ScoreParams, Sequences
 from .device.tile_io import load_rows, row_pointers, store_rows
-from .device.tile_range import key_range, locate
+from .device.tile_range import key_range, locate, loop_range, tile_at
 from .pdl import gdc_launch_dependents
 
 
@@ -36,8 +37,9 @@ class JvpTensors(NamedTuple):
 
 
 @triton.jit
-def jvp_tile(tensors, grid, seqs, w, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """lse. and sum (p s.) v + p v. of the tile of queries at w."""
+def jvp_tile(tensors, grid, seqs, w, rate, params, CONFIG: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """lse. and sum (p s.) v + p v. of the tile of queries at w. `rate` is the factor from q.k to the score."""
+    terms = params.terms
     STEP: tl.constexpr = 16 if NAN_SAFE else CONFIG.BLOCK_N
     h_kv = w.h // CONFIG.GROUP
     i = w.first + tl.arange(0, CONFIG.BLOCK_M)
@@ -52,7 +54,9 @@ def jvp_tile(tensors, grid, seqs, w, params, CONFIG: tl.constexpr, NAN_SAFE: tl.
     span = key_range(w, params.before, params.after, CONFIG.BLOCK_M, CONFIG.BLOCK_N)
     dlse = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([CONFIG.BLOCK_M, CONFIG.BLOCK_DV], 0.0, tl.float32)
-    for first in tl.range(span.lo, span.hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=True):
+    lo, hi = loop_range(span, w, w.h, terms.blocks, STEP)
+    for at in tl.range(lo, hi, STEP, num_stages=1 if NAN_SAFE else None, disable_licm=True):
+        first, _, _ = tile_at(at, span, terms.blocks, STEP, NAN_SAFE)
         j = first + tl.arange(0, STEP)
         k_rows = Rows(tensors.k, w.b, h_kv, w.k0, first, w.n_k)
         dk_rows = Rows(tensors.dk, w.b, h_kv, w.k0, first, w.n_k)
@@ -61,18 +65,21 @@ def jvp_tile(tensors, grid, seqs, w, params, CONFIG: tl.constexpr, NAN_SAFE: tl.
         product = dot_nt(q_tile, k_tile, q_rows, k_rows, CONFIG.D, CONFIG)
         ds = dot_nt(dq_tile, k_tile, dq_rows, k_rows, CONFIG.D, CONFIG)
         ds += dot_nt(q_tile, dk_tile, q_rows, dk_rows, CONFIG.D, CONFIG)
-        ds *= params.scale
-        s = scaled(product, params.scale, CONFIG.FOLD)
+        ds *= rate
+        pairs = Pairs(w, w.h, i[:, None], j[None, :])
+        s, derivative = scores_and_derivative(product, pairs, params.scale, terms, params.SCORE_MOD, CONFIG.FOLD)
         sees = in_window(i[:, None], j[None, :], w, params.before, params.after)
+        if params.MASK_MOD is not None:
+            sees &= mask_mod_visible(pairs, terms, params.MASK_MOD)
         p = tl.where(sees, tl.exp2(s * log2_scale(params.scale, CONFIG.FOLD) - lse2_i[:, None]), 0.0)
-        pds = tl.where(sees, p * ds, 0.0)
+        pds = tl.where(sees, times_derivative(p, derivative, terms) * ds, 0.0)
         dlse += tl.sum(pds, 1)
         if not NAN_SAFE:
             sees = None
         v_tile = load_rows(Rows(tensors.v, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
-        acc = dot(pds.to(v_tile.dtype), v_tile, acc, sees, CONFIG)
+        acc = dot(dropout(pds, pairs, terms).to(v_tile.dtype), v_tile, acc, sees, CONFIG)
         dv_tile = load_rows(Rows(tensors.dv, w.b, h_kv, w.k0, first, w.n_k), CONFIG.DV, STEP, CONFIG.BLOCK_DV, False)
-        acc = dot(p.to(v_tile.dtype), dv_tile, acc, sees, CONFIG)
+        acc = dot(dropout(p, pairs, terms).to(v_tile.dtype), dv_tile, acc, sees, CONFIG)
     return dlse, acc
 
 
@@ -89,7 +96,24 @@ def store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG: tl.constexpr):
 
 
 @triton.jit(**ANY_SIZE)
-def jvp_kernel(tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, CONFIG: tl.constexpr):
+def jvp_kernel(
+    tensors,  # JvpTensors
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    rate,
+    tiles,
+    heads,
+    batch,
+    terms,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
+):
     """do and dlse; flags[program] = 1 if do has a nan, for `repair_jvp_kernel`."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
@@ -99,8 +123,16 @@ def jvp_kernel(tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     w = locate(tl.program_id(0), grid, seqs, cu_q, CONFIG.BLOCK_M)
     if w.first < w.n_q:
-        params = ScoreParams(before, after, scale, (), None, None)
-        dlse, acc = jvp_tile(tensors, grid, seqs, w, params, CONFIG, False)
+        dlse, acc = jvp_tile(
+            tensors,
+            grid,
+            seqs,
+            w,
+            rate,
+            ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+            CONFIG,
+            False,
+        )
         # num_programs(1) is 1, which the compiler does not know: the tile is located again, not kept in registers
         pid = tl.program_id(0) * tl.num_programs(1)
         if tensors.flags is not None:

@@ -13,6 +13,7 @@ from .kernel_config import flag_count, options_of, tile_of
 from .launch import DeviceMemory, Launch, Memory, Target, can_overlap, target_of
 from .repair import repair_jvp_kernel
 from .repair_launches import repairs
+from .score_terms import device_terms, folded, lacks_jvp, mask_mod
 from .shapes import call_shape, sequences_and_window, view
 
 
@@ -20,10 +21,11 @@ def jvp(request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) 
     """The tangents of out and lse for tangents of q, k and v.
 
     Raises:
-        AttentionError: the call has a bias, sinks, a mod or dropout, which these kernels do not differentiate.
+        AttentionError: the call has a bias, or a mod with large scores.
     """
-    if not request.is_plain:
-        raise AttentionError("forward mode on these kernels", "a score term", "backend='reference', or no score terms")
+    lacking = lacks_jvp(request)
+    if lacking is not None:
+        raise AttentionError("forward mode on these kernels", lacking, "backend='reference', or no such term")
     device = request.q.device
     target, memory = target_of(device), DeviceMemory(device)
     dout, dlse = memory.empty(out.shape, out.dtype), memory.empty(lse.shape, lse.dtype)
@@ -44,16 +46,24 @@ def jvp_launch(
     target: Target,
     memory: Memory,
 ) -> Launch:
-    q, k, v, spec = request[:4]
+    q, k, v = request[:3]
     size, gpu = call_shape(request), target.gpu
     tile = tile_of("jvp", q.element_size(), size, gpu)
     count = flag_count(request)
     flags = memory.empty((count,), torch.int32) if count else None
     dq, dk, dv = map(view, tangents)
+    scoring, scale, rate = folded(request, gpu, derivative=True)
     tensors = JvpTensors(view(q), view(k), view(v), dq, dk, dv, view(out), lse, view(dout), dlse, flags)
     return Launch(
         jvp_kernel,
         size.programs(size.n_q, size.heads, tile.block_m),
-        (tensors, *sequences_and_window(request), spec.scale, *size.grid(size.n_q, size.heads, tile.block_m)),
-        options_of(request, tile, gpu, OVERLAP=can_overlap(gpu)),
+        (
+            tensors,
+            *sequences_and_window(request),
+            scale,
+            rate,
+            *size.grid(size.n_q, size.heads, tile.block_m),
+            device_terms(request, gpu, tile.block),
+        ),
+        options_of(request, tile, gpu, **scoring, MASK_MOD=mask_mod(request), OVERLAP=can_overlap(gpu)),
     )

@@ -16,7 +16,7 @@ from .gpu import INTERPRETER, Gpu, gpu_of
 INTERPRETED = triton.knobs.runtime.interpret
 NO_OVERLAP = os.environ.get("TILEWISE_NO_OVERLAP", "0") not in ("", "0")  # to tell a race from other faults
 INTERPRETED_PROCESSORS = 16
-COUNTERS = 8  # int32 numbers
+COUNTERS = 1024  # int32 numbers
 
 
 class Launch(NamedTuple):

@@ -109,7 +109,8 @@ class PreparedLaunches:
         self.cells = array("Q", bytes(8 * (tensors + 1 + sum(map(len, parameters)))))
         self.write = struct.Struct(f"={tensors}Q").pack_into
         self.offsets: list[tuple[int, Slot]] = []  # cell, and the Slot with an offset that it holds
-        self.maps: list[tuple[array[int], int, TensorMap]] = []  # pointer array, position in it, descriptor
+        # pointer array, position in it, the descriptor's tensor and offset in it, addresses of descriptors, descriptor
+        self.maps: list[tuple[array[int], int, int, int, dict[int, int], TensorMap]] = []
         self.launches: list[tuple[Any, Any, int]] = []
         self.pointers: list[array[int]] = []
         used = tensors + 1
@@ -118,7 +119,7 @@ class PreparedLaunches:
             pointers = array("Q", bytes(8 * (len(items) + 2)))
             for n, item in enumerate(items):
                 if isinstance(item, TensorMap):
-                    self.maps.append((pointers, n, item))
+                    self.maps.append((pointers, n, item.number, item.offset, item.encoded, item))
                 elif isinstance(item, Slot) and item.offset == 0:
                     pointers[n] = base + 8 * item.number
                 else:
@@ -139,9 +140,9 @@ class PreparedLaunches:
             self.write(self.cells, 0, *addresses)
             for cell, slot in self.offsets:
                 self.cells[cell] = addresses[slot.number] + slot.offset
-            for pointers, n, item in self.maps:
-                address = addresses[item.number] + item.offset
-                pointers[n] = item.encoded.get(address) or item.encode(address)
+            for pointers, n, number, offset, encoded, item in self.maps:
+                address = addresses[number] + offset
+                pointers[n] = encoded.get(address) or item.encode(address)
             if stream != self.stream:
                 self.stream = stream
                 for config, _, _ in self.launches:

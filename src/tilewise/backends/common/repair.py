@@ -3,9 +3,7 @@
 A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. The kernels raise a flag where a result is nan.
 The repair kernels, which follow on the stream, compute the flagged tiles again with products that leave out hidden
 pairs (NAN_SAFE), 16 rows of the other side at a time, which needs few registers. Nearly always no flag is raised.
-
-EACH: there is a flag for each tile, which its program has set to 0 or 1. Otherwise there is one flag for all tiles,
-which the kernel before only raises.
+There is a flag for each tile, which its program has set to 0 or 1. The Hopper kernels repair their results themselves.
 """
 
 from typing import NamedTuple
@@ -33,40 +31,12 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def tiles_to_check(flags, total, EACH: tl.constexpr):
-    """total, or 0 if the one flag of all tiles is not raised."""
-    if EACH:
-        return total
-    else:
-        return tl.where(tl.load(flags) > 0, total, 0)
-
-
-@triton.jit
-def clear_flag(flags, raised):
-    """Set the one flag of all tiles to 0 after all programs have read it."""
-    if raised:  # noqa: SIM102 - only then is it counted
-        if tl.atomic_add(flags + 1, 1) == tl.num_programs(0) - 1:
-            tl.store(flags, 0)
-            tl.store(flags + 1, 0)
-
-
-@triton.jit
-def end_of_checked(flags, first, total, EACH: tl.constexpr):
+def end_of_checked(flags, first, total):
     """The end of the CHECKED tiles of this program that start at `first`, or `first` if no flag of them is raised."""
     end = tl.minimum(first + tl.num_programs(0) * CHECKED, total)
-    if EACH:
-        n = first + tl.arange(0, CHECKED) * tl.num_programs(0)
-        raised = tl.max(tl.load(flags + n, mask=n < total, other=0), 0)
-        end = tl.where(raised > 0, end, first)
-    return end
-
-
-@triton.jit
-def is_raised(flags, n, EACH: tl.constexpr):
-    if EACH:
-        return tl.load(flags + n) > 0
-    else:
-        return True
+    n = first + tl.arange(0, CHECKED) * tl.num_programs(0)
+    raised = tl.max(tl.load(flags + n, mask=n < total, other=0), 0)
+    return tl.where(raised > 0, end, first)
 
 
 @triton.jit(**ANY_SIZE)
@@ -87,20 +57,15 @@ def repair_forward_kernel(
     total,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    EACH: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Repairs a forward of `total` tiles, before its splits are merged. One flag of all tiles is set to 0 for the next
-    launch."""
+    """Repairs a forward of `total` tiles, before its splits are merged."""
     begin(CONFIG.OVERLAP)
-    total = tiles_to_check(tensors.flags, total, EACH)
-    if not EACH:
-        clear_flag(tensors.flags, total > 0)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tensors.flags, first, total, EACH), tl.num_programs(0)):
-            if is_raised(tensors.flags, n, EACH):
+        for n in range(first, end_of_checked(tensors.flags, first, total), tl.num_programs(0)):
+            if tl.load(tensors.flags + n) > 0:
                 attend(
                     n,
                     tensors,
@@ -114,7 +79,7 @@ def repair_forward_kernel(
 
 
 class Flagged(NamedTuple):
-    """The tiles of one kernel of the backward: a flag for each or one for all, how many, and their grid."""
+    """The tiles of one kernel of the backward: their flags, how many, and their grid."""
 
     flags: tl.tensor
     total: tl.tensor
@@ -122,31 +87,43 @@ class Flagged(NamedTuple):
 
 
 @triton.jit
-def repair_queries(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, CONFIG: tl.constexpr):
-    """dQ of the flagged tiles of ROWS queries, BLOCK_M at a time: products of 64 rows and more need the warps of the
-    kernel before."""
-    total = tiles_to_check(tiles.flags, tiles.total, EACH)
-    for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
-            if is_raised(tiles.flags, n, EACH):
-                w = locate(n, tiles.grid, seqs, seqs.cu_q, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_q), CONFIG.BLOCK_M):
-                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    store_query_gradient(tensors, query_gradient(tensors, u, params, CONFIG, True), u, rate, CONFIG)
+def repair_query_rows(tensors, w, first, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dQ of ROWS queries from `first` on, BLOCK_M at a time."""
+    for row in range(first, tl.minimum(first + ROWS, w.n_q), CONFIG.BLOCK_M):
+        u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        store_query_gradient(tensors, query_gradient(tensors, u, params, CONFIG, True), u, rate, CONFIG)
 
 
 @triton.jit
-def repair_keys(tensors, tiles, seqs, rate, params, EACH: tl.constexpr, ROWS: tl.constexpr, CONFIG: tl.constexpr):
-    """dK and dV of the flagged tiles of ROWS keys, BLOCK_N at a time."""
-    total = tiles_to_check(tiles.flags, tiles.total, EACH)
+def repair_key_rows(tensors, w, first, kv_heads, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dK and dV of ROWS keys from `first` on, BLOCK_N at a time."""
+    for row in range(first, tl.minimum(first + ROWS, w.n_k), CONFIG.BLOCK_N):
+        u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
+        dk_acc, dv_acc = key_gradients(tensors, u, kv_heads, params, CONFIG, True)
+        store_key_gradients(tensors, dk_acc, dv_acc, u, rate, CONFIG)
+
+
+@triton.jit
+def repair_queries(tensors, tiles, seqs, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dQ of the flagged tiles of ROWS queries, BLOCK_M at a time: products of 64 rows and more need the warps of the
+    kernel before."""
+    total = tiles.total
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tiles.flags, first, total, EACH), tl.num_programs(0)):
-            if is_raised(tiles.flags, n, EACH):
+        for n in range(first, end_of_checked(tiles.flags, first, total), tl.num_programs(0)):
+            if tl.load(tiles.flags + n) > 0:
+                w = locate(n, tiles.grid, seqs, seqs.cu_q, ROWS)
+                repair_query_rows(tensors, w, w.first, rate, params, ROWS, CONFIG)
+
+
+@triton.jit
+def repair_keys(tensors, tiles, seqs, rate, params, ROWS: tl.constexpr, CONFIG: tl.constexpr):
+    """dK and dV of the flagged tiles of ROWS keys, BLOCK_N at a time."""
+    total = tiles.total
+    for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
+        for n in range(first, end_of_checked(tiles.flags, first, total), tl.num_programs(0)):
+            if tl.load(tiles.flags + n) > 0:
                 w = locate(n, tiles.grid, seqs, seqs.cu_k, ROWS)
-                for row in range(w.first, tl.minimum(w.first + ROWS, w.n_k), CONFIG.BLOCK_N):
-                    u = Work(w.b, w.h, row, w.q0, w.n_q, w.k0, w.n_k, w.r0)
-                    dk_acc, dv_acc = key_gradients(tensors, u, tiles.grid.heads, params, CONFIG, True)
-                    store_key_gradients(tensors, dk_acc, dv_acc, u, rate, CONFIG)
+                repair_key_rows(tensors, w, w.first, tiles.grid.heads, rate, params, ROWS, CONFIG)
 
 
 @triton.jit(**ANY_SIZE)
@@ -171,7 +148,6 @@ def repair_backward_kernel(
     k_terms,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    EACH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     QUERY: tl.constexpr,
@@ -191,15 +167,13 @@ def repair_backward_kernel(
         seqs,
         rate,
         ScoreParams(before, after, scale, q_terms, SCORE_MOD, MASK_MOD),
-        EACH,
         QUERIES,
         QUERY,
     )
-    if EACH:
-        flags += tl.cdiv(q_total, LINE) * LINE
+    flags += tl.cdiv(q_total, LINE) * LINE
     of_keys = Flagged(flags, k_total, Grid(k_tiles, kv_heads, batch))
     repair_keys(
-        tensors, of_keys, seqs, rate, ScoreParams(before, after, scale, k_terms, SCORE_MOD, MASK_MOD), EACH, KEYS, KEY
+        tensors, of_keys, seqs, rate, ScoreParams(before, after, scale, k_terms, SCORE_MOD, MASK_MOD), KEYS, KEY
     )
     if VALUE is not None:
         of_values = Flagged(flags + tl.cdiv(k_total, LINE) * LINE, k_total, Grid(k_tiles, kv_heads, batch))
@@ -209,7 +183,6 @@ def repair_backward_kernel(
             seqs,
             rate,
             ScoreParams(before, after, scale, k_terms, SCORE_MOD, MASK_MOD),
-            EACH,
             KEYS,
             VALUE,
         )
@@ -217,17 +190,41 @@ def repair_backward_kernel(
 
 @triton.jit(**ANY_SIZE)
 def repair_jvp_kernel(
-    tensors, cu_q, cu_k, n_q, n_k, before, after, scale, tiles, heads, batch, total, CONFIG: tl.constexpr
+    tensors,  # JvpTensors
+    cu_q,
+    cu_k,
+    n_q,
+    n_k,
+    before,
+    after,
+    scale,
+    rate,
+    tiles,
+    heads,
+    batch,
+    terms,
+    total,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Repairs a forward-mode pass of `total` tiles."""
     begin(CONFIG.OVERLAP)
     grid = Grid(tiles, heads, batch)
     seqs = Sequences(cu_q, cu_k, n_q, n_k)
     for first in range(tl.program_id(0), total, tl.num_programs(0) * CHECKED):
-        for n in range(first, end_of_checked(tensors.flags, first, total, True), tl.num_programs(0)):
-            if is_raised(tensors.flags, n, True):
+        for n in range(first, end_of_checked(tensors.flags, first, total), tl.num_programs(0)):
+            if tl.load(tensors.flags + n) > 0:
                 w = locate(n, grid, seqs, cu_q, CONFIG.BLOCK_M)
                 if w.first < w.n_q:
-                    params = ScoreParams(before, after, scale, (), None, None)
-                    dlse, acc = jvp_tile(tensors, grid, seqs, w, params, CONFIG, True)
+                    dlse, acc = jvp_tile(
+                        tensors,
+                        grid,
+                        seqs,
+                        w,
+                        rate,
+                        ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                        CONFIG,
+                        True,
+                    )
                     store_jvp_tile(dlse, acc, tensors, grid, seqs, w, CONFIG)

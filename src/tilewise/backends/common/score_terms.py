@@ -119,3 +119,17 @@ def has_large_scores(request: Request) -> bool:
 def is_linear(request: Request) -> bool:
     """Whether the score is q.k times a positive factor."""
     return request.spec.scale > 0 and request.spec.score_mod is None and request.bias is None
+
+
+def lacks_jvp(request: Request) -> str | None:
+    """Why the kernels of forward mode do not compute a call, or None. They recompute p from lse alone, which is too
+    coarse for large scores (see `renormalise.py`)."""
+    return "a bias, or a mod with large scores" if has_large_scores(request) else None
+
+
+def lacks_hvp(request: Request) -> str | None:
+    """Why the kernels of second derivatives do not compute a call, or None. They know no second derivative of a mod."""
+    mod = request.spec.score_mod
+    if mod and mods.has_derivative(mod):
+        return "a softcap, or a score mod that is not a sum of the score and another term"
+    return lacks_jvp(request)

@@ -1,8 +1,8 @@
 """Which tile a kernel uses: tables by pass, element size and padded head dim, with the reason beside each line.
 
 There is no autotuning at run time: the same call runs the same kernel, every time. The rows fit the memory of their
-GPUs and compile without a spilled register, apart from what test_compile.py and test_targets.py in
-tests/tilewise/backends/ name. Only rows with a measurement beside them were timed.
+GPUs and compile without a spilled register, apart from the exceptions that the tests of the
+backends list. Only rows with a measurement beside them were timed.
 """
 
 from __future__ import annotations
@@ -71,6 +71,18 @@ HOPPER: Table = {
         256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
         512: Tile(16, 16, 8, 1, chunk=64),  # q and its movement alone would fill the registers
     },
+    ("hvp query", 2): {  # four tiles of scores at once
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
+        256: Tile(32, 32, 8, 1, chunk=64),  # 64x32x8 spills 252 bytes, and whole rows 384 and more
+        512: Tile(16, 16, 8, 1, chunk=64),
+    },
+    ("hvp key", 2): {
+        64: Tile(32, 64, 4, 2),
+        128: Tile(32, 128, 8, 2),
+        256: Tile(16, 32, 8, 1, apart=True, chunk=64),  # 16x64x8 spills 292 bytes
+        512: Tile(16, 16, 8, 1, apart=True, chunk=64),
+    },
     ("sums", 2): {  # of the gradients of biases and mods; from 128 on the largest that do not spill, not timed
         64: Tile(64, 64, 4, 3),
         128: Tile(64, 64, 8, 2),
@@ -102,6 +114,18 @@ HOPPER: Table = {
         128: Tile(64, 32, 8, 1, chunk=64),
         256: Tile(16, 32, 8, 1, chunk=64),
         512: Tile(16, 16, 8, 1, chunk=64),
+    },
+    ("hvp query", 4): {
+        64: Tile(16, 32, 4, 1, chunk=32),
+        128: Tile(16, 32, 4, 1, chunk=32),
+        256: Tile(16, 16, 8, 1, chunk=32),
+        512: Tile(16, 16, 8, 1, chunk=32),
+    },
+    ("hvp key", 4): {
+        64: Tile(32, 16, 4, 1, apart=True, chunk=32),
+        128: Tile(32, 16, 4, 1, apart=True, chunk=32),
+        256: Tile(16, 16, 8, 1, apart=True, chunk=32),
+        512: Tile(16, 16, 8, 1, apart=True, chunk=32),
     },
 }
 # Ampere, Ada and the Blackwell of workstations: 99 KB of shared memory on the small parts, operands in registers
@@ -155,6 +179,19 @@ AMPERE: Table = {
         512: Tile(16, 16, 8, 1, chunk=64),
     },
 }
+AMPERE["hvp query", 2] = {
+    64: Tile(32, 32, 4, 2),
+    128: Tile(32, 32, 8, 1),
+    256: Tile(16, 16, 8, 1),
+    512: Tile(16, 16, 8, 1, chunk=64),
+}
+AMPERE["hvp key", 2] = {
+    64: Tile(32, 32, 4, 2),
+    128: Tile(32, 32, 8, 1, apart=True),
+    256: Tile(16, 16, 8, 1, apart=True),
+    512: Tile(16, 16, 8, 1, apart=True, chunk=64),
+}
+AMPERE["hvp query", 4], AMPERE["hvp key", 4] = HOPPER["hvp query", 4], HOPPER["hvp key", 4]
 HOPPER["sums", 4] = HOPPER["query", 4] | {64: Tile(64, 32, 4, 1, chunk=32), 128: Tile(64, 32, 4, 1, chunk=32)}
 AMPERE["sums", 4] = AMPERE["query", 4] | {64: Tile(32, 32, 4, 1, chunk=32)}
 AMPERE["sums", 2] = AMPERE["query", 2] | {128: Tile(64, 64, 8, 2, chunk=64)}
@@ -237,8 +274,8 @@ def padded(d: int) -> int:
 
 
 def tile(which: str, arch: Arch, itemsize: int, padded_dim: int, *terms: str | None) -> Tile:
-    """The tile of a pass ("forward", "query", "key", "sums", "jvp") on sm_<arch>, or on an AMD GPU by its name; with
-    terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
+    """The tile of a pass ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key") on sm_<arch>, or on an AMD
+    GPU by its name; with terms ("groups", "bias", "blocks") that have rows of their own, of the last that does.
 
     >>> tile("forward", 90, 2, 128)
     Tile(block_m=64, block_n=64, warps=4, stages=3, apart=False, chunk=512)

@@ -1,4 +1,4 @@
-"""From tensors to the launches of the Hopper backward: preprocess, dK, dV and the sums of dQ, postprocess, repair."""
+"""From tensors to the launches of the Hopper backward: preprocess; dK, dV and the sums of dQ; postprocess."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,13 +13,13 @@ from ..common.device.gradients import BackwardTensors
 from ..common.device.structs import LOG2E, PAD, View
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
-from ..common.repair import repair_backward_kernel
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
-from ..common.shapes import CallShape, call_shape, new_gradients, view
+from ..common.shapes import CallShape, call_shape, new_gradients, padded, view
 from .backward import backward_kernel
-from .backward_schedule import Split, block_dims, choose_split, tile_schedule
+from .backward_rows import COLUMNS, OTHER, OWN, RowsConfig, backward_rows_kernel
+from .backward_schedule import Split, Widths, choose_split, column_widths, padded_widths, tile_schedule
 from .backward_tiles import BackwardConfig
-from .descriptors import descriptor
+from .descriptors import descriptor, output, part_descriptors
 from .gluon_compat import TensorDescriptor, gl
 from .postprocess import (
     PostprocessConfig,
@@ -33,7 +33,7 @@ from .repair_config import STEP, repair_config
 from .support import GPU
 from .tiles import backward_tile
 
-REPAIR_ROWS = 32
+REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -41,8 +41,9 @@ class Workspace(NamedTuple):
     """The memory that a call needs beside its arguments, in one allocation: the row statistics (batch and head, padded
     token); zeroed by `preprocess_kernel`, dQ in float32 in rows of 256 and counters: that of the tile scheduler, the
     flag of the NaN repair at 16, and from 32 on a semaphore for each tile of dQ; and with a `split` the parts of dK and
-    dV (see `key_parts.Parts`)."""
+    dV (see `key_parts.Parts`). Tiles have `widths` columns."""
 
+    widths: Widths
     lse2: Tensor
     delta: Tensor
     dq_acc: Tensor
@@ -58,19 +59,23 @@ class Workspace(NamedTuple):
         return self.lse2.shape[1]
 
 
-def new_workspace(memory: Memory, size: CallShape, split: Split | None) -> Workspace:
-    sizes = workspace_sizes(size, 0 if split is None else split.parts)
+def new_workspace(memory: Memory, size: CallShape, split: Split | None, widths: Widths | None = None) -> Workspace:
+    """`widths`: by default `column_widths`."""
+    widths = widths or column_widths(size)
+    sizes = workspace_sizes(size, widths, 0 if split is None else split.parts)
     lse2, delta, dq_acc, counters, dk, dv = memory.empty((sum(sizes),), torch.float32).split(sizes)
     rows, counters = statistics_rows(size), counters.view(torch.int32)
     statistics = lse2.view(rows, -1), delta.view(rows, -1)
     parts = (None, None, None) if split is None else (split, dk, dv)
-    return Workspace(*statistics, dq_acc.view(-1, 256), counters, counters[16:], counters[32:], *parts)
+    return Workspace(
+        widths, *statistics, dq_acc.view(dq_acc.numel() // 256, 256), counters, counters[16:], counters[32:], *parts
+    )
 
 
 @lru_cache(LIMIT)
-def workspace_sizes(size: CallShape, parts: int) -> tuple[int, ...]:
+def workspace_sizes(size: CallShape, widths: Widths, parts: int) -> tuple[int, ...]:
     """Float32 numbers of lse2, delta, dq_acc, the counters, and the parts of dK and dV."""
-    d, dv = block_dims(size)
+    d, dv = widths.columns
     tokens = statistics_rows(size) * size.tiles(size.n_q, PAD.value) * PAD.value
     keys = parts * size.programs(size.n_k, size.kv_heads, PAD.value) * PAD.value
     return tokens, tokens, tokens * d, tokens // PAD.value * 4 + 64, keys * d, keys * dv
@@ -114,46 +119,76 @@ def backward_launches(
     space: Workspace,
     num_sms: int,
 ) -> list[Launch]:
-    """Preprocess, backward and postprocess; and the NaN repair where some rows do not see some keys."""
+    """Preprocess, backward and postprocess. Above head dim 256 the postprocess is only the NaN repair."""
     call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
     score, score_scale, scale = folded(call.request, GPU, derivative=True)
-    launches = [
-        preprocess_launch(call),
-        main_launch(call, score, score_scale, scale, num_sms),
-        postprocess_launch(call, scale),
-    ]
-    return [*launches, repair_launch(call, num_sms)] if call.request.is_masked else launches
+    if space.widths.d:
+        mains = [main_launch(call, score, score_scale, scale, num_sms), postprocess_launch(call, scale)]
+    else:
+        repair = [postprocess_launch(call, scale)] if call.request.is_masked else []
+        mains = [*rows_launches(call, score_scale, scale), *repair]
+    return [preprocess_launch(call), *mains]
 
 
 def preprocess_launch(call: Backward) -> Launch:
     size, space = call.size, call.space
     out, lse, dout, dlse = call.bwd_inputs
-    block_d, block_dv = block_dims(size)
+    d, block_dv = space.widths.d, padded(size.dv, 64)
     tiles = space.padded_tokens // PAD.value
     tensors = PreprocessTensors(view(out), view(dout), lse, dlse, *call.statistics, space.dq_acc, space.counters)
-    config = PreprocessConfig(size.dv, PAD.value, block_d, block_dv, has_large_scores(call.request), not INTERPRETED)
+    natural = has_large_scores(call.request)
+    config = PreprocessConfig(size.dv, PAD.value, d, sum(d), block_dv, natural, not INTERPRETED)
     args = tensors, *call.lengths, tiles, size.heads, size.batch
     options = {"CONFIG": config, "num_warps": 8 if size.dv > 128 else 4}
     return Launch(preprocess_kernel, size.programs(size.n_q, size.heads, PAD.value), args, options)
 
 
-def backward_config(request: Request, size: CallShape, fold_scale: bool, is_split: bool) -> BackwardConfig:
-    block_d, block_dv = block_dims(size)
+def backward_config(request: Request, space: Workspace, fold_scale: bool) -> BackwardConfig:
+    d, dv = space.widths
     has_terms, deterministic = not request.is_plain, request.spec.deterministic
-    tile = backward_tile(block_d, plain=not has_terms)
+    tile = backward_tile(sum(d), sum(dv), plain=not has_terms, deterministic=deterministic)
+    wide = tile.block_n == 64
     return BackwardConfig(
-        block_d,
-        block_dv,
+        d,
+        dv,
+        dq_pieces(d, by_rows=tile.block_m == 128),
         tile.block_m,
         tile.block_n,
-        GROUP=size.heads // size.kv_heads,
+        GROUP=request.q.shape[-2] // request.k.shape[-2],
         DETERMINISTIC=deterministic,
-        DQ_BY_TMA=tile.dq_by_tma or (deterministic and block_d <= 128),
+        DQ_BY_TMA=tile.dq_by_tma or (deterministic and not wide),
         HAS_TERMS=has_terms,
         FOLD_SCALE=fold_scale,
-        SCORES_FIRST=has_terms and block_d > 64,
-        SPLIT=is_split,
+        SCORES_FIRST=has_terms and sum(d) > 64,
+        IN_HALVES=sum(d) > 128 and not wide,
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and not has_terms,  # with terms 172 bytes would spill
+        WIDE=wide,
+        SPLIT=space.split is not None,
     )
+
+
+def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """See BackwardConfig.DQ_PIECES. At most 64 columns at a time, whose registers there are; of 64 and fewer, each
+    warpgroup takes a part: a product of few columns reads as much of dS as one of many.
+
+    >>> dq_pieces((64, 32), by_rows=False)
+    (((0, 0, 64),), ((1, 0, 32),))
+    >>> dq_pieces((128, 64), by_rows=False)
+    (((0, 0, 64), (1, 0, 32)), ((0, 64, 64), (1, 32, 32)))
+    """
+    if by_rows:
+        return tuple(((0, 0, parts[0]),) for _ in range(2))
+    if sum(parts) < 128 and len(parts) == 2:
+        return tuple(((i, 0, width),) for i, width in enumerate(parts))
+    halves = [
+        [
+            (i, wg * width // 2 + c, min(width // 2, 64))
+            for i, width in enumerate(parts)
+            for c in range(0, width // 2, 64)
+        ]
+        for wg in range(2)
+    ]
+    return tuple(map(tuple, halves))
 
 
 def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
@@ -161,24 +196,26 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
     request, bwd_inputs, (_, dk, dv), space, size = call
     q, k, v, spec = request[:4]
     split = space.split or Split()
-    config = backward_config(request, size, score["FOLD"], space.split is not None)
+    config = backward_config(request, space, score["FOLD"])
     if config.HAS_TERMS and not config.FOLD_SCALE:
         score_scale = 1.0  # the scores have been multiplied
     schedule = tile_schedule(size, spec, split.parts, config.BLOCK_N, num_sms)
     num_tiles = schedule.tiles_per_row * schedule.rows
-    columns = 2 if config.D > 128 else 1  # each warpgroup stores its columns of dK and dV
+    shares = 2 if config.WIDE else 1  # each warpgroup stores its columns of dK and dV
     statistics = (
         TensorDescriptor(x, x.shape, x.stride(), [1, config.BLOCK_M], UNSWIZZLED) for x in (space.lse2, space.delta)
     )
-    dq_box = [config.BLOCK_M * config.D // 512, 256]
+    dq_box = [min(columns for pieces in config.DQ_PIECES for _, _, columns in pieces) // 4, 256]
     args = (
-        *(descriptor(q, config.BLOCK_M, config.D), descriptor(k, 64, config.D), descriptor(v, 64, config.DV)),
-        descriptor(bwd_inputs.dout, config.BLOCK_M, config.DV),
+        *part_descriptors(q, config.BLOCK_M, config.D),
+        *part_descriptors(k, 64, config.D),
+        *part_descriptors(v, 64, config.DV),
+        *part_descriptors(bwd_inputs.dout, config.BLOCK_M, config.DV),
         *statistics,
         *(space.dq_acc, TensorDescriptor(space.dq_acc, space.dq_acc.shape, (256, 1), dq_box, UNSWIZZLED)),
         # of parts, only the box shapes of these two are used
-        descriptor(k if config.SPLIT else dk, 64, config.D // columns),
-        descriptor(v if config.SPLIT else dv, 64, config.DV // columns),
+        *part_descriptors(k if config.SPLIT else dk, 64, tuple(x // shares for x in config.D)),
+        *part_descriptors(v if config.SPLIT else dv, 64, tuple(x // shares for x in config.DV)),
         *(space.dk_parts, space.dv_parts, call.flag, space.semaphores, *call.lengths),
         *(spec.before, spec.after, score_scale * LOG2E.value, scale, space.padded_tokens, schedule.ascending_rows),
         *(config.GROUP // split.heads, split.queries.bit_length() - 1, split.queries * config.BLOCK_M),
@@ -197,39 +234,64 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
-def postprocess_launch(call: Backward, scale: float) -> Launch:
-    size, space, pad = call.size, call.space, PAD.value
-    dq, dk, dv = (view(x) for x in call.grads)
-    tensors = PostprocessTensors(space.dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
-    q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
-    k_total = 2 * size.programs(size.n_k, size.kv_heads, pad) if parts else 0
-    tiles = size.tiles(size.n_q, pad), size.tiles(size.n_k, pad)
-    args = tensors, *call.lengths, scale, *tiles, size.heads, size.kv_heads, size.batch, q_total, parts
-    config = PostprocessConfig(size.d, size.dv, *block_dims(size), not INTERPRETED)
-    options = {"CONFIG": config, "num_warps": 8, "launch_pdl": not INTERPRETED}
-    return Launch(postprocess_kernel, q_total + k_total, args, options)
-
-
-def repair_launch(call: Backward, num_sms: int) -> Launch:
-    request, bwd_inputs, grads, _, size = call
+def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Launch]:
+    """dQ, dK and dV of head dims above 256; see `backward_rows`."""
+    request, bwd_inputs, grads, space, size = call
     q, k, v, spec = request[:4]
-    rows = REPAIR_ROWS
-    plan = repair_config(size, rows, *block_dims(size))
-    q_total = size.programs(size.n_q, size.heads, rows)
-    k_total = size.programs(size.n_k, size.kv_heads, rows)
-    lse2, delta = call.statistics
-    views = view(grads[0]), view(grads[1]), view(grads[2])
+    columns, group = COLUMNS.value, size.heads // size.kv_heads
+    launches = []
+    for out, own, other, factor in (
+        (grads[0], (q, bwd_inputs.dout), (k, v), scale),
+        (grads[1], (k, v), (q, bwd_inputs.dout), scale),
+        (grads[2], (k, v), (q, bwd_inputs.dout), 1.0),
+    ):
+        by_key, has_dp = own[0] is k, out is not grads[2]
+        config = RowsConfig(by_key, has_dp, group, STAGES=1 if has_dp else 2)
+        lengths = request.cu_q, request.cu_k, size.n_q, size.n_k
+        sides = (1, 0, 3, 2) if by_key else (0, 1, 2, 3)
+        rows, heads = (size.n_k, size.kv_heads) if by_key else (size.n_q, size.heads)
+        args = (
+            *(descriptor(x, OWN.value, columns) for x in own),
+            *(descriptor(x, OTHER.value, columns) for x in other),
+            *(output(out), space.lse2, space.delta, call.flag, *(lengths[i] for i in sides)),
+            *((spec.after, spec.before) if by_key else (spec.before, spec.after)),
+            *(score_scale * LOG2E.value, factor, space.padded_tokens, *size.grid(rows, heads, OWN.value)),
+        )
+        programs = size.programs(rows, heads, OWN.value)
+        launches.append(Launch(backward_rows_kernel, programs, args, {"CONFIG": config, "num_warps": 4}))
+    return launches
+
+
+def postprocess_launch(call: Backward, scale: float) -> Launch:
+    request, bwd_inputs, grads, space, size = call
+    spec, pad = request.spec, PAD.value
+    rows = REPAIR_ROWS if space.widths.d else 16  # whose registers there are
+    dq, dk, dv = (view(x) for x in grads)
+    dq_acc = space.dq_acc if space.widths.d else None
+    tensors = PostprocessTensors(dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
+    q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
+    k_total = 2 * size.programs(size.n_k, size.kv_heads, pad)
+    repair, plan = None, None
+    terms: tuple[Any, Any] = (), ()
+    mods: tuple[Any, Any] = None, None
+    widest = max(padded_widths(size).columns)
+    if request.is_masked:
+        q, k, v, dout = (view(x) for x in (*request[:3], bwd_inputs.dout))
+        repair = BackwardTensors(q, k, v, dout, *call.statistics, dq, dk, dv)
+        terms = device_terms(request, GPU, (rows, STEP)), device_terms(request, GPU, (STEP, rows), by_key=True)
+        mods = score_mod_with_derivative(request, GPU), mask_mod(request)
+        plan = repair_config(size, rows, *padded_widths(size).columns)
     args = (
-        BackwardTensors(view(q), view(k), view(v), view(bwd_inputs.dout), lse2, delta, *views, call.flag),
-        *(*call.lengths, spec.before, spec.after, spec.scale, spec.scale, q_total, k_total),
-        *(size.tiles(size.n_q, rows), size.tiles(size.n_k, rows), size.heads, size.kv_heads, size.batch),
-        device_terms(request, GPU, (rows, STEP)),
-        device_terms(request, GPU, (STEP, rows), by_key=True),
+        *(tensors, repair, *call.lengths, spec.before, spec.after, spec.scale, scale),
+        *(size.tiles(size.n_q, pad), size.tiles(size.n_k, pad), size.heads, size.kv_heads, size.batch),
+        *(q_total, k_total, parts, *terms),
     )
-    options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score_mod_with_derivative(request, GPU), "EACH": False}
-    options |= {"QUERIES": rows, "KEYS": rows, "QUERY": plan, "KEY": plan, "VALUE": None}
-    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED}
-    return Launch(repair_backward_kernel, min(max(q_total, k_total), num_sms), args, options)
+    config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, not INTERPRETED)
+    options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": plan, "CONFIG": config}
+    # as many programs on an SM as without the repair: only that spills
+    registers = 64 if widest <= 128 else 128 if widest <= 256 else 255
+    options |= {"num_warps": 8, "launch_pdl": not INTERPRETED, "maxnreg": registers}
+    return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
 
 
 def build_backward(spec: Spec) -> Build:
@@ -250,6 +312,7 @@ def named_launches(
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
     passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.num_sms)]
-    names = (*["(renormalise)"] * len(first), "(preprocess)", "hopper backward", "(postprocess)", "(backward repair)")
+    mains = ("hopper backward", "(postprocess)") if space.widths.d else ("hopper dq", "hopper dk", "hopper dv")
+    names = (*["(renormalise)"] * len(first), "(preprocess)", *mains, "(backward repair)")
     cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)
     return dict(zip(names, passes, strict=False)) | named("(backward clear)", cleared)

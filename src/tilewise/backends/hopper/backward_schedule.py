@@ -15,9 +15,12 @@ from typing import NamedTuple
 from ...request import LIMIT, Request, Spec
 from ..common.shapes import CallShape, call_shape, padded
 from .support import is_uneven
-from .tiles import BackwardTile, backward_tile
+from .tiles import BackwardTile, backward_tile, backward_widths, rows_together
 
-L2_BYTES = 16 << 20  # of Q, dO and dQ of one query head of each row that are scheduled together
+# Of Q, dO and dQ of one query head of each row that are scheduled together, at least. With 16 MB 192 by 128 has 0.87 of
+# FlashAttention-3 at 1 x 4096 (1.01 with 64) and 0.96 at 4 x 4096 (1.00); with 128 MB D 64 loses 6 % at 4 x 4096.
+L2_BYTES = 64 << 20
+ORDERED_L2_BYTES = 16 << 20  # the same where sums have an order
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
 # 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
 FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
@@ -30,6 +33,9 @@ L2_IN_USE = 56 << 20  # L2 holds so many bytes of Q, dO and dQ; a working set of
 L2_MISS = 0.1
 GAIN = 0.96  # a split that is estimated to take more of the time than this is not worth its memory
 MOST_ROUNDS = 16  # tiles per SM, with which all SMs are busy nearly to the end; bounds the parts to 300 MB
+
+
+MAX_SUMMED = 256  # the largest head dim whose dQ is summed in global memory
 
 
 class Split(NamedTuple):
@@ -54,11 +60,36 @@ class Schedule(NamedTuple):
     ascending_rows: int
 
 
-def block_dims(size: CallShape) -> tuple[int, int]:
-    """Columns of the tiles of Q and K, and of V and dO. dV is stored through memory made for dQ; in the wide kernel
-    each of two warpgroups has a multiple of 64 of them."""
-    d, dv = max(padded(size.d, 64), padded(size.dv, 64)), padded(size.dv, 64)
-    return d, max(dv, 128) if d > 128 else dv
+class Widths(NamedTuple):
+    """Columns of the tiles of Q and K (`d`), and of V and dO (`dv`), each as one or two powers of two. dV is stored
+    through memory made for dQ: it has no more columns."""
+
+    d: tuple[int, ...]
+    dv: tuple[int, ...]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        return sum(self.d), sum(self.dv)
+
+
+def column_widths(size: CallShape) -> Widths:
+    """The columns of a call's tiles: head dims from 65 to 96 and from 129 to 192 as two powers of two; none above 256,
+    where nothing is summed in global memory (`backward_rows`)."""
+    d = max(size.d, size.dv)
+    if d > MAX_SUMMED:
+        return Widths((), ())
+    return Widths(backward_widths(d), backward_widths(size.dv) if (d > 128) == (size.dv > 128) else padded_dv(size.dv))
+
+
+def padded_widths(size: CallShape) -> Widths:
+    """One power of two each."""
+    d = padded(max(size.d, size.dv), 64)
+    return Widths((d,), padded_dv(size.dv) if d > 128 else (padded(size.dv, 64),))
+
+
+def padded_dv(dv: int) -> tuple[int, ...]:
+    """In the wide kernel each of two warpgroups has a multiple of 64 columns."""
+    return (max(padded(dv, 64), 128),)
 
 
 def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms: int) -> Schedule:
@@ -67,9 +98,10 @@ def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms
     rows = parts * size.kv_heads * (1 if size.packed else size.batch)
     # One query head of each row, not the group: with fewer rows together the longest tiles of the last come too late
     # (32/8 heads, 4 x 4096: 2832 us against 2540; 64/8, D 64, 2 x 8192: 5575 against 5292; 32/8, 16384: the same).
-    rows_in_l2 = max(1, L2_BYTES // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
+    l2_bytes = ORDERED_L2_BYTES if spec.deterministic else L2_BYTES
+    rows_in_l2 = max(1, l2_bytes // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
     if not spec.deterministic:
-        return Schedule(tiles_per_row, rows, rows_in_l2, 0)
+        return Schedule(tiles_per_row, rows, rows_together(rows, rows_in_l2), 0)
     # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.
     rows_in_l2 = max(rows_in_l2, 1 << (num_sms // tiles_per_row).bit_length())
     return Schedule(tiles_per_row, rows, rows_in_l2, max(0, rows // rows_in_l2 - 1) * rows_in_l2)
@@ -79,7 +111,9 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
     """How tiles of keys are split; None where one program computes a tile and rounds its dK and dV. Float32 gradients
     (`spec.partial`) are always stored as parts, be it one."""
     size, spec = call_shape(request), request.spec
-    tile = backward_tile(block_dims(size)[0], plain=request.is_plain)
+    if not column_widths(size).d:
+        return None
+    tile = backward_tile(*column_widths(size).columns, plain=request.is_plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None
 
@@ -109,7 +143,7 @@ def possible_splits(size: CallShape, block_n: int, num_sms: int) -> list[Split]:
 def estimated_cycles(size: CallShape, spec: Spec, tile: BackwardTile, split: Split, num_sms: int) -> float:
     """The time of the backward and of adding the parts: each SM takes the next tile of the schedule when it is done
     with one. Packed sequences count as equally long."""
-    d, dv = block_dims(size)
+    d, dv = column_widths(size).columns
     has_parts = spec.partial or split.parts > 1
     heads = size.heads // size.kv_heads // split.heads
     blocks = blocks_of_tiles(size, spec, tile)

@@ -9,9 +9,9 @@ from ..common.device.score import scores_and_derivative
 from ..common.device.softmax import exponent
 from ..common.device.structs import PAD, Grid, Pairs, Sequences, Work
 from ..common.device.tile_range import band, block_at, locate, loop_range
+from .column_parts import allocate_boxes, allocate_parts, expect_boxes, load_parts
 from .gluon_compat import (
     column_indices,
-    fence_async_shared,
     gdc_wait,
     gl,
     gluon,
@@ -19,8 +19,6 @@ from .gluon_compat import (
     mbarrier,
     opaque,
     tma_load,
-    tma_store,
-    warpgroup_mma,
 )
 from .key_parts import own_blocks, query_heads
 from .pipeline import (
@@ -30,7 +28,6 @@ from .pipeline import (
     next_tile_id,
     phase,
     tile_and_row,
-    tma_coordinates,
     write_tile_info,
 )
 
@@ -38,14 +35,18 @@ BLOCK_M: gl.constexpr = gl.constexpr(64)
 
 
 class BackwardConfig(NamedTuple):
-    """The compile-time config of the backward. D, DV: columns of the tiles of Q and K, and of V and dO. A block has
+    """The compile-time config of the backward. D, DV: columns of the tiles of Q and K, and of V and dO, as one or two
+    powers of two. DQ_PIECES: for each warpgroup, its columns of dQ as (part of D, first column, columns). A block has
     BLOCK_M queries, a tile BLOCK_N keys; GROUP query heads share a KV head. DQ_BY_TMA: TMA adds dQ to global memory,
     not atomics. FOLD_SCALE: the softmax multiplies q.k by the scale. SCORES_FIRST: the product that would overlap with
-    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. SPLIT: several
-    programs compute a tile of keys, and store parts of its dK and dV (see `key_parts`)."""
+    the score terms (dP, in the wide kernel dQ) is issued after them, which leaves them 32 registers. IN_HALVES: P
+    and dS come in two halves of the queries, which saves 32 registers. V_IN_REGISTERS: V is loaded once a tile; dP then
+    reads half as much shared memory. WIDE: the kernel whose warpgroups share 64 keys. SPLIT: several programs compute a
+    tile of keys, and store parts of its dK and dV (see `key_parts`)."""
 
-    D: int
-    DV: int
+    D: tuple[int, ...]
+    DV: tuple[int, ...]
+    DQ_PIECES: tuple[tuple[tuple[int, int, int], ...], ...]
     BLOCK_M: int
     BLOCK_N: int
     GROUP: int
@@ -54,28 +55,32 @@ class BackwardConfig(NamedTuple):
     HAS_TERMS: bool = False
     FOLD_SCALE: bool = True
     SCORES_FIRST: bool = False
+    IN_HALVES: bool = False
+    V_IN_REGISTERS: bool = False
+    WIDE: bool = False
     SPLIT: bool = False
 
 
 class Inputs(NamedTuple):
-    """TMA descriptors."""
+    """TMA descriptors; one or two column parts of q, k, v and do."""
 
-    q: tl.tensor
-    k: tl.tensor
-    v: tl.tensor
-    do: tl.tensor
+    q: tl.tuple
+    k: tl.tuple
+    v: tl.tuple
+    do: tl.tuple
     lse2: tl.tensor
     delta: tl.tensor
 
 
 class Outputs(NamedTuple):
-    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; dK and dV, by descriptor, or with
-    SPLIT their float32 parts; the flag of the NaN repair pass; a semaphore for each tile of dQ."""
+    """The float32 sums of dQ, by pointer and by a TMA descriptor of rows of 256; dK and dV, by the descriptors of their
+    column parts, or with SPLIT the float32 parts of each program; the flag of the NaN repair pass; a semaphore for each
+    tile of dQ."""
 
     dq_acc: tl.tensor
     dq_acc_desc: tl.tensor
-    dk: tl.tensor
-    dv: tl.tensor
+    dk: tl.tuple
+    dv: tl.tuple
     dk_parts: tl.tensor
     dv_parts: tl.tensor
     flag: tl.tensor
@@ -107,18 +112,19 @@ class Params(NamedTuple):
 
 
 class KvTile(NamedTuple):
-    """A tile of K and V in shared memory, [part of 64 keys, ..., 64, dim]."""
+    """A tile of K and V in shared memory, for each part of the columns [64 keys each, ..., 64, columns]."""
 
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
+    k: tuple[gl.shared_memory_descriptor, ...]
+    v: tuple[gl.shared_memory_descriptor, ...]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
 
 class RowPipeline(NamedTuple):
-    """A two-stage pipeline of blocks of Q (or dO), each with a statistic per row: lse2 (or delta)."""
+    """A two-stage pipeline of blocks of Q (or dO), in column parts, each block with a statistic per row: lse2 (or
+    delta)."""
 
-    tiles: gl.shared_memory_descriptor
+    tiles: tuple[gl.shared_memory_descriptor, ...]
     statistics: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -142,13 +148,14 @@ class QueryRange(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """The keys of a warpgroup: their tile; the query on whose diagonal the first one is; how many exist; and the tile's
-    number among those of this program."""
+    """The keys of a warpgroup: their tile; the query on whose diagonal the first one is; how many exist; the tile's
+    number among those of this program; and, with V_IN_REGISTERS, V."""
 
     work: tl.tuple
     diagonal: tl.tensor
     left: tl.tensor
     t: tl.tensor
+    v: tl.tuple
 
 
 class QueryBlock(NamedTuple):
@@ -173,19 +180,13 @@ class Progress(NamedTuple):
 
 
 @gluon.jit
-def allocate_boxes(desc, N: gl.constexpr):
-    """Shared memory for N of a descriptor's boxes."""
-    return gl.allocate_shared_memory(desc.dtype, [N] + desc.block_type.shape, desc.layout)  # noqa: RUF005
-
-
-@gluon.jit
 def make_kv_tile(k, v, PARTS: gl.constexpr):
-    return KvTile(allocate_boxes(k, PARTS), allocate_boxes(v, PARTS), make_mbarriers(1, 1), make_mbarriers(1, 2))
+    return KvTile(allocate_parts(k, PARTS), allocate_parts(v, PARTS), make_mbarriers(1, 1), make_mbarriers(1, 2))
 
 
 @gluon.jit
 def make_row_pipeline(x, statistics):
-    return RowPipeline(allocate_boxes(x, 2), allocate_boxes(statistics, 2), make_mbarriers(2, 1), make_mbarriers(2, 2))
+    return RowPipeline(allocate_parts(x, 2), allocate_boxes(statistics, 2), make_mbarriers(2, 1), make_mbarriers(2, 2))
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def query_range(w, params, CONFIG: tl.constexpr):
         ascending = is_ascending(row, params, CONFIG)
         start = tl.where(ascending, start, hi - step)
         step = tl.where(ascending, step, -step)
-    elif CONFIG.D > 128:
+    elif CONFIG.WIDE:
         if CONFIG.SPLIT:
             start = tl.maximum(tl.minimum(lo + (at - lo) // step * step, hi - step), start)
         else:
@@ -270,7 +271,7 @@ def next_block(queries, i0, g, CONFIG: gl.constexpr):
     if CONFIG.DETERMINISTIC:
         last = g == queries.group - 1
         return gl.where(last, i0 + queries.step, i0), gl.where(last, 0, g + 1)
-    elif CONFIG.GROUP == 1 and CONFIG.D <= 128:
+    elif CONFIG.GROUP == 1 and not CONFIG.WIDE:
         return i0 + queries.step, g
     else:
         i0 += queries.step
@@ -319,51 +320,27 @@ def log2_p(s, lse2, keys, block, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def issue_abt(a, b):
-    """Issues a b^T of a [64, dim] and a [N, dim] tile in shared memory."""
-    N: gl.constexpr = b.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    return warpgroup_mma(a, b.permute((1, 0)), gl.zeros([64, N], gl.float32, layout), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def flag_nonfinite(flag, x):
-    """Sets *flag if x has a value that is not finite."""
-    bad = gl.sum(x * 0.0, 1)
-    gl.store(flag + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) * 0, 1, mask=bad != bad)
-
-
-@gluon.jit
-def store_by_tma(x, tile, desc, where):
-    """Stores x through a tile in shared memory."""
-    tile.reshape(x.shape).store(x.to(desc.dtype))
-    fence_async_shared()
-    tma_store(desc, where, tile)
-
-
-@gluon.jit
-def load_rows_stage(rows, n, x, where, statistics, row, column):
+def load_rows_stage(rows, n, x, tokens, first, statistics, row, column):
     """Producer, use n of a row pipeline: waits until the consumers have released use n - 2, then loads the tile and its
     statistics."""
     full = rows.full.index(n % 2)
     mbarrier.wait(rows.empty.index(n % 2), phase(n, 2) ^ 1)
-    mbarrier.expect(full, x.block_type.nbytes + statistics.block_type.nbytes)
-    tma_load(x, where, full, rows.tiles.index(n % 2))
+    expect_boxes(full, x, (statistics,), 1)
+    load_parts(x, tokens, first, full, rows.tiles, n % 2)
     tma_load(statistics, [row, column], full, rows.statistics.index(n % 2))
 
 
 @gluon.jit
 def load_kv(kv, inputs, w, queries, t, CONFIG: gl.constexpr):
     """Producer: loads K and V of the t-th tile."""
-    PARTS: gl.constexpr = kv.k.shape[0]
+    PARTS: gl.constexpr = kv.k[0].shape[0]
     full = kv.full.index(0)
     tokens = Tokens(w.b, queries.head // CONFIG.GROUP if CONFIG.SPLIT else w.h, w.k0, w.n_k)
     mbarrier.wait(kv.empty.index(0), phase(t, 1) ^ 1)
-    mbarrier.expect(full, PARTS * (inputs.k.block_type.nbytes + inputs.v.block_type.nbytes))
+    expect_boxes(full, inputs.k, inputs.v, PARTS)
     for part in gl.static_range(PARTS):
-        first = w.first + 64 * part
-        tma_load(inputs.k, tma_coordinates(inputs.k, tokens, first), full, kv.k.index(part))
-        tma_load(inputs.v, tma_coordinates(inputs.v, tokens, first), full, kv.v.index(part))
+        load_parts(inputs.k, tokens, w.first + 64 * part, full, kv.k, part)
+        load_parts(inputs.v, tokens, w.first + 64 * part, full, kv.v, part)
 
 
 @gluon.jit
@@ -379,12 +356,10 @@ def load_blocks(shared, inputs, w, queries, n, t, params, CONFIG: gl.constexpr):
     for m in range(n, n + num_blocks(queries, CONFIG)):
         i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
         tokens = Tokens(w.b, queries.head + g, w.q0, w.n_q)
-        q_at = tma_coordinates(inputs.q, tokens, i0)
-        load_rows_stage(shared.q, m, inputs.q, q_at, inputs.lse2, row + g, column + i0)
+        load_rows_stage(shared.q, m, inputs.q, tokens, i0, inputs.lse2, row + g, column + i0)
         if m == n:
             load_kv(shared.kv, inputs, w, queries, t, CONFIG)
-        do_at = tma_coordinates(inputs.do, tokens, i0)
-        load_rows_stage(shared.do, m, inputs.do, do_at, inputs.delta, row + g, column + i0)
+        load_rows_stage(shared.do, m, inputs.do, tokens, i0, inputs.delta, row + g, column + i0)
         place, g = next_block(queries, place, g, CONFIG)
 
 

@@ -27,9 +27,7 @@ from .backward_tiles import (
     Progress,
     QueryBlock,
     RowPipeline,
-    flag_nonfinite,
     is_edge,
-    issue_abt,
     log2_p,
     make_kv_tile,
     make_row_pipeline,
@@ -37,6 +35,19 @@ from .backward_tiles import (
     num_blocks,
     produce,
     query_range,
+)
+from .column_parts import (
+    acc_layout,
+    flag_nonfinite,
+    issue_abt,
+    issue_parts,
+    operands,
+    parts_at,
+    scaled,
+    tile_at,
+    wait_parts,
+    zero_acc,
+    zero_part,
 )
 from .dq_accumulation import atomic_add_dq, make_order, order_dq
 from .gluon_compat import (
@@ -56,7 +67,7 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .key_parts import part_tile, store_part
+from .key_parts import part_tile, store_key_part
 from .pipeline import (
     Tokens,
     make_tile_info,
@@ -72,7 +83,6 @@ from .register_order import from_register_order, in_register_order
 P_STORED: gl.constexpr = gl.constexpr(8)
 WIDE_DS_STORED: gl.constexpr = gl.constexpr(9)  # a name of its own: docs/gotchas.md, constants in cache keys
 ALL_READ: gl.constexpr = gl.constexpr(10)
-DQ_COLUMNS: gl.constexpr = gl.constexpr(64)  # of dQ at a time
 
 
 class Shared(NamedTuple):
@@ -84,25 +94,38 @@ class Shared(NamedTuple):
     do: RowPipeline
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
-    dk: gl.shared_memory_descriptor
-    dv: gl.shared_memory_descriptor
+    dk: tuple[gl.shared_memory_descriptor, ...]
+    dv: tuple[gl.shared_memory_descriptor, ...]
     order: tl.tuple
 
 
 @gluon.jit
-def own_columns(tile, WG: gl.constexpr):
-    """This warpgroup's half of the columns of a [64, dim] tile."""
+def own_columns(tiles, n, WG: gl.constexpr):
+    """This warpgroup's half of each column part of tile n."""
+    if len(tiles) == 1:
+        return (half_columns(tile_at(tiles[0], n), WG),)
+    else:
+        return half_columns(tile_at(tiles[0], n), WG), half_columns(tile_at(tiles[1], n), WG)
+
+
+@gluon.jit
+def half_columns(tile, WG: gl.constexpr):
     N: gl.constexpr = tile.shape[1] // 2
     return tile.slice(N * WG, N, dim=1)
 
 
+@gluon.constexpr_function
+def half_widths(parts):
+    return tuple(x // 2 for x in parts)
+
+
 @gluon.jit
-def issue_dq(shared, stage, zero, PART: gl.constexpr, WG: gl.constexpr, D: gl.constexpr):
-    """Issues DQ_COLUMNS columns of dQ = dS K: part PART of this warpgroup's."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    k = shared.kv.k.index(zero).reshape([64, D]).slice(D // 2 * WG + DQ_COLUMNS * PART, DQ_COLUMNS, dim=1)
-    acc = gl.zeros([BLOCK_M, DQ_COLUMNS], gl.float32, layout)
-    return warpgroup_mma(shared.ds.index(stage).permute((1, 0)), k, acc, use_acc=False, is_async=True)
+def issue_dq(shared, stage, zero, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues a piece of this warpgroup's columns of dQ = dS K."""
+    PLACE: gl.constexpr = CONFIG.DQ_PIECES[WG][PIECE]
+    k = tile_at(shared.kv.k[PLACE[0]], zero).slice(PLACE[1], PLACE[2], dim=1)
+    ds = shared.ds.index(stage).permute((1, 0))
+    return warpgroup_mma(ds, k, zero_part(PLACE[2]), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -124,10 +147,8 @@ def store_p(s, shared, stage, keys, block, params, CONFIG: gl.constexpr):
 def attend_block_0(shared, acc, keys, block, upcoming, params, LAST: gl.constexpr, CONFIG: gl.constexpr):
     """Warpgroup 0: its columns of dK, dV and dQ of a block, whose P^T is stored; then P^T of the `upcoming` block (none
     for LAST). `acc`: P^T, dK, dV."""
-    D: gl.constexpr = CONFIG.D
-    DV: gl.constexpr = CONFIG.DV
+    PARTS: gl.constexpr = len(CONFIG.D)
     p, dk, dv = acc
-    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     kv = shared.kv
     queries = shared.q
     grads = shared.do
@@ -137,37 +158,36 @@ def attend_block_0(shared, acc, keys, block, upcoming, params, LAST: gl.constexp
     cur = n & 1
     new = cur ^ 1
     zero = opaque(gl.to_tensor(0))  # a known 0 would keep the descriptors of K in registers
-    q = queries.tiles.index(cur).reshape([BLOCK_M, D])
     mbarrier.wait(grads.full.index(cur), (n >> 1) & 1)
-    do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
-    p = gl.convert_layout(p, operand, assert_trivial=True)
-    dv = warpgroup_mma(p, own_columns(do, 0), dv, is_async=True)
+    p16 = operands((p,), dv)
+    dv = issue_parts(p16, own_columns(grads.tiles, cur, 0), dv)
     if not LAST:
         mbarrier.wait(queries.full.index(new), ((n + 1) >> 1) & 1)
-        s = issue_abt(kv.k.index(zero).reshape([64, D]), queries.tiles.index(new).reshape([BLOCK_M, D]))
+        s = issue_abt(parts_at(kv.k, zero), parts_at(queries.tiles, new))
     bar_sync(WIDE_DS_STORED, 256)
-    dk = warpgroup_mma(shared.ds.index(cur), own_columns(q, 0), dk, is_async=True)
+    ds = shared.ds.index(cur)
+    dk = issue_parts((ds,) if PARTS == 1 else (ds, ds), own_columns(queries.tiles, cur, 0), dk)
     DQ_LATE: gl.constexpr = CONFIG.SCORES_FIRST and not LAST
     if not DQ_LATE:
-        dq = issue_dq(shared, cur, zero, 0, 0, D)
-    if LAST:
-        dv, p = warpgroup_mma_wait(2, deps=(dv, p))
-    else:
-        dv, p, s = warpgroup_mma_wait(1 if DQ_LATE else 2, deps=(dv, p, s))
+        dq = issue_dq(shared, cur, zero, 0, 0, CONFIG)
+    dv = wait_parts(PARTS if DQ_LATE else PARTS + 1, dv, p16)
+    if not LAST:
+        s = warpgroup_mma_wait(PARTS if DQ_LATE else PARTS + 1, deps=(s,))
     arrive(grads.empty.index(cur))
     if not LAST:
         p = store_p(s, shared, new, keys, upcoming, params, CONFIG)
         mbarrier.wait(kv.full.index(0), phase(keys.t, 1))  # already satisfied; keeps the next wait after exp2
     if DQ_LATE:
-        dq = issue_dq(shared, cur, zero, 0, 0, D)
-    dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+        dq = issue_dq(shared, cur, zero, 0, 0, CONFIG)
+    dk = wait_parts(0, dk, ())
+    dq = warpgroup_mma_wait(0, deps=(dq,))
     arrive(queries.empty.index(cur))
-    rest = issue_dq(shared, cur, zero, 1, 0, D)
+    rest = issue_dq(shared, cur, zero, 1, 0, CONFIG)
     if CONFIG.DETERMINISTIC:
         mbarrier.wait(shared.order.ready.index(cur), (n >> 1) & 1)
-    atomic_add_dq(dq_acc, dq, tile * 4)
+    atomic_add_dq(dq_acc, dq, tile, 0, 0, CONFIG)
     rest = warpgroup_mma_wait(0, deps=(rest,))
-    atomic_add_dq(dq_acc, rest, tile * 4 + 1)
+    atomic_add_dq(dq_acc, rest, tile, 1, 0, CONFIG)
     if CONFIG.DETERMINISTIC:
         mbarrier.arrive(shared.order.added.index(cur), count=1)
     return p, dk, dv
@@ -177,14 +197,10 @@ def attend_block_0(shared, acc, keys, block, upcoming, params, LAST: gl.constexp
 def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
     """Warpgroup 1: its columns of dK, dV and dQ of a block, whose dP^T is in flight; on return that of the next block
     is, after the last block that of this one again, unused, instead of a branch around a wgmma. `acc`: dP^T, dK, dV."""
-    D: gl.constexpr = CONFIG.D
-    DV: gl.constexpr = CONFIG.DV
     DTYPE: gl.constexpr = shared.ds.dtype
     dp, dk, dv = acc
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    layout: gl.constexpr = acc_layout(BLOCK_M)
     flat: gl.constexpr = in_register_order(gl.zeros([64, BLOCK_M], gl.float32, layout)).type.layout
-    dk_operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     queries = shared.q
     grads = shared.do
     dq_acc = params.outputs.dq_acc
@@ -193,35 +209,34 @@ def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
     cur = n & 1
     new = cur ^ 1
     zero = opaque(gl.to_tensor(0))
-    do = grads.tiles.index(cur).reshape([BLOCK_M, DV])
     delta = grads.statistics.index(cur).load(layout)
     bar_sync(P_STORED, 256)
     p = from_register_order(shared.p.load(flat), layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
     p16 = shared.ds.index(cur).load(layout) if params.terms.has_derivative is not None else downcast(p, DTYPE)
-    p16 = gl.convert_layout(p16, dv_operand, assert_trivial=True)
-    dv = warpgroup_mma(p16, own_columns(do, 1), dv, is_async=True)
+    p16 = operands((p16,), dv)
+    dv = issue_parts(p16, own_columns(grads.tiles, cur, 1), dv)
     ds = downcast(p * (dp - delta), DTYPE)
     shared.ds.index(cur).store(ds)
     fence_async_shared()
     bar_arrive(WIDE_DS_STORED, 256)
-    ds16 = gl.convert_layout(ds, dk_operand, assert_trivial=True)
+    ds16 = operands((ds,), dk)
     mbarrier.wait(queries.full.index(cur), (n >> 1) & 1)
-    dk = warpgroup_mma(ds16, own_columns(queries.tiles.index(cur).reshape([BLOCK_M, D]), 1), dk, is_async=True)
-    dq = issue_dq(shared, cur, zero, 0, 1, D)
-    dk, dv, p16, ds16 = warpgroup_mma_wait(1, deps=(dk, dv, p16, ds16))
+    dk = issue_parts(ds16, own_columns(queries.tiles, cur, 1), dk)
+    dq = issue_dq(shared, cur, zero, 0, 1, CONFIG)
+    dv = wait_parts(1, dv, p16)
+    dk = wait_parts(1, dk, ds16)
     mbarrier.expect(grads.empty.index(cur), 0, pred=block.has_next)  # `arrive`
     arrive(queries.empty.index(cur))
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    rest = issue_dq(shared, cur, zero, 1, 1, D)
+    rest = issue_dq(shared, cur, zero, 1, 1, CONFIG)
     if CONFIG.DETERMINISTIC:
         mbarrier.wait(shared.order.ready.index(cur), (n >> 1) & 1)
-    atomic_add_dq(dq_acc, dq, tile * 4 + 2)
+    atomic_add_dq(dq_acc, dq, tile, 0, 1, CONFIG)
     rest = warpgroup_mma_wait(0, deps=(rest,))
     mbarrier.wait(grads.full.index(new), ((n + 1) >> 1) & 1, pred=block.has_next)
-    do = grads.tiles.index(gl.where(block.has_next, new, cur)).reshape([BLOCK_M, DV])
-    dp = issue_abt(shared.kv.v.index(zero).reshape([64, DV]), do)
-    atomic_add_dq(dq_acc, rest, tile * 4 + 3)
+    dp = issue_abt(parts_at(shared.kv.v, zero), parts_at(grads.tiles, gl.where(block.has_next, new, cur)))
+    atomic_add_dq(dq_acc, rest, tile, 1, 1, CONFIG)
     if CONFIG.DETERMINISTIC:
         mbarrier.arrive(shared.order.added.index(cur), count=1)
     return dp, dk, dv
@@ -230,28 +245,25 @@ def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
 @gluon.jit
 def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """This warpgroup's columns of dK and dV (`grads`, 0 before) of the key tile w, and its part of dQ."""
-    D: gl.constexpr = CONFIG.D
-    DV: gl.constexpr = CONFIG.DV
     dk, dv = grads
     n, t = progress
     end = n + num_blocks(queries, CONFIG)
     diagonal = w.first + opaque(w.n_q) - opaque(w.n_k)
     left = w.n_k - w.first
-    keys = KeyRows(w, diagonal, left, t)
+    keys = KeyRows(w, diagonal, left, t, ())
     i0 = queries.start
     h = queries.head
     g = gl.to_tensor(0)
     zero = opaque(gl.to_tensor(0))
     if WG == 0:
         mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
-        q = shared.q.tiles.index(n & 1).reshape([BLOCK_M, D])
-        s = warpgroup_mma_wait(0, deps=(issue_abt(shared.kv.k.index(zero).reshape([64, D]), q),))
+        s = issue_abt(parts_at(shared.kv.k, zero), parts_at(shared.q.tiles, n & 1))
+        s = warpgroup_mma_wait(0, deps=(s,))
         block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), True, True, 0)
         x = store_p(s, shared, n & 1, keys, block, params, CONFIG)
     else:
         mbarrier.wait(shared.do.full.index(n & 1), (n >> 1) & 1)
-        do = shared.do.tiles.index(n & 1).reshape([BLOCK_M, DV])
-        x = issue_abt(shared.kv.v.index(zero).reshape([64, DV]), do)
+        x = issue_abt(parts_at(shared.kv.v, zero), parts_at(shared.do.tiles, n & 1))
     for m in range(n, end - 1 + WG):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
         i0, g = next_block(queries, i0, g, CONFIG)
@@ -273,10 +285,43 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
 
 
 @gluon.jit
+def halves(tiles, x):
+    """The memory of each part as two boxes of the descriptors x."""
+    if len(x) == 1:
+        return (reinterpret(tiles[0], x[0].dtype, [2] + x[0].block_type.shape, x[0].layout),)  # noqa: RUF005
+    else:
+        return (
+            reinterpret(tiles[0], x[0].dtype, [2] + x[0].block_type.shape, x[0].layout),  # noqa: RUF005
+            reinterpret(tiles[1], x[1].dtype, [2] + x[1].block_type.shape, x[1].layout),  # noqa: RUF005
+        )
+
+
+@gluon.jit
+def stage_parts(tiles, acc, WG: gl.constexpr):
+    """Stores this warpgroup's columns of each part to shared memory."""
+    tiles[0].index(WG).reshape(acc[0].shape).store(acc[0].to(tiles[0].dtype))
+    if len(acc) == 2:
+        tiles[1].index(WG).reshape(acc[1].shape).store(acc[1].to(tiles[1].dtype))
+
+
+@gluon.jit
+def send_parts(x, tiles, tokens, first, WG: gl.constexpr):
+    """Stores them from there by TMA."""
+    rank: gl.constexpr = len(tiles[0].shape)
+    WIDTH: gl.constexpr = tiles[0].shape[rank - 1]
+    tma_store(x[0], tma_coordinates(x[0], tokens, first, WG * WIDTH), tiles[0].index(WG))
+    if len(x) == 2:
+        column = 2 * WIDTH + WG * tiles[1].shape[rank - 1]
+        tma_store(x[1], tma_coordinates(x[1], tokens, first, column), tiles[1].index(WG))
+
+
+@gluon.jit
 def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Consumer warpgroup WG: its columns of dK and dV, 0 for keys that no query sees, and its part of dQ."""
-    D: gl.constexpr = CONFIG.D // 2
-    DV: gl.constexpr = CONFIG.DV // 2
+    D: gl.constexpr = CONFIG.D
+    DV: gl.constexpr = CONFIG.DV
+    OWN_D: gl.constexpr = half_widths(D)
+    OWN_DV: gl.constexpr = half_widths(DV)
     PACKED: gl.constexpr = params.cu_q is not None
     outputs = params.outputs
     n = gl.to_tensor(0)
@@ -284,8 +329,8 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
     while w.first >= 0:
         queries = query_range(w, params, CONFIG)
-        dk = gl.zeros([64, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-        dv = gl.zeros([64, DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16]))
+        dk = zero_acc(OWN_D)
+        dv = zero_acc(OWN_DV)
         mbarrier.wait(shared.kv.full.index(0), phase(t, 1))
         if queries.hi > queries.lo:
             dk, dv = attend_tile(shared, (dk, dv), w, queries, Progress(n, t), params, WG, CONFIG)
@@ -297,16 +342,14 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
         bar_sync(ALL_READ, 256)
         if CONFIG.SPLIT:
-            store_part(outputs.dk_parts, dk, part_tile(w, params) * 2 + WG)
-            store_part(outputs.dv_parts, dv, part_tile(w, params) * 2 + WG)
+            store_key_part(outputs.dk_parts, dk, part_tile(w, params), WG, D)
+            store_key_part(outputs.dv_parts, dv, part_tile(w, params), WG, DV)
         else:
-            dk_at = tma_coordinates(outputs.dk, tokens, w.first, D * WG)
-            dv_at = tma_coordinates(outputs.dv, tokens, w.first, DV * WG)
-            shared.dk.index(WG).reshape([64, D]).store((dk * params.scale).to(outputs.dk.dtype))
-            shared.dv.index(WG).reshape([64, DV]).store(dv.to(outputs.dv.dtype))
+            stage_parts(shared.dk, scaled(dk, params.scale), WG)
+            stage_parts(shared.dv, dv, WG)
             fence_async_shared()
-            tma_store(outputs.dk, dk_at, shared.dk.index(WG))
-            tma_store(outputs.dv, dv_at, shared.dv.index(WG))
+            send_parts(outputs.dk, shared.dk, tokens, w.first, WG)
+            send_parts(outputs.dv, shared.dv, tokens, w.first, WG)
             tma.store_wait(0)
         mbarrier.arrive(shared.kv.empty.index(0), count=1)
         release_tile_info(tile_info, t)
@@ -317,14 +360,12 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def specialize_warps_wide(inputs, params, CONFIG: gl.constexpr):
     """Allocates shared memory and starts the warps of a program, with their registers."""
-    DTYPE: gl.constexpr = inputs.q.dtype
-    dk = params.outputs.dk
-    dv = params.outputs.dv
+    DTYPE: gl.constexpr = inputs.q[0].dtype
     kv = make_kv_tile(inputs.k, inputs.v, 1)
     p_tile = gl.allocate_shared_memory(gl.float32, [BLOCK_M // 4, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ds_tiles = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
-    dk_tiles = reinterpret(kv.k, DTYPE, [2] + dk.block_type.shape, dk.layout)  # noqa: RUF005
-    dv_tiles = reinterpret(kv.v, DTYPE, [2] + dv.block_type.shape, dv.layout)  # noqa: RUF005
+    dk_tiles = halves(kv.k, params.outputs.dk)
+    dv_tiles = halves(kv.v, params.outputs.dv)
     q = make_row_pipeline(inputs.q, inputs.lse2)
     do = make_row_pipeline(inputs.do, inputs.delta)
     tile_info = make_tile_info(4 if CONFIG.DETERMINISTIC else 2)

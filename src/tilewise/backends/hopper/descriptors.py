@@ -8,16 +8,25 @@ from torch import Tensor
 from ...request import Spec
 from ..common.shapes import view
 from .gluon_compat import TensorDescriptor, gl
-from .pipeline import TMA_EXTENT, Float32Output
+from .pipeline import TMA_EXTENT, GlobalTensor
 from .tiles import widths
+
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 def column_descriptors(
     x: Tensor, rows: int, is_cache: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """The descriptors of one or two parts of the columns, in boxes of `rows` rows; the second is None for one part."""
+    return part_descriptors(x, rows, widths(x.shape[-1]), is_cache)
+
+
+def part_descriptors(
+    x: Tensor, rows: int, parts: tuple[int, ...], is_cache: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The same for parts of these widths."""
     make = packed_descriptor if is_cache else descriptor
-    first, *rest = (make(x, rows, width) for width in widths(x.shape[-1]))
+    first, *rest = (make(x, rows, width) for width in parts)
     return first, rest[0] if rest else None
 
 
@@ -42,14 +51,15 @@ def packed_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, [2**34 - token, token, head, token, one], list(box), layout(box, x.dtype))
 
 
-def float32_output(x: Tensor, spec: Spec) -> Float32Output:
+def float32_output(x: Tensor, spec: Spec) -> GlobalTensor:
     """Where the kernel stores float32 results; absent unless the call is partial."""
-    if not spec.partial:
-        return Float32Output()
-    strides = view(x).strides
-    return Float32Output(x, strides[:3], x.shape[-1])
+    return output(x) if spec.partial else GlobalTensor()
+
+
+def output(x: Tensor) -> GlobalTensor:
+    return GlobalTensor(x, view(x).strides[:3], x.shape[-1])
 
 
 @cache
 def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return gl.NVMMASharedLayout.get_default_for(list(box), GLUON_DTYPES[dtype])

@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 from ..common.device.tile_range import block_at
 from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
+from .column_parts import tile_at, total, zero_part
 from .gluon_compat import (
+    bar_arrive,
+    bar_arrive_dynamic,
     bar_sync,
+    fence_async_shared,
     gl,
     gluon,
     mbarrier,
@@ -17,12 +21,16 @@ from .gluon_compat import (
     semaphore_wait,
     tma,
     tma_reduce_add,
+    warpgroup_mma,
 )
 from .pipeline import make_mbarriers, phase, release_tile_info, wait_tile_info
-from .register_order import register_order_pointers
+from .register_order import in_register_order, register_order_pointers
 
 # named barrier of a warp that adds dQ, plus the warp's number: dQ is in shared memory
 DQ_STORED: gl.constexpr = gl.constexpr(6)
+# named barriers; that of warpgroup w and buffer b of dS is + 2 w + b
+DS_STORED: gl.constexpr = gl.constexpr(8)  # w has stored its dS in b
+DS_READ: gl.constexpr = gl.constexpr(12)  # w has read the buffer other than b
 
 
 class DqOrder(NamedTuple):
@@ -40,10 +48,65 @@ def make_order():
 
 
 @gluon.jit
-def atomic_add_dq(dq_acc, dq, tile):
-    """dq_acc[tile] += dq, [64, N], in global memory from registers: four values an instruction."""
-    pointers, x = register_order_pointers(dq_acc, dq, tile)
+def atomic_add_dq(dq_acc, dq, tile, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """dq_acc[tile] += dq, a piece of warpgroup WG's columns, in global memory from registers: four values an
+    instruction."""
+    PLACE: gl.constexpr = CONFIG.DQ_PIECES[WG][PIECE]
+    D: gl.constexpr = CONFIG.D
+    pointers, x = register_order_pointers(dq_acc, dq, tile, first_column(PLACE, D), total(D))
     gl.atomic_add(pointers, x, sem="relaxed")
+
+
+@gluon.jit
+def issue_dq(shared, buffer, zero, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues a piece of this warpgroup's share of dQ = dS K, over the keys of both: some of the columns or, with 128
+    queries, half of the rows."""
+    PLACE: gl.constexpr = CONFIG.DQ_PIECES[WG][PIECE]
+    COLUMNS: gl.constexpr = PLACE[2]
+    dq = zero_part(COLUMNS)
+    for part in gl.static_range(2):
+        ds = shared.staging.ds.index(2 * part + buffer)
+        k = tile_at(shared.kv.k[PLACE[0]], zero + part).slice(PLACE[1], COLUMNS, dim=1)
+        if CONFIG.BLOCK_M == 128:
+            ds = ds.slice(64 * WG, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq, staging, dq_acc, tile, n, PIECE: gl.constexpr, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Adds a piece of a tile of dQ, the n-th of this program, to global memory, or hands it to the warps that do."""
+    if CONFIG.DQ_BY_TMA:
+        mbarrier.wait(staging.dq_empty.index(0 if CONFIG.DETERMINISTIC else WG), phase(n, 1) ^ 1)
+        staging.dq.index(WG).slice(0, dq.shape[1] // 4, dim=0).store(in_register_order(dq))
+        fence_async_shared()
+        if CONFIG.DETERMINISTIC:
+            bar_arrive_dynamic(DQ_STORED + (n & 1), 288)
+        else:
+            bar_arrive(DQ_STORED + WG, 160)
+    else:
+        rows = tile * 2 + WG if CONFIG.BLOCK_M == 128 else tile
+        atomic_add_dq(dq_acc, dq, rows, PIECE, WG, CONFIG)
+
+
+@gluon.constexpr_function
+def first_column(place, parts):
+    """The first column of a piece of dQ (part, column in it, columns), among all."""
+    return sum(parts[: place[0]]) + place[1]
+
+
+@gluon.jit
+def add_by_tma(staging, tile, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Adds warpgroup WG's columns (of 128 queries: rows) of dQ, which lie in shared memory, box by box."""
+    desc = params.outputs.dq_acc_desc
+    PLACE: gl.constexpr = CONFIG.DQ_PIECES[WG][0]
+    D: gl.constexpr = CONFIG.D
+    BOX: gl.constexpr = desc.block_type.shape[0]
+    TILES: gl.constexpr = CONFIG.BLOCK_M // 64  # tiles of dq_acc have 64 rows
+    tile = tile * TILES + (WG if TILES == 2 else 0)
+    row = (tile * total(D) + first_column(PLACE, D)) // 4
+    for i in gl.static_range(PLACE[2] // 4 // BOX):
+        tma_reduce_add(desc, [row + i * BOX, 0], staging.dq.index(WG).slice(i * BOX, BOX, dim=0))
 
 
 @gluon.jit
@@ -66,9 +129,7 @@ def reduce_dq(staging, tile_info, params, WARP: gl.constexpr, CONFIG: gl.constex
     other block, after the key tiles before this one: a release takes longer than a block. It waits only for tiles that
     were scheduled earlier, so some program computes them."""
     BLOCK_M: gl.constexpr = CONFIG.BLOCK_M
-    ROWS: gl.constexpr = staging.dq.shape[1]
     PACKED: gl.constexpr = params.cu_q is not None
-    dq_acc_desc = params.outputs.dq_acc_desc
     semaphores = params.outputs.semaphores
     n = gl.to_tensor(0)
     t = gl.to_tensor(0)
@@ -82,14 +143,14 @@ def reduce_dq(staging, tile_info, params, WARP: gl.constexpr, CONFIG: gl.constex
             tile = queries.dq_tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
             if not CONFIG.DETERMINISTIC:
                 bar_sync(DQ_STORED + WARP, 160)
-                tma_reduce_add(dq_acc_desc, [(tile * 2 + WARP) * ROWS, 0], staging.dq.index(WARP))
+                add_by_tma(staging, tile, params, WARP, CONFIG)
                 tma.store_wait(0)
                 mbarrier.arrive(staging.dq_empty.index(WARP), count=1)
             elif (n & 1) == WARP:
                 semaphore_wait(semaphores + tile, num_earlier_tiles(w, i0, queries, params, CONFIG) * 32)
                 bar_sync(DQ_STORED + WARP, 288)
                 for half in gl.static_range(2):
-                    tma_reduce_add(dq_acc_desc, [(tile * 2 + half) * ROWS, 0], staging.dq.index(half))
+                    add_by_tma(staging, tile, params, half, CONFIG)
                 tma.store_wait(0)
                 mbarrier.arrive(staging.dq_empty.index(0), count=1)
                 semaphore_release(semaphores + tile)

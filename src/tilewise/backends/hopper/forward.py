@@ -15,26 +15,30 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
     broadcast_rows,
     epilogue,
+    finish_pv,
     finite_max,
     issue_pv,
     issue_qk,
     lane_sums,
     masked_scores,
     p_operands,
+    q_operands,
     rescale,
     row_max,
     softmax_p,
     split_columns,
-    wait_pv,
     zero_acc,
 )
+from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -82,7 +86,7 @@ PING_PONG_BARRIER: gl.constexpr = gl.constexpr(8)  # the first named barrier tha
 
 
 class Params(NamedTuple):
-    """What all warps read: lengths, band, scale, score terms and KV cache."""
+    """What all warps read: lengths, band, scale, score terms, KV cache and scales of fp8 operands."""
 
     cu_q: tl.tensor
     cu_k: tl.tensor
@@ -94,6 +98,7 @@ class Params(NamedTuple):
     scale: tl.tensor
     terms: tl.tuple
     cache: tl.tuple
+    fp8: tl.tuple
     SCORE_MOD: tl.constexpr
     MASK_MOD: tl.constexpr
 
@@ -107,12 +112,12 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """O, by a TMA descriptor or as float32; lse; the flag of the NaN repair pass; the largest score of each head."""
+    """O, by a TMA descriptor or as float32; lse; what the NaN repair reads; the largest score of each head."""
 
     o: tl.tensor
     o_float32: tl.tuple
     lse: tl.tensor
-    flag: tl.tensor
+    repair: tl.tuple
     max_logit: tl.tensor
 
 
@@ -162,26 +167,38 @@ def consume(shared, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     n = gl.to_tensor(0)  # blocks so far: use n of the K and V pipelines is the next one
     t = gl.to_tensor(0)  # tiles so far
     w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+    flags = outputs.repair.pointers.flags
+    REPAIR: gl.constexpr = flags is not None
     while w.first >= 0:
-        n = attend(shared, outputs, params, w, n, t, WG, CONFIG)
-        release_tile_info(shared.tile_info, t)
+        n, flag = attend(shared, outputs, params, w, n, t, WG, CONFIG)
+        if not REPAIR:
+            release_tile_info(shared.tile_info, t)
         t += 1
         w = wait_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)
+        if REPAIR:
+            # the tile before, whose flag has been loaded meanwhile, and after the last tile that one too
+            for done in range(t - 2, gl.where(w.first < 0, t, t - 1)):
+                if done == t - 1:
+                    barrier()  # all warps have stored their flags, and all load the same value
+                    flag = load_flag(flags, done, WG, CONFIG)
+                if flag > 0:
+                    repair_tile(shared.tile_info, done, outputs, params, WG, CONFIG)
+            release_tile_info(shared.tile_info, gl.maximum(t - 2, 0), pred=t > 1)
     tma.store_wait(0)
 
 
 @gluon.jit
 def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.constexpr):
     """Attention of this warpgroup's queries of the t-th tile, whose first block is use n. Returns the use after its
-    last block."""
+    last block, and the flag of the tile before."""
     DTYPE: gl.constexpr = outputs.o.dtype
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     terms = params.terms
-    scale_log2 = log2_scale(params.scale, CONFIG.FOLD_SCALE)
-    lo, hi, _span = key_blocks(w.first, w, params, ROWS * CONFIG.WARPGROUPS, BLOCK_N)
-    first = w.first + WG * ROWS
+    lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
+    SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
+    first = w.first + SLOT * ROWS
     mine, end, span = key_blocks(first, w, params, ROWS, BLOCK_N)
     end = gl.where(first < w.n_q, end, mine)  # a warpgroup without queries visits one block
     mine = gl.minimum(mine if terms.blocks.offsets is None else gl.maximum(mine, lo), hi - 1)
@@ -191,53 +208,93 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
 
     tile = (w, first, span)
     key, has_mask_mod = first_key(start - n + lo, w, terms.blocks, BLOCK_N)
-    mbarrier.wait(shared.q.full.index(WG), phase(t, 1))
+    q_factor = query_factor(w, first, params, CONFIG)
+    k_factor, v_factor = key_scales(w, key, params, CONFIG)
+    next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
+    factor = q_factor * k_factor
+    scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
+    mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
     wait_full(shared.k, start, STAGES)
-    s = warpgroup_mma_wait(0, deps=(issue_qk(shared.q, WG, shared.k, start, CONFIG),))
+    q = q_operands(shared.q, SLOT, CONFIG)
+    s = warpgroup_mma_wait(0, deps=(issue_qk(q, shared.k, start, CONFIG),))
     release(shared.k, start, STAGES)
-    s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+    s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left = softmax_p(left, finite_max(m_i), scale_log2, terms)
-    p_right = softmax_p(right, finite_max(m_i), scale_log2, terms)
+    p_left = softmax_p(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
+    p_right = softmax_p(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
+    if CONFIG.RESCALE_LATE:
+        alpha = finite_max(m_i) * 0.0 + 1.0
+    rescaling = gl.where(m_i == m_i, 1.0, 0.0) if CONFIG.FP8 else 1.0  # of acc, before a product is added to it
     wait_full(shared.k, start + 1, STAGES, start + 1 < stop)
     for use in range(start + 1, stop):
         key, has_mask_mod = first_key(use - n + lo, w, terms.blocks, BLOCK_N)
+        if CONFIG.FP8:
+            factor = q_factor * next_factors[0]
+            v_factor_old = v_factor
+            v_factor = next_factors[1]
+            scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
         ping_pong_wait(WG, CONFIG)
-        s_pending = issue_qk(shared.q, WG, shared.k, use, CONFIG)
+        if not CONFIG.Q_IN_REGISTERS:
+            q = q_operands(shared.q, SLOT, CONFIG)
+        s_pending = issue_qk(q, shared.k, use, CONFIG)
+        if CONFIG.RESCALE_LATE:
+            acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         wait_full(shared.v, use - 1, STAGES)
-        acc_pending = issue_pv(p, shared.v, use - 1, acc, CONFIG)
+        acc_pending = issue_pv(p, shared.v, use - 1, acc, WG, CONFIG)
         ping_pong_arrive(WG, CONFIG)
+        if CONFIG.FP8:
+            next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)  # a block ahead: loads take as long
         s = warpgroup_mma_wait(2 * len(CONFIG.HEAD_PARTS), deps=(s_pending,))
         release(shared.k, use, STAGES)
-        s = masked_scores(s, tile, key, has_mask_mod, params, CONFIG)
+        s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
         m_old = m_i
         m_i = gl.maximum(m_i, row_maximum(row_max(s), scale_log2, terms.large_scores))
         pivot = finite_max(m_i)
         alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
+        pivot = p_pivot(pivot, terms, CONFIG)
         left, right = split_columns(s)
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        acc = wait_pv(acc_pending, p)
-        release(shared.v, use - 1, STAGES)
+        if not CONFIG.LATE_PV:
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
-        acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+        if CONFIG.LATE_PV:
+            wait_full(shared.k, use, STAGES)  # has arrived: keeps the wait below behind the exponentials
+            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+            release(shared.v, use - 1, STAGES)
+        if CONFIG.FP8:
+            rescaling = alpha * (v_factor_old / v_factor)
+        elif not CONFIG.RESCALE_LATE:
+            acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
         p = p_operands(p_left, p_right, DTYPE, CONFIG)
-    arrive(shared.q.empty.index(WG))
+    arrive(shared.q.empty.index(SLOT))
+    if CONFIG.RESCALE_LATE:
+        acc = rescale(acc, alpha, CONFIG.LAZY_RESCALE)
+    flag = gl.to_tensor(0)
+    flags = outputs.repair.pointers.flags
+    if flags is not None:
+        flag = load_flag(flags, t - 1, WG, CONFIG)
     wait_full(shared.v, stop - 1, STAGES)
-    acc = wait_pv(issue_pv(p, shared.v, stop - 1, acc, CONFIG), p)
+    acc = finish_pv(issue_pv(p, shared.v, stop - 1, acc, WG, CONFIG), p, acc, rescaling, CONFIG)
     release(shared.v, stop - 1, STAGES)
     n += hi - lo
     skip_blocks(shared, stop, n, WG, CONFIG)
 
     w = read_tile_info(shared.tile_info, t, params.n_q, params.n_k, VARLEN)  # not kept in registers through the loop
-    epilogue((acc, m_i, l_i), w, first, shared.o.index(WG), outputs, params, CONFIG)
-    return n
+    raised = flags
+    if flags is not None:
+        raised = flag_pointer(flags, t, WG, CONFIG)
+    FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
+    state = (acc, m_i, l_i, v_factor)
+    epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    return n, flag
 
 
 @gluon.jit
@@ -245,7 +302,6 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
     """Producer warp: draws tiles and loads K_0, Q, K_1, V_0, K_2, V_1 .., the order in which consumers need them."""
     STAGES: gl.constexpr = CONFIG.STAGES
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
     VARLEN: gl.constexpr = (params.cu_q is not None) or (params.cache.lengths is not None)
     lists = params.terms.blocks
     tile_id = gl.program_id(0)
@@ -256,12 +312,17 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
         if w.first < w.n_q:
             write_tile_info(shared.tile_info, t, w, VARLEN)
             keys = Tokens(w.b, w.h // CONFIG.GROUP, w.k0, w.n_k)
-            lo, hi, _span = key_blocks(w.first, w, params, ROWS * WARPGROUPS, BLOCK_N)
+            if CONFIG.FP8:
+                keys = fp8_key_tokens(w, params, CONFIG)
+            lo, hi, _span = key_blocks(w.first, w, params, CONFIG.BLOCK_M, BLOCK_N)
             row, _has_mask_mod = first_key(lo, w, lists, BLOCK_N)
             load_keys(shared.k, n, inputs.k, params.cache.k_page_stride, keys, row, params.cache, CONFIG)
-            for wg in gl.static_range(WARPGROUPS):
-                mbarrier.wait(shared.q.empty.index(wg), phase(t, 1) ^ 1)
-                load_tile(shared.q, wg, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + wg * ROWS)
+            for slot in gl.static_range(CONFIG.BLOCK_M // ROWS):
+                mbarrier.wait(shared.q.empty.index(slot), phase(t, 1) ^ 1)
+                if CONFIG.FP8:
+                    load_tile(shared.q, slot, inputs.q, fp8_query_tokens(w, params), slot * ROWS)
+                else:
+                    load_tile(shared.q, slot, inputs.q, Tokens(w.b, w.h, w.q0, w.n_q), w.first + slot * ROWS)
             is_short = hi - lo <= 2 * STAGES  # the next tile is needed before all loads of this one are issued
             if is_short:
                 tile_id = next_tile_id(scheduler)
@@ -284,7 +345,9 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
 @gluon.jit
 def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
     """Loads keys, or their values, from `row` on as use n of a pipeline."""
-    if cache.lengths is None:
+    if CONFIG.FP8:
+        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
+    elif cache.lengths is None:
         load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
     elif CONFIG.PAGE_SIZE is None:
         load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
@@ -300,7 +363,7 @@ def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
     n_k = params.n_k
     cu_q = params.cu_q
     cache = params.cache
-    BLOCK_M: tl.constexpr = ROWS * CONFIG.WARPGROUPS
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     MAX_DECODE_QUERIES: tl.constexpr = CONFIG.MAX_DECODE_QUERIES
     tile, row = tile_and_row(tile_id, scheduler)
     pid = row * scheduler.tiles_per_row + tile
@@ -317,7 +380,8 @@ def tile_work(tile_id, scheduler, params, CONFIG: tl.constexpr):
 def specialize_warps(inputs, outputs, params, scheduler, CONFIG: gl.constexpr):
     """Allocates shared memory and starts the consumer warpgroups and the producer warp, with their registers."""
     WARPGROUPS: gl.constexpr = CONFIG.WARPGROUPS
-    q_pipeline = make_pipeline(inputs.q, WARPGROUPS, 1)
+    SLOTS: gl.constexpr = CONFIG.BLOCK_M // ROWS
+    q_pipeline = make_pipeline(inputs.q, SLOTS, WARPGROUPS // SLOTS)
     k_pipeline = make_pipeline(inputs.k, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     v_pipeline = make_pipeline(inputs.v, CONFIG.STAGES, WARPGROUPS, CONFIG.BOXES)
     o_tiles = allocate_tiles(outputs.o, WARPGROUPS)
@@ -360,7 +424,7 @@ def forward_kernel(
     o_float32,
     lse,
     counter,
-    flag,
+    repair,
     max_logit,
     cu_q,
     cu_k,
@@ -377,6 +441,7 @@ def forward_kernel(
     rows_in_l2,
     terms,
     cache,
+    fp8,
     new_tokens,
     max_length,
     table_stride,
@@ -390,10 +455,11 @@ def forward_kernel(
     """The arguments in the form in which Triton takes them (see ANY_VALUE): TMA descriptors and integers one by one."""
     specialize_warps(
         Inputs(column_parts(q, q_rest), column_parts(k, k_rest), column_parts(v, v_rest)),
-        Outputs(o, o_float32, lse, flag, max_logit),
+        Outputs(o, o_float32, lse, Repair(repair, q, k, v), max_logit),
         Params(
             *(cu_q, cu_k, n_q, n_k, heads, before, after, scale, terms),
             KvCache(*cache, new_tokens, max_length, table_stride, num_pages, k_page_stride, v_page_stride),
+            Fp8Scales(*fp8),
             SCORE_MOD,
             MASK_MOD,
         ),

@@ -10,6 +10,7 @@ from ..common.device.score import scores
 from ..common.device.softmax import exponent, rescale_exponent, row_maximum
 from ..common.device.structs import LN2, LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
+from .fp8 import p_offset, score_shift
 from .gluon_compat import (
     downcast,
     fence_async_shared,
@@ -17,21 +18,25 @@ from .gluon_compat import (
     gluon,
     keep_column_range,
     opaque,
+    pack_fp8,
     tma,
     tma_store,
+    unpack_fp8,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, apply_mask_mod, stage_tile, store_float32, tma_coordinates
+from .pipeline import Tokens, apply_mask_mod, stage_tile, store_global, tma_coordinates
 
 ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wgmma
 
 
 class ForwardConfig(NamedTuple):
-    """The compile-time config of the forward. HEAD_PARTS: the columns of V and O as powers of two, 128 and 64 for 192.
-    BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
+    """The compile-time config of the forward. HEAD_PARTS: the columns of V and O of a warpgroup as powers of two, 128
+    and 64 for 192. BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
+    A tile has BLOCK_M queries: 64 for each warpgroup; or 64, of which each warpgroup computes half of the columns of O.
     """
 
+    BLOCK_M: int
     BLOCK_DV: int
     HEAD_PARTS: tuple[int, ...]
     BLOCK_N: int
@@ -42,37 +47,67 @@ class ForwardConfig(NamedTuple):
     O_STORES: int  # TMA stores of a tile of O, one after the other through the same shared memory
     PING_PONG: bool  # the warpgroups issue their products one after the other
     LAZY_RESCALE: bool  # a warp none of whose rows has a new maximum does not rescale O
+    Q_IN_REGISTERS: bool = False  # Q is loaded into registers once per tile: S reads half as much shared memory
+    RESCALE_LATE: bool = False  # O is rescaled while the next scores are computed, right before P V
     PAGE_SIZE: int | None = None  # tokens of a page; None: no paged cache
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
     MAX_DECODE_QUERIES: int = 0  # sequences with at most so many queries are left to the decode kernels
+    LATE_PV: bool = False  # P V of the last block is waited for after all exponentials, not half of them
+    FP8: bool = False  # the operands are in float8_e4m3fn, with scales: see `fp8`
 
 
 @gluon.jit
-def issue_qk(q, wg, k, use, CONFIG: gl.constexpr):
+def issue_qk(q, k, use, CONFIG: gl.constexpr):
     """Issues S = Q K^T, one wgmma for each column part."""
     BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    q_tile = stage_tile(q.parts[0], wg, CONFIG.WARPGROUPS)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, acc_layout(BLOCK_N, 32 if CONFIG.FP8 else 16))
     k_tile = stage_tile(k.parts[0], use, CONFIG.STAGES)
-    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if len(q.parts) == 2:
-        q_tile = stage_tile(q.parts[1], wg, CONFIG.WARPGROUPS)
+    s = warpgroup_mma(q[0], k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if len(q) == 2:
         k_tile = stage_tile(k.parts[1], use, CONFIG.STAGES)
-        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q[1], k_tile.permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def masked_scores(s, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
+def q_operands(q, wg, CONFIG: gl.constexpr):
+    """The column parts of a warpgroup's Q as left operands, in shared memory or in registers."""
+    left = q_operand(q.parts[0], wg, CONFIG)
+    if len(q.parts) == 1:
+        return (left,)
+    else:
+        return left, q_operand(q.parts[1], wg, CONFIG)
+
+
+@gluon.jit
+def q_operand(tiles, wg, CONFIG: gl.constexpr):
+    tile = stage_tile(tiles, wg, CONFIG.BLOCK_M // ROWS)
+    if CONFIG.Q_IN_REGISTERS:
+        return tile.load(gl.DotOperandLayout(0, acc_layout(CONFIG.BLOCK_N), 2))
+    else:
+        return tile
+
+
+@gluon.jit
+def masked_scores(s, factor, tile, start, has_mask_mod, params, CONFIG: gl.constexpr):
     """The scores of the queries of `tile` (work, first query, span of keys) and the keys from `start` on, with all
-    terms; -inf where a pair is masked."""
-    BLOCK_N: gl.constexpr = CONFIG.BLOCK_N
+    terms; -inf where a pair is masked. `factor` of q.k: the scales of fp8 operands."""
+    w, first, _span = tile
+    i = (first + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)))[:, None]
+    j = (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    s = scores(s, Pairs(w, w.h, i, j), params.scale * factor, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
+    return mask_scores(s, tile, start, has_mask_mod, params)
+
+
+@gluon.jit
+def mask_scores(s, tile, start, has_mask_mod, params):
+    """s, with -inf where a pair is masked."""
+    BLOCK_N: gl.constexpr = s.shape[1]
     w, first, span = tile
     row = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
     i = (first + row)[:, None]
     j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout)))[None, :]
-    s = scores(s, Pairs(w, w.h, i, j), params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
     if params.MASK_MOD is not None:
         s = apply_mask_mod(s, has_mask_mod, i, j, w, w.h, params)
     if (start < span.full_lo) | (start + BLOCK_N > span.full_hi):
@@ -164,15 +199,19 @@ def broadcast_rows(x, tile):
 @gluon.jit
 def p_operands(left, right, DTYPE: gl.constexpr, CONFIG: gl.constexpr):
     """P as left operands of P V, for each column part of V those of its upper and of its lower rows: the registers of
-    S, rounded to DTYPE, are where wgmma reads them.
+    S, rounded to DTYPE, are where wgmma reads them. In fp8 their words, see `fp8_words`.
     """
-    left = downcast(left, DTYPE)
-    right = downcast(right, DTYPE)
     WIDTHS: gl.constexpr = CONFIG.HEAD_PARTS
-    if len(WIDTHS) == 1:
-        return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
+    if CONFIG.FP8:
+        return fp8_words(left), fp8_words(right)
     else:
-        return operand(left, WIDTHS[0]), operand(right, WIDTHS[0]), operand(left, WIDTHS[1]), operand(right, WIDTHS[1])
+        left = downcast(left, DTYPE)
+        right = downcast(right, DTYPE)
+        if len(WIDTHS) == 1:
+            return operand(left, WIDTHS[0]), operand(right, WIDTHS[0])
+        else:
+            more = operand(left, WIDTHS[1]), operand(right, WIDTHS[1])
+            return operand(left, WIDTHS[0]), operand(right, WIDTHS[0]), more[0], more[1]
 
 
 @gluon.jit
@@ -180,38 +219,67 @@ def operand(p, WIDTH: gl.constexpr):
     return gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(WIDTH), 2), assert_trivial=True)
 
 
+@gluon.jit
+def fp8_words(p):
+    """P in fp8, four values to an int32 word, [64, N / 4]: the values of 16 keys in the order of `stored_key`. A loop
+    that carries bytes instead keeps each in a register of its own."""
+    N: gl.constexpr = p.shape[1]
+    even, odd = gl.split(p.reshape([ROWS, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return pack_fp8(a, b, c, d).reshape([ROWS, N // 4])
+
+
+@gluon.jit
+def fp8_operand(words, WIDTH: gl.constexpr):
+    """The left operand of P V that `words` hold."""
+    N: gl.constexpr = words.shape[1] * 4
+    twice = gl.join(words, words)
+    words = gl.join(twice, twice).reshape([ROWS, N])
+    return unpack_fp8(gl.convert_layout(words, gl.DotOperandLayout(0, acc_layout(WIDTH, 32), 4)))
+
+
 @gluon.constexpr_function
-def acc_layout(WIDTH):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+def acc_layout(WIDTH, K=16):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, K])
 
 
 @gluon.jit
 def zero_acc(CONFIG: gl.constexpr):
+    K: gl.constexpr = 32 if CONFIG.FP8 else 16
     if len(CONFIG.HEAD_PARTS) == 1:
-        return (zero_part(CONFIG.HEAD_PARTS[0]),)
+        return (zero_part(CONFIG.HEAD_PARTS[0], K),)
     else:
-        return zero_part(CONFIG.HEAD_PARTS[0]), zero_part(CONFIG.HEAD_PARTS[1])
+        return zero_part(CONFIG.HEAD_PARTS[0], K), zero_part(CONFIG.HEAD_PARTS[1], K)
 
 
 @gluon.jit
-def zero_part(WIDTH: gl.constexpr):
-    return gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH))
+def zero_part(WIDTH: gl.constexpr, K: gl.constexpr):
+    return gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH, K))
 
 
 @gluon.jit
-def issue_pv(p, v, use, acc, CONFIG: gl.constexpr):
-    """Issues acc + P V, two wgmmas for each column part."""
-    left = issue_pv_part(p[0], p[1], stage_tile(v.parts[0], use, CONFIG.STAGES), acc[0], CONFIG)
-    if len(v.parts) == 1:
-        return (left,)
+def issue_pv(p, v, use, acc, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Issues acc + P V, two wgmmas for each column part; in fp8 P V alone, because wgmma adds fp8 with 13 bits."""
+    v_tile = stage_tile(v.parts[0], use, CONFIG.STAGES)
+    if CONFIG.BLOCK_M < ROWS * CONFIG.WARPGROUPS:
+        v_tile = v_tile.slice(WG * CONFIG.BLOCK_DV, CONFIG.BLOCK_DV, dim=1)
+    if CONFIG.FP8:
+        WIDTH: gl.constexpr = CONFIG.HEAD_PARTS[0]
+        left = fp8_operand(p[0], WIDTH)
+        right = fp8_operand(p[1], WIDTH)
+        return (issue_pv_part(left, right, v_tile.permute((1, 0)), zero_acc(CONFIG)[0], False, CONFIG),)
+    elif len(v.parts) == 1:
+        return (issue_pv_part(p[0], p[1], v_tile, acc[0], True, CONFIG),)
     else:
-        return left, issue_pv_part(p[2], p[3], stage_tile(v.parts[1], use, CONFIG.STAGES), acc[1], CONFIG)
+        left = issue_pv_part(p[0], p[1], v_tile, acc[0], True, CONFIG)
+        return left, issue_pv_part(p[2], p[3], stage_tile(v.parts[1], use, CONFIG.STAGES), acc[1], True, CONFIG)
 
 
 @gluon.jit
-def issue_pv_part(left, right, v_tile, acc, CONFIG: gl.constexpr):
+def issue_pv_part(left, right, v_tile, acc, USE_ACC: gl.constexpr, CONFIG: gl.constexpr):
     HALF: gl.constexpr = CONFIG.BLOCK_N // 2
-    acc = warpgroup_mma(left, v_tile.slice(0, HALF, dim=0), acc, is_async=True)
+    acc = warpgroup_mma(left, v_tile.slice(0, HALF, dim=0), acc, use_acc=USE_ACC, is_async=True)
     return warpgroup_mma(right, v_tile.slice(HALF, HALF, dim=0), acc, is_async=True)
 
 
@@ -227,6 +295,16 @@ def wait_pv(acc, p):
 
 
 @gluon.jit
+def finish_pv(pending, p, acc, factor, CONFIG: gl.constexpr):
+    """acc after `issue_pv`. In fp8, factor * acc + P V in float32."""
+    found = wait_pv(pending, p)
+    if CONFIG.FP8:
+        return (acc[0] * broadcast_rows(factor, acc[0]) + found[0],)
+    else:
+        return found
+
+
+@gluon.jit
 def split_columns(acc):
     """The left and the right half of the columns, in the registers where they are."""
     WIDTH: gl.constexpr = acc.shape[1] // 2
@@ -236,23 +314,28 @@ def split_columns(acc):
 
 
 @gluon.jit
-def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
-    """Stores O = acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets the flag where acc is NaN and l_i is not.
-    `state`: acc, m_i, l_i."""
-    acc, m_i, l_i = state
+def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
+    """Stores O = factor * acc / l_i and lse = m_i (`row_maximum`) + log l_i; sets *flag (or None) where O is NaN and
+    l_i is not. `state`: acc, m_i, l_i, and the scale of V in fp8, otherwise 1; `tile`: work, first query, first column
+    of O."""
+    acc, m_i, l_i, factor = state
+    w, first, first_column = tile
     terms = params.terms
     total = gl.sum(l_i, 1)
-    alpha = 1.0
+    alpha = factor
     if outputs.max_logit is not None:
         store_max_logit(m_i, w, first, outputs.max_logit, params)
+    if CONFIG.FP8:
+        m_i -= p_offset(terms)
     if terms.sinks.ptr is not None:
         sink = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
         alpha, m_i, total = add_sink(m_i, total, row_maximum(sink, LOG2E, terms.large_scores), terms)
+        alpha *= factor
     divisor = gl.where(total == 0.0, 1.0, total)
     tokens = Tokens(w.b, w.h, w.q0, w.n_q)
     WIDTH: gl.constexpr = CONFIG.BLOCK_DV // CONFIG.O_STORES
     if outputs.o_float32.ptr is not None:
-        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, 0)
+        sums = store_to_global(acc[0], alpha / divisor, outputs.o_float32, tokens, first, first_column)
         if len(acc) == 2:
             more = store_to_global(acc[1], alpha / divisor, outputs.o_float32, tokens, first, CONFIG.HEAD_PARTS[0])
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
@@ -263,24 +346,27 @@ def epilogue(state, w, first, o_tile, outputs, params, CONFIG: gl.constexpr):
         sums = store_to_shared(acc[0], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), 0)
         if CONFIG.O_STORES == 2:
             fence_async_shared()
-            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first), o_tile)
+            tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, first_column), o_tile)
             tma.store_wait(0)
         if len(acc) == 2:
             COLUMN: gl.constexpr = 0 if CONFIG.O_STORES == 2 else CONFIG.HEAD_PARTS[0]
             more = store_to_shared(acc[1], alpha / divisor, o_tile.reshape([ROWS, WIDTH]), COLUMN)
             sums += gl.convert_layout(more, sums.type.layout, assert_trivial=True)
         fence_async_shared()
-        tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, WIDTH * (CONFIG.O_STORES - 1)), o_tile)
-    if outputs.flag is not None:
+        column = first_column + WIDTH * (CONFIG.O_STORES - 1)
+        tma_store(outputs.o, tma_coordinates(outputs.o, tokens, first, column), o_tile)
+    if flag is not None:
         denominator = gl.convert_layout(total, gl.SliceLayout(1, sums.type.layout))[:, None]
         bad = (sums != sums) & (denominator == denominator)
-        gl.store(outputs.flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
+        gl.store(flag + bad.to(gl.int32) * 0, bad.to(gl.int32), mask=bad)
     i = first + gl.arange(0, ROWS, m_i.type.layout)
     divisor = gl.convert_layout(divisor, m_i.type.layout)
     log = gl.log2(divisor)
     log += (divisor * gl.exp2(-log) - 1.0) * LOG2E  # a Newton step: the hardware's log2 is off by 2^-22
     has_keys = gl.convert_layout(total, m_i.type.layout) != 0.0
     log = (m_i + log) * LN2 if terms.large_scores is None else m_i + log * LN2
+    if params.fp8.shift is not None:
+        log += gl.load(score_shift(w, i, params))
     PACKED: gl.constexpr = params.cu_q is not None
     rows = row_pointers(outputs.lse, params.n_q, params.heads, w.b, w.h, w.q0, i, PACKED)
     gl.store(rows, gl.where(has_keys, log, float("-inf")), mask=i < w.n_q)
@@ -309,5 +395,5 @@ def store_to_shared(acc, factor, o_tile, COLUMN: gl.constexpr):
 def store_to_global(acc, factor, o_float32, tokens, first, COLUMN: gl.constexpr):
     """The same to global memory, in float32."""
     out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_float32(o_float32, out, tokens, first, COLUMN)
+    store_global(o_float32, out, tokens, first, COLUMN)
     return lane_sums(out)

@@ -93,6 +93,15 @@ def gdc_wait():
 
 
 @gluon.jit
+def tma_stores_done():
+    """Waits until the TMA stores of this thread are in memory. (tma.store_wait only says that their shared memory was
+    read.)"""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def downcast(x, DTYPE: gl.constexpr):
     """float32 to DTYPE, rounded to nearest even, two values an instruction. As assembly because LLVM moves a plain
     conversion across the loop's back edge, where it holds twice the registers.
@@ -105,6 +114,27 @@ def downcast(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def pack_fp8(a, b, c, d):
+    """Four float32 tensors rounded to float8_e4m3fn, as the bytes of int32 words."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+        " mov.b32 $0, {lo, hi}; }",
+        "=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unpack_fp8(x):
+    """int32 words, each four times along the last axis, as the float8_e4m3fn values that their bytes are. Four
+    registers with the same word become one register with four values."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -197,6 +227,12 @@ def opaque(x):
     """x, as a value that the compiler knows nothing about and computes where it is written. Without it, what follows
     from kernel arguments alone is computed before warp specialisation and kept in registers of every warp."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque64(x):
+    """The same for 64-bit integers."""
+    return gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=gl.int64, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Tiles of keys that several programs compute: which queries each visits, and where it stores its part of dK and dV.
 
-`split.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
+`backward_schedule.choose_split` says when. `postprocess_kernel` adds the parts in the order of their numbers.
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..common.device.structs import PAD
+from .column_parts import total
 from .gluon_compat import gl, gluon, opaque
 from .register_order import register_order_pointers
 
@@ -53,7 +54,16 @@ def part_tile(w, params):
 
 
 @gluon.jit
-def store_part(parts, x, tile):
-    """parts[tile] = x, [64, N]."""
-    pointers, x = register_order_pointers(parts, x, tile)
-    gl.store(pointers, x)
+def store_key_part(ptr, acc, tile, SHARE: gl.constexpr, WIDTHS: gl.constexpr):
+    """Stores `acc`, the share SHARE of the columns of each column part, in tile `tile`, [64, sum of WIDTHS]."""
+    for i in gl.static_range(len(acc)):
+        pointers, x = register_order_pointers(
+            ptr, acc[i], tile, share_column(WIDTHS, i, SHARE, acc[i].shape[1]), total(WIDTHS)
+        )
+        gl.store(pointers, x)
+
+
+@gluon.constexpr_function
+def share_column(widths, part, share, columns):
+    """The first column of a share of a column part, each of so many columns, among all."""
+    return sum(widths[:part]) + share * columns

@@ -11,7 +11,8 @@ from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from ..common.shapes import CallShape
 from .descriptors import column_descriptors
-from .launches import State, forward_config, forward_launch, new_state
+from .forward_tiles import ROWS
+from .launches import Operands, State, forward_config, forward_launch, new_state
 from .mla_launches import hopper_mla_launches
 from .pipeline import KvCache
 from .support import MIN_PREFILL_QUERIES
@@ -73,13 +74,15 @@ def prefill_launch(
     max_length = places.capacity(k)
     n_q, heads, d = q.shape[-3:]
     size = CallShape(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
-    config = forward_config(size, max_length, spec, False)
+    # The width of a page table says little of the lengths, and engines pass several widths: one kernel for all.
+    config = forward_config(size, max_length if table is None else None, spec, False)
     box = config.BLOCK_N if table is None else math.gcd(k.shape[1], config.BLOCK_N)
     boxes = config.BLOCK_N // box
     most = 4 if config.WARPGROUPS == 3 else 8 if config.BLOCK_DV <= 128 else 1  # as the producer has registers
     config = config._replace(
         PAGE_SIZE=None if table is None else k.shape[1],
         BOXES=boxes,
+        Q_IN_REGISTERS=config.Q_IN_REGISTERS and boxes == 1,  # the producer of pages takes some of the registers
         PAGE_PREFETCH=boxes if boxes <= most else math.gcd(boxes, most),
         MAX_DECODE_QUERIES=0 if cu_q is None else MAX_DECODE_QUERIES,
     )
@@ -89,7 +92,8 @@ def prefill_launch(
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
     packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
-    return forward_launch(packed, kv, (out, lse, max_logit), state, num_sms, size, config, cache)
+    operands = Operands((*column_descriptors(q, ROWS.value), *kv))
+    return forward_launch(packed, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

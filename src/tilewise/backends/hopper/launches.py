@@ -9,39 +9,45 @@ from torch import Tensor
 
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
-from ..common.device.attend import Tensors
+from ..common.device.fp8 import Fp8Scales
+from ..common.fp8_format import is_smoothed
+from ..common.fp8_launches import BLOCK, quantise
 from ..common.gpu import Gpu
 from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
-from ..common.repair import repair_forward_kernel
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded, view
+from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded
 from ..common.sinks import named_sink_launches
 from . import tiles
 from .backward_launches import named_launches
-from .descriptors import column_descriptors, descriptor, float32_output
+from .descriptors import column_descriptors, descriptor, float32_output, output, part_descriptors
 from .forward import forward_kernel
+from .forward_repair import RepairPointers
 from .forward_tiles import ROWS, ForwardConfig
 from .pipeline import CachePointers, KvCache
-from .repair_config import STEP, repair_config
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
 OFFLINE_PROCESSORS = 132  # of an H100 and an H200, for offline compilation
-REPAIR_ROWS = 64
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
 class State(NamedTuple):
-    """Zeros that the launches leave at zero: the tile scheduler's counter; the flag of the NaN repair pass, followed by
-    the number of programs that have read it."""
+    """Zeros that the launches leave at zero: the tile scheduler's counter; the flags of the NaN repair."""
 
     counter: Tensor
-    flag: Tensor
+    flags: Tensor
+
+
+class Operands(NamedTuple):
+    """The TMA descriptors of Q, K and V, two each, and the scales of fp8 operands."""
+
+    descriptors: tuple[Any, ...]
+    fp8: Fp8Scales = Fp8Scales()
 
 
 def new_state(memory: Memory) -> State:
     zeros = memory.counters()
-    return State(zeros, zeros[4:])
+    return State(zeros, zeros[8:])
 
 
 def build_forward(spec: Spec) -> Build:
@@ -60,7 +66,11 @@ def build_forward(spec: Spec) -> Build:
 def all_forward_launches(
     request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, max_logit: Tensor | None = None
 ) -> list[Launch]:
-    launches = forward_launches(request, out, lse, new_state(memory), target.num_sms, max_logit)
+    state = new_state(memory)
+    if request.spec.precision is None:
+        launches = forward_launches(request, out, lse, state, target.num_sms, max_logit)
+    else:
+        launches = fp8_forward_launches(request, (out, lse, max_logit), state, target.num_sms, memory)
     cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, GPU, -torch.inf)
     return [*clear_max_logit(max_logit), *launches, *cleared]
 
@@ -73,15 +83,22 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
         bwd_inputs = BackwardInputs(out, lse, out, None)
         found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
         return found | named_sink_launches(request, bwd_inputs, target, memory)
-    repaired, packed = request.is_masked, request.cu_q is not None
+    packed = request.cu_q is not None
     max_logit = new_max_logit(request, memory)
     names = [
         *["(forward max logit)"] * request.spec.max_logit,
+        *fp8_names(request),
         "hopper forward",
-        *["(forward repair)"] * repaired,
         *["(forward clear)"] * packed,
     ]
     return dict(zip(names, all_forward_launches(request, out, lse, target, memory, max_logit), strict=False))
+
+
+def fp8_names(request: Request) -> list[str]:
+    """The names of the launches of the quantising pass."""
+    if request.spec.precision is None:
+        return []
+    return [*["(fp8 mean key)"] * is_smoothed(request), "fp8 quantise"]
 
 
 def forward_launches(
@@ -93,41 +110,41 @@ def forward_launches(
     max_logit: Tensor | None = None,
     **overrides: Any,
 ) -> list[Launch]:
-    """The forward and, where some rows do not see some keys, the repair of NaNs that a matrix product lets through.
-    `overrides` replaces fields of the ForwardConfig."""
+    """The forward. `overrides` replaces fields of the ForwardConfig."""
     if max_logit is None:  # which is by head
         request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
     config = forward_config(size, sequence_keys(size), request.spec, request.bias is not None)._replace(**overrides)
-    kv = *column_descriptors(request.k, config.BLOCK_N), *column_descriptors(request.v, config.BLOCK_N)
-    launches = [forward_launch(request, kv, (out, lse, max_logit), state, num_sms, size, config)]
-    return [*launches, repair_launch(request, out, lse, state, num_sms)] if request.is_masked else launches
+    splits_columns = ROWS.value * config.WARPGROUPS > config.BLOCK_M
+    v_parts = (2 * config.BLOCK_DV,) if splits_columns else config.HEAD_PARTS
+    kv = *column_descriptors(request.k, config.BLOCK_N), *part_descriptors(request.v, config.BLOCK_N, v_parts)
+    operands = Operands((*column_descriptors(request.q, ROWS.value), *kv))
+    return [forward_launch(request, operands, (out, lse, max_logit), state, num_sms, size, config)]
 
 
-def repair_launch(request: Request, out: Tensor, lse: Tensor, state: State, num_sms: int) -> Launch:
-    q, k, v, spec = request[:4]
+def fp8_forward_launches(
+    request: Request,
+    results: tuple[Tensor, Tensor, Tensor | None],
+    state: State,
+    num_sms: int,
+    memory: Memory,
+    **overrides: Any,
+) -> list[Launch]:
+    """The quantising pass, and the forward on its results, whose NaN repair reads q, k and v themselves."""
     size = call_shape(request)
-    total = size.programs(size.n_q, size.heads, REPAIR_ROWS)
-    args = (
-        Tensors(view(q), view(k), view(v), view(out), lse, state.flag),
-        *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(size.tiles(size.n_q, REPAIR_ROWS), size.heads, size.batch, None),
-        *(device_terms(request, GPU, (REPAIR_ROWS, STEP)), total),
+    quantised = quantise(request, GPU, memory, 64, ordered=True)
+    config = fp8_config(size, request.spec, request.bias is not None)._replace(**overrides)
+    q, k, v = (x.transpose(1, 2) for x in quantised[:3])
+    operands = Operands(
+        (*column_descriptors(q, ROWS.value), *column_descriptors(k, BLOCK), *column_descriptors(v, config.BLOCK_DV)),
+        quantised.scales,
     )
-    options = {
-        "SCORE_MOD": score_mod(request, GPU),
-        "MASK_MOD": mask_mod(request),
-        "CONFIG": repair_config(size, REPAIR_ROWS, padded(size.d, 64), padded(size.dv, 64)),
-        "EACH": False,
-        "num_warps": 4,
-        "launch_pdl": not INTERPRETED,
-    }
-    return Launch(repair_forward_kernel, min(total, num_sms), args, options)
+    return [*quantised.launches, forward_launch(request, operands, results, state, num_sms, size, config)]
 
 
 def forward_launch(
     request: Request,
-    kv: Sequence[Any],
+    operands: Operands,
     results: tuple[Tensor, Tensor, Tensor | None],
     state: State,
     num_sms: int,
@@ -135,29 +152,54 @@ def forward_launch(
     config: ForwardConfig,
     cache: KvCache = NO_CACHE,
 ) -> Launch:
-    """`kv`: the TMA descriptors of K and V, two each. `results`: out, lse and the largest score of each head, or
+    """`results`: out, lse and the largest score of each head, or
     None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
     out, lse, max_logit = results
-    block_m = ROWS.value * config.WARPGROUPS
+    repair = RepairPointers()
+    if request.is_masked and cache.lengths is None:
+        given: list[Any] = [q, request.k, request.v]
+        if config.FP8:  # the descriptors are those of the quantised operands
+            given = [output(x) for x in given]
+        repair = RepairPointers(*given, out, state.flags)
+    block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
     rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
     args = (
-        *column_descriptors(q, ROWS.value),
-        *kv,
+        *operands.descriptors,
         # with float32 results only the dtype of this descriptor is used, that of P
         descriptor(q if spec.partial else out, ROWS.value, config.BLOCK_DV // config.O_STORES),
         *(float32_output(out, spec), lse, state.counter),
-        *(state.flag if request.is_masked and cache.lengths is None else None, max_logit),
+        *(repair, max_logit),
         *(request.cu_q, request.cu_k, size.n_q, size.n_k, spec.before, spec.after, spec.scale),
-        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, max(1, rows_in_l2) * config.GROUP),
+        *(tiles_per_row * rows, rows, tiles_per_row, size.heads, size.batch, rows_in_l2 * config.GROUP),
         device_terms(request, GPU, (block_m, config.BLOCK_N)),
-        *(CachePointers(*cache[:4]), *cache[4:]),
+        *(CachePointers(*cache[:4]), operands.fp8, *cache[4:]),
     )
     options = {"SCORE_MOD": score_mod(request, GPU), "MASK_MOD": mask_mod(request), "CONFIG": config, "num_warps": 4}
     options |= pdl_option(not INTERPRETED)
     return Launch(forward_kernel, min(tiles_per_row * rows, num_sms), args, options)
+
+
+def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
+    """The config for fp8 operands, whose blocks have BLOCK keys."""
+    tile, dv = tiles.FP8_FORWARD, padded(size.dv, 64)
+    return ForwardConfig(
+        BLOCK_M=ROWS.value * tile.warpgroups,
+        BLOCK_DV=dv,
+        HEAD_PARTS=(dv,),
+        BLOCK_N=BLOCK,
+        GROUP=size.heads // size.kv_heads,
+        WARPGROUPS=tile.warpgroups,
+        STAGES=tile.stages,
+        FOLD_SCALE=spec.scale > 0 and spec.score_mod is None and not has_bias,
+        O_STORES=tile.o_stores,
+        PING_PONG=tile.ping_pong,
+        LAZY_RESCALE=False,
+        FP8=True,
+    )
 
 
 def sequence_keys(size: CallShape) -> int:
@@ -166,15 +208,18 @@ def sequence_keys(size: CallShape) -> int:
 
 
 @lru_cache(LIMIT)
-def forward_config(size: CallShape, keys: int, spec: Spec, has_bias: bool) -> ForwardConfig:
-    """`keys`: of one sequence."""
+def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool) -> ForwardConfig:
+    """`keys`: of one sequence, None where it is not known."""
     has_score_terms = spec.score_mod is not None or has_bias
     plain = not has_score_terms and spec.mask_mod is None
     window = tiles.window_size(spec.before, spec.after)
     tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
+    splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS
+    block_dv = padded(size.dv, 64) // (2 if splits_columns else 1)
     return ForwardConfig(
-        BLOCK_DV=padded(size.dv, 64),
-        HEAD_PARTS=tiles.widths(size.dv),
+        BLOCK_M=ROWS.value * (1 if splits_columns else tile.warpgroups),
+        BLOCK_DV=block_dv,
+        HEAD_PARTS=(block_dv,) if splits_columns else tiles.widths(size.dv),
         BLOCK_N=tile.block_n,
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
@@ -183,4 +228,6 @@ def forward_config(size: CallShape, keys: int, spec: Spec, has_bias: bool) -> Fo
         O_STORES=tile.o_stores,
         PING_PONG=tile.ping_pong,
         LAZY_RESCALE=tile.lazy_rescale,
+        Q_IN_REGISTERS=tile.q_in_registers,
+        RESCALE_LATE=tile.rescale_late,
     )

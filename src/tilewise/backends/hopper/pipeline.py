@@ -12,7 +12,7 @@ import triton.language as tl
 from ..common.device.mask import mask_mod_visible
 from ..common.device.structs import Pairs, Work
 from ..common.device.tile_range import band, block_at, clamp, loop_range
-from .gluon_compat import arrive, gl, gluon, mbarrier, tma_load
+from .gluon_compat import arrive, column_indices, gl, gluon, mbarrier, opaque, opaque64, tma_load
 
 TILE_SLOTS: gl.constexpr = gl.constexpr(4)  # tiles that the producer may be ahead of the slowest consumer
 TILE_FIELDS: gl.constexpr = gl.constexpr(8)
@@ -70,8 +70,8 @@ class Tokens(NamedTuple):
     n: tl.tensor
 
 
-class Float32Output(NamedTuple):
-    """Where float32 results are stored, if `ptr` is not None: strides of (batch, token, head), number of columns."""
+class GlobalTensor(NamedTuple):
+    """A tensor in global memory, if `ptr` is not None: strides of (batch, token, head), number of columns."""
 
     ptr: tl.tensor = None
     strides: tl.tuple = (0, 0, 0)
@@ -192,13 +192,23 @@ def load_tile(pipe, stage, x, tokens, row):
 
 
 @gluon.jit
-def store_float32(out, x, tokens, first, COLUMN: gl.constexpr):
-    """Stores x at the rows `first` and on of `tokens` and the columns COLUMN and on."""
+def tensor_of(ptr, desc):
+    """The tensor at `ptr` that a TMA descriptor describes."""
+    if len(desc.block_type.shape) == 4:
+        return GlobalTensor(ptr, (desc.strides[0], desc.strides[2], desc.strides[1]), desc.shape[3])
+    else:
+        return GlobalTensor(ptr, (0, desc.strides[3], desc.strides[2]), desc.shape[4])
+
+
+@gluon.jit
+def store_global(out, x, tokens, first, column):
+    """Stores x at the rows `first` and on of `tokens` and the columns `column` and on."""
     i = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    c = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    p = out.ptr + tl.cast(tokens.b, tl.int64) * out.strides[0] + tl.cast(tokens.h, tl.int64) * out.strides[2]
-    p = p + (tl.cast(tokens.start, tl.int64) + i.to(tl.int64))[:, None] * out.strides[1] + c[None, :]
-    gl.store(p, x, mask=(i < tokens.n)[:, None] & (c < out.columns)[None, :])
+    c = column_indices(opaque(gl.to_tensor(column)), x)
+    offset = tl.cast(tokens.b, tl.int64) * out.strides[0] + tl.cast(tokens.h, tl.int64) * out.strides[2]
+    offset = offset + (tl.cast(tokens.start, tl.int64) + i.to(tl.int64)) * out.strides[1]
+    p = (out.ptr + opaque64(offset))[:, None] + c[None, :]
+    gl.store(p, x.to(out.ptr.dtype.element_ty), mask=(i < tokens.n)[:, None] & (c < out.columns)[None, :])
 
 
 @triton.jit
@@ -283,7 +293,9 @@ def release(pipe, n, STAGES: gl.constexpr):
 def stage_tile(tiles, n, STAGES: gl.constexpr):
     """The tile of use n as (rows, columns)."""
     rank: gl.constexpr = len(tiles.shape)
-    return tiles.index(n % STAGES).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
+    # a known 0 would keep all of a wgmma's descriptors in registers
+    stage = opaque(gl.to_tensor(0)) if STAGES == 1 else n % STAGES
+    return tiles.index(stage).reshape([tiles.shape[rank - 2], tiles.shape[rank - 1]])
 
 
 @gluon.jit
@@ -329,8 +341,8 @@ def read_tile_info(info, n, n_q, n_k, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def release_tile_info(info, n):
-    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1)
+def release_tile_info(info, n, pred=True):
+    mbarrier.arrive(info.empty.index(n % TILE_SLOTS), count=1, pred=pred)
 
 
 @triton.jit

@@ -25,12 +25,13 @@ def from_register_order(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def register_order_pointers(ptr, x, tile):
-    """Pointers to tile `tile` of a float32 buffer of [64, N] tiles, and x, [64, N], in their order."""
+def register_order_pointers(ptr, x, tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Pointers to the columns FIRST and on of tile `tile` of a float32 buffer of [64, COLUMNS] tiles, and x, [64, N],
+    in their order."""
     GROUPS: gl.constexpr = x.shape[1] // 8
     x = in_register_order(x).reshape([GROUPS, 512])  # the row is known at compile time, the column from the thread
     r = gl.arange(0, GROUPS, gl.SliceLayout(1, x.type.layout))[:, None]
     zero = gl.where(tile < 0, 512, 0)  # a known 0 would keep the sum of pointer and column in registers
     c = gl.arange(0, 512, gl.SliceLayout(0, x.type.layout))[None, :] + zero
-    first = ptr + tl.cast(tile, tl.int64) * (GROUPS * 512)
+    first = ptr + (tl.cast(tile, tl.int64) * COLUMNS + FIRST) * 64
     return first + c.to(gl.int64) + r.to(gl.int64) * 512, x

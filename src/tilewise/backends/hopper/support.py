@@ -16,7 +16,11 @@ from ..common.kv.mla_tiles import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512  # of the forward
+MAX_FP8_HEAD_DIM = 128  # O and the product that is added to it are both in registers
+MAX_CACHE_HEAD_DIM = 256
+MAX_LISTED_HEAD_DIM = 256  # with a block mask
+MAX_TERMS_HEAD_DIM = 256  # of the backward with score terms
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
@@ -48,10 +52,13 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
     if getattr(request, "cache_index", None) is not None and is_latent(request):
         return unsupported_latent(request)
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {MAX_HEAD_DIM}"
+    most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
+    if max(q.shape[-1], v.shape[-1]) > most:
+        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v, of multiples of 8"
+    if spec is not None and spec.precision is not None:
+        return unsupported_fp8(request)
     for x in (q, k, v):
         *outer, inner = x.stride()
         if inner != 1 or any(stride % 8 or stride == 0 for stride in outer) or not is_aligned(x):
@@ -85,10 +92,22 @@ def unsupported_latent(request: Any) -> str | None:
     return None
 
 
+def unsupported_fp8(request: Request) -> str | None:
+    """Returns why a call with precision="fp8" is not supported, or None. The quantising pass reads any strides."""
+    d, dv = request.q.shape[-1], request.v.shape[-1]
+    if max(d, dv) > MAX_FP8_HEAD_DIM:
+        return f"head dim {max(d, dv)} with precision='fp8', of at most {MAX_FP8_HEAD_DIM}"
+    if request.blocks:
+        return "a block mask with precision='fp8'"
+    return None
+
+
 def unsupported_block_mask(request: Request) -> str | None:
     """Returns why a block mask is not supported, or None."""
     if request.cu_q is not None:
         return "a block mask of packed sequences"
+    if (dim := max(request.q.shape[-1], request.v.shape[-1])) > MAX_LISTED_HEAD_DIM:
+        return f"a block mask with head dim {dim}, of at most {MAX_LISTED_HEAD_DIM}"
     block = request.spec.mask_block[:2]
     if any(x < MIN_MASK_BLOCK or x & (x - 1) for x in block):
         return f"a block mask with tiles of {block[0]} x {block[1]}, of powers of two from {MIN_MASK_BLOCK} on"
@@ -119,6 +138,9 @@ def unsupported_cache(request: Any) -> str | None:
 def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
+    if isinstance(request, Request) and request.spec.precision is not None:
+        spills = request.bias is not None or request.spec.score_tensors or request.spec.mask_mod is not None
+        return "score tensors or masks with precision='fp8', whose registers would spill" if spills else None
     if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
         return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):
@@ -141,7 +163,7 @@ def has_backward(request: Request) -> bool:
     if request.blocks:
         by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
         return supports_backward(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
-    return supports_backward(d, dv)
+    return supports_backward(d, dv) and (max(d, dv) <= MAX_TERMS_HEAD_DIM or request.is_plain)
 
 
 def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -10,7 +11,8 @@ class ForwardTile:
     """`warpgroups` of 64 queries each by `block_n` keys. `ping_pong`: the warpgroups issue their products one after the
     other. `lazy_rescale`: O is rescaled only by warps with a new maximum, behind a branch; otherwise always, overlapped
     with the exponentials. `o_stores`: O is stored in so many parts through the same shared memory, which leaves more of
-    it for keys.
+    it for keys. `q_in_registers`: Q is loaded once a tile; S then reads half as much shared memory. `rescale_late`: O
+    is rescaled while the next scores are computed.
     """
 
     block_n: int
@@ -19,6 +21,8 @@ class ForwardTile:
     lazy_rescale: bool = True
     stages: int = 2
     o_stores: int = 1
+    q_in_registers: bool = False
+    rescale_late: bool = False
 
 
 # The forward: (largest head dims of Q and K and of V, most keys, only causal or with a block mask, only without score
@@ -43,14 +47,30 @@ FORWARD: tuple[tuple[int, int, int | None, bool, bool, ForwardTile], ...] = (
     (128, 128, None, False, False, ForwardTile(128, 2)),
     # 16 heads, 1024 and 8192: full 633 688, causal 458 644; lazy 608 658, 447 614; 64 keys 531 572, 429 545;
     # with a bias it spills 324 bytes, with alibi 144
-    (192, 128, None, False, True, ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, o_stores=2)),
+    # 4096, causal: 698, rescaled before that 686, lazy 669
+    (
+        *(192, 128, None, False, True),
+        ForwardTile(128, 2, ping_pong=True, lazy_rescale=False, o_stores=2, rescale_late=True),
+    ),
     # of 128 keys D 192 spills 1400 bytes; 1024 and 8192: full 560 646, causal 439 605; two stages 557 642, 429 605;
     # without ping-pong 524 563, 425 543; always 573 625, 449 599; with a document mask it spills 100 bytes
-    (192, 192, None, False, True, ForwardTile(64, 2, ping_pong=True, stages=3, o_stores=2)),
+    # 4096, full and causal: 638 600, lazy 639 589; Q in shared memory 623 583 (lazy), rescaled before that 616 575;
+    # without ping-pong 611 568
+    (
+        *(192, 192, None, False, True),
+        ForwardTile(64, 2, True, lazy_rescale=False, stages=3, o_stores=2, q_in_registers=True, rescale_late=True),
+    ),
     # 64 keys: O's 128 registers leave no room for more; 4096 and 16384: full 704 754, causal 657 754; always 651 674,
     # 609 676; with ping-pong 0 to -2 %
     (256, 256, None, False, False, ForwardTile(64, 2, o_stores=2)),
+    # Two warpgroups compute the same scores, and each half of the columns of O; there is room for one tile of K and V.
+    # Right in the emulator, not timed: `support.MAX_HEAD_DIM` keeps calls from it.
+    (512, 512, None, False, False, ForwardTile(64, 2, stages=1, o_stores=2)),
 )
+MAX_WHOLE_ROWS = 256  # columns of O that a warpgroup can hold for 64 queries
+
+
+FP8_FORWARD = ForwardTile(128, 2, ping_pong=True, lazy_rescale=False)  # of the blocks in which fp8 operands are stored
 
 
 def widths(d: int) -> tuple[int, ...]:
@@ -79,27 +99,57 @@ class BackwardTile:
     dq_by_tma: bool
 
 
-# The backward: (largest padded head dim, only without score terms) -> tile; TFLOPS on an H200, bf16, 16384 tokens,
-# hidden 2048, full and causal at S = 16384
-BACKWARD: tuple[tuple[int, bool, BackwardTile], ...] = (
+# The backward: (largest padded head dims of Q and K and of V, only without score terms and in any order) -> tile;
+# TFLOPS on an H200, bf16, 16384 tokens, hidden 2048, full and causal at S = 16384
+BACKWARD: tuple[tuple[int, int, bool, BackwardTile], ...] = (
     # 555 578; by atomics 520 540, 64 queries by atomics 506 501 and by TMA 444 448: half the copies of half the size
-    (64, True, BackwardTile(128, 128, dq_by_tma=True)),
+    (64, 64, True, BackwardTile(128, 128, dq_by_tma=True)),
     # of 128 queries softcap spills 868 bytes, alibi 260
-    (64, False, BackwardTile(64, 128, dq_by_tma=False)),
+    (64, 64, False, BackwardTile(64, 128, dq_by_tma=False)),
     # full 604, by atomics 568: the fence before dQ waits for them
-    (128, False, BackwardTile(64, 128, dq_by_tma=True)),
+    (128, 128, False, BackwardTile(64, 128, dq_by_tma=True)),
+    # only for `backward_launches.unpadded_parts`; there is no room for a tile of dQ
+    (192, 128, True, BackwardTile(64, 128, dq_by_tma=False)),
     # there is no room for a tile of dQ
-    (256, False, BackwardTile(64, 64, dq_by_tma=False)),
+    (256, 256, False, BackwardTile(64, 64, dq_by_tma=False)),
 )
 
 
-def backward_tile(padded_dim: int, *, plain: bool) -> BackwardTile:
+def backward_widths(d: int) -> tuple[int, ...]:
+    """`widths` for the backward: above 128 the second part is halved between two warpgroups.
+
+    >>> backward_widths(80), backward_widths(136), backward_widths(192)
+    ((64, 16), (128, 32), (128, 64))
+    """
+    first, *rest = widths(d)
+    return (first, *(max(x, 32) for x in rest)) if d > 128 else (first, *rest)
+
+
+def backward_tile(d: int, dv: int, *, plain: bool, deterministic: bool) -> BackwardTile:
     """The tile of the Hopper backward; `plain`: without score terms.
 
-    >>> backward_tile(128, plain=True)
+    >>> backward_tile(128, 128, plain=True, deterministic=False)
     BackwardTile(block_m=64, block_n=128, dq_by_tma=True)
     """
-    return next(row for dim, only_plain, row in BACKWARD if padded_dim <= dim and (plain or not only_plain))
+    return next(
+        row
+        for most_d, most_dv, only_fast, row in BACKWARD
+        if d <= most_d and dv <= most_dv and ((plain and not deterministic) or not only_fast)
+    )
+
+
+def rows_together(rows: int, least: int) -> int:
+    """How many rows of tiles are scheduled together: from `least` to twice as many, so that the last group is as full
+    as possible. The longest tiles of a small last group would start when the others are nearly done (D 192, 16 heads of
+    4096 tokens, forward: 0.73 of FlashAttention-3 with groups of 5 rows, 0.95 with groups of 8).
+
+    >>> rows_together(16, 5), rows_together(64, 10), rows_together(3, 8)
+    (8, 16, 3)
+    """
+    least = max(least, 1)
+    if rows <= least:
+        return rows
+    return max(range(least, min(2 * least, rows) + 1), key=lambda n: (((rows - 1) % n + 1) / n, -n))
 
 
 def window_size(before: int | None, after: int | None) -> int | None:
@@ -108,22 +158,22 @@ def window_size(before: int | None, after: int | None) -> int | None:
 
 
 def forward_tile(
-    d: int, dv: int, *, banded: bool, keys: int, window: int | None = None, plain: bool = True
+    d: int, dv: int, *, banded: bool, keys: int | None, window: int | None = None, plain: bool = True
 ) -> ForwardTile:
-    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: of a sequence (packed: the mean);
-    `plain`: no score terms and no mask mod. A window counts as the causal call in which a query sees as many keys on
-    average: that of twice its size.
+    """The tile of the Hopper forward; `banded`: causal or with a block mask; `keys`: of a sequence (packed: the mean;
+    None: not known, many); `plain`: no score terms and no mask mod. A window counts as the causal call in which a query
+    sees as many keys on average: that of twice its size.
 
     >>> forward_tile(128, 128, banded=True, keys=4096)
     ForwardTile(block_n=128, warpgroups=2, ping_pong=True, lazy_rescale=False, stages=2, o_stores=1)
     """
-    keys = keys if window is None else min(keys, 2 * window)
+    most_keys = min(sys.maxsize if keys is None else keys, sys.maxsize if window is None else 2 * window)
     return next(
         row
         for most_d, most_dv, most, only_banded, only_plain, row in FORWARD
         if d <= most_d
         and dv <= most_dv
-        and (most is None or keys <= most)
+        and (most is None or most_keys <= most)
         and (banded or not only_banded)
         and (plain or not only_plain)
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...request import BackwardInputs, Request
 from ..common.gpu import Gpu
 from ..protocol import KvBackend, Runner
-from . import scored, tiled, whole
+from . import fp8, scored, tiled, whole
 from .kv import ReferenceCache
 
 
@@ -55,16 +55,29 @@ class ReferenceBackend:
     def jvp(self, request: Request, out: Tensor, lse: Tensor, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("torch differentiates the reference itself: see `differentiable`")
 
+    def lacks_hvp(self, request: Request) -> str | None:
+        return "derivatives by torch instead"
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        raise NotImplementedError("torch differentiates the reference itself: see `differentiable_backward`")
+
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         return {}
 
-    # Results that torch itself can differentiate, to any order.
-    differentiable = staticmethod(whole.differentiable)
+    @staticmethod
+    def differentiable(request: Request) -> tuple[Tensor, ...]:
+        """Results that torch itself can differentiate, to any order."""
+        if request.spec.precision is not None:
+            return fp8.forward(request, whole.differentiable)
+        return whole.differentiable(request)
+
     differentiable_backward = staticmethod(whole.differentiable_backward)
 
 
 def forward(request: Request) -> tuple[Tensor, ...]:
     """(out, lse), and the largest score of each head if the call returns it."""
+    if request.spec.precision is not None:
+        return fp8.forward(request, forward)
     out, lse, *largest = tiled.forward(request) if request.is_plain else scored.forward(request)
     return out, lse, *map(tiled.max_logit, largest)
 

@@ -52,6 +52,18 @@ class TritonBackend:
 
         return jvp(request, out, lse, tangents)
 
+    def lacks_hvp(self, request: Request) -> str | None:
+        from ..common.score_terms import lacks_hvp
+
+        return lacks_hvp(request)
+
+    def hvp(self, request: Request, bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]) -> Runner:
+        from ..common.hvp_launches import build_hvp
+        from ..common.kernel_call import KernelCall
+
+        tensors = *request.tensors(), *bwd_inputs, *tangents
+        return KernelCall(build_hvp(request.spec), tensors, request.q.device)
+
     def launches(self, request: Request, gpu: Gpu, backward: bool) -> dict[str, Any]:
         from .launches import offline_launches
 

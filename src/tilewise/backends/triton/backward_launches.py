@@ -123,7 +123,7 @@ def backward_repairs(passes: list[Launch], target: Target) -> list[Launch]:
     plans = {
         name: x.options["CONFIG"] for name, x in zip(("QUERY", "KEY", "VALUE"), (query, key, *values), strict=False)
     }
-    options = {name: x for name, x in made.options.items() if name != "CONFIG"} | {"EACH": True, "VALUE": None}
+    options = {name: x for name, x in made.options.items() if name != "CONFIG"} | {"VALUE": None}
     options |= {"QUERIES": plans["QUERY"].BLOCK_M, "KEYS": plans["KEY"].BLOCK_N}
     return [made._replace(options=options | {name: _few_rows(name, plan) for name, plan in plans.items()})]
 

@@ -28,6 +28,7 @@ from ..common.shapes import call_shape, new_gradients, new_max_logit, new_result
 from ..common.sinks import named_sink_launches
 from .backward_launches import named_launches
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
+from .fp8_launches import fp8_forward_launches
 
 OFFLINE_PROCESSORS = 132  # those of an H100
 
@@ -39,8 +40,11 @@ def build_forward(spec: Spec) -> Build:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
         max_logit = new_max_logit(request, memory)
-        splits = splits_of_keys(request, target)
-        launches = forward_launches(request, out, lse, target, memory, splits, max_logit)
+        if spec.precision is not None:
+            launches = fp8_forward_launches(request, out, lse, target, memory, max_logit)
+        else:
+            splits = splits_of_keys(request, target)
+            launches = forward_launches(request, out, lse, target, memory, splits, max_logit)
         return Built((out, lse) if max_logit is None else (out, lse, max_logit), list(launches.values()))
 
     return build
@@ -70,7 +74,7 @@ def forward_launches(
         lse_splits = memory.empty(((2 if large_scores else 1) * splits * lse.shape[0], *lse.shape[1:]), torch.float32)
         first = forward_launch(request, out_splits, lse_splits, gpu, splits, flag, max_logit)
         last = {"merge": merge_launch(out_splits, lse_splits, out, lse, splits, gpu, large_scores)}
-    repair = repairs(repair_forward_kernel, first, target, EACH=True)
+    repair = repairs(repair_forward_kernel, first, target)
     cleared = named("(forward max logit)", clear_max_logit(max_logit))
     return cleared | {"forward": first} | named("(forward repair)", repair) | last
 
@@ -79,6 +83,8 @@ def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, La
     """All launches of a forward (without splits) or backward by name. Nothing runs; tensors may be meta tensors."""
     target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
     out, lse = new_results(request, memory)
+    if request.spec.precision is not None:
+        return fp8_forward_launches(request, out, lse, target, memory, new_max_logit(request, memory))
     if not backward:
         return forward_launches(request, out, lse, target, memory, 1, new_max_logit(request, memory))
     bwd_inputs = BackwardInputs(out, lse, out, None)

@@ -28,7 +28,20 @@ def unsupported(request: Request, gpu: Gpu | None) -> str | None:
         return "the GPU is older than Ampere (compute capability 8.0)"
     if gpu.kind == "hip" and gpu.arch not in AMD:
         return f"the GPU is a {gpu.arch}, of {' and '.join(AMD)}"
-    return None if isinstance(request, Request) else unsupported_cache(request)
+    if isinstance(request, Request):
+        return None if request.spec.precision is None else unsupported_fp8(request, gpu)
+    return unsupported_cache(request)
+
+
+def unsupported_fp8(request: Request, gpu: Gpu) -> str | None:
+    """Returns why a call with precision="fp8" is not supported, or None."""
+    if gpu.kind == "hip" or (gpu.kind == "cuda" and gpu.capability < 89):
+        return "precision='fp8' on a GPU without float8_e4m3fn (of NVIDIA, compute capability 8.9 and later)"
+    if request.seed is not None:
+        return "dropout with precision='fp8'"
+    if request.q.numel() == 0 or request.k.numel() == 0:
+        return "no queries or no keys, with precision='fp8'"
+    return None
 
 
 def unsupported_cache(request: Any) -> str | None:

@@ -14,8 +14,9 @@ import triton
 
 import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
+from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.kv_launches import prefill_launch
-from tilewise.backends.hopper.launches import forward_launches, new_state
+from tilewise.backends.hopper.launches import forward_launches, fp8_forward_launches, new_state
 from tilewise.kv_request import CacheIndex, KvRequest
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
@@ -63,6 +64,7 @@ def main(
     partial: bool = False,
     page: int | None = None,
     max_logit: bool = False,
+    precision: str | None = None,
 ) -> None:
     """`page`: K and V are a cache, of pages with so many tokens, or dense with 0."""
     heads, batch, dv = 4, 2, dv or d
@@ -72,12 +74,19 @@ def main(
     cu = torch.zeros(3, dtype=torch.int32) if packed else None
     state = new_state(DeviceMemory(torch.device("cpu")))
     request = with_terms(
-        Request(q, k, v, Spec(d**-0.5, before, after, partial=partial), cu_q=cu, cu_k=cu), terms, batch, n
+        Request(q, k, v, Spec(d**-0.5, before, after, partial=partial, precision=precision), cu_q=cu, cu_k=cu),
+        terms,
+        batch,
+        n,
     )
     if partial:  # and somewhere in a larger call, if something asks where
         out, position_offsets = out.float(), torch.zeros(batch, 7, dtype=torch.int32)
         request = request._replace(position_offsets=position_offsets if terms else None)
-    if page is None:
+    if precision is not None:
+        memory = DeviceMemory(torch.device("cpu"))
+        launches = fp8_forward_launches(request, (out, lse, None), state, 132, memory)
+        launches = [x for x in launches if x.kernel is forward_kernel]
+    elif page is None:
         top = torch.empty(lse.shape[:-1]) if max_logit else None
         launches = forward_launches(request, out, lse, state, 132, top)
     else:
@@ -94,7 +103,7 @@ def main(
                 "spills": made.spills,
                 "warnings": made.warnings,
                 "shared": made.shared,
-                "products": made.instructions["HGMMA"],
+                "products": made.instructions["HGMMA" if precision is None else "QGMMA"],
                 "copies": made.instructions["UTMALDG"],
                 "waits": made.sass.count("WARPGROUP.DEPBAR"),
                 "griddepcontrol": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),

@@ -25,6 +25,7 @@ from tilewise.backends.hopper.backward_schedule import Split  # noqa: E402
 
 PLAIN = Case(n_q=150, n_k=150, heads=1, kv_heads=1, d=64, dv=64, dtype="bfloat16", lse_gradient=False)
 WIDE = altered(PLAIN, d=256, dv=256)
+HALVES = altered(PLAIN, d=192, dv=128)
 PACKED = ((5, 0), (0, 60), (145, 210), (64, 80))
 CASES = {
     "full": PLAIN,
@@ -51,6 +52,24 @@ CASES = {
     "256 shared keys": altered(WIDE, n_q=100, n_k=100, heads=4, kv_heads=2, after=0),
     "256 lse": altered(WIDE, n_q=70, n_k=70, after=0, lse_gradient=True),
     "256 packed": altered(WIDE, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "96": altered(PLAIN, d=96, dv=96, after=0, n_q=200, n_k=200),
+    "80": altered(PLAIN, d=80, dv=80, dtype="float16"),
+    "128 by 96": altered(PLAIN, d=128, dv=96, after=0),
+    "96 by 64": altered(PLAIN, d=96, dv=64, n_q=230, n_k=230, before=70, after=30),
+    "96 packed": altered(PLAIN, d=96, dv=80, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "192": altered(WIDE, d=192, dv=192, after=0, n_q=200, n_k=200),
+    "192 window": altered(WIDE, d=192, dv=192, n_q=230, n_k=230, before=70, after=30),
+    "192 by 128 window": altered(HALVES, n_q=230, n_k=230, before=70, after=30, dtype="float16"),
+    "192 by 128 packed": altered(HALVES, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0),
+    "192 by 128 rounds": altered(HALVES, batch=3, heads=2, kv_heads=1, lse_gradient=True),
+    "512": altered(PLAIN, d=512, dv=512, n_q=100, n_k=100),
+    "512 causal": altered(PLAIN, d=512, dv=512, after=0, dtype="float16", lse_gradient=True),
+    "512 shared keys": altered(PLAIN, d=512, dv=512, heads=4, kv_heads=2, n_q=70, n_k=90, after=0),
+    "384 by 320 window": altered(PLAIN, d=384, dv=320, n_q=230, n_k=200, before=70, after=30),
+    "320 by 72 packed": altered(
+        PLAIN, d=320, dv=72, batch=4, n_q=214, n_k=350, lengths=PACKED, heads=2, kv_heads=1, after=0
+    ),
+    "192 by 96": altered(HALVES, dv=96, n_q=40, n_k=150, after=0),
 }
 
 
@@ -69,11 +88,12 @@ def gradients(
     split: Split | None = None,
     seed: int = 0,
     num_sms: int = 2,
+    results: Sequence[Tensor] = (),
     **replaced: Any,
 ) -> list[Tensor]:
-    """dq, dk and dv."""
+    """dq, dk and dv. `results`: out and lse, if not those of these inputs."""
     case, q, k, v, dout, dlse, cu_q, cu_k = inputs
-    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
+    out, lse, *_ = results or naive_grads(q, k, v, case.spec, dout, dlse, cu_q, cu_k)
     spec = case.spec._replace(deterministic=deterministic, partial=partial)
     request = Request(q, k, v, spec, cu_q=cu_q, cu_k=cu_k)
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
@@ -85,6 +105,29 @@ def gradients(
         else:
             launch()
     return grads
+
+
+@pytest.mark.parametrize("split", [None, Split(1, 2)], ids=["whole", "parts"])
+@pytest.mark.parametrize("side", ["queries", "keys"])
+@pytest.mark.parametrize("name", ["causal", "shared keys", "256 causal"])
+def test_only_gradients_that_depend_on_a_nan_get_one(name: str, side: str, split: Split | None) -> None:
+    """The first queries, or the last keys, are NaN."""
+    inputs = make(CASES[name], "cpu")
+    case, q, k, v, dout, *_ = inputs
+    out, lse, *_ = naive_grads(q, k, v, case.spec, dout, None)
+    clean = gradients(inputs, split=split, results=(out, lse))
+    for x in (k[:, -5:], v[:, -5:]) if side == "keys" else (q[:, :5], dout[:, :5]):
+        x.fill_(torch.nan)
+    i, j = torch.arange(case.n_q)[:, None], torch.arange(case.n_k)[None, :]
+    sees = (j <= i + case.after) & (j >= i - (case.n_k if case.before is None else case.before))
+    bad_q = sees[:, -5:].any(1) if side == "keys" else torch.arange(case.n_q) < 5
+    bad_k = (sees & bad_q[:, None]).any(0)
+    out[:, bad_q], lse[..., bad_q] = torch.nan, torch.nan
+    found = gradients(inputs, split=split, results=(out, lse))
+    for x, before, bad in zip(found, clean, (bad_q, bad_k, bad_k), strict=True):
+        torch.testing.assert_close(x[:, ~bad], before[:, ~bad], atol=1e-2, rtol=1e-2)
+        assert x[:, bad].isnan().all()
+    assert not bad_q.all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
@@ -106,7 +149,7 @@ def test_ordered_sums_do_not_depend_on_timing(case: Case) -> None:
 @pytest.mark.parametrize("name", ["full", "window", "shared keys", "packed", "256 shared keys"])
 def test_ordered_sums_in_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One head in a cohort: the tiles of the last are drawn first tile first, those of the others last tile first."""
-    monkeypatch.setattr(backward_schedule, "L2_BYTES", 0)
+    monkeypatch.setattr(backward_schedule, "ORDERED_L2_BYTES", 0)
     case = CASES[name]
     if case.lengths is None:
         case = altered(case, batch=2, n_q=300, n_k=300)
@@ -164,6 +207,15 @@ def test_float32_gradients_are_added_without_rounding(name: str, split: Split) -
     check([unused, unused, *(x.to(inputs.q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
 
 
+def test_float32_gradients_above_head_dim_256() -> None:
+    inputs = make(CASES["512 shared keys"], "cpu")
+    found = gradients(inputs, partial=True)
+    assert [x.dtype for x in found] == [torch.float32] * 3
+    assert all(bool((x != x.bfloat16()).any()) for x in found)
+    unused = torch.zeros(())
+    check([unused, unused, *(x.to(inputs.q.dtype) for x in found)], inputs, ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("name", ["heads and blocks", "128 blocks", "packed", "256 blocks"])
 def test_ordered_parts_do_not_depend_on_timing(name: str) -> None:
     case, split = SPLIT[name]
@@ -186,9 +238,13 @@ def limping(name: str) -> Any:
     return downcast
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
-def test_a_slow_warpgroup_changes_nothing(deterministic: bool) -> None:
-    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
+SYNCHRONISED = [(PLAIN, False), (PLAIN, True), (HALVES, False)]
+SYNCHRONISED_IDS = ["fast", "ordered", "halves"]
+
+
+@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
+def test_a_slow_warpgroup_changes_nothing(case: Case, deterministic: bool) -> None:
+    inputs = make(altered(case, n_q=400, n_k=400), "cpu")
     even, uneven = (
         gradients(inputs, deterministic=deterministic, **x) for x in ({}, {"downcast": limping("consume 1")})
     )
@@ -210,10 +266,10 @@ def test_sums_that_come_late_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(even, uneven, strict=True))
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize(("case", "deterministic"), SYNCHRONISED, ids=SYNCHRONISED_IDS)
 @pytest.mark.parametrize("word", ["bar_sync_dynamic", "bar_arrive_dynamic", "arrive", "fence_async_shared"])
-def test_missing_synchronisation_is_caught(word: str, deterministic: bool) -> None:
-    inputs = make(altered(PLAIN, n_q=400, n_k=400), "cpu")
+def test_missing_synchronisation_is_caught(case: Case, word: str, deterministic: bool) -> None:
+    inputs = make(altered(case, n_q=400, n_k=400), "cpu")
     broken = {"downcast": limping("consume 1"), word: lambda *_: None}
     with pytest.raises((emulator.RaceError, emulator.DeadlockError)):
         all(gradients(inputs, deterministic=deterministic, seed=seed, **broken) for seed in range(4))

@@ -18,6 +18,19 @@ CALLS = {
     "64 ordered": {"d": 64, "after": 0, "deterministic": True},
     "128 ordered": {"d": 128, "deterministic": True},
     "128 shared keys": {"d": 128, "after": 0, "group": 8},
+    "80 full": {"d": 80},
+    "96 causal": {"d": 96, "after": 0},
+    "96 softcap, ordered": {"d": 96, "after": 0, "terms": "softcap", "deterministic": True},
+    "96 partial": {"d": 96, "after": 0, "partial": True},
+    "192 causal": {"d": 192, "after": 0},
+    "192 softcap, packed": {"d": 192, "terms": "softcap", "packed": True},
+    "192 partial": {"d": 192, "partial": True},
+    "192 by 128 full": {"d": 192, "dv": 128},
+    "192 by 128 causal": {"d": 192, "dv": 128, "after": 0},
+    "192 by 128 ordered": {"d": 192, "dv": 128, "after": 0, "deterministic": True},
+    "512 full": {"d": 512},
+    "512 causal, packed": {"d": 512, "after": 0, "group": 4, "packed": True},
+    "192 split": {"d": 192, "after": 0, "group": 4, "split": [4, 1]},
     "256 full": {"d": 256},
     "256 causal": {"d": 256, "after": 0},
     "192 by 128, shared keys": {"d": 192, "dv": 128, "after": 0, "group": 4},
@@ -56,7 +69,13 @@ SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "12
 SPILLS |= {"256 packed": 16, "256 ordered": 8, "128 softcap": 40, "128 document, packed": 24, "128 bias": 116}
 SPILLS |= {"128 alibi, shared keys": 16, "256 softcap, ordered": 8, "256 document, bias": 8}
 SPILLS |= {"128 document lists, shared keys": 80, "128 split, window": 16, "128 split, ordered": 8}
-SPILLS |= {"128 split, document lists": 64}
+SPILLS |= {
+    "128 split, document lists": 64,
+    "96 softcap, ordered": 16,
+    "512 causal, packed": 40,
+    "192 by 128 full": 240,
+    "192 by 128 causal": 532,
+}
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal", "128 split")  # what other Tritons compile, too
 

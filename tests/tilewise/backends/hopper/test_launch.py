@@ -26,10 +26,19 @@ def launches(q: Any, after: int | None = None) -> list[Any]:
     return forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
 
 
-def test_a_second_launch_repairs_only_where_rows_see_different_keys():
+def is_repaired(launch: Any) -> bool:
+    """Whether the kernel looks for NaNs that its rows do not see."""
+    from tilewise.backends.hopper.forward_repair import RepairPointers
+
+    (pointers,) = (x for x in launch.args if isinstance(x, RepairPointers))
+    return pointers.flags is not None
+
+
+def test_one_launch_which_repairs_only_where_rows_see_different_keys():
     q = torch.empty(2, 256, 4, 128, dtype=torch.bfloat16)
-    assert len(launches(q)) == 1
-    assert len(launches(q, after=0)) == 2
+    (full,), (causal,) = launches(q), launches(q, after=0)
+    assert not is_repaired(full)
+    assert is_repaired(causal)
 
 
 def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
@@ -63,10 +72,10 @@ def test_heads_that_share_keys_are_queries_of_one_head(window):
     q, out, k, v = (torch.empty(3, n, h, 128, dtype=torch.bfloat16) for n, h in ((1, 8), (1, 8), (500, 2), (500, 2)))
     lse, request = torch.empty(3, 8, 1), Request(q, k, v, Spec(0.1, window, 0))
     portable = forward_launch(request, out, lse, Gpu("cuda", 90))
-    hopper = forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
+    (hopper,) = forward_launches(request, out, lse, new_state(DeviceMemory(q.device)), 132)
     heads = 2 if window is None else 8
-    assert (portable.programs, hopper[0].programs) == (3 * 2, 3 * heads)
-    assert len(hopper) == (1 if window is None else 2)  # all keys are seen, so there is nothing to repair
+    assert (portable.programs, hopper.programs) == (3 * 2, 3 * heads)
+    assert is_repaired(hopper) == (window is not None)  # otherwise all keys are seen
 
 
 @pytest.mark.parametrize("after", [None, 0])
@@ -113,7 +122,8 @@ def test_launches_of_placeholders_are_those_of_the_tensors(after):
     [
         (lambda q: q, None),
         (lambda q: q.float(), "float32"),
-        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), "256"),
+        (lambda q: torch.empty(2, 64, 4, 320, dtype=q.dtype), None),
+        (lambda q: torch.empty(2, 64, 4, 520, dtype=q.dtype), "512"),
         (lambda q: torch.empty(2, 64, 4, 36, dtype=q.dtype), "multiples of 8"),
         (lambda q: q.transpose(1, 3), "contiguous"),
         (lambda q: torch.empty(2 * 64 * 4 * 128 + 1, dtype=q.dtype)[1:].view(2, 64, 4, 128), "16 bytes"),
@@ -147,6 +157,7 @@ def test_what_goes_to_the_portable_kernels():
         (listed((128, 64, 1, 1)), "triton"),
         (listed((384, 128, 1, 1)), "triton"),
         (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "triton"),
+        (listed((128, 128, 1, 1), q=torch.empty(2, 64, 4, 512, dtype=torch.bfloat16)), "triton"),
     ):
         assert choose(request, Gpu("cuda", 90)).backend.name == backend
 
@@ -155,6 +166,24 @@ def listed(block: tuple[int, ...], **others: Any) -> Request:
     q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
     spec = Spec(0.1, mask_mod=block_diagonal(128).key, mask_block=block)
     return Request(q, q, q, spec, blocks=(torch.zeros(1),) * 4)._replace(**others)
+
+
+def test_score_terms_above_head_dim_256_have_the_portable_backward():
+    for d in (256, 512):
+        q = torch.empty(2, 64, 4, d, dtype=torch.bfloat16)
+        call = Request(q, q, q, Spec(0.1, None, 0))
+        assert support.has_backward(call)
+        assert support.has_backward(call._replace(sinks=torch.zeros(4))) == (d == 256)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 24, 64, 100])
+@pytest.mark.parametrize("least", [0, 1, 5, 10])
+def test_rows_that_are_scheduled_together(rows, least):
+    """The last group is no emptier than that of any other allowed size."""
+    found = tiles.rows_together(rows, least)
+    allowed = range(min(max(least, 1), rows), min(2 * max(least, 1), rows) + 1)
+    assert found in allowed
+    assert (-rows % found) / found == min((-rows % n) / n for n in allowed) or rows <= least
 
 
 def test_block_masks_whose_backward_is_portable():

@@ -8,7 +8,7 @@ from tilewise.backends.common import tiles
 from tilewise.backends.common.tiles import CHIPS, Tile, chip, parts_of_keys, tile
 from tilewise.request import MAX_HEAD_DIM
 
-PASSES = ("forward", "query", "key", "sums", "jvp")
+PASSES = ("forward", "query", "key", "sums", "jvp", "hvp query", "hvp key")
 
 
 @pytest.mark.parametrize("arch", [*CHIPS, 75, 200, "gfx1100"])

@@ -70,6 +70,17 @@ def store_rows(rows, tile, D: tl.constexpr):
 
 
 @triton.jit
+def store_columns(rows, tile, c, D: tl.constexpr):
+    """The same of the columns c and on."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = tile.shape[1]
+    r = tl.arange(0, ROWS)[:, None]
+    d = c + tl.arange(0, COLS)[None, :]
+    p = tile_pointers(rows, ROWS, COLS) + tl.cast(c, tl.int64) * rows.x.strides[3]
+    tl.store(p, tile.to(rows.x.ptr.dtype.element_ty), mask=(rows.first + r < rows.n) & (d < D))
+
+
+@triton.jit
 def row_pointers(x, tokens, heads, b, h, t, i, PACKED: tl.constexpr):
     """Pointers to x[b, h, t + i] of a contiguous (batch, heads, tokens) tensor, or (heads, tokens) if PACKED. Its
     strides are no arguments: Triton would compile a kernel for multiples of 16 and another for the others."""

@@ -52,7 +52,7 @@ class RotaryTables(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """cos and sin of `num_positions` positions, and the position of one token."""
+    """cos and sin of `num_positions` positions, and the position of one token. cos is None where nothing is rotated."""
 
     cos: tl.tensor
     sin: tl.tensor
@@ -76,14 +76,39 @@ class HeadNorm(NamedTuple):
     offset: tl.tensor
 
 
+class NewToken(NamedTuple):
+    """A token to read: where its heads begin and their strides; its norm and angles as in `HeadNorm` and `Angles`."""
+
+    ptr: tl.tensor
+    strides: tl.tuple
+    weight: tl.tensor
+    factor: tl.tensor
+    offset: tl.tensor
+    cos: tl.tensor
+    sin: tl.tensor
+    position: tl.tensor
+    num_positions: tl.tensor
+
+
+class Slot(NamedTuple):
+    """Where a token is written: page (or batch row) and offset there; and its sequence, for scales by sequence."""
+
+    page: tl.tensor
+    offset: tl.tensor
+    sequence: tl.tensor
+
+
 class CacheFormat(NamedTuple):
     """What K or V is written as: the format, None for a float; the groups of dims with a scale of their own, 1 or 2;
-    SCALE as in `Stored`; the largest number, to which a token's scale maps its largest magnitude."""
+    SCALE as in `Stored`; the largest number, to which a token's scale maps its largest magnitude; the head dim, and
+    that padded."""
 
     FORMAT: str | None
     GROUPS: int
     SCALE: str | None
     LARGEST: float
+    D: int
+    BLOCK_D: int
 
 
 class CacheSizes(NamedTuple):
@@ -97,17 +122,15 @@ class CacheSizes(NamedTuple):
 
 
 class AppendConfig(NamedTuple):
-    """KV heads, query heads; head dims; heads and padded head dims of a tile; half the dims that are rotated; whether
-    neighbouring dims form a pair; sequences that are searched at once; formats of the cache; whether the launch
-    overlaps the one before."""
+    """KV heads, query heads; head dim of queries, and that padded; heads of a tile; half the dims that are rotated;
+    whether neighbouring dims form a pair; sequences that are searched at once; formats of the cache; whether the
+    launch overlaps the one before."""
 
     KV_HEADS: int
     HEADS: int
     D: int
-    DV: int
-    BLOCK_H: int
     BLOCK_D: int
-    BLOCK_DV: int
+    BLOCK_H: int
     HALF: int
     INTERLEAVED: bool
     BLOCK_BATCH: int
@@ -146,21 +169,21 @@ def norm_factor(x, h, mask, eps, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_heads(x, h, d, mask, norm):
-    """Dims d of the heads h of the token where the view x begins, normalised."""
+def load_heads(x, h, d, mask):
+    """Dims d of the heads h of the token x, normalised."""
     tile = tl.load(x.ptr + h.to(tl.int64) * x.strides[2] + columns(x, d), mask=mask, other=0.0)
-    if norm.weight is None:
+    if x.weight is None:
         return tile
     else:
-        weight = tl.load(norm.weight + d + h * 0, mask=mask, other=0.0).to(tl.float32)
-        return tile.to(tl.float32) * norm.factor * (weight + norm.offset)
+        weight = tl.load(x.weight + d + h * 0, mask=mask, other=0.0).to(tl.float32)
+        return tile.to(tl.float32) * x.factor * (weight + x.offset)
 
 
 @triton.jit
-def apply_rotary(x, h, d, mask, norm, angles, CONFIG: tl.constexpr):
+def apply_rotary(x, h, d, mask, CONFIG: tl.constexpr):
     """The same, each pair of dims rotated by the angle of the token's position."""
-    tile = load_heads(x, h, d, mask, norm)
-    if angles.cos is None:
+    tile = load_heads(x, h, d, mask)
+    if x.cos is None:
         return tile
     else:
         HALF: tl.constexpr = CONFIG.HALF
@@ -173,10 +196,10 @@ def apply_rotary(x, h, d, mask, norm, angles, CONFIG: tl.constexpr):
             pair = tl.where(first, d + HALF, d - HALF)
             frequency = tl.where(first, d, d - HALF)
         rotated = d < 2 * HALF
-        other = load_heads(x, h, pair, mask & rotated, norm).to(tl.float32)
-        at = clamp(angles.position, 0, angles.num_positions - 1).to(tl.int64) * HALF + frequency
-        cos = tl.load(angles.cos + at, mask=rotated, other=1.0).to(tl.float32)
-        sin = tl.load(angles.sin + at, mask=rotated, other=0.0).to(tl.float32)
+        other = load_heads(x, h, pair, mask & rotated).to(tl.float32)
+        at = clamp(x.position, 0, x.num_positions - 1).to(tl.int64) * HALF + frequency
+        cos = tl.load(x.cos + at, mask=rotated, other=1.0).to(tl.float32)
+        sin = tl.load(x.sin + at, mask=rotated, other=0.0).to(tl.float32)
         return tile.to(tl.float32) * cos + tl.where(first, -other, other) * sin
 
 
@@ -228,17 +251,17 @@ def new_scale(tile, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def stored_scale(scale, tile, b, target, h, mask, group, CACHE: tl.constexpr):
+def stored_scale(scale, tile, slot, h, mask, group, CACHE: tl.constexpr):
     """The scale of a new token's heads; one by token is computed from the tile and written."""
     if CACHE.SCALE == "token":
         LARGEST: tl.constexpr = CACHE.LARGEST
         found = new_scale(tile, LARGEST)
         x = scale.x
-        p = token_pointer(x, target[0], target[1]) + h.to(tl.int64) * x.strides[2] + group * x.strides[3]
+        p = token_pointer(x, slot.page, slot.offset) + h.to(tl.int64) * x.strides[2] + group * x.strides[3]
         tl.store(p, found, mask=mask)
         return found
     else:
-        return head_scale(scale, b, h * mask.to(tl.int32))
+        return head_scale(scale, slot.sequence, h * mask.to(tl.int32))
 
 
 @triton.jit
@@ -251,69 +274,57 @@ def quantised(tile, scale, CACHE: tl.constexpr):
 
 
 @triton.jit
-def write_heads(
-    x,
-    cache,
-    scale,
-    b,
-    target,
-    h,
-    norm,
-    angles,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CACHE: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
-    """Write the heads h of the token where the view x begins to `target` (page, offset), in the format of the cache."""
-    p = token_pointer(cache, target[0], target[1])
+def write_heads(x, h, cache, scale, slot, CACHE: tl.constexpr, CONFIG: tl.constexpr):
+    """Write the heads h of the token x to its slot, in the format of the cache."""
+    p = token_pointer(cache, slot.page, slot.offset)
     exists = h < CONFIG.KV_HEADS
+    D: tl.constexpr = CACHE.D
+    BLOCK_D: tl.constexpr = CACHE.BLOCK_D
     if CACHE.FORMAT == "int4":
         d = tl.arange(0, BLOCK_D // 2)[None, :]
         mask = exists & (d < D // 2)
-        lower = apply_rotary(x, h, d, mask, norm, angles, CONFIG).to(tl.float32)
-        upper = apply_rotary(x, h, d + D // 2, mask, norm, angles, CONFIG).to(tl.float32)
+        lower = apply_rotary(x, h, d, mask, CONFIG).to(tl.float32)
+        upper = apply_rotary(x, h, d + D // 2, mask, CONFIG).to(tl.float32)
         if CACHE.GROUPS == 2:
-            lower = quantised(lower, stored_scale(scale, lower, b, target, h, exists, 0, CACHE), CACHE)
-            upper = quantised(upper, stored_scale(scale, upper, b, target, h, exists, 1, CACHE), CACHE)
+            lower = quantised(lower, stored_scale(scale, lower, slot, h, exists, 0, CACHE), CACHE)
+            upper = quantised(upper, stored_scale(scale, upper, slot, h, exists, 1, CACHE), CACHE)
         else:
             # a nan of either half, else the larger magnitude
             most = tl.where(lower != lower, lower, tl.where(tl.abs(upper) > tl.abs(lower), upper, lower))
             most = tl.where(upper != upper, upper, most)
-            found = stored_scale(scale, most, b, target, h, exists, 0, CACHE)
+            found = stored_scale(scale, most, slot, h, exists, 0, CACHE)
             lower = quantised(lower, found, CACHE)
             upper = quantised(upper, found, CACHE)
         store_heads(cache, p, lower | (upper << 4), h, d, mask)
     else:
         d = tl.arange(0, BLOCK_D)[None, :]
         mask = exists & (d < D)
-        tile = apply_rotary(x, h, d, mask, norm, angles, CONFIG)
+        tile = apply_rotary(x, h, d, mask, CONFIG)
         if CACHE.FORMAT is not None:
             tile = tile.to(tl.float32)
-            tile = quantised(tile, stored_scale(scale, tile, b, target, h, exists, 0, CACHE), CACHE)
+            tile = quantised(tile, stored_scale(scale, tile, slot, h, exists, 0, CACHE), CACHE)
         store_heads(cache, p, tile, h, d, mask)
 
 
 @triton.jit
-def append_token(new, cache, scales, source, b, target, angles, norms, CONFIG: tl.constexpr):
-    """Write a token from (batch row, index) in `new` to (page, offset) in the cache, its key normalised and rotated.
-    b: its sequence."""
+def append_token(new, source, cache, scales, slot, angles, norms, CONFIG: tl.constexpr):
+    """Write a token from (batch row, index) in `new` to its slot in the cache, its key normalised and rotated."""
     CACHE_K: tl.constexpr = CONFIG.K
     CACHE_V: tl.constexpr = CONFIG.V
     k_new = new.k
     v_new = new.v
     for first in range(0, CONFIG.KV_HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
-        x = View(token_pointer(k_new, source[0], source[1]), k_new.strides)
-        norm = norms
+        p = token_pointer(k_new, source[0], source[1])
+        factor = norms.factor
         if norms.weight is not None:
-            factor = norm_factor(x, h, h < CONFIG.KV_HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)
-            norm = HeadNorm(norms.weight, factor, norms.offset)
-        write_heads(x, cache.k, scales.k, b, target, h, norm, angles, CONFIG.D, CONFIG.BLOCK_D, CACHE_K, CONFIG)
-        x = View(token_pointer(v_new, source[0], source[1]), v_new.strides)
-        nothing = Angles(None, None, 0, 0)
-        plain = HeadNorm(None, 1.0, 0.0)
-        write_heads(x, cache.v, scales.v, b, target, h, plain, nothing, CONFIG.DV, CONFIG.BLOCK_DV, CACHE_V, CONFIG)
+            factor = norm_factor(View(p, k_new.strides), h, h < CONFIG.KV_HEADS, factor, CACHE_K.D, CACHE_K.BLOCK_D)
+        cos, sin, position, num_positions = angles
+        x = NewToken(p, k_new.strides, norms.weight, factor, norms.offset, cos, sin, position, num_positions)
+        write_heads(x, h, cache.k, scales.k, slot, CACHE_K, CONFIG)
+        p = token_pointer(v_new, source[0], source[1])
+        x = NewToken(p, v_new.strides, None, 1.0, 0.0, None, None, 0, 0)
+        write_heads(x, h, cache.v, scales.v, slot, CACHE_V, CONFIG)
 
 
 @triton.jit
@@ -324,12 +335,13 @@ def rotate_query(queries, b, t, angles, norms, CONFIG: tl.constexpr):
     for first in range(0, CONFIG.HEADS, CONFIG.BLOCK_H):
         h = first + tl.arange(0, CONFIG.BLOCK_H)[:, None]
         mask = (h < CONFIG.HEADS) & (d < CONFIG.D)
-        x = View(token_pointer(q, b, t), q.strides)
-        norm = norms
+        p = token_pointer(q, b, t)
+        factor = norms.factor
         if norms.weight is not None:
-            factor = norm_factor(x, h, h < CONFIG.HEADS, norms.factor, CONFIG.D, CONFIG.BLOCK_D)
-            norm = HeadNorm(norms.weight, factor, norms.offset)
-        tile = apply_rotary(x, h, d, mask, norm, angles, CONFIG)
+            factor = norm_factor(View(p, q.strides), h, h < CONFIG.HEADS, factor, CONFIG.D, CONFIG.BLOCK_D)
+        cos, sin, position, num_positions = angles
+        x = NewToken(p, q.strides, norms.weight, factor, norms.offset, cos, sin, position, num_positions)
+        tile = apply_rotary(x, h, d, mask, CONFIG)
         store_heads(queries.rotated, token_pointer(queries.rotated, b, t), tile, h, d, mask)
 
 
@@ -376,7 +388,7 @@ def append_kernel(
                 source = (b * 0, t)
             angles = Angles(rotary.cos, rotary.sin, position, num_positions)
             norms = HeadNorm(weights.k, eps, norm_offset)
-            append_token(new, cache, scales, source, b, (page, offset), angles, norms, CONFIG)
+            append_token(new, source, cache, scales, Slot(page, offset, b), angles, norms, CONFIG)
     elif queries.q.ptr is not None:
         t -= tokens
         b, i, n = sequence_of(t, places.cu_q, n_q, batch, CONFIG.BLOCK_BATCH)

@@ -11,7 +11,7 @@ from ..device.softmax import logsumexp
 from ..device.structs import LOG2E
 from ..device.tile_io import index
 from ..pdl import gdc_wait
-from .schedule import RUNTIME_SIZES, item_records, load_item, load_task, split_record, task_record
+from .schedule import RUNTIME_SIZES, item_records, item_starts, load_item, split_chunk
 
 
 class Buffers(NamedTuple):
@@ -25,14 +25,29 @@ class Buffers(NamedTuple):
     max_logit: tl.tensor = None
 
 
+class SplitSizes(NamedTuple):
+    """Work items; splits; partial results of a split that continues a work item; the splits before them, with one each;
+    all partial results, and the rows of each; sequences; the most splits that continue work items."""
+
+    items: tl.tensor
+    num_splits: tl.tensor
+    slots: tl.tensor
+    whole_slots: tl.tensor
+    num_slots: tl.tensor
+    rows: tl.tensor
+    batch: tl.tensor
+    target: tl.tensor
+
+
 class Partials(NamedTuple):
-    """The workspace: every program has `slots` partial results of `rows` rows. Pointers to out, to lse (or m) and to l
-    of them all."""
+    """The workspace: pointers to out, to lse (or m) and to l of all partial results, and to a flag of each program."""
 
     out: tl.tensor
     lse: tl.tensor
     l: tl.tensor
+    flags: tl.tensor
     slots: tl.tensor
+    whole_slots: tl.tensor
     rows: tl.tensor
 
 
@@ -102,16 +117,23 @@ def columns(x, d):
 
 
 @triton.jit
-def nan_flags(workspace, programs, slots, rows, DV: tl.constexpr):
-    """A pointer to the flags of all programs: between the lse and the l of the partial results."""
-    return workspace + tl.cast(programs, tl.int64) * slots * rows * (DV + 1)
+def partials_of(workspace, sizes, DV: tl.constexpr):
+    """The partial results in the workspace."""
+    all_rows = tl.cast(sizes.num_slots, tl.int64) * sizes.rows
+    lse = workspace + all_rows * DV
+    return Partials(workspace, lse, lse + all_rows, lse + 2 * all_rows, sizes.slots, sizes.whole_slots, sizes.rows)
 
 
 @triton.jit
-def partials_of(workspace, programs, slots, rows, DV: tl.constexpr):
-    """The partial results in the workspace."""
-    lse = workspace + tl.cast(programs, tl.int64) * slots * rows * DV
-    return Partials(workspace, lse, nan_flags(workspace, programs, slots, rows, DV) + programs, slots, rows)
+def slot_of(partials, split, item, n, head, CONFIG: tl.constexpr):
+    """The number of the first row of a split's partial result. FIXED_SPLIT: of its n-th, which is 0 for the first split
+    of work item number `item`, and 1 and more for those that continue it."""
+    if CONFIG.FIXED_SPLIT:
+        later = partials.whole_slots + (split - item - 1) * (partials.slots - 1) + n - 1
+        slot = tl.where(n == 0, split, later)
+    else:
+        slot = split
+    return (slot.to(tl.int64) * CONFIG.KV_HEADS + head) * partials.rows
 
 
 @triton.jit
@@ -192,98 +214,110 @@ def store_rows(buffers, partial, item, rows, d, sinks, batch, CONFIG: tl.constex
 
 
 @triton.jit
-def partial_rows(partials, split, first, head, r, KV_HEADS: tl.constexpr):
-    """Numbers of the rows r of a work item's partial results: the split that began it has its partial result in the
-    first slot, the splits from `first` on, which continue it, in the second."""
-    slot = (tl.cast(split, tl.int64) * KV_HEADS + head) * partials.slots + (split >= first).to(tl.int64)
-    return (slot * partials.rows)[:, None] + r[None, :]
-
-
-@triton.jit
-def combine_splits(partials, task, head, r, d, CONFIG: tl.constexpr):
-    """The partial result of rows r over all splits of a work item: the one before task.first, which began it, and those
-    from task.first to task.last. BLOCK_C at a time."""
-    first = task.first
+def combine_splits(partials, first, num_splits, head, r, d, CONFIG: tl.constexpr):
+    """The partial result of rows r over the splits of a work item, `first` and those after it. BLOCK_C at a time."""
     c = tl.arange(0, CONFIG.BLOCK_C)
-    num_splits = task.last - first + 2
     m = tl.full([r.shape[0]], float("-inf"), tl.float32)
-    for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
-        exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
-        at = partial_rows(partials, first - 1 + c0 + c, first, head, r, CONFIG.KV_HEADS)
-        m = tl.maximum(m, tl.max(tl.load(partials.lse + at, mask=exists, other=float("-inf")), 0))
-    pivot = tl.where(m == float("-inf"), 0.0, m)
     l = tl.full([r.shape[0]], 0.0, tl.float32)
     acc = tl.full([r.shape[0], d.shape[0]], 0.0, tl.float32)
     for c0 in tl.range(0, num_splits, CONFIG.BLOCK_C):
         exists = (c0 + c < num_splits)[:, None] & (r < partials.rows)[None, :]
-        at = partial_rows(partials, first - 1 + c0 + c, first, head, r, CONFIG.KV_HEADS)
-        weight = tl.exp2((tl.load(partials.lse + at, mask=exists, other=float("-inf")) - pivot[None, :]) * LOG2E)
-        if CONFIG.LARGE_SCORES:
-            weight *= tl.load(partials.l + at, mask=exists, other=0.0)
+        at = slot_of(partials, first + c0 + c, 0, 0, head, CONFIG)[:, None] + r[None, :]
+        lse = tl.load(partials.lse + at, mask=exists, other=float("-inf"))
         out = partials.out + (at * CONFIG.DV)[:, :, None] + d[None, None, :]
         out = tl.load(out, mask=exists[:, :, None] & (d < CONFIG.DV)[None, None, :], other=0.0)
-        acc += tl.sum(out * weight[:, :, None], 0)
-        l += tl.sum(weight, 0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2((lse - pivot[None, :]) * LOG2E)
+        if CONFIG.LARGE_SCORES:
+            weight *= tl.load(partials.l + at, mask=exists, other=0.0)
+        alpha = tl.exp2((m - pivot) * LOG2E)
+        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
+        l = l * alpha + tl.sum(weight, 0)
+        m = m_new
     if not CONFIG.LARGE_SCORES:
-        m = tl.where(l == 0.0, float("-inf"), pivot + logsumexp(0.0, l))
+        m = tl.where(l == 0.0, float("-inf"), m + logsumexp(0.0, l))
     return Partial(acc / tl.where(l == 0.0, 1.0, l)[:, None], m, l)
 
 
 @triton.jit
-def combine_chunks(partials, schedule, task, head, num_chunks, r, d, CONFIG: tl.constexpr):
-    """The partial result of rows r over all chunks of a work item with splits of a fixed size, merged in their order,
-    so that the result does not depend on the batch. The split that began the work item has merged its chunks; the
-    others have each chunk in a slot of its own."""
-    slot = (tl.cast(task.first - 1, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots
-    total = load_partial(rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV), CONFIG.LARGE_SCORES)
-    split = task.first
-    first_chunk = tl.load(split_record(schedule, split) + 1).to(tl.int32)
-    begin = first_chunk
-    for chunk in range(begin, num_chunks):
-        if split < task.last:
-            if tl.load(split_record(schedule, split + 1) + 1) == chunk:
-                split += 1
-                first_chunk = chunk
-        slot = (tl.cast(split, tl.int64) * CONFIG.KV_HEADS + head) * partials.slots + 1 + chunk - first_chunk
-        chunk_partial = rows_of_partial(partials, slot * partials.rows, r, d, CONFIG.DV)
-        total = merge(total, load_partial(chunk_partial, CONFIG.LARGE_SCORES), CONFIG.LARGE_SCORES)
+def combine_chunks(partials, item, n, first, num_splits, head, r, d, CONFIG: tl.constexpr):
+    """The partial result of rows r over all chunks of work item number n with splits of a fixed size, merged in their
+    order, so that the result does not depend on the batch. The first split has merged its chunks; the others have each
+    chunk in a slot of its own."""
+    slot = slot_of(partials, first, n, 0, head, CONFIG)
+    total = load_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), CONFIG.LARGE_SCORES)
+    for k in range(1, num_splits):
+        begin = split_chunk(item.num_chunks, k, num_splits)
+        for chunk in range(begin, split_chunk(item.num_chunks, k + 1, num_splits)):
+            slot = slot_of(partials, first + k, n, 1 + chunk - begin, head, CONFIG)
+            chunk_partial = rows_of_partial(partials, slot, r, d, CONFIG.DV)
+            total = merge(total, load_partial(chunk_partial, CONFIG.LARGE_SCORES), CONFIG.LARGE_SCORES)
     return total
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
-def combine_kernel(buffers, sinks, programs, items, slots, rows, tile_height, batch, CONFIG: tl.constexpr):
-    """Write out and lse of the work items that several splits share, and of those without keys: BLOCK_R rows by
-    BLOCK_DV columns at a time. A tile without keys may have more than `rows` rows: those past the last sequence."""
-    if CONFIG.OVERLAP:
-        gdc_wait()
-    schedule = buffers.schedule
-    divided = tl.load(schedule).to(tl.int32)
-    empties = tl.load(schedule + 1).to(tl.int32)
-    num_splits = programs // CONFIG.KV_HEADS
+@triton.jit
+def combine_item(buffers, item, n, splits, head, r, d, sinks, sizes, CONFIG: tl.constexpr):
+    """Write out and lse of rows r, columns d of work item number n, whose `splits` are (first, how many)."""
+    partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
+    if CONFIG.FIXED_SPLIT:
+        total = combine_chunks(partials, item, n, splits[0], splits[1], head, r, d[None, :], CONFIG)
+    else:
+        total = combine_splits(partials, splits[0], splits[1], head, r, d, CONFIG)
+    at = tile_rows(item, head, r, sizes.rows, CONFIG.GROUP)
+    store_rows(buffers, total, item, at, d[None, :], sinks, sizes.batch, CONFIG)
+
+
+@triton.jit
+def store_empty_rows(buffers, empties, sinks, sizes, tile_height, CONFIG: tl.constexpr):
+    """Write out and lse of work items without keys: BLOCK_R rows by BLOCK_DV columns at a time. Such a tile may have
+    more than `rows` rows: those past the last sequence."""
     wide = tl.cdiv(CONFIG.DV, CONFIG.BLOCK_DV)
-    blocks = tl.cdiv(rows, CONFIG.BLOCK_R) * wide
-    partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
     tall = tl.cdiv(tile_height, CONFIG.BLOCK_R) * wide
     for n in range(tl.program_id(0), empties * CONFIG.KV_HEADS * tall, tl.num_programs(0)):
-        records = item_records(schedule, num_splits, items)
-        item = load_item(records + (items - 1 - n // tall // CONFIG.KV_HEADS).to(tl.int64) * 8)
+        records = item_records(buffers.schedule, sizes, CONFIG.KV_HEADS)
+        item = load_item(records + (sizes.items - 1 - n // tall // CONFIG.KV_HEADS).to(tl.int64) * 8)
         r = n % tall // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
         d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
         lse = tl.full([CONFIG.BLOCK_R], float("-inf"), tl.float32)
         l = tl.full([CONFIG.BLOCK_R], 0.0, tl.float32)
         empty = Partial(tl.full([CONFIG.BLOCK_R, CONFIG.BLOCK_DV], 0.0, tl.float32), lse, l)
         at = tile_rows(item, n // tall % CONFIG.KV_HEADS, r, tile_height, CONFIG.GROUP)
-        store_rows(buffers, empty, item, at, d[None, :], sinks, batch, CONFIG)
+        store_rows(buffers, empty, item, at, d[None, :], sinks, sizes.batch, CONFIG)
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def combine_kernel(
+    buffers,
+    sinks,
+    items,
+    num_splits,
+    slots,
+    whole_slots,
+    num_slots,
+    rows,
+    batch,
+    target,
+    tile_height,
+    CONFIG: tl.constexpr,
+):
+    """Write out and lse of the work items that several splits share, and of those without keys: BLOCK_R rows by
+    BLOCK_DV columns at a time."""
+    if CONFIG.OVERLAP:
+        gdc_wait()
+    schedule = buffers.schedule
+    divided = tl.load(schedule).to(tl.int32)
+    empties = tl.load(schedule + 1).to(tl.int32)
+    sizes = SplitSizes(items, num_splits, slots, whole_slots, num_slots, rows, batch, target)
+    wide = tl.cdiv(CONFIG.DV, CONFIG.BLOCK_DV)
+    blocks = tl.cdiv(rows, CONFIG.BLOCK_R) * wide
+    store_empty_rows(buffers, empties, sinks, sizes, tile_height, CONFIG)
     for n in range(tl.program_id(0), divided * CONFIG.KV_HEADS * blocks, tl.num_programs(0)):
-        record = task_record(schedule, num_splits, n // blocks // CONFIG.KV_HEADS)
-        task = load_task(record)
-        item = load_item(record + 4)
-        head = n // blocks % CONFIG.KV_HEADS
+        number = n // blocks // CONFIG.KV_HEADS
+        item = load_item(item_records(schedule, sizes, CONFIG.KV_HEADS) + number.to(tl.int64) * 8)
+        cum = item_starts(schedule, sizes, CONFIG.KV_HEADS) + number
+        first = tl.load(cum).to(tl.int32)
+        splits = (first, tl.load(cum + 1).to(tl.int32) - first)
         r = n % blocks // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
         d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
-        if CONFIG.FIXED_SPLIT:
-            total = combine_chunks(partials, schedule, task, head, item.num_chunks, r, d[None, :], CONFIG)
-        else:
-            total = combine_splits(partials, task, head, r, d, CONFIG)
-        at = tile_rows(item, head, r, rows, CONFIG.GROUP)
-        store_rows(buffers, total, item, at, d[None, :], sinks, batch, CONFIG)
+        combine_item(buffers, item, number, splits, n // blocks % CONFIG.KV_HEADS, r, d, sinks, sizes, CONFIG)

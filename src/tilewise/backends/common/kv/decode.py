@@ -1,9 +1,8 @@
-"""Attention over a KV cache, dense or paged (decode): as many programs as the GPU runs at once, each with an equal
-share of the keys of a KV head (`schedule`). The rows of a tile are its queries times the heads of their group, so that
-keys are read once for the whole group.
+"""Attention over a KV cache, dense or paged (decode): each program attends to the keys of one split (`schedule`), for
+one KV head. The rows of a tile are its queries times the heads of their group, so that keys are read once for the whole
+group.
 
-The combine kernel merges the partial results of rows that several splits share. Where rows of a tile see different
-keys, a second launch of the same kernel follows, which nearly always finds nothing to do: see REPAIR.
+Rows that several splits share are merged by the last of their programs (FUSED), or by `combine_kernel`.
 """
 
 from typing import NamedTuple
@@ -21,12 +20,15 @@ from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
     Partial,
+    SplitSizes,
+    combine_item,
     load_partial,
     merge,
-    nan_flags,
     partials_of,
     row_pointers,
     rows_of_partial,
+    slot_of,
+    store_empty_rows,
     store_partial,
     store_rows,
     tile_rows,
@@ -42,7 +44,7 @@ from .formats import (
     token_scales,
     value_dims,
 )
-from .schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
+from .schedule import RUNTIME_SIZES, load_item, load_split, split_counters, split_record
 
 
 class KvCacheView(NamedTuple):
@@ -86,14 +88,16 @@ class DecodeConfig(NamedTuple):
     of k and v are equal. HAS_STARTS: sequences may begin past the cache's first key.
 
     FIXED_SPLIT: every chunk of keys is summed by itself and a tile's chunks are merged in order, so that results do not
-    depend on the batch: the program keeps those merged so far in its first slot, and each chunk of a work item that an
-    earlier split began in a slot of its own. Otherwise a program sums all of its chunks of a work item together.
+    depend on the batch: the first split of a work item keeps those merged so far in its slot, the others each chunk in
+    a slot of its own. Otherwise a program sums all of its chunks together.
 
     CONCURRENT: the launch before this one writes nothing that is read here, and ends no later.
 
-    FLAG_NAN: rows of a tile may see different keys, and 0 * nan is nan: a program whose results have a nan sets its
-    flag in the workspace. REPAIR: the launch that follows, in which such programs compute their split once more so that
-    a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head is computed too.
+    NAN_SAFE: rows of a tile may see different keys, and 0 * nan is nan: if results have a nan, the program computes
+    them once more, so that a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head
+    is computed too.
+
+    FUSED: the last program of a divided work item merges its partial results, BLOCK_C at a time, of BLOCK_R rows.
     """
 
     GROUP: int
@@ -117,9 +121,11 @@ class DecodeConfig(NamedTuple):
     SAME_STRIDES: bool
     HAS_STARTS: bool
     CONCURRENT: bool
-    FLAG_NAN: bool
-    REPAIR: bool
+    NAN_SAFE: bool
     MAX_LOGIT: bool
+    FUSED: bool
+    BLOCK_R: int
+    BLOCK_C: int
 
 
 @triton.jit
@@ -204,9 +210,10 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
-    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N; `top` is the
-    largest score of each row. The tree mask of this sequence begins at its row w.r0."""
+def attend(queries, keys, page, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
+    """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N and lies in `page`;
+    `top` is the largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: a value that
+    is not finite does not reach rows that do not see it."""
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K
@@ -233,8 +240,7 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     top = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     i = rows.i[:, None]
     h = rows.h[:, None]
-    page = load_pages(keys, keys.lo, PAGE_SIZE, N)
-    for at in tl.range(keys.lo, keys.hi, N, num_stages=1 if CONFIG.REPAIR else None):
+    for at in tl.range(keys.lo, keys.hi, N, num_stages=1 if REPAIR else None):
         j = (at + tl.arange(0, N))[None, :]
         if CONFIG.PREFETCH_PAGES:
             next_page = load_pages(keys, at + N, PAGE_SIZE, N)
@@ -252,7 +258,7 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
         product = key_product(queries, k_tile, k_scales, STORED_K)
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
-        edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
+        edge = REPAIR or (at < full_lo) or (at + N > full_hi)
         s = masked(s, float("-inf"), pairs, edge, True, params)
         if CONFIG.HAS_STARTS:
             if edge:
@@ -272,7 +278,7 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
             scale_base, scale_rows = key_offsets(cache.v_scale.x, page, w.h, at, PAGE_SIZE, N)
             v_scales = token_scales(cache.v_scale, scale_base, scale_rows, inside, STORED_V)
         mask = None
-        if CONFIG.REPAIR:
+        if REPAIR:
             mask = visible(pairs, params)
             if CONFIG.HAS_STARTS:
                 mask = mask & (j >= keys.start)
@@ -295,6 +301,28 @@ def attend(queries, keys, w, rows, params, tree, CONFIG: tl.constexpr):
     return out, m, l, top
 
 
+@triton.jit
+def has_nan(flag, x):
+    """Whether x has a nan, by way of a flag in memory (see `raise_flag`)."""
+    tl.store(flag, 0.0)
+    raise_flag(flag, x)
+    tl.debug_barrier()
+    return tl.load(flag, volatile=True) > 0.0
+
+
+@triton.jit
+def combine_last(buffers, item, split, head, sinks, sizes, CONFIG: tl.constexpr):
+    """Count the partial result that this program has stored. The last program of a work item combines them all."""
+    counter = split_counters(buffers.schedule, sizes) + (split.item * CONFIG.KV_HEADS + head)
+    tl.debug_barrier()  # all threads have stored
+    if tl.atomic_add(counter, 1, sem="acq_rel") == split.num_splits - 1:
+        tl.store(counter, 0)  # for the next launch
+        r = tl.arange(0, CONFIG.BLOCK_R)
+        d = tl.arange(0, CONFIG.BLOCK_DV)
+        splits = (split.first, split.num_splits)
+        combine_item(buffers, item, split.item, splits, head, r, d, sinks, sizes, CONFIG)
+
+
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def decode_kernel(
     q,
@@ -305,10 +333,14 @@ def decode_kernel(
     after,
     scale,
     items,
-    programs,
+    num_splits,
     chunk_size,
     slots,
+    whole_slots,
+    num_slots,
     rows,
+    target,
+    tile_height,
     table_stride,
     num_pages,
     batch,
@@ -327,82 +359,76 @@ def decode_kernel(
         if not CONFIG.CONCURRENT:
             gdc_wait()
     program = tl.program_id(0)
-    split = program // CONFIG.KV_HEADS
+    number = program // CONFIG.KV_HEADS
     head = program % CONFIG.KV_HEADS
-    schedule = buffers.schedule
-    number, chunk = load_split(split_record(schedule, split))
-    item = load_item(split_record(schedule, split) + 4)
-    end = load_split(split_record(schedule, split + 1))
-    entered = chunk  # > 0: an earlier split began this work item
-    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
-    flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
-    if CONFIG.REPAIR:
-        going = going & (tl.load(flags + program) > 0)
-    elif CONFIG.FLAG_NAN:
-        tl.store(flags + program, 0.0)
-    while going:
-        last = number == end.item
-        stop = tl.where(last, end.chunk, item.num_chunks)
+    sizes = SplitSizes(items, num_splits, slots, whole_slots, num_slots, rows, batch, target)
+    record = split_record(buffers.schedule, number)
+    item = load_item(record)
+    split = load_split(record)
+    empties = 0
+    if CONFIG.FUSED:
+        empties = tl.load(buffers.schedule + 1).to(tl.int32)
+    chunk = split.chunk
+    partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
+    while chunk < split.stop:
+        stop = split.stop
         if CONFIG.FIXED_SPLIT:
             stop = tl.minimum(stop, chunk + 1)
         w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
         r = tl.arange(0, CONFIG.BLOCK_M)
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
+        first_key, hi = visible_keys(item, before, after, CONFIG)
+        lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
+        hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
+        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
+        keys = KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi)
+        page = load_pages(keys, lo, CONFIG.PAGE_SIZE, CONFIG.BLOCK_N)  # before the queries: keys wait for both
         k_scale = 1.0
         if STORED_K.SCALE == "head":
             k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
         q_rows = row_pointers(q, item, at)
         queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
-        first_key, hi = visible_keys(item, before, after, CONFIG)
-        lo = tl.maximum((item.first_chunk + chunk) * chunk_size, first_key // CONFIG.BLOCK_N * CONFIG.BLOCK_N)
-        hi = tl.minimum(hi, (item.first_chunk + stop) * chunk_size)
-        pages = pages_of(cache, tl.minimum(item.b, batch - 1), table_stride, num_pages)
+        draft = TreeMask(tree, tree_words)
+        # Triton cannot keep the mods in a variable of a loop
         acc, m, l, top = attend(
-            queries,
-            KeyRange(cache, pages, num_pages, item.start, first_key, lo, hi),
-            w,
-            at,
-            ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
-            TreeMask(tree, tree_words),
+            *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
             CONFIG,
+            False,
         )
         if CONFIG.MAX_LOGIT:
             line = buffers.max_logit + tl.where(n_q > 0, item.b, 0) * (CONFIG.KV_HEADS * CONFIG.GROUP)
             counts = at.exists & (item.b < batch) & (top > float("-inf"))
             tl.atomic_max(line + at.h, top, mask=counts, sem="relaxed")
+        if CONFIG.NAN_SAFE:
+            if has_nan(partials.flags + program, acc):
+                acc, m, l, top = attend(
+                    *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
+                    CONFIG,
+                    True,
+                )
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         if STORED_V.SCALE == "head":
             out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)
         partial = Partial(out, m if CONFIG.LARGE_SCORES else row_logsumexp(m, l, None), l)
         # 0, which the compiler does not know: addresses are computed here, not kept in registers during the loop
         late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
-        if CONFIG.FLAG_NAN:
-            if not CONFIG.REPAIR:
-                raise_flag(flags + (program + late), out)
         r += late
         d = value_dims(tl.arange(0, CONFIG.BLOCK_DV)[None, :] + late, CONFIG.DV, CONFIG.BLOCK_DV, STORED_V)
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
-        slot = tl.cast(program, tl.int64) * slots * rows
-        if entered > 0:
-            slot += (1 + chunk - entered) * rows
-        partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
+        first = split.chunk == 0
+        slot = slot_of(partials, number, split.item, tl.where(first, 0, 1 + chunk - split.chunk), head, CONFIG)
         stored = rows_of_partial(partials, slot, r, d, CONFIG.DV)
         if CONFIG.FIXED_SPLIT:
-            if (entered == 0) & (chunk > 0):
+            if first & (chunk > 0):
                 partial = merge(load_partial(stored, CONFIG.LARGE_SCORES), partial, CONFIG.LARGE_SCORES)
-        if (entered == 0) & (stop == item.num_chunks):
+        if first & (stop == item.num_chunks):
             store_rows(buffers, partial, item, at, d, terms.sinks, batch, CONFIG)
         else:
             store_partial(stored, partial, CONFIG.LARGE_SCORES)
         chunk = stop
-        if last & (chunk >= end.chunk):
-            going = False
-        elif chunk >= item.num_chunks:
-            chunk = 0
-            entered = 0
-            number += 1
-            records = item_records(schedule, programs // CONFIG.KV_HEADS, items)
-            item = load_item(records + tl.minimum(number, items - 1).to(tl.int64) * 8)
-            going = (number < end.item) | (end.chunk > 0)
+    if CONFIG.FUSED:
+        if split.num_splits > 1:
+            combine_last(buffers, item, split, head, terms.sinks, sizes, CONFIG)
+        store_empty_rows(buffers, empties, terms.sinks, sizes, tile_height, CONFIG)
     if CONFIG.OVERLAP and CONFIG.CONCURRENT:
         gdc_wait()

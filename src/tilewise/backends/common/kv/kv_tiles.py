@@ -1,6 +1,6 @@
 """The tile of the decode kernel: rows (queries times the heads of a group) by keys. Imports torch alone.
 
-TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS]] overrides the table, for measurements.
+TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS[xSPLITS]]] overrides the table, for measurements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..tiles import Arch
 
 class KvTile(NamedTuple):
     """`prefetch_pages`: page numbers are loaded one iteration before their keys, 1 or 0. `max_registers` of a thread; 0
-    for no limit."""
+    for no limit. `splits` of sequences of different lengths, for each program that runs at once."""
 
     block_m: int
     block_n: int
@@ -23,6 +23,7 @@ class KvTile(NamedTuple):
     programs_per_sm: int
     prefetch_pages: int = 1
     max_registers: int = 0
+    splits: int = 2
 
 
 def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:
@@ -30,7 +31,7 @@ def tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str |
     they have 8 bits with scales by token, "one" if one of them is a 16-bit float, "both" otherwise.
 
     >>> tile(90, 2, 128, 4)
-    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0)
+    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0, splits=3)
     """
     override = os.environ.get(KV_TILE)
     if override:
@@ -48,12 +49,12 @@ def _large(itemsize: int, dim: int, fits_16: bool) -> KvTile:
     """wgmma needs 64 rows; most of them are padding in decode, which is bound by memory."""
     if itemsize == 4:
         return KvTile(16, 32, 4, 2, 2) if dim <= 128 else KvTile(16, 16, 4, 1, 1)
+    splits = 3 if fits_16 else 2  # lengths of a normal distribution: 270 us with 3, 278 with 2, 291 with 1 (H200)
     if dim <= 64:
-        # one query of 64 heads on 8, 8192 keys of 64 sequences: 266 us; 64x128x4x3x2 273, 16x128x8x3x2 277 (H200)
-        return KvTile(16, 128, 4, 3, 3, max_registers=168) if fits_16 else KvTile(64, 128, 4, 3, 2)
+        return KvTile(64, 128, 4, 3, 2, splits=splits)
     if dim <= 128:
-        # 32 heads on 8, 4096 keys of 64: 265 us; 16x64x4x3x3x1x168 269 (but 24.6 instead of 26.4 for 8192 of one)
-        return KvTile(64, 64, 4, 3, 2)
+        # 32 heads on 8, 4096 keys of 64: 254 us; 16x64x4x3x3x1x168 292 (but 23.9 instead of 25.0 for 8192 of one)
+        return KvTile(64, 64, 4, 3, 2, splits=splits)
     if dim <= 256:
         return KvTile(64, 64, 8, 2, 1)
     return KvTile(16, 32, 8, 2, 1)

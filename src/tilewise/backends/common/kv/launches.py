@@ -30,13 +30,15 @@ from .append import (
 )
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, KvCacheView, decode_kernel
-from .partition import COUNTS, ITEM, RECORD, Partition
+from .partition import ITEM, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
 
 # Few sizes, so that an engine's batches share their kernels.
-BLOCK_ITEMS = (128, 1024)  # work items that the schedule kernel computes at once: one for each thread, or eight
+BLOCK_ITEMS = (128, 256)  # work items that the schedule kernel computes at once: one for each thread, or two
 BLOCK_PARTIALS = (8, 32, 128)  # partial results of a row that `combine_kernel` loads at once
+FUSED = 8192  # elements that the last program of a work item combines at once
+MAX_FUSED = 4  # partial results that it combines: of 2 it saves 7 us, of 16 it takes 3 us more (H200)
 COMBINED = 4096  # elements that a program of `combine_kernel` combines at once
 
 
@@ -70,11 +72,11 @@ def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[in
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
-    """The work items of a schedule, read back (its layout is in schedule.py): those with keys are in front, up to where
-    the last split ends; those without keys are at the end."""
+    """The work items of a schedule, read back (its layout is in schedule.py): those with keys are in front, those
+    without at the end."""
     partition = checked_partition(request, target_of(request.q.device), schedule)
     numbers: list[int] = schedule.tolist()
-    with_keys, without = numbers[COUNTS + RECORD * partition.num_splits], numbers[1]
+    without, with_keys = numbers[1:3]
     table = numbers[len(numbers) - ITEM * partition.items :]
     items = [PlannedTile(*table[ITEM * n : ITEM * n + ITEM]) for n in range(partition.items)]
     places = [n for n in range(partition.items) if n < with_keys or n >= partition.items - without]
@@ -88,15 +90,17 @@ def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_qu
     sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
         GROUP=q.shape[-2] // k.shape[-2],
+        KV_HEADS=k.shape[-2],
         BLOCK_M=partition.tile.block_m,
         ITEM_COST=partition.item_cost,
         BLOCK_ITEMS=fitting(partition.items, BLOCK_ITEMS),
-        BLOCK_SPLITS=triton.next_power_of_2(partition.num_splits + 1),
+        BLOCK_SPLITS=fitting(partition.num_splits, BLOCK_ITEMS),
         OVERLAP=can_overlap(target.gpu),
     )
     sizes = (q.shape[-3], places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch)
     cut = (
         partition.num_splits,
+        *(partition.target, partition.resident, partition.least),
         request.spec.before,
         request.spec.after,
         partition.chunk_size,
@@ -117,7 +121,7 @@ def launch_options(config: Any, **options: Any) -> dict[str, Any]:
 
 
 def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool = False) -> list[Launch]:
-    """Attend, repair if rows of a tile see different keys, combine. `concurrent`: they may run together with the launch
+    """Attend, and combine unless the decode kernel does so itself. `concurrent`: they may run together with the launch
     before them."""
     request, schedule, workspace = kv.request, kv.schedule, kv.workspace
     assert schedule is not None
@@ -131,7 +135,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         stored_of(x, q, scale, target.gpu) for x, scale in ((k, request.k_scale), (v, request.v_scale))
     )
     k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
-    rows_differ = request.max_seqlen_q != 1 or spec.mask_mod is not None
+    block_r = triton.next_power_of_2(partition.rows)
     config = DecodeConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
@@ -154,9 +158,11 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         SAME_STRIDES=view(k_words)[1:] == view(v_words)[1:],
         HAS_STARTS=places.starts is not None,
         CONCURRENT=concurrent,
-        FLAG_NAN=rows_differ,
-        REPAIR=False,
+        NAN_SAFE=request.max_seqlen_q != 1 or spec.mask_mod is not None,
         MAX_LOGIT=kv.max_logit is not None,
+        FUSED=request.split is None and is_fused(partition),
+        BLOCK_R=block_r,
+        BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
     )
     table_stride = 0 if places.table is None else places.table.stride(0)
     n_q = 0 if call.cu_q is not None else q.shape[1]
@@ -170,7 +176,9 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         buffers_of(kv),
         request.tree,
         *(spec.before, spec.after, scale),
-        *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
+        *(partition.items, partition.num_splits, partition.chunk_size),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
+        tile_height(request, partition),
         *(table_stride, k.shape[0], places.batch, n_q, words),
         terms,
     )
@@ -178,12 +186,19 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
-    launches = [Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))]
-    if rows_differ:
-        repaired = config._replace(REPAIR=True, CONCURRENT=False, MAX_LOGIT=False)
-        repair = launch_options(repaired, **mods, **shape | {"num_stages": 1})
-        launches.append(launches[0]._replace(options=repair))
-    return [*launches, combine_launch(kv, terms, partition, target)]
+    attend = Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))
+    return [attend] if config.FUSED else [attend, combine_launch(kv, terms, partition, target)]
+
+
+def tile_height(request: KvRequest, partition: Partition) -> int:
+    """The rows of a tile without keys: packed, those past the last sequence may be more than max_seqlen_q."""
+    return partition.rows if request.call.cu_q is None else partition.tile.block_m
+
+
+def is_fused(partition: Partition) -> bool:
+    """Whether the last program of a work item combines its partial results: not if they are likely to be many, which
+    several programs of a second launch combine in less time."""
+    return partition.least <= MAX_FUSED * partition.items
 
 
 def fitting(n: int, sizes: tuple[int, ...]) -> int:
@@ -207,8 +222,7 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
     request = kv.request
     q, k, dv = request.q, request.k, head_dim(request.v)
     max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
-    row_sets = max(partition.items * k.shape[-2], 1)
-    partials = 1 if request.split else fitting(-(-partition.programs // row_sets), BLOCK_PARTIALS)
+    partials = 1 if request.split else fitting(-(-partition.target // max(partition.items, 1)), BLOCK_PARTIALS)
     columns = min(padded(dv), COMBINED // partials)
     block_r = min(triton.next_power_of_2(partition.rows), COMBINED // (partials * columns))
     blocks = -(-partition.rows // block_r) * -(-dv // columns)
@@ -223,20 +237,22 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         OVERLAP=can_overlap(target.gpu),
         LARGE_SCORES=terms.large_scores is not None,
     )
-    rows = (partition.rows, partition.tile.block_m)
-    sizes = (partition.programs, partition.items, partition.slots, *rows, request.cache_index.batch)
-    args = (buffers_of(kv), terms.sinks, *sizes)
-    return Launch(combine_kernel, min(partition.programs * blocks, max_programs), args, launch_options(config))
+    sizes = (
+        *(partition.items, partition.num_splits, partition.slots, partition.whole_slots, partition.num_slots),
+        *(partition.rows, request.cache_index.batch, partition.target, tile_height(request, partition)),
+    )
+    programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
+    return Launch(combine_kernel, programs, (buffers_of(kv), terms.sinks, *sizes), launch_options(config))
 
 
-def cache_format(cache: Tensor, scale: Scale) -> CacheFormat:
-    """What the append kernel is compiled for in K or V."""
+def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:
+    """What the append kernel is compiled for in K or V of head dim `dim`."""
     found = format_of(cache)
     if found is None:
-        return CacheFormat(None, 1, None, 1.0)
+        return CacheFormat(None, 1, None, 1.0, dim, padded(dim))
     groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
     kind = None if scale is None else "token" if has_token_scales(scale) else "head"
-    return CacheFormat(found.name, groups, kind, found.largest)
+    return CacheFormat(found.name, groups, kind, found.largest, dim, padded(dim))
 
 
 def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
@@ -256,15 +272,13 @@ def append_launch(request: AppendRequest, gpu: Gpu) -> Launch:
         KV_HEADS=k.shape[-2],
         HEADS=heads,
         D=dim,
-        DV=dim_v,
-        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
         BLOCK_D=padded(dim),
-        BLOCK_DV=padded(dim_v),
+        BLOCK_H=min(triton.next_power_of_2(max(k.shape[-2], heads)), max(1, 4096 // columns)),
         HALF=1 if rotary is None else rotary.cos.shape[1],
         INTERLEAVED=rotary is not None and rotary.interleaved,
         BLOCK_BATCH=min(1024, triton.next_power_of_2(max(places.batch, 1))),
-        K=cache_format(k, request.k_scale),
-        V=cache_format(v, request.v_scale),
+        K=cache_format(k, request.k_scale, dim),
+        V=cache_format(v, request.v_scale, dim_v),
         OVERLAP=can_overlap(gpu),
     )
     table_stride, table_pages = (0, 0) if table is None else (table.stride(0), table.shape[-1])

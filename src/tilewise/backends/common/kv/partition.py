@@ -13,7 +13,8 @@ from .kv_tiles import KvTile
 from .mla_tiles import latent_tile
 
 MIN_SPLIT = 512  # keys that are worth a program
-COUNTS, RECORD, ITEM = 2, 12, 8  # int64 numbers of the schedule's parts: see schedule.py
+COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
+CLASSES = 16  # of work items: those that are divided, then from long to short
 
 
 class Partition(NamedTuple):
@@ -22,13 +23,19 @@ class Partition(NamedTuple):
     tile: KvTile
     items: int  # work items
     tiles: int  # row tiles of a sequence, 0 if packed
-    num_splits: int
+    resident: int  # splits that run at once
+    least: int  # splits that use all bandwidth of the GPU's memory: 16 x 4096 undivided 75 us, divided 81 (H200)
+    target: int  # splits that share the chunks of sequences of different lengths
     kv_heads: int
     chunk_size: int  # keys
-    slots: int  # partial results of a program
+    slots: int  # partial results of a split that continues a work item
     rows: int  # of a partial result
     item_cost: int  # of beginning a work item, in chunks
-    min_chunks: int = 1  # of a split
+    min_chunks: int = 1  # of a work item that is divided
+
+    @property
+    def num_splits(self) -> int:
+        return self.items + self.target
 
     @property
     def programs(self) -> int:
@@ -36,11 +43,21 @@ class Partition(NamedTuple):
 
     @property
     def schedule_numel(self) -> int:
-        return COUNTS + RECORD * (2 * self.num_splits + 1) + self.items + 1 + ITEM * self.items
+        counters = self.target * self.kv_heads
+        return COUNTS + RECORD * self.num_splits + counters + self.items + 1 + ITEM * self.items
+
+    @property
+    def whole_slots(self) -> int:
+        """Splits that may have one partial result: those of divided work items; with splits of a fixed size all."""
+        return self.num_splits if self.slots > 1 else min(self.num_splits, 2 * self.target)
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv_heads * (self.whole_slots + self.target * (self.slots - 1))
 
     def workspace_numel(self, dim_v: int) -> int:
         """Partial results with their lse (or m) and l, and a flag for each program."""
-        return self.programs * (self.slots * self.rows * (dim_v + 2) + 1)
+        return self.num_slots * self.rows * (dim_v + 2) + self.programs
 
 
 def _quantised(request: Any) -> str | None:
@@ -71,7 +88,12 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         items = q.shape[0] * group // tile.block_m + request.cache_index.batch + 1
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
-    slots = 2 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
+    slots = 1 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
     item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
-    num_splits = max(1, num_sms * tile.programs_per_sm // k.shape[-2])
-    return Partition(tile, items, tiles, num_splits, k.shape[-2], chunk_size, slots, rows, item_cost, min_chunks)
+    kv_heads = k.shape[-2]
+    resident = max(1, num_sms * tile.programs_per_sm // kv_heads)
+    quarters = 2 if tile.programs_per_sm > 1 and _quantised(request) is None else 3
+    least = max(1, resident * quarters // 4)
+    target = resident * (1 if request.split else tile.splits)
+    sizes = (resident, least, target, kv_heads, chunk_size, slots, rows, item_cost, min_chunks)
+    return Partition(tile, items, tiles, *sizes)

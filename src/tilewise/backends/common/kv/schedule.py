@@ -2,16 +2,18 @@
 the host never reads sequence lengths.
 
 A work item is a tile of one sequence's rows (queries times the heads of a group) with the chunks of keys that they see.
-The chunks of all work items lie on one axis, which is cut into `num_splits` equal splits. A split has one program for
-each KV head, because the heads of a token lie side by side in memory and are then read at about the same time. A split
-may cover several work items, and a work item may be divided among several splits. At most one work item of a split
-began in an earlier split and at most one ends in a later one, so the workspace does not grow with the lengths.
+A split is a range of its chunks, with one program for each KV head, because the heads of a token lie side by side in
+memory and are then read at about the same time. The GPU starts programs in the order of splits, `resident` splits at a
+time; `least` of them suffice to use all bandwidth of its memory (see `Division` for the work items that are divided).
+Divided work items come first, then the others from long to short, so that programs end at about the same time. Fewer
+than 2 * target splits belong to divided work items, so the workspace does not grow with the lengths.
 
 The schedule, in int64 numbers:
-    counts  2                       divided work items; work items without keys
-    splits  (num_splits + 1, 12)    where each split begins: work item, chunk; from the fifth number on, the `WorkItem`
-    tasks   (num_splits, 12)        of each divided work item: the splits that continue it, first and last; `WorkItem`
-    cum     items + 1               where each work item begins on the axis
+    counts  4                       divided work items; work items without keys; those with keys; splits
+    splits  (num_splits, 16)        `WorkItem`; its number, its first split, its splits; the first chunk and the end of
+                                    this split
+    counters (target, KV heads)     of a divided work item: partial results that are stored; 0 between launches
+    cum     items + 1               the first split of each work item
     items   (items, 8)              `WorkItem`s: from the front those with keys, from the back those without, whose rows
                                     the combine kernel writes
 
@@ -42,18 +44,14 @@ class WorkItem(NamedTuple):
     num_chunks: tl.tensor
 
 
-class SplitStart(NamedTuple):
-    """Where a split begins: work item, chunk."""
+class Split(NamedTuple):
+    """The chunks [chunk, stop) of work item number `item`, which has so many splits from number `first` on."""
 
     item: tl.tensor
-    chunk: tl.tensor
-
-
-class CombineTask(NamedTuple):
-    """The first and the last split that continue a divided work item, which the split before the first one began."""
-
     first: tl.tensor
-    last: tl.tensor
+    num_splits: tl.tensor
+    chunk: tl.tensor
+    stop: tl.tensor
 
 
 class Sequences(NamedTuple):
@@ -69,7 +67,7 @@ class Sequences(NamedTuple):
 
 class BatchSizes(NamedTuple):
     """Queries and new tokens of every sequence (n_q: of all, where packed), keys that a sequence can have, tokens of a
-    page, sequences, row tiles of a sequence, work items."""
+    page, sequences, row tiles of a sequence, work items; splits, and how many share all chunks equally."""
 
     n_q: tl.tensor
     n_new: tl.tensor
@@ -78,13 +76,16 @@ class BatchSizes(NamedTuple):
     batch: tl.tensor
     tiles: tl.tensor
     items: tl.tensor
+    num_splits: tl.tensor
+    target: tl.tensor
 
 
 class ScheduleConfig(NamedTuple):
-    """Query heads per KV head; rows of a tile; the cost of beginning a work item, in chunks; work items and splits that
-    are computed at once; whether the launch overlaps the one before."""
+    """Query heads per KV head; KV heads; rows of a tile; the cost of beginning a work item, in chunks; work items and
+    splits that are computed at once; whether the launch overlaps the one before."""
 
     GROUP: int
+    KV_HEADS: int
     BLOCK_M: int
     ITEM_COST: int
     BLOCK_ITEMS: int
@@ -96,29 +97,32 @@ class ScheduleConfig(NamedTuple):
 # tuple, whatever `do_not_specialize` says: these are parameters of the kernels themselves, and become structs inside.
 QUERY_SIZES = ["n_q", "n_new", "tokens", "batch", "max_queries", "num_positions", "before", "after"]
 CACHE_SIZES = ["capacity", "page_size", "num_pages", "table_pages", "table_stride"]
-SPLIT_SIZES = ["tiles", "items", "num_splits", "programs", "chunk_size", "min_chunks", "slots", "rows", "tile_height"]
-RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES
+SPLIT_SIZES = ["tiles", "items", "num_splits", "target", "resident", "least", "chunk_size", "min_chunks"]
+RESULT_SIZES = ["slots", "whole_slots", "num_slots", "rows", "tile_height"]
+RUNTIME_SIZES = QUERY_SIZES + CACHE_SIZES + SPLIT_SIZES + RESULT_SIZES
+COUNTS: tl.constexpr = tl.constexpr(partition.COUNTS)
 RECORD: tl.constexpr = tl.constexpr(partition.RECORD)
+CLASSES: tl.constexpr = tl.constexpr(partition.CLASSES)
 
 
 @triton.jit
 def split_record(schedule, split):
-    return schedule + 2 + RECORD * split
+    return schedule + COUNTS + RECORD * split
 
 
 @triton.jit
-def task_record(schedule, num_splits, n):
-    return split_record(schedule, num_splits + 1) + RECORD * n
+def split_counters(schedule, sizes):
+    return split_record(schedule, sizes.num_splits)
 
 
 @triton.jit
-def item_starts(schedule, num_splits):
-    return task_record(schedule, num_splits, num_splits)
+def item_starts(schedule, sizes, KV_HEADS: tl.constexpr):
+    return split_counters(schedule, sizes) + sizes.target * KV_HEADS
 
 
 @triton.jit
-def item_records(schedule, num_splits, items):
-    return item_starts(schedule, num_splits) + items + 1
+def item_records(schedule, sizes, KV_HEADS: tl.constexpr):
+    return item_starts(schedule, sizes, KV_HEADS) + sizes.items + 1
 
 
 @triton.jit
@@ -137,12 +141,19 @@ def load_item(p):
 
 @triton.jit
 def load_split(p):
-    return SplitStart(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32))
+    return Split(
+        tl.load(p + 8).to(tl.int32),
+        tl.load(p + 9).to(tl.int32),
+        tl.load(p + 10).to(tl.int32),
+        tl.load(p + 11).to(tl.int32),
+        tl.load(p + 12).to(tl.int32),
+    )
 
 
 @triton.jit
-def load_task(p):
-    return CombineTask(tl.load(p).to(tl.int32), tl.load(p + 1).to(tl.int32))
+def split_chunk(num_chunks, split, num_splits):
+    """The first chunk of one of the splits of a work item."""
+    return (num_chunks.to(tl.int64) * split // tl.maximum(num_splits, 1)).to(tl.int32)
 
 
 @triton.jit
@@ -206,49 +217,117 @@ def store_item(p, item, mask):
 
 
 @triton.jit
-def copy_item(record, source, other: tl.constexpr, source_mask, record_mask):
-    """Copy work items to records, from their fifth number on."""
-    for n in tl.static_range(8):
-        tl.store(record + 4 + n, tl.load(source + n, mask=source_mask, other=other), mask=record_mask)
+def items_at(first, sequences, sizes, view, CONFIG: tl.constexpr):
+    """(WorkItem, whether it exists) of BLOCK_ITEMS work items in the order of their sequences."""
+    n = first + tl.arange(0, CONFIG.BLOCK_ITEMS)
+    b, tile, q0, n_q = queries_of_item(n, sequences.cu_q, sizes, CONFIG)
+    n_k, start = keys_of_item(n, b, sequences, sizes)
+    row = tile * CONFIG.BLOCK_M
+    exists = (n < sizes.items) & (row < n_q * CONFIG.GROUP)
+    if view.max_queries is not None:
+        exists = exists & ((n_q <= view.max_queries) | (b == sizes.batch))
+    first_position = row // CONFIG.GROUP + n_k - n_q
+    last_position = tl.minimum((row + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, n_q - 1) + n_k - n_q
+    lo = start
+    hi = n_k
+    if view.before is not None:
+        lo = tl.maximum(lo, first_position - view.before)
+    if view.after is not None:
+        hi = tl.minimum(hi, last_position + view.after + 1)
+    first_chunk = lo // view.chunk_size
+    num_chunks = tl.where(hi > lo, (hi + view.chunk_size - 1) // view.chunk_size - first_chunk, 0)
+    return WorkItem(b, row, q0, n_q, n_k, start, first_chunk, num_chunks), exists
+
+
+class Division(NamedTuple):
+    """How work items are divided. If all are about equally long, `remainder` of them are, into `pieces` splits of at
+    least `most` / 2 chunks: those that would otherwise run alone at the end and not use all bandwidth. If they are not
+    (pieces = 0), all with more than `most` chunks are."""
+
+    most: tl.tensor
+    remainder: tl.tensor
+    pieces: tl.tensor
+    longest: tl.tensor  # work item that is not divided, in chunks
 
 
 @triton.jit
-def continues(record, item, mask):
-    """Whether the split of a record begins inside this work item."""
-    return (tl.load(record, mask=mask, other=-1) == item) & (tl.load(record + 1, mask=mask, other=0) > 0)
+def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
+    """The division of so many chunks of so many work items with keys."""
+    cost = chunks + num_items * CONFIG.ITEM_COST
+    shares = tl.maximum(view.resident - num_items, view.least)  # the splits of few work items run all at once
+    shares = tl.where(num_items <= view.least, shares, view.target)
+    most = tl.maximum((cost + shares - 1) // shares, view.min_chunks)
+    equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
+    remainder = num_items % view.resident
+    remainder = tl.where(equal & (remainder < view.least), remainder, 0)
+    pieces = tl.where(equal, (view.least + remainder - 1) // tl.maximum(remainder, 1), 0)
+    undivided = tl.where(equal, longest, tl.minimum(longest, most).to(tl.int32))
+    return Division(tl.where(equal, view.min_chunks, most), remainder, pieces, undivided)
 
 
 @triton.jit
-def store_splits(schedule, split, x, cum, table, with_keys, num_splits, CONFIG: tl.constexpr):
-    """Write where the splits begin, which is at x on the axis. Returns their (work item, chunk)."""
+def classes_of(item, exists, before, division):
+    """(splits of work items; (items, CLASSES): 1 for their class). The first class has those that are divided, the
+    others those of a range of lengths, from long to short. `before`: work items with keys before these."""
+    real = (exists & (item.num_chunks > 0)).to(tl.int32)
+    splits = ((item.num_chunks + division.most - 1) // division.most).to(tl.int32)
+    if division.pieces > 0:
+        number = before + tl.cumsum(real, 0) - real
+        splits = tl.where(number < division.remainder, tl.minimum(splits, division.pieces), 1)
+    splits *= real
+    shorter = tl.maximum(division.longest - item.num_chunks, 0).to(tl.int64)
+    rank = 1 + (shorter * (CLASSES - 1) // tl.maximum(division.longest, 1)).to(tl.int32)
+    rank = tl.where(splits > 1, 0, tl.minimum(rank, CLASSES - 1))
+    return splits, real[:, None] * (rank[:, None] == tl.arange(0, CLASSES)[None, :]).to(tl.int32)
+
+
+@triton.jit
+def store_splits(schedule, first, total, cum, table, num_splits, CONFIG: tl.constexpr):
+    """Write the records of BLOCK_SPLITS splits, empty ones past the last."""
+    split = first + tl.arange(0, CONFIG.BLOCK_SPLITS)
+    found = split < total.splits
     item = tl.zeros_like(split)
-    width = with_keys + 1
-    while width > 1:  # binary search: the last work item that does not begin past x
+    width = total.items + 1
+    while width > 1:  # binary search: the last work item whose first split is not past this one
         half = width // 2
-        mid = tl.minimum(item + half, with_keys)
-        item = tl.where(tl.load(cum + mid) > x, item, mid)
+        mid = tl.minimum(item + half, total.items)
+        item = tl.where(tl.load(cum + mid) > split, item, mid)
         width -= half
-    found = item < with_keys
-    chunk = tl.where(found, tl.maximum(x - tl.load(cum + item) - CONFIG.ITEM_COST, 0), 0)
-    used = split <= num_splits
+    begin = tl.load(cum + item, mask=found, other=0).to(tl.int32)
+    own = tl.load(cum + item + 1, mask=found, other=0).to(tl.int32) - begin
+    source = table + item.to(tl.int64) * 8
+    num_chunks = tl.load(source + 7, mask=found, other=0).to(tl.int32)
+    used = split < num_splits
     record = split_record(schedule, split)
-    tl.store(record, item.to(tl.int64), mask=used)
-    tl.store(record + 1, chunk, mask=used)
-    copy_item(record, table + item.to(tl.int64) * 8, -1, found, used)
-    return item, chunk
+    for n in tl.static_range(8):
+        tl.store(record + n, tl.load(source + n, mask=found, other=0), mask=used)
+    tl.store(record + 8, item.to(tl.int64), mask=used)
+    tl.store(record + 9, begin.to(tl.int64), mask=used)
+    tl.store(record + 10, own.to(tl.int64), mask=used)
+    tl.store(record + 11, split_chunk(num_chunks, split - begin, own).to(tl.int64), mask=used)
+    tl.store(record + 12, split_chunk(num_chunks, split - begin + 1, own).to(tl.int64), mask=used)
 
 
-@triton.jit
-def store_tasks(schedule, split, item, chunk, table, num_splits):
-    """Write a task for every work item that several splits share. A split with chunk > 0 continues a work item."""
-    inside = (chunk > 0) & (split > 0) & (split < num_splits)
-    begins = inside & ~continues(split_record(schedule, split - 1), item, inside)
-    ends = inside & ~continues(split_record(schedule, split + 1), item, inside & (split + 1 < num_splits))
-    tl.store(schedule, tl.sum(begins.to(tl.int64), 0))
-    task = task_record(schedule, num_splits, tl.cumsum(begins.to(tl.int32), 0) - 1)
-    tl.store(task, split.to(tl.int64), mask=begins)
-    tl.store(task + 1, split.to(tl.int64), mask=ends)
-    copy_item(task, table + item.to(tl.int64) * 8, 0, begins, begins)
+class View(NamedTuple):
+    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once, and how many
+    of them use all bandwidth; splits that share the chunks of sequences of different lengths; chunks that are worth
+    one."""
+
+    before: tl.tensor
+    after: tl.tensor
+    chunk_size: tl.tensor
+    max_queries: tl.tensor
+    resident: tl.tensor
+    least: tl.tensor
+    target: tl.tensor
+    min_chunks: tl.tensor
+
+
+class Total(NamedTuple):
+    """Work items with keys, and their splits."""
+
+    items: tl.tensor
+    splits: tl.tensor
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -263,6 +342,9 @@ def schedule_kernel(
     tiles,
     items,
     num_splits,
+    target,
+    resident,
+    least,
     before,
     after,
     chunk_size,
@@ -270,57 +352,60 @@ def schedule_kernel(
     max_queries,
     CONFIG: tl.constexpr,
 ):
-    """Write the schedule. A split has at least `min_chunks` chunks; if no work item has more and there are splits for
-    all, each work item gets its own. Sequences with more than `max_queries` queries, if given, are left out: another
-    kernel computes them."""
+    """Write the schedule. Sequences with more than `max_queries` queries, if given, are left out: another kernel
+    computes them."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    sizes = BatchSizes(n_q, n_new, capacity, page_size, batch, tiles, items)
-    cum = item_starts(schedule, num_splits)
-    table = item_records(schedule, num_splits, items)
-    total = tl.cast(0, tl.int64)
+    sizes = BatchSizes(n_q, n_new, capacity, page_size, batch, tiles, items, num_splits, target)
+    view = View(before, after, chunk_size, max_queries, resident, least, target, min_chunks)
+    cum = item_starts(schedule, sizes, CONFIG.KV_HEADS)
+    table = item_records(schedule, sizes, CONFIG.KV_HEADS)
+    chunks = tl.cast(0, tl.int64)
     longest = tl.cast(0, tl.int32)
     with_keys = tl.cast(0, tl.int32)
+    for first in range(0, items, CONFIG.BLOCK_ITEMS):
+        item, exists = items_at(first, sequences, sizes, view, CONFIG)
+        own_chunks = tl.where(exists, item.num_chunks, 0)
+        chunks += tl.sum(own_chunks.to(tl.int64), 0)
+        longest = tl.maximum(longest, tl.max(own_chunks, 0))
+        with_keys += tl.sum((own_chunks > 0).to(tl.int32), 0)
+    division = division_of(chunks, with_keys, longest, view, CONFIG)
+    item_counts = tl.full([CLASSES], 0, tl.int32)
+    split_counts = tl.full([CLASSES], 0, tl.int32)
+    for first in range(0, items, CONFIG.BLOCK_ITEMS):
+        item, exists = items_at(first, sequences, sizes, view, CONFIG)
+        splits, member = classes_of(item, exists, tl.sum(item_counts, 0), division)
+        item_counts += tl.sum(member, 0)
+        split_counts += tl.sum(member * splits[:, None], 0)
+    total = tl.sum(split_counts, 0)
+    next_item = tl.cumsum(item_counts, 0) - item_counts
+    next_split = tl.cumsum(split_counts, 0) - split_counts
     empties = tl.cast(0, tl.int32)
-    for first_item in range(0, items, CONFIG.BLOCK_ITEMS):
-        n = first_item + tl.arange(0, CONFIG.BLOCK_ITEMS)
-        b, tile, q0, own_q = queries_of_item(n, sequences.cu_q, sizes, CONFIG)
-        n_k, start = keys_of_item(n, b, sequences, sizes)
-        row = tile * CONFIG.BLOCK_M
-        exists = (n < items) & (row < own_q * CONFIG.GROUP)
-        if max_queries is not None:
-            exists = exists & ((own_q <= max_queries) | (b == batch))
-        first_position = row // CONFIG.GROUP + n_k - own_q
-        last_position = tl.minimum((row + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, own_q - 1) + n_k - own_q
-        lo = start
-        hi = n_k
-        if before is not None:
-            lo = tl.maximum(lo, first_position - before)
-        if after is not None:
-            hi = tl.minimum(hi, last_position + after + 1)
-        first_chunk = lo // chunk_size
-        num_chunks = tl.where(hi > lo, (hi + chunk_size - 1) // chunk_size - first_chunk, 0)
-        real = (exists & (num_chunks > 0)).to(tl.int32)
-        empty = (exists & (num_chunks == 0)).to(tl.int32)
-        place = tl.where(num_chunks > 0, with_keys + tl.cumsum(real, 0) - 1, items - empties - tl.cumsum(empty, 0))
-        cost = (real * (num_chunks + CONFIG.ITEM_COST)).to(tl.int64)
-        longest = tl.maximum(longest, tl.max(real * num_chunks, 0))
-        tl.store(cum + place, total + tl.cumsum(cost, 0) - cost, mask=real > 0)
-        total += tl.sum(cost, 0)
-        with_keys += tl.sum(real, 0)
-        empties += tl.sum(empty, 0)
-        item = WorkItem(b, row, q0, own_q, n_k, start, first_chunk, num_chunks)
+    before_items = tl.cast(0, tl.int32)
+    for first in range(0, items, CONFIG.BLOCK_ITEMS):
+        item, exists = items_at(first, sequences, sizes, view, CONFIG)
+        splits, member = classes_of(item, exists, before_items, division)
+        own = member * splits[:, None]
+        place = tl.sum(member * (tl.cumsum(member, 0) - 1 + next_item[None, :]), 1)
+        begin = tl.sum(member * (tl.cumsum(own, 0) - own + next_split[None, :]), 1)
+        empty = (exists & (item.num_chunks == 0)).to(tl.int32)
+        place = tl.where(empty > 0, items - empties - tl.cumsum(empty, 0), place)
+        tl.store(cum + place, begin.to(tl.int64), mask=splits > 0)
         store_item(table + place.to(tl.int64) * 8, item, exists)
-    tl.store(cum + with_keys, total)
+        next_item += tl.sum(member, 0)
+        next_split += tl.sum(own, 0)
+        empties += tl.sum(empty, 0)
+        before_items += tl.sum((splits > 0).to(tl.int32), 0)
+    tl.store(cum + with_keys, total.to(tl.int64))
+    tl.store(schedule, tl.sum(tl.where(tl.arange(0, CLASSES) == 0, item_counts, 0), 0).to(tl.int64))
     tl.store(schedule + 1, empties.to(tl.int64))
+    tl.store(schedule + 2, with_keys.to(tl.int64))
+    tl.store(schedule + 3, total.to(tl.int64))
+    for first in range(0, target * CONFIG.KV_HEADS, CONFIG.BLOCK_SPLITS):
+        n = first + tl.arange(0, CONFIG.BLOCK_SPLITS)
+        zero = tl.full([CONFIG.BLOCK_SPLITS], 0, tl.int64)
+        tl.store(split_counters(schedule, sizes) + n, zero, mask=n < target * CONFIG.KV_HEADS)
     tl.debug_barrier()
-
-    split = tl.arange(0, CONFIG.BLOCK_SPLITS)
-    per_split = tl.maximum((total + num_splits - 1) // num_splits, min_chunks)
-    x = tl.minimum(split.to(tl.int64) * per_split, total)
-    if (with_keys <= num_splits) & (longest <= min_chunks):
-        x = tl.load(cum + tl.minimum(split, with_keys))
-    item, chunk = store_splits(schedule, split, x, cum, table, with_keys, num_splits, CONFIG)
-    tl.debug_barrier()
-    store_tasks(schedule, split, item, chunk, table, num_splits)
+    for first in range(0, num_splits, CONFIG.BLOCK_SPLITS):
+        store_splits(schedule, first, Total(with_keys, total), cum, table, num_splits, CONFIG)

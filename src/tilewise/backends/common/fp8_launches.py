@@ -1,0 +1,72 @@
+"""The launches of the quantising pass of precision="fp8", and what they write."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...request import Request
+from .device.fp8 import Fp8Scales
+from .device.structs import PAD
+from .fp8_format import KEY_BLOCK, MEAN_KEYS, is_smoothed
+from .fp8_quantise import Fp8Config, Fp8Tensors, quantise_kernel, sum_keys_kernel
+from .gpu import Gpu
+from .launch import INTERPRETED, Launch, Memory, can_overlap, pdl_option
+from .shapes import call_shape, padded, view
+
+CHUNKS = 8
+BLOCK = PAD.value
+assert BLOCK == KEY_BLOCK
+
+
+class Quantised(NamedTuple):
+    """q, k and v in float8_e4m3fn, in blocks of PAD tokens: (blocks, heads, PAD, D) and, of v, (blocks, KV heads, Dv,
+    PAD); D and Dv are padded. Their scales, and the launches that write them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scales: Fp8Scales
+    launches: list[Launch]
+
+
+def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered: bool) -> Quantised:
+    """The quantising pass. `least_dim`: to which head dims are padded at least; `ordered`: see `stored_key`."""
+    size, spec = call_shape(request), request.spec
+    d, dv = padded(size.d, least_dim), padded(size.dv, least_dim)
+    q_tiles, k_tiles = size.tiles(size.n_q, BLOCK), size.tiles(size.n_k, BLOCK)
+    rows = 1 if size.packed else size.batch
+    fp8, f32 = torch.float8_e4m3fn, torch.float32
+    q8 = memory.empty((rows * q_tiles, size.heads, BLOCK, d), fp8)
+    k8 = memory.empty((rows * k_tiles, size.kv_heads, BLOCK, d), fp8)
+    v8 = memory.empty((rows * k_tiles, size.kv_heads, dv, BLOCK), fp8)
+    smooth = is_smoothed(request)
+    scales = Fp8Scales(
+        memory.empty((rows * q_tiles * 2, size.heads), f32),
+        memory.empty((rows * k_tiles, size.kv_heads), f32),
+        memory.empty((rows * k_tiles, size.kv_heads), f32),
+        memory.empty((rows * q_tiles, size.heads, BLOCK), f32) if smooth else None,
+    )
+    sums = memory.empty((size.batch, size.kv_heads, CHUNKS, d), f32) if smooth else None
+    tensors = Fp8Tensors(view(request.q), view(request.k), view(request.v), q8, k8, v8, scales, sums)
+    overlap = can_overlap(gpu)
+    group = size.heads // size.kv_heads
+    config = Fp8Config(group, size.d, size.dv, d, dv, CHUNKS, MEAN_KEYS, ordered, overlap)
+    options = {"CONFIG": config, **pdl_option(overlap)}
+    q_total = 2 * size.programs(size.n_q, size.heads, BLOCK)
+    quantising = Launch(
+        quantise_kernel,
+        q_total + 2 * size.programs(size.n_k, size.kv_heads, BLOCK),
+        (
+            *(tensors, request.cu_q, request.cu_k, size.n_q, size.n_k, spec.scale),
+            *(q_tiles, k_tiles, size.heads, size.kv_heads, size.batch, q_total),
+        ),
+        {**options, "num_warps": 8, **({} if INTERPRETED else {"maxnreg": 128})},  # two programs on an SM
+    )
+    if not smooth:
+        return Quantised(q8, k8, v8, scales, [quantising])
+    programs = size.batch * size.kv_heads * CHUNKS
+    summing = Launch(
+        sum_keys_kernel, programs, (tensors, request.cu_k, size.n_k, size.kv_heads), {**options, "num_warps": 4}
+    )
+    return Quantised(q8, k8, v8, scales, [summing, quantising])

@@ -1,0 +1,184 @@
+"""The quantising pass of precision="fp8": sums of sampled keys, then q, k and v in float8_e4m3fn (`fp8_format`)."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .device.fp8 import MAX_FP8
+from .device.structs import ANY_SIZE, PAD, Grid, Rows, Sequences
+from .device.tile_io import index, load_rows
+from .device.tile_range import locate, sequence_bounds
+from .pdl import gdc_launch_dependents, gdc_wait
+
+LEAST: tl.constexpr = tl.constexpr(2.0**-40)
+
+
+class Fp8Tensors(NamedTuple):
+    """Views of q, k and v; the stored values: q (blocks, heads, PAD, BLOCK_D), k (blocks, KV heads, PAD, BLOCK_D) and v
+    (blocks, KV heads, BLOCK_DV, PAD); the scales; and sums of sampled keys, (batch, KV heads, CHUNKS, BLOCK_D), or
+    None."""
+
+    q: tl.tuple
+    k: tl.tuple
+    v: tl.tuple
+    q8: tl.tensor
+    k8: tl.tensor
+    v8: tl.tensor
+    scales: tl.tuple
+    sums: tl.tensor
+
+
+class Fp8Config(NamedTuple):
+    GROUP: int
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    CHUNKS: int  # programs that sum the keys of one sequence and head, a power of two
+    MEAN_KEYS: int
+    ORDER: bool  # the values of 16 keys are stored in the order of `stored_key`
+    OVERLAP: bool
+
+
+@triton.jit
+def stored_key(r):
+    """The key at position r. Of 16 scores of a row, a lane has 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 in its registers
+    after S = Q K^T, and must have the positions 4 t .. 4 t + 3 for P V: the values are stored in that order."""
+    return r // 16 * 16 + r % 4 // 2 * 8 + r % 16 // 4 * 2 + r % 2
+
+
+@triton.jit
+def mean_step(n, MEAN_KEYS: tl.constexpr):
+    return tl.maximum(n // MEAN_KEYS, 1)
+
+
+@triton.jit
+def quantised(x):
+    """x in fp8, and its scale."""
+    size = tl.abs(x)
+    finite = size < float("inf")
+    largest = tl.maximum(tl.max(tl.max(tl.where(finite, size, 0.0), 1), 0), LEAST)
+    factor = tl.div_rn(MAX_FP8 + largest * 0.0, largest)
+    return tl.where(finite, x * factor, float("nan")).to(tl.float8e4nv), tl.div_rn(largest, MAX_FP8 + largest * 0.0)
+
+
+@triton.jit
+def mean_key(tensors, b, h, kv_heads, n, CONFIG: tl.constexpr):
+    """The mean key of sequence b, of n keys, and KV head h."""
+    c = tl.arange(0, CONFIG.CHUNKS)[:, None]
+    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    p = tensors.sums + (tl.cast(b * kv_heads + h, tl.int64) * CONFIG.CHUNKS + c) * CONFIG.BLOCK_D + d
+    count = tl.maximum(tl.cdiv(n, mean_step(n, CONFIG.MEAN_KEYS)), 1)
+    return tl.sum(tl.load(p), 0) / count
+
+
+@triton.jit(**ANY_SIZE)
+def sum_keys_kernel(tensors, cu_k, n_k, kv_heads, CONFIG: tl.constexpr):
+    """Sums of a part of the sampled keys of one sequence and KV head; values that are not finite count as 0."""
+    if CONFIG.OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    BLOCK: tl.constexpr = 64
+    pid = tl.program_id(0)
+    chunk = pid % CONFIG.CHUNKS
+    h = pid // CONFIG.CHUNKS % kv_heads
+    b = pid // CONFIG.CHUNKS // kv_heads
+    start = 0
+    n = n_k
+    if cu_k is not None:
+        start, n = sequence_bounds(cu_k + b, n_k)
+    step = mean_step(n, CONFIG.MEAN_KEYS)
+    count = tl.cdiv(n, step)
+    x = tensors.k
+    d = tl.arange(0, CONFIG.BLOCK_D)
+    acc = tl.full([CONFIG.BLOCK_D], 0.0, tl.float32)
+    base = x.ptr + tl.cast(b, tl.int64) * x.strides[0] + tl.cast(h, tl.int64) * x.strides[2]
+    for first in range(chunk * BLOCK, count, CONFIG.CHUNKS * BLOCK):
+        r = first + tl.arange(0, BLOCK)
+        token = (start + r * step).to(tl.int64)
+        p = base + token[:, None] * x.strides[1] + d[None, :].to(tl.int64) * x.strides[3]
+        y = tl.load(p, mask=(r < count)[:, None] & (d < CONFIG.D)[None, :], other=0.0).to(tl.float32)
+        acc += tl.sum(tl.where(tl.abs(y) < float("inf"), y, 0.0), 0)
+    tl.store(tensors.sums + tl.cast(pid, tl.int64) * CONFIG.BLOCK_D + d, acc)
+
+
+@triton.jit(**ANY_SIZE)
+def quantise_kernel(
+    tensors, cu_q, cu_k, n_q, n_k, scale, q_tiles, k_tiles, heads, kv_heads, batch, q_total, CONFIG: tl.constexpr
+):
+    """The first q_total programs quantise half a block of queries of a head each; of the others one in two a block of
+    keys, and one a block of values."""
+    if CONFIG.OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    pid = tl.program_id(0)
+    seqs = Sequences(cu_q, cu_k, n_q, n_k)
+    if pid < q_total:
+        tile = pid // 2
+        w = locate(tile, Grid(q_tiles, heads, batch), seqs, cu_q, PAD)
+        block = tile % q_tiles if cu_q is not None else w.b * q_tiles + tile % q_tiles
+        quantise_queries(tensors, w, block, pid % 2, Sizes(scale, heads, kv_heads), CONFIG)
+    else:
+        pid -= q_total
+        tile = pid // 2
+        w = locate(tile, Grid(k_tiles, kv_heads, batch), seqs, cu_k, PAD)
+        block = tile % k_tiles if cu_k is not None else w.b * k_tiles + tile % k_tiles
+        line = tl.cast(block, tl.int64) * kv_heads + w.h
+        if pid % 2 == 0:
+            quantise_keys(tensors, w, line, kv_heads, CONFIG)
+        else:
+            quantise_values(tensors, w, line, CONFIG)
+
+
+class Sizes(NamedTuple):
+    scale: tl.tensor
+    heads: tl.tensor
+    kv_heads: tl.tensor
+
+
+@triton.jit
+def quantise_queries(tensors, w, block, half, sizes, CONFIG: tl.constexpr):
+    """Half a block of queries, and what the mean key takes from their scores."""
+    HALF: tl.constexpr = PAD // 2
+    r = tl.arange(0, HALF)
+    d = tl.arange(0, CONFIG.BLOCK_D)
+    line = (tl.cast(block, tl.int64) * sizes.heads + w.h) * PAD + half * HALF
+    rows = Rows(tensors.q, w.b, w.h, w.q0, w.first + half * HALF, w.n_q)
+    x = load_rows(rows, CONFIG.D, HALF, CONFIG.BLOCK_D, False).to(tl.float32)
+    if tensors.scales.shift is not None:
+        mean = mean_key(tensors, w.b, w.h // CONFIG.GROUP, sizes.kv_heads, w.n_k, CONFIG)
+        tl.store(tensors.scales.shift + line + r, tl.sum(x * mean[None, :], 1) * sizes.scale)
+    y, factor = quantised(x)
+    tl.store(tensors.q8 + (line + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
+    tl.store(tensors.scales.q + (tl.cast(block, tl.int64) * 2 + half) * sizes.heads + w.h, factor)
+
+
+@triton.jit
+def quantise_keys(tensors, w, line, kv_heads, CONFIG: tl.constexpr):
+    r = tl.arange(0, PAD)
+    d = tl.arange(0, CONFIG.BLOCK_D)
+    rows = Rows(tensors.k, w.b, w.h, w.k0, w.first, w.n_k)
+    x = load_rows(rows, CONFIG.D, PAD, CONFIG.BLOCK_D, False).to(tl.float32)
+    if tensors.sums is not None:
+        mean = mean_key(tensors, w.b, w.h, kv_heads, w.n_k, CONFIG)
+        x = tl.where((w.first + r < w.n_k)[:, None], x - mean[None, :], 0.0)
+    y, factor = quantised(x)
+    tl.store(tensors.k8 + (line * PAD + r[:, None]) * CONFIG.BLOCK_D + d[None, :], y)
+    tl.store(tensors.scales.k + line, factor)
+
+
+@triton.jit
+def quantise_values(tensors, w, line, CONFIG: tl.constexpr):
+    """A block of values, transposed: tensor cores read fp8 operands along the keys."""
+    r = tl.arange(0, PAD)
+    e = tl.arange(0, CONFIG.BLOCK_DV)
+    v = tensors.v
+    key = stored_key(r) if CONFIG.ORDER else r
+    p = v.ptr + tl.cast(w.b, tl.int64) * v.strides[0] + tl.cast(w.h, tl.int64) * v.strides[2]
+    p += tl.cast(w.k0 + w.first, tl.int64) * v.strides[1]
+    p = p + index(v, key)[:, None] * v.strides[1] + index(v, e)[None, :] * v.strides[3]
+    seen = (w.first + key < w.n_k)[:, None] & (e < CONFIG.DV)[None, :]
+    y, factor = quantised(tl.load(p, mask=seen, other=0.0).to(tl.float32))
+    tl.store(tensors.v8 + (line * CONFIG.BLOCK_DV + e[:, None]) * PAD + r[None, :], tl.trans(y))
+    tl.store(tensors.scales.v + line, factor)

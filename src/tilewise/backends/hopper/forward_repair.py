@@ -1,0 +1,151 @@
+"""The NaN repair of the Hopper forward: a tile of O again, without the values that its rows do not see.
+
+A matrix product cannot leave a value out: 0 * nan and 0 * inf are nan. The epilogue raises a flag in global memory
+where O is nan and the softmax is not. The warpgroup loads the flag during its next tile, which hides the latency; a
+reduction over the warps in the epilogue would cost more. If the flag is raised, the warpgroup computes O again with
+multiply-adds, from global memory and the stored lse, and leaves out hidden pairs. That is slow, and rarely needed.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..common.device.score import scores
+from ..common.device.softmax import exponent, log2_scale, rescale_exponent, row_maximum
+from ..common.device.structs import LOG2E, Pairs
+from ..common.device.tile_io import row_pointers
+from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
+from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
+from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
+
+# keys and columns of V at a time: few registers
+REPAIR_KEYS: gl.constexpr = gl.constexpr(16)
+REPAIR_COLUMNS: gl.constexpr = gl.constexpr(64)
+
+
+class RepairPointers(NamedTuple):
+    """q, k, v and out; and zeros, two flags for each warpgroup of each program. None where every row sees every key. In
+    fp8, q, k and v are GlobalTensors: there the descriptors are of quantised operands."""
+
+    q: tl.tensor = None
+    k: tl.tensor = None
+    v: tl.tensor = None
+    o: tl.tensor = None
+    flags: tl.tensor = None
+
+
+class Repair(NamedTuple):
+    """The pointers, and TMA descriptors, which have the strides."""
+
+    pointers: RepairPointers
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+
+
+@gluon.jit
+def flag_pointer(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """The flag of the t-th tile of this warpgroup. Two tiles have their flags at a time."""
+    return flags + (opaque(gl.program_id(0)) * CONFIG.WARPGROUPS + WG) * 2 + (t & 1)
+
+
+@gluon.jit
+def load_flag(flags, t, WG: gl.constexpr, CONFIG: gl.constexpr):
+    return gl.load(flag_pointer(flags, t, WG, CONFIG), volatile=True)
+
+
+@gluon.jit
+def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """Computes and stores O of the t-th tile of this warpgroup again, and clears its flag."""
+    VARLEN: gl.constexpr = params.cu_q is not None
+    pointers = outputs.repair.pointers
+    if CONFIG.FP8:
+        inputs = (pointers.q, pointers.k, pointers.v)
+    else:
+        inputs = (
+            tensor_of(pointers.q, outputs.repair.q),
+            tensor_of(pointers.k, outputs.repair.k),
+            tensor_of(pointers.v, outputs.repair.v),
+        )
+    terms = params.terms
+    w = read_tile_info(info, opaque(t), params.n_q, params.n_k, VARLEN)
+    SLOT: gl.constexpr = WG % (CONFIG.BLOCK_M // ROWS)
+    FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
+    first = opaque(w.first + SLOT * ROWS)
+    tma_stores_done()
+    barrier()  # O is in memory, and all warps have read the flag
+    gl.store(flag_pointer(pointers.flags, t, WG, CONFIG), 0)
+
+    layout: gl.constexpr = acc_layout(REPAIR_KEYS)
+    lse2 = load_lse2(w, first, outputs.lse, params, gl.SliceLayout(1, layout))
+    sink = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    if terms.sinks.ptr is not None:
+        score = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
+        score = row_maximum(score, LOG2E, terms.large_scores)
+        sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
+    lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
+    for column in range(FIRST_COLUMN, gl.minimum(inputs[2].columns, FIRST_COLUMN + CONFIG.BLOCK_DV), REPAIR_COLUMNS):
+        acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
+        total = sink
+        for n in range(lo, hi):
+            start, has_mask_mod = first_key(n, w, terms.blocks, CONFIG.BLOCK_N)
+            for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
+                p = visible_p((w, first, span), opaque(j), has_mask_mod, lse2, inputs, params, CONFIG)
+                total += gl.sum(gl.maximum(p, 0.0), 1)
+                for key in range(j, j + REPAIR_KEYS):
+                    acc = add_value(acc, p, j, opaque(key), w, column, inputs[2], CONFIG)
+        acc *= broadcast_rows(1.0 / gl.where(total == 0.0, 1.0, total), acc)
+        if outputs.o_float32.ptr is not None:
+            store_global(outputs.o_float32, acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
+        else:
+            store_global(tensor_of(pointers.o, outputs.o), acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
+
+
+@gluon.jit
+def load_lse2(w, first, lse, params, layout: gl.constexpr):
+    """lse of the queries from `first` on in the units of the exponent; +inf, which makes p 0, for rows without keys."""
+    i = first + gl.arange(0, ROWS, layout)
+    rows = row_pointers(lse, params.n_q, params.heads, w.b, w.h, w.q0, i, params.cu_q is not None)
+    x = gl.load(rows, mask=i < w.n_q, other=float("inf"))
+    x = row_maximum(x, LOG2E, params.terms.large_scores)
+    return gl.where(x == float("-inf"), float("inf"), x)
+
+
+@gluon.jit
+def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.constexpr):
+    """p of the REPAIR_KEYS keys from `start` on; -1 for hidden pairs."""
+    w, first, _span = tile
+    q, k, _v = inputs
+    layout: gl.constexpr = acc_layout(REPAIR_KEYS)
+    i = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    s = gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout)
+    j = column_indices(start, s)
+    q_rows = global_rows(q, w.b, w.h, w.q0, i)
+    k_rows = global_rows(k, w.b, w.h // CONFIG.GROUP, w.k0, j)
+    for d in range(k.columns):
+        q_column = gl.load(q_rows + d, mask=i < w.n_q, other=0.0).to(gl.float32)
+        k_column = gl.load(k_rows + d, mask=j < w.n_k, other=0.0).to(gl.float32)
+        s += q_column[:, None] * k_column[None, :]
+    pairs = Pairs(w, w.h, i[:, None], j[None, :])
+    visible = mask_scores(gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout), tile, start, has_mask_mod, params) == 0.0
+    s = scores(s, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
+    p = gl.exp2(exponent(s, lse2[:, None], log2_scale(params.scale, CONFIG.FOLD_SCALE), params.terms.large_scores))
+    return gl.where(visible, p, -1.0)
+
+
+@gluon.jit
+def add_value(acc, p, start, j, w, column, v, CONFIG: gl.constexpr):
+    """acc + p_j * v_j where p_j is not negative; the columns of v from `column` on. p: of the keys from `start` on."""
+    is_j = column_indices(start, p) == j
+    p_column = broadcast_rows(gl.max(gl.where(is_j[None, :], p, -1.0), 1), acc)
+    columns = column_indices(opaque(column), acc)
+    row = global_rows(v, w.b, w.h // CONFIG.GROUP, w.k0, j)
+    value = gl.load(row + columns, mask=(columns < v.columns) & (j < w.n_k), other=0.0).to(gl.float32)
+    return gl.where(p_column >= 0.0, acc + p_column * value[None, :], acc)
+
+
+@gluon.jit
+def global_rows(x, b, h, start, i):
+    """Pointers to the rows i of the sequence that starts at row `start`."""
+    offset = tl.cast(b, tl.int64) * x.strides[0] + tl.cast(h, tl.int64) * x.strides[2]
+    return x.ptr + opaque64(offset + (tl.cast(start, tl.int64) + tl.cast(i, tl.int64)) * x.strides[1])

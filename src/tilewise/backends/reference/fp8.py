@@ -1,0 +1,78 @@
+"""precision="fp8" in torch: q, k and v are quantised as `fp8_format` says, and the products are in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.common.fp8_format import (
+    KEY_BLOCK,
+    LARGEST_FP8,
+    LEAST_MAXIMUM,
+    MEAN_KEYS,
+    QUERY_BLOCK,
+    is_smoothed,
+)
+from tilewise.request import Request
+
+Results = tuple[Tensor, ...]
+
+
+def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(stored values, scales) of one sequence x, (tokens, heads, dim), in blocks: (blocks, block, heads, dim), with
+    zeros after the last token, and (blocks, 1, heads, 1)."""
+    parts = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % block)).unflatten(0, (-1, block))
+    finite = parts.isfinite()
+    largest = parts.abs().masked_fill(~finite, 0.0).amax((1, 3), keepdim=True)
+    largest = largest.clamp_min(LEAST_MAXIMUM)
+    stored = (parts * (LARGEST_FP8 / largest)).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
+    return stored.to(torch.float8_e4m3fn), largest / LARGEST_FP8
+
+
+def dequantised(x: Tensor, block: int) -> Tensor:
+    """x, (tokens, heads, dim), as its stored values say, in float32."""
+    if x.shape[0] == 0:
+        return x.float()
+    stored, scale = quantised(x, block)
+    return (stored.float() * scale).flatten(0, 1)[: x.shape[0]]
+
+
+def mean_key(k: Tensor) -> Tensor:
+    """The mean key, (heads, dim), of keys (tokens, heads, dim). Values that are not finite count as 0."""
+    some = k[:: max(1, k.shape[0] // MEAN_KEYS)].float()
+    return some.masked_fill(~some.isfinite(), 0.0).sum(0) / max(some.shape[0], 1)
+
+
+def forward(request: Request, attend: Callable[[Request], Results]) -> Results:
+    """The results of `attend` for the dequantised request, rounded to the dtype of q."""
+    q, k, v, spec = request[:4]
+    shift = None
+    if request.cu_q is None:
+        sequences = [(b, b) for b in range(q.shape[0])]
+    else:
+        assert request.cu_k is not None
+        ends = [x.tolist() for x in (request.cu_q, request.cu_k)]
+        sequences = [tuple(slice(*cu[b : b + 2]) for cu in ends) for b in range(len(ends[0]) - 1)]  # type: ignore[misc]
+    q8, k8, v8 = (x.new_zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+    if is_smoothed(request):
+        shift = q.new_zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    for queries, keys in sequences:
+        q_all, k_all = q[queries].float(), k[keys].float()
+        if shift is not None:
+            mean = mean_key(k_all)
+            k_all = k_all - mean
+            group = q.shape[-2] // max(k.shape[-2], 1)
+            by_head = torch.einsum("thd,hd->ht", q_all, mean.repeat_interleave(group, 0))
+            if request.cu_q is None:
+                shift[queries] = spec.scale * by_head
+            else:
+                shift[:, queries] = spec.scale * by_head
+        q8[queries] = dequantised(q_all, QUERY_BLOCK)
+        k8[keys] = dequantised(k_all, KEY_BLOCK)
+        v8[keys] = dequantised(v[keys], KEY_BLOCK)
+    out, lse, *largest = attend(request._replace(q=q8, k=k8, v=v8, spec=spec._replace(precision=None)))
+    if shift is not None:
+        lse = lse + shift  # -inf stays
+    return out.to(request.result_dtype), lse, *largest

@@ -1,0 +1,104 @@
+"""precision="fp8" on a GPU, against the reference, which quantises in the same way and multiplies in float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.backends.reference import fp8
+from tilewise.request import Request, Spec
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def relative(error: Tensor, of: Tensor) -> float:
+    return float(error.double().pow(2).mean().sqrt() / of.double().pow(2).mean().sqrt())
+
+
+def skip_unless_hopper(backend: str) -> None:
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+
+
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # Sq, Sk, H, Hk, D, Dv
+    "full": ((333, 1001, 8, 2, 128, 128), {}),
+    "causal": ((517, 1300, 4, 4, 128, 128), {"causal": True}),
+    "empty rows": ((517, 130, 4, 4, 128, 128), {"causal": True}),
+    "window": ((700, 700, 4, 1, 64, 64), {"window": (100, 20)}),
+    "softcap": ((700, 700, 4, 4, 128, 128), {"causal": True, "softcap": 5.0}),
+    "negative scale": ((300, 300, 4, 4, 128, 64), {"scale": -0.1}),
+    "d 72": ((300, 400, 2, 2, 72, 40), {}),
+}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("name", CALLS)
+def test_as_the_reference(name: str, backend: str) -> None:
+    torch.manual_seed(0)
+    skip_unless_hopper(backend)
+    (n_q, n_k, heads, kv_heads, d, dv), options = CALLS[name]
+    q, k, v = random(2, n_q, heads, d), random(2, n_k, kv_heads, d) + 0.5, random(2, n_k, kv_heads, dv)
+    options = {**options, "precision": "fp8", "return_lse": True}
+    torch.empty(1 << 24, device="cuda").fill_(math.nan)  # what results and workspaces may be made of
+    out, lse = tilewise.attention(q, k, v, backend=backend, **options)
+    again, _ = tilewise.attention(q, k, v, backend=backend, **options)
+    expected, expected_lse = tilewise.attention(q, k, v, backend="reference", **options)
+    assert relative(out - expected, expected) < 0.035  # P in fp8
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_packed(backend: str) -> None:
+    skip_unless_hopper(backend)
+    torch.manual_seed(1)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 5, 5, 400], [0, 77, 300, 900]))
+    q, k, v = random(450, 4, 128), random(1000, 2, 128), random(1000, 2, 128)
+    options: dict[str, Any] = {"causal": True, "precision": "fp8", "return_lse": True}
+    out, lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **options)
+    expected, expected_lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend="reference", **options)
+    assert relative(out - expected, expected) < 0.035
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_hidden_nan_does_not_leak(backend: str) -> None:
+    skip_unless_hopper(backend)
+    q, k, v = (random(1, 1024, 2, 128) for _ in range(3))
+    k[:, 600], v[:, 700] = math.nan, math.inf
+    out = tilewise.attention(q, k, v, causal=True, precision="fp8", backend=backend)
+    assert out[:, :600].isfinite().all()
+    assert out[:, 600:].isnan().all()
+
+
+def test_stored_bytes_are_the_documented_ones() -> None:
+    from tilewise.backends.common.fp8_launches import quantise
+    from tilewise.backends.common.launch import DeviceMemory, target_of
+
+    q, k, v = random(1, 256, 4, 128), random(1, 700, 2, 128), random(1, 700, 2, 128)
+    request = Request(q, k, v, Spec(0.1, precision="fp8"), sinks=torch.zeros(4, device="cuda"))
+    found = quantise(request, target_of(q.device).gpu, DeviceMemory(q.device), 64, ordered=False)
+    for job in found.launches:
+        job()
+    for stored, x, block, axes in ((found.k, k, 128, (0, 2, 1, 3)), (found.v, v, 128, (0, 3, 1, 2))):
+        expected, scale = fp8.quantised(x[0], block)
+        assert torch.equal(stored.permute(axes).contiguous().view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal((found.scales.k if x is k else found.scales.v), scale[:, 0, :, 0])
+
+
+def test_retrieval_at_128k() -> None:
+    torch.manual_seed(2)
+    n, found = 131072, 64
+    q, k, v = (torch.randn(1, m, 2, 128, device="cuda") for m in (found, n, n))
+    at = torch.arange(found, device="cuda") * 2003 + 17
+    k[:, at] = q
+    out = tilewise.attention(*(x.bfloat16() for x in (q, k, v)), precision="fp8").float()
+    near = torch.einsum("bihd,bjhd->bhij", out, v[:, at])
+    assert (near.argmax(-1) == torch.arange(found, device="cuda")).all()

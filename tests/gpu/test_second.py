@@ -1,0 +1,48 @@
+"""Second derivatives on a GPU, within twice the error of torch's own arithmetic in the same dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise
+from tests import second
+from tests.cases import Case
+
+CASES = {
+    "causal": Case(batch=2, n_q=256, n_k=256, after=0),
+    "full, odd, grouped heads": Case(n_q=131, n_k=77, heads=4, kv_heads=2),
+    "window, more keys": Case(n_q=100, n_k=333, before=50, after=7),
+    "packed, empty rows": Case(
+        batch=3, n_q=310, n_k=300, heads=4, kv_heads=1, after=0, lengths=((150, 100), (0, 40), (160, 160))
+    ),
+}
+DIMS = {"bfloat16": ((64, 64), (128, 128), (256, 256), (72, 40)), "float32": ((64, 64), (40, 96))}
+
+
+@pytest.mark.parametrize(("dtype", "dims"), [(dtype, d) for dtype, dims in DIMS.items() for d in dims], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_within_budget(name: str, dtype: str, dims: tuple[int, int]) -> None:
+    second.check(replace(CASES[name], dtype=dtype, d=dims[0], dv=dims[1]), "triton", "cuda")
+
+
+def test_auto() -> None:
+    """Whatever backend computes the forward and the first backward."""
+    second.check(Case(batch=2, n_q=300, n_k=300, d=64, dv=64, dtype="bfloat16", after=0), "auto", "cuda")
+
+
+def test_memory_is_linear() -> None:
+    """Beyond its inputs a double backward keeps what grows with the tokens: four times as many for four times."""
+    found = []
+    for n in (1024, 4096):
+        q, k, v = (torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = tilewise.attention(q, k, v, causal=True)
+        first = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(sum(x.square().sum() for x in first), (q, k, v))
+        found.append(torch.cuda.max_memory_allocated() - before)
+    assert found[1] <= 4.5 * found[0]

@@ -1,0 +1,40 @@
+"""Compiles the kernels of second derivatives for rows on standard input: {"arch", "dtype", "dim", "packed", "group"}.
+Prints a line of JSON for each kernel of each row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tilewise.backends.common.gpu import Gpu
+from tilewise.backends.common.hvp_launches import build_hvp
+from tilewise.backends.common.launch import DeviceMemory, Target
+from tilewise.request import Request, Spec
+from tilewise_lab.costs.compiled import compile_for
+
+KERNELS = ("jvp_kernel", "hvp_key_kernel", "hvp_query_kernel")
+
+
+def launches(arch: int, dtype: str, dim: int, packed: bool = False, group: int = 1) -> list[Any]:
+    n = 1024
+    shape = (n,) if packed else (1, n)
+    q, k = (torch.empty(*shape, heads, dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
+    lse = torch.empty(*shape[:-1], 2 * group, n)
+    cu = torch.tensor([0, n], dtype=torch.int32) if packed else None
+    request = Request(q, k, k, Spec(scale=0.125, after=0), cu_q=cu, cu_k=cu)
+    tensors = *request.tensors(), q, lse, q, lse, q, k, k
+    target = Target(Gpu("cuda", arch), 132)
+    return list(build_hvp(request.spec)(tensors, target, DeviceMemory(q.device)).launches)
+
+
+if __name__ == "__main__":
+    for row in json.load(sys.stdin):
+        for launch in launches(**row):
+            name = launch.kernel.fn.__name__
+            if name in KERNELS:
+                made = compile_for(row["arch"], launch.kernel, launch.args, launch.options)
+                facts = {"spills": made.spills, "shared": made.shared, "warnings": made.warnings}
+                print(json.dumps({"kernel": name} | facts))

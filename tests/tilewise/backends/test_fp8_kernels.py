@@ -1,0 +1,115 @@
+"""The quantising pass and the portable forward on fp8 operands, in Triton's interpreter.
+
+The interpreter rounds to fp8 wrongly: the data here are integers up to 7 with a block maximum of 7, which fp8 holds
+exactly, so that scores and lse are exact. P is not: out is compared loosely here, and on a GPU (tests/gpu/test_fp8.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.request import Request, Spec
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_runs")
+
+
+def integers(*shape: int) -> Tensor:
+    """float16 integers from -7 to 7, with a 7 in every row."""
+    x = torch.randint(-7, 8, shape).half()
+    x[..., 0] = 7
+    return x
+
+
+def compare(given: tuple[Tensor, ...], cu: tuple[Tensor, Tensor] | None = None, d: int = 16, **options: Any) -> None:
+    options |= {"precision": "fp8", "return_lse": True, "scale": 0.02}
+
+    def run(backend: str) -> Any:
+        if cu is None:
+            return tilewise.attention(*given, backend=backend, **options)
+        return tilewise.attention_varlen(*given, *cu, backend=backend, **options)
+
+    (out, lse), (expected, expected_lse) = run("triton"), run("reference")
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4)
+    assert out.dtype == torch.float16
+    assert (out[(lse == -math.inf).transpose(-1, -2)] == 0).all()
+    error = (out - expected).float().pow(2).mean().sqrt() / expected.float().pow(2).mean().sqrt()
+    assert error < 0.12
+
+
+SINKS = {"sinks": torch.full((4,), -3.0)}  # and no mean key is subtracted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (20, 3)}, {"softcap": 2.0}, {"return_max_logit": False, "causal": True}],
+    ids=["full", "causal", "window", "softcap", "max logit"],
+)
+def test_dense(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    compare((integers(2, 70, 4, 24), integers(2, 150, 2, 24), integers(2, 150, 2, 40)), **options, **SINKS)
+
+
+def test_packed() -> None:
+    torch.manual_seed(1)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 60], [0, 9, 30, 160]))
+    compare((integers(64, 4, 16), integers(170, 2, 16), integers(170, 2, 16)), (cu_q, cu_k), causal=True, **SINKS)
+
+
+def test_strides() -> None:
+    torch.manual_seed(2)
+    q, k, v = integers(1, 4, 40, 16).transpose(1, 2), integers(1, 40, 8, 16)[:, :, ::2], integers(1, 40, 4, 16)
+    compare((q, k, v.flip(-1)[..., ::2] + 0), **SINKS)
+
+
+def test_hidden_nan_does_not_leak() -> None:
+    torch.manual_seed(3)
+    q, k, v = integers(1, 70, 2, 16), integers(1, 70, 2, 16), integers(1, 70, 2, 16)
+    k[0, 40], v[0, 50] = math.nan, math.inf
+    out = tilewise.attention(q, k, v, causal=True, precision="fp8", backend="triton")
+    assert out[0, :40].isfinite().all()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_stored(ordered: bool) -> None:
+    from tilewise.backends.common.fp8_launches import quantise
+    from tilewise.backends.common.gpu import INTERPRETER
+    from tilewise.backends.common.launch import DeviceMemory
+
+    torch.manual_seed(4)
+    q, k, v = integers(2, 70, 4, 16), integers(2, 150, 2, 16), integers(2, 150, 2, 16)
+    request = Request(q, k, v, Spec(1.0, precision="fp8"), sinks=torch.zeros(4))
+    found = quantise(request, INTERPRETER, DeviceMemory(torch.device("cpu")), 32, ordered)
+    for x in found[:3]:
+        x.view(torch.uint8).fill_(0x7F)  # NaN
+    for job in found.launches:
+        job()
+    assert found.scales.shift is None
+    assert (found.scales.q[::2] == 7 / 448).all()
+    order = torch.arange(128)
+    if ordered:
+        order = (order // 16 * 16 + order % 4 // 2 * 8 + order % 16 // 4 * 2 + order % 2).long()
+    for b in range(2):
+        q8 = found.q.float()[b].permute(1, 0, 2)
+        torch.testing.assert_close(q8[:70, :, :16], q[b].float() * 64)
+        assert (q8[70:] == 0).all()
+        assert (q8[..., 16:] == 0).all()
+        k8 = found.k.float()[2 * b : 2 * b + 2].transpose(1, 2).flatten(0, 1)
+        torch.testing.assert_close(k8[:150, :, :16], k[b].float() * 64)
+        assert (k8[150:] == 0).all()
+        v8 = torch.empty(2, 128, 2, 32)
+        v8[:, order] = found.v.float()[2 * b : 2 * b + 2].permute(0, 3, 1, 2)
+        torch.testing.assert_close(v8.flatten(0, 1)[:150, :, :16], v[b].float() * 64)
+        assert (v8.flatten(0, 1)[150:] == 0).all()
+
+
+def test_dropout_is_the_references() -> None:
+    q = integers(1, 20, 2, 16)
+    with pytest.raises(tilewise.AttentionError, match="dropout with precision='fp8'"):
+        tilewise.attention(q, q, q, dropout_p=0.5, precision="fp8", backend="triton")
