@@ -2,7 +2,7 @@
 
 >>> found = explain_kv((64, 1, 32, 128), (64, 8192, 8, 128), None, [4096] * 64, device="H200", backend="triton")
 >>> found.binding, f"{found.read / 1e9:.2f} GB", f"{found.ranges.each} tiles of keys for each of {found.ranges.busy}"
-('memory', '1.07 GB', '127 tiles of keys for each of 264')
+('memory', '1.07 GB', '64 tiles of keys for each of 512')
 
 `KvExplanation.to_dict()` is the JSON of `tilewise explain --kv-lengths ... --json`:
 
@@ -172,7 +172,9 @@ def _plan_lines(plan: dict[str, Any], row_sets: int) -> Iterator[tuple[str, str]
     tile = plan["tile"]
     size = f"{tile['block_m']} rows (queries times heads of a group) x {tile['block_n']} keys"
     yield "tiles", f"{size}, {tile['warps']} warps, {tile['stages']} stages, {tile['programs_per_sm']} on a processor"
-    programs = f"{plan['busy']} of {plan['programs']} programs have {plan['each']} units of {plan['unit']} keys each"
+    programs = (
+        f"{plan['busy']} of {plan['programs']} programs have keys, at most {plan['each']} units of {plan['unit']}"
+    )
     divided = f"{plan['divided']} of {row_sets} row sets are divided, into {plan['parts']} parts"
     yield "ranges", f"{programs}; {divided}; {amount(plan['workspace'])}B of workspace, whatever the lengths"
 

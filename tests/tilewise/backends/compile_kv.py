@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -108,6 +109,24 @@ def compiled(**row: Any) -> Compiled:
     return compile_for(row["arch"], made.kernel, made.args, made.options)
 
 
+def loop_spills(sass: str) -> int:
+    """Instructions that spill or reload registers in loops that copy keys to shared memory ahead of their use."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    for line in sass.splitlines():
+        label = re.match(r"\s*(\.L_x_\d+):", line)
+        if label is not None:
+            labels[label[1]] = len(lines)
+        lines += re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+    found = 0
+    for n, line in enumerate(lines):
+        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        body = [] if jump is None else lines[labels.get(jump[1], n) : n + 1]
+        if any("LDGSTS" in x for x in body):
+            found += sum("LDL" in x or "STL" in x for x in body)
+    return found
+
+
 def report(row: dict[str, Any]) -> dict[str, Any]:
     try:
         made = compiled(**row)
@@ -115,6 +134,7 @@ def report(row: dict[str, Any]) -> dict[str, Any]:
         return row | {"error": f"{type(error).__name__}: {error}"[-300:]}
     matrix = {name: n for name, n in made.instructions.items() if "MMA" in name or "mfma" in name or name in COPIES}
     facts = {"registers": made.registers, "spills": made.spills, "shared": made.shared}
+    facts["loop_spills"] = loop_spills(made.sass)
     return row | facts | {"instructions": matrix}
 
 

@@ -152,16 +152,14 @@ def forward_launch(
     config: ForwardConfig,
     cache: KvCache = NO_CACHE,
 ) -> Launch:
-    """`results`: out, lse and the largest score of each head, or
-    None. With a cache nothing is repaired."""
+    """`results`: out, lse and the largest score of each head, or None. With a cache nothing is repaired."""
     q, spec = request.q, request.spec
     out, lse, max_logit = results
     repair = RepairPointers()
     if request.is_masked and cache.lengths is None:
-        given: list[Any] = [q, request.k, request.v]
-        if config.FP8:  # the descriptors are those of the quantised operands
-            given = [output(x) for x in given]
-        repair = RepairPointers(*given, out, state.flags)
+        # in fp8 the descriptors, which have the strides otherwise, are those of the quantised operands
+        inputs = [output(x) if config.FP8 else x for x in (q, request.k, request.v)]
+        repair = RepairPointers(inputs[0], inputs[1], inputs[2], out, state.flags)
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
