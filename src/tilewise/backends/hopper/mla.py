@@ -9,8 +9,7 @@ of 64 keys are computed in turn, even tiles by warpgroup 0, odd ones by warpgrou
 
 V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
 releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so what matters
-is to release one early. With S_j first, O += P_{j-1} V_{j-1} would wait for K_j, and the load of K_{j+1} for both:
-128 heads took 1.5 times as long (64 x 16384 keys, H200).
+is to release one early. With S_j first, O += P_{j-1} V_{j-1} would wait for K_j, and the load of K_{j+1} for both.
 
 The schedule of keys and the workspace are those of the portable kernels, which also combine and repair.
 """
@@ -24,17 +23,18 @@ from ..common.device.softmax import log2_scale, row_logsumexp
 from ..common.device.tile_range import clamp
 from ..common.kv.combine import (
     Partial,
+    SplitSizes,
     columns,
-    nan_flags,
     partials_of,
     row_pointers,
     rows_of_partial,
+    slot_of,
     store_partial,
     store_rows,
     tile_rows,
 )
 from ..common.kv.decode import pages_of, visible_keys
-from ..common.kv.schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
+from ..common.kv.schedule import RUNTIME_SIZES, load_item, load_split, split_record
 from .forward_tiles import finite_max, rescale_part, row_max
 from .gluon_compat import (
     arrive,
@@ -60,8 +60,8 @@ REST_COLUMNS: gl.constexpr = gl.constexpr(64)
 
 
 class HopperLatentConfig(NamedTuple):
-    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN, LARGE_SCORES: as
-    in `DecodeConfig`."""
+    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN: as in
+    `LatentConfig`. LARGE_SCORES, FIXED_SPLIT: as in `DecodeConfig`."""
 
     GROUP: int
     D: int
@@ -72,6 +72,7 @@ class HopperLatentConfig(NamedTuple):
     KV_HEADS: int
     FLAG_NAN: bool
     LARGE_SCORES: bool = False
+    FIXED_SPLIT: bool = False
 
 
 class LatentTokens(NamedTuple):
@@ -91,19 +92,15 @@ class LatentParams(NamedTuple):
     tokens: tl.tuple
     after: tl.tensor
     scale: tl.tensor
-    items: tl.tensor
-    programs: tl.tensor
     chunk_size: tl.tensor
-    slots: tl.tensor
-    rows: tl.tensor
-    batch: tl.tensor
+    sizes: tl.tuple
     sinks: tl.tuple
 
 
 class LatentShared(NamedTuple):
     """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
-    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums, of
-    two work items. `q_ready` and `done`: of both warpgroups."""
+    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums of
+    each warpgroup. `q_ready` and `done`: of both warpgroups."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]
@@ -117,17 +114,18 @@ class LatentShared(NamedTuple):
     done: gl.shared_memory_descriptor
 
 
-class LatentItem(NamedTuple):
-    """A work item, or a part of it: the keys [lo, hi) in `tiles` tiles; `entered` > 0 if an earlier split began it, and
-    whether it ends here."""
+class LatentSplit(NamedTuple):
+    """The split of a program: its number, the work item and its number, the KV head; the keys [lo, hi) in so many
+    tiles, none if there is no such split; whether they are all keys of the work item."""
 
+    number: tl.tensor
     item: tl.tuple
+    item_number: tl.tensor
     head: tl.tensor
     lo: tl.tensor
     hi: tl.tensor
     tiles: tl.tensor
-    entered: tl.tensor
-    ends: tl.tensor
+    is_whole: tl.tensor
 
 
 @gluon.constexpr_function
@@ -141,12 +139,19 @@ def output_layout():
 
 
 @triton.jit
-def part_of_item(item, head, chunk, entered, stop, params, CONFIG: tl.constexpr):
+def split_of_program(schedule, params, CONFIG: tl.constexpr):
+    program = tl.program_id(0)
+    number = program // CONFIG.KV_HEADS
+    record = split_record(schedule, number)
+    item = load_item(record)
+    split = load_split(record)
     _first_key, hi = visible_keys(item, None, params.after, CONFIG)
-    lo = (item.first_chunk + chunk) * params.chunk_size
-    hi = tl.minimum(hi, (item.first_chunk + stop) * params.chunk_size)
+    lo = (item.first_chunk + split.chunk) * params.chunk_size
+    hi = tl.minimum(hi, (item.first_chunk + split.stop) * params.chunk_size)
     tiles = tl.maximum((hi - lo + LATENT_KEYS - 1) // LATENT_KEYS, 1)
-    return LatentItem(item, head, lo, hi, tiles, entered, stop == item.num_chunks)
+    tiles = tl.where(split.chunk < split.stop, tiles, 0)
+    is_whole = (split.chunk == 0) & (split.stop == item.num_chunks)
+    return LatentSplit(number, item, split.item, program % CONFIG.KV_HEADS, lo, hi, tiles, is_whole)
 
 
 @gluon.jit
@@ -210,10 +215,10 @@ def mask_latent(s, part, first, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def issue_other_values(shared, state, use, others, WG: gl.constexpr):
+def issue_other_values(shared, state, use, WG: gl.constexpr):
     """Issues O += P V of a tile of the other warpgroup, whose maximum becomes the running one."""
     acc, m, l = state
-    mbarrier.wait(shared.p_full.index(1 - WG), others & 1)
+    mbarrier.wait(shared.p_full.index(1 - WG), phase(use, 2))
     m_new = shared.m.index(1 - WG).load(gl.SliceLayout(1, score_layout()))
     alpha = gl.exp2(m - finite_max(m_new))
     acc = rescale_part(acc, alpha, True)
@@ -257,133 +262,88 @@ def own_values(shared, acc, p, alpha, use, WG: gl.constexpr):
 
 @gluon.jit
 def consume_latent(shared, q, buffers, params, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Consumer warpgroup WG: columns 256 WG to 256 WG + 255 of O of the parts of work items of a split."""
-    DTYPE: gl.constexpr = shared.p.dtype
-    S: gl.constexpr = score_layout()
-    program = gl.program_id(0)
-    split = program // CONFIG.KV_HEADS
-    head = program % CONFIG.KV_HEADS
-    schedule = buffers.schedule
-    number, chunk = load_split(split_record(schedule, split))
-    item = load_item(split_record(schedule, split) + 4)
-    end = load_split(split_record(schedule, split + 1))
-    entered = chunk
-    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
-    n = gl.to_tensor(0)  # tiles of keys so far
-    t = gl.to_tensor(0)  # parts of work items so far
-    others = gl.to_tensor(0)  # tiles whose scores the other warpgroup computed
-    while going:
-        last = number == end.item
-        stop = gl.where(last, end.chunk, item.num_chunks)
-        part = part_of_item(item, head, chunk, entered, stop, params, CONFIG)
+    """Consumer warpgroup WG: columns 256 WG to 256 WG + 255 of O."""
+    part = split_of_program(buffers.schedule, params, CONFIG)
+    if part.tiles > 0:
+        S: gl.constexpr = score_layout()
         q_rest = load_latent_rows(shared, q, part, WG, CONFIG)
         fence_async_shared()
         barrier()
         arrive(shared.q_ready.index(0))
-        mbarrier.wait(shared.q_ready.index(0), t & 1)
-        acc = gl.zeros([LATENT_ROWS, HALF_LATENT], gl.float32, output_layout())
-        m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-        if WG == 0:
-            s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, n),))
-            p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
-            p = downcast(p, DTYPE)
-            hand_over(shared, p, m, WG)
-            acc = own_values(shared, acc, p, alpha, n, WG)
-        for j in range(2 - WG, part.tiles, 2):
-            use = n + j
-            acc, m, l = issue_other_values(shared, (acc, m, l), use - 1, others, WG)
-            s = issue_scores(shared, q_rest, use)
-            acc = warpgroup_mma_wait(3, deps=(acc,))
-            arrive(shared.empty[WG].index((use - 1) % 2))
-            s = warpgroup_mma_wait(0, deps=(s,))
-            p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
-            p = downcast(p, DTYPE)
-            hand_over(shared, p, m, WG)
-            others += 1
-            acc = own_values(shared, acc, p, alpha, use, WG)
-        if part.tiles % 2 == WG:
-            use = n + part.tiles - 1
-            acc, m, l = issue_other_values(shared, (acc, m, l), use, others, WG)
-            others += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            arrive(shared.empty[WG].index(use % 2))
-        n += part.tiles
-        shared.l.index((t & 1) * 2 + WG).store(l)
+        mbarrier.wait(shared.q_ready.index(0), 0)
+        acc, m, l = attend_latent_keys(shared, q_rest, part, params, WG, CONFIG)
+        shared.l.index(WG).store(l)
         barrier()
         arrive(shared.done.index(0))
-        mbarrier.wait(shared.done.index(0), t & 1)
-        l += shared.l.index((t & 1) * 2 + 1 - WG).load(gl.SliceLayout(1, S))
+        mbarrier.wait(shared.done.index(0), 0)
+        l += shared.l.index(1 - WG).load(gl.SliceLayout(1, S))
         store_latent(acc, m, l, part, buffers, params, WG, CONFIG)
-        t += 1
-        chunk = stop
-        if last & (chunk >= end.chunk):
-            going = last != last
-        elif chunk >= item.num_chunks:
-            chunk = chunk * 0
-            entered = entered * 0
-            number += 1
-            records = item_records(schedule, params.programs // CONFIG.KV_HEADS, params.items)
-            item = load_item(records + gl.minimum(number, params.items - 1).to(gl.int64) * 8)
-            going = (number < end.item) | (end.chunk > 0)
+
+
+@gluon.jit
+def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: gl.constexpr):
+    """(acc, m, l) over the tiles of keys of a split; l of the tiles of this warpgroup."""
+    DTYPE: gl.constexpr = shared.p.dtype
+    S: gl.constexpr = score_layout()
+    acc = gl.zeros([LATENT_ROWS, HALF_LATENT], gl.float32, output_layout())
+    m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+    if WG == 0:
+        s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0)),))
+        p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
+        p = downcast(p, DTYPE)
+        hand_over(shared, p, m, WG)
+        acc = own_values(shared, acc, p, alpha, gl.to_tensor(0), WG)
+    for j in range(2 - WG, part.tiles, 2):
+        acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
+        s = issue_scores(shared, q_rest, j)
+        acc = warpgroup_mma_wait(3, deps=(acc,))
+        arrive(shared.empty[WG].index((j - 1) % 2))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
+        p = downcast(p, DTYPE)
+        hand_over(shared, p, m, WG)
+        acc = own_values(shared, acc, p, alpha, j, WG)
+    if part.tiles % 2 == WG:
+        acc, m, l = issue_other_values(shared, (acc, m, l), part.tiles - 1, WG)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        arrive(shared.empty[WG].index((part.tiles - 1) % 2))
+    return acc, m, l
 
 
 @gluon.jit
 def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.constexpr):
-    """Writes the results of a work item, or a partial result to the program's slot of the workspace."""
+    """Writes the results of a work item, or a partial result to the split's slot of the workspace."""
     ROWS_LAYOUT: gl.constexpr = gl.SliceLayout(1, output_layout())
     m = gl.convert_layout(m, ROWS_LAYOUT, assert_trivial=True)
     l = gl.convert_layout(l, ROWS_LAYOUT, assert_trivial=True)
     out = acc / gl.where(l == 0.0, 1.0, l)[:, None]
-    program = gl.program_id(0)
+    partials = partials_of(buffers.workspace, params.sizes, CONFIG.DV)
     if CONFIG.FLAG_NAN:
         sums = gl.sum(out, 1)
         bad = sums != sums
-        flags = nan_flags(buffers.workspace, params.programs, params.slots, params.rows, CONFIG.DV)
-        gl.store(flags + program + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
+        gl.store(partials.flags + gl.program_id(0) + bad.to(gl.int32) * 0, bad.to(gl.float32), mask=bad)
     partial = Partial(out, row_logsumexp(m, l, None), l)
     zero = unknown_zero(part)
     r = gl.arange(0, LATENT_ROWS, ROWS_LAYOUT) + zero
     d = (WG * HALF_LATENT + gl.arange(0, HALF_LATENT, gl.SliceLayout(0, output_layout())) + zero)[None, :]
-    if (part.entered == 0) & part.ends:
+    if part.is_whole:
         at = tile_rows(part.item, part.head, r, None, CONFIG.GROUP)
-        store_rows(buffers, partial, part.item, at, d, params.sinks, params.batch, CONFIG)
+        store_rows(buffers, partial, part.item, at, d, params.sinks, params.sizes.batch, CONFIG)
     else:
-        slot = tl.cast(program, tl.int64) * params.slots * params.rows
-        slot += gl.where(part.entered > 0, params.rows, 0)
-        partials = partials_of(buffers.workspace, params.programs, params.slots, params.rows, CONFIG.DV)
+        slot = slot_of(partials, part.number, part.item_number, 0, part.head, CONFIG)
         store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
 
 
 @gluon.jit
 def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexpr):
     """Producer warp: loads the tiles of keys, columns 0 to 255 first."""
-    program = gl.program_id(0)
-    split = program // CONFIG.KV_HEADS
-    head = program % CONFIG.KV_HEADS
-    number, chunk = load_split(split_record(schedule, split))
-    item = load_item(split_record(schedule, split) + 4)
-    end = load_split(split_record(schedule, split + 1))
-    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
-    n = gl.to_tensor(0)
-    while going:
-        last = number == end.item
-        stop = gl.where(last, end.chunk, item.num_chunks)
-        part = part_of_item(item, head, chunk, 0, stop, params, CONFIG)
-        tokens = params.tokens
-        pages = pages_of(tokens, gl.minimum(item.b, params.batch - 1), tokens.table_stride, tokens.num_pages)
-        for j in range(part.tiles):
-            load_latent_tile(shared, k_wide, k_rest, pages, part, part.lo + j * LATENT_KEYS, n + j, tokens, CONFIG)
-        n += part.tiles
-        chunk = stop
-        if last & (chunk >= end.chunk):
-            going = last != last
-        elif chunk >= item.num_chunks:
-            chunk = chunk * 0
-            number += 1
-            records = item_records(schedule, params.programs // CONFIG.KV_HEADS, params.items)
-            item = load_item(records + gl.minimum(number, params.items - 1).to(gl.int64) * 8)
-            going = (number < end.item) | (end.chunk > 0)
+    part = split_of_program(schedule, params, CONFIG)
+    tokens = params.tokens
+    b = gl.minimum(part.item.b, params.sizes.batch - 1)
+    pages = pages_of(tokens, b, tokens.table_stride, tokens.num_pages)
+    for j in range(part.tiles):
+        load_latent_tile(shared, (k_wide, k_rest), pages, part, j, tokens, CONFIG)
 
 
 @gluon.jit
@@ -399,8 +359,11 @@ def box_of(pages, part, first, tokens, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_latent_tile(shared, k_wide, k_rest, pages, part, first, use, tokens, CONFIG: gl.constexpr):
-    """Producer: loads a tile of keys, as its stage becomes empty."""
+def load_latent_tile(shared, k, pages, part, use, tokens, CONFIG: gl.constexpr):
+    """Producer: loads a tile of keys, as its stage becomes empty. `k`: descriptors of 256 and of 64 columns."""
+    k_wide = k[0]
+    k_rest = k[1]
+    first = part.lo + use * LATENT_KEYS
     BOX: gl.constexpr = CONFIG.BOX
     BOXES: gl.constexpr = LATENT_KEYS // BOX
     stage = use % 2
@@ -436,10 +399,13 @@ def hopper_mla_kernel(
     after,
     scale,
     items,
-    programs,
+    num_splits,
     chunk_size,
     slots,
+    whole_slots,
+    num_slots,
     rows,
+    target,
     table_stride,
     num_pages,
     page_stride,
@@ -460,18 +426,18 @@ def hopper_mla_kernel(
         gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, LATENT_KEYS], TILE),
         gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
         make_mbarriers(2, 1),
-        gl.allocate_shared_memory(gl.float32, [4, LATENT_ROWS], ROW),
+        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
         make_mbarriers(1, 2),
         make_mbarriers(1, 2),
     )
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
+    sizes = SplitSizes(items, num_splits, slots, whole_slots, num_slots, rows, batch, target)
     if CONFIG.FLAG_NAN:
-        flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
-        gl.store(flags + gl.program_id(0), 0.0)
+        gl.store(partials_of(buffers.workspace, sizes, CONFIG.DV).flags + gl.program_id(0), 0.0)
     tokens = LatentTokens(places[0], places[1], places[2], table_stride, num_pages, page_stride)
-    params = LatentParams(tokens, after, scale, items, programs, chunk_size, slots, rows, batch, sinks)
+    params = LatentParams(tokens, after, scale, chunk_size, sizes, sinks)
     gl.warp_specialize(
         [
             (consume_latent, (shared, q, buffers, params, 1, CONFIG)),

@@ -47,7 +47,8 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
         (places.table, places.indptr, places.rows),
         buffers_of(kv),
         *(spec.after, spec.scale),
-        *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
+        *(partition.items, partition.num_splits, partition.chunk_size),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
         *(0 if places.table is None else places.table.stride(0), k.shape[0], token_stride(k), places.batch),
         terms.sinks,
     )

@@ -37,7 +37,8 @@ class DecodeKernels:
 
         if not is_latent(call.request):
             return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
-        shared = shares_memory(call.request.k, call.request.v)  # launches are made of placeholders, which have no address
+        # launches are made of placeholders, which have no address
+        shared = shares_memory(call.request.k, call.request.v)
         return attend_runner(call, schedule_sizes, schedule_launch, partial(mla_launches, shared=shared))
 
     def append(self, request: AppendRequest) -> Any:

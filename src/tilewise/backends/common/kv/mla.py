@@ -1,9 +1,12 @@
 """Decode of multi-head latent attention (MLA, absorbed): a token of the cache is 512 latent numbers and up to 64 more.
 The latent numbers are the value too, so a tile of the cache is read once and used in both products.
 
-The rows of a tile, the schedule of keys and the workspace are those of `decode`; so is the repair launch. A cache in
-DeepSeek's fp8 format (tilewise.kv_latent) is four parts of 128 numbers in e4m3. Their scales, one for each token and
-part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly.
+The rows of a tile, the schedule of keys and the workspace are those of `decode`. Where rows of a tile see different
+keys, a program whose results have a nan sets its flag (FLAG_NAN), and a second launch (REPAIR) computes them once more
+so that a value cannot reach a row that does not see it.
+
+A cache in DeepSeek's fp8 format (tilewise.kv_latent) is four parts of 128 numbers in e4m3. Their scales, one for each
+token and part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly.
 """
 
 from typing import NamedTuple
@@ -19,20 +22,21 @@ from ..device.structs import Pairs, ScoreParams, Work
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
     Partial,
+    SplitSizes,
     columns,
     load_partial,
     merge,
-    nan_flags,
     partials_of,
     row_pointers,
     rows_of_partial,
+    slot_of,
     store_partial,
     store_rows,
     tile_rows,
 )
 from .decode import KeyRange, TreeMask, key_offsets, load_keys, load_pages, pages_of, tree_visible, visible_keys
 from .formats import power_of_two, unpack_words
-from .schedule import RUNTIME_SIZES, item_records, load_item, load_split, split_record
+from .schedule import RUNTIME_SIZES, load_item, load_split, split_record
 
 LATENT: tl.constexpr = tl.constexpr(512)
 REST: tl.constexpr = tl.constexpr(64)
@@ -301,10 +305,13 @@ def mla_kernel(
     after,
     scale,
     items,
-    programs,
+    num_splits,
     chunk_size,
     slots,
+    whole_slots,
+    num_slots,
     rows,
+    target,
     table_stride,
     num_pages,
     page_size,
@@ -321,22 +328,22 @@ def mla_kernel(
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0)
-    split = program // CONFIG.KV_HEADS
+    number = program // CONFIG.KV_HEADS
     head = program % CONFIG.KV_HEADS
-    schedule = buffers.schedule
-    number, chunk = load_split(split_record(schedule, split))
-    item = load_item(split_record(schedule, split) + 4)
-    end = load_split(split_record(schedule, split + 1))
-    entered = chunk  # > 0: an earlier split began this work item
-    going = (number < end.item) | ((number == end.item) & (chunk < end.chunk))
-    flags = nan_flags(buffers.workspace, programs, slots, rows, CONFIG.DV)
+    sizes = SplitSizes(items, num_splits, slots, whole_slots, num_slots, rows, batch, target)
+    record = split_record(buffers.schedule, number)
+    item = load_item(record)
+    split = load_split(record)
+    chunk = split.chunk
+    going = chunk < split.stop
+    partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
+    flag = partials.flags + program
     if CONFIG.REPAIR:
-        going = going & (tl.load(flags + program) > 0)
+        going = going & (tl.load(flag) > 0)
     elif CONFIG.FLAG_NAN:
-        tl.store(flags + program, 0.0)
+        tl.store(flag, 0.0)
     while going:
-        last = number == end.item
-        stop = tl.where(last, end.chunk, item.num_chunks)
+        stop = split.stop
         if CONFIG.FIXED_SPLIT:
             stop = tl.minimum(stop, chunk + 1)
         w = Work(item.b, head, item.first, item.q0, item.n_q, 0, item.n_k, item.q0 + item.b * n_q)
@@ -367,29 +374,19 @@ def mla_kernel(
         late = tl.multiple_of(stop - stop * tl.num_programs(1), 128)
         if CONFIG.FLAG_NAN:
             if not CONFIG.REPAIR:
-                raise_flag(flags + (program + late), out)
+                raise_flag(flag + late, out)
         r += late
         d = tl.arange(0, LATENT)[None, :] + late
         at = tile_rows(item, head, r, None, CONFIG.GROUP)
-        slot = tl.cast(program, tl.int64) * slots * rows
-        if entered > 0:
-            slot += (1 + chunk - entered) * rows
-        partials = partials_of(buffers.workspace, programs, slots, rows, CONFIG.DV)
+        first = split.chunk == 0
+        slot = slot_of(partials, number, split.item, tl.where(first, 0, 1 + chunk - split.chunk), head, CONFIG)
         stored = rows_of_partial(partials, slot, r, d, CONFIG.DV)
         if CONFIG.FIXED_SPLIT:
-            if (entered == 0) & (chunk > 0):
+            if first & (chunk > 0):
                 partial = merge(load_partial(stored, CONFIG.LARGE_SCORES), partial, CONFIG.LARGE_SCORES)
-        if (entered == 0) & (stop == item.num_chunks):
+        if first & (stop == item.num_chunks):
             store_rows(buffers, partial, item, at, d, terms.sinks, batch, CONFIG)
         else:
             store_partial(stored, partial, CONFIG.LARGE_SCORES)
         chunk = stop
-        if last & (chunk >= end.chunk):
-            going = False
-        elif chunk >= item.num_chunks:
-            chunk = 0
-            entered = 0
-            number += 1
-            records = item_records(schedule, programs // CONFIG.KV_HEADS, items)
-            item = load_item(records + tl.minimum(number, items - 1).to(tl.int64) * 8)
-            going = (number < end.item) | (end.chunk > 0)
+        going = chunk < split.stop

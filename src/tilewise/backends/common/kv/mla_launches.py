@@ -80,7 +80,8 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True
         buffers_of(kv),
         request.tree,
         *(spec.before, spec.after, scale),
-        *(partition.items, partition.programs, partition.chunk_size, partition.slots, partition.rows),
+        *(partition.items, partition.num_splits, partition.chunk_size),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
         *(0 if places.table is None else places.table.stride(0), k.shape[0], k.shape[1]),
         *(
             places.batch,

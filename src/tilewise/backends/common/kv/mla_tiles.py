@@ -24,8 +24,8 @@ def latent_tile(arch: Arch, itemsize: int, rows: int, packed: bool) -> KvTile:
     fits_16 = 0 < rows <= 16
     if itemsize == 4:
         return KvTile(16, 16, 8, 1, 1)
-    if arch not in (90, 100, 103):
-        return KvTile(16, 16, 8, 2, 1)
+    if arch != 90:
+        return KvTile(16, 32, 8, 2, 1) if arch in (100, 103) else KvTile(16, 16, 8, 2, 1)
     if packed:
         return KvTile(16 if fits_16 else 64, 64, 8, 2, 1)
     return KvTile(16 if fits_16 else 64, 64, 8, 2, 1)
