@@ -118,11 +118,13 @@ def loop_spills(sass: str) -> int:
         if label is not None:
             labels[label[1]] = len(lines)
         lines += re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+    jumps = ((n, re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) for n, line in enumerate(lines))
+    loops = [(labels[jump[1]], n + 1) for n, jump in jumps if jump is not None and labels.get(jump[1], n + 1) <= n]
     found = 0
-    for n, line in enumerate(lines):
-        jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-        body = [] if jump is None else lines[labels.get(jump[1], n) : n + 1]
-        if any("LDGSTS" in x for x in body):
+    for first, end in loops:
+        body = lines[first:end]
+        innermost = not any(first <= a and b <= end and (a, b) != (first, end) for a, b in loops)
+        if innermost and any("LDGSTS" in x for x in body):
             found += sum("LDL" in x or "STL" in x for x in body)
     return found
 

@@ -40,6 +40,7 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     {"kernel": "append", "stored": ["float8_e5m2", "float8_e4m3fn"], "scale": "token", "norm": True},
 )
 SPILL = 256  # bytes that a thread may store and load once, outside of the loop over keys
+LOOP_SPILLS = 6  # instructions in its loop over keys (a mask mod 6, a tree 2, sm_100 1): to shrink, never to grow
 REPAIR_SPILL = 1024  # if rows may see different keys: the repair nearly never runs
 
 
@@ -49,7 +50,7 @@ def faults(made: dict[str, Any]) -> list[str]:
     repairs = made.get("queries", 1) > 1 or made.get("term") == "documents"
     allowed = (REPAIR_SPILL if repairs else SPILL) if made["kernel"] == "attend" else 0
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
-    if made["loop_spills"]:
+    if made["loop_spills"] > (LOOP_SPILLS if repairs else 0):
         found.append(f"{made['loop_spills']} spills in the loop over keys")
     if made["shared"] > tiles.chip(made["arch"]).shared:
         found.append(f"{made['shared']} bytes of shared memory")
