@@ -51,7 +51,7 @@ def test_as_the_reference(name: str, backend: str) -> None:
     again, _ = tilewise.attention(q, k, v, backend=backend, **options)
     expected, expected_lse = tilewise.attention(q, k, v, backend="reference", **options)
     assert relative(out - expected, expected) < 0.035  # P in fp8
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-2)
     assert torch.equal(out, again)
 
 
@@ -65,7 +65,7 @@ def test_packed(backend: str) -> None:
     out, lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **options)
     expected, expected_lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend="reference", **options)
     assert relative(out - expected, expected) < 0.035
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -187,6 +187,15 @@ def test_distributed_calls_raise() -> None:
         sharded(q, k, v, (8, 8), (8, 8), None, options_of({"precision": "fp8"}))
 
 
+@pytest.mark.parametrize(
+    ("d", "mask", "expected"), [(128, False, "hopper"), (256, False, "reference"), (128, True, "reference")]
+)
+def test_auto_takes_what_has_run_on_a_gpu(d: int, mask: bool, expected: str) -> None:
+    shape = 1, 4096, 8, d
+    options: Any = {"mask_mod": tilewise.mods.block_diagonal(64)} if mask else {}
+    assert tilewise.explain(shape, shape, shape, device="H200", precision="fp8", **options).backend == expected
+
+
 def test_explain_says_that_its_times_are_others() -> None:
     shape = 1, 4096, 8, 128
     found = tilewise.explain(shape, shape, shape, device="H200", precision="fp8")

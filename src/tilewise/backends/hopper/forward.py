@@ -260,15 +260,10 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
-        if not CONFIG.LATE_PV:
-            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
-            release(shared.v, use - 1, STAGES)
+        acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
+        release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
-        if CONFIG.LATE_PV:
-            wait_full(shared.k, use, STAGES)  # has arrived: keeps the wait below behind the exponentials
-            acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
-            release(shared.v, use - 1, STAGES)
         if CONFIG.FP8:
             rescaling = alpha * (v_factor_old / v_factor)
         elif not CONFIG.RESCALE_LATE:

@@ -53,7 +53,6 @@ class ForwardConfig(NamedTuple):
     BOXES: int = 1  # TMA boxes of a tile of keys, each within one page
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
     MAX_DECODE_QUERIES: int = 0  # sequences with at most so many queries are left to the decode kernels
-    LATE_PV: bool = False  # P V of the last block is waited for after all exponentials, not half of them
     FP8: bool = False  # the operands are in float8_e4m3fn, with scales: see `fp8`
 
 

@@ -139,8 +139,10 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
     if isinstance(request, Request) and request.spec.precision is not None:
-        spills = request.bias is not None or request.spec.score_tensors or request.spec.mask_mod is not None
-        return "score tensors or masks with precision='fp8', whose registers would spill" if spills else None
+        new = request.bias is not None or request.spec.mask_mod is not None
+        return (
+            "a bias or a mask with precision='fp8', which these kernels have not computed on a GPU yet" if new else None
+        )
     if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
         return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):
