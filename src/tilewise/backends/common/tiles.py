@@ -71,7 +71,7 @@ HOPPER: Table = {
         256: Tile(128, 16, 8, 2),  # 128x32x8 spills 132 bytes, 64x32x4 with 2 stages 248
         512: Tile(16, 16, 8, 1, chunk=64),  # q and its movement alone would fill the registers
     },
-    ("hvp query", 2): {  # four tiles of scores at once
+    ("hvp query", 2): {  # four tiles of scores at once; the largest that do not spill, not timed
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
         256: Tile(32, 32, 8, 1, chunk=64),  # 64x32x8 spills 252 bytes, and whole rows 384 and more
