@@ -75,6 +75,8 @@ SPILLS |= {
     "512 causal, packed": 40,
     "192 by 128 full": 240,
     "192 by 128 causal": 532,
+    "192 by 128, shared keys": 736,
+    "192 by 128 split, packed": 548,
 }
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal", "128 split")  # what other Tritons compile, too
