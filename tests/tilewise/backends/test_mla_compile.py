@@ -38,7 +38,7 @@ def test_kernels_fit(arch: int) -> None:
 
 
 def test_few_rows_do_not_spill() -> None:
-    (made,) = reports(MODULE, [{"arch": 90}])
+    (made,) = reports(MODULE, [{"arch": 90, "tokens": True}])
     assert made["spills"] == 0
     assert made["instructions"]["HMMA"] > 0
 

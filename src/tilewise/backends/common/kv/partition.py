@@ -75,7 +75,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
-        tile = latent_tile(gpu.arch, q.element_size(), max_rows, is_packed(k))
+        tile = latent_tile(gpu.arch, q.element_size(), max_rows, is_packed(k) or request.cache_index.by_token)
     if tile is None:
         tile = kv_tiles.tile(
             gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
