@@ -260,7 +260,8 @@ def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
     equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
     remainder = num_items % view.resident
     remainder = tl.where(equal & (remainder < view.least), remainder, 0)
-    pieces = tl.where(equal, (view.least + remainder - 1) // tl.maximum(remainder, 1), 0)
+    some = tl.maximum(remainder, 1)
+    pieces = tl.where(equal, (view.least + some - 1) // some, 0)
     undivided = tl.where(equal, longest, tl.minimum(longest, most).to(tl.int32))
     return Division(tl.where(equal, view.min_chunks, most), remainder, pieces, undivided)
 
