@@ -24,7 +24,7 @@ except ImportError:  # torch for CPU or AMD
 
 KINDS = ["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "f32", "fp64", "f64"]
 FORMATS = dict(zip(KINDS, "?bhiq?BHIQffdd", strict=True))  # of `struct`, by Triton's name of a type
-ELEMENTS = {"fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
+ELEMENTS = {"fp8e4nv": ("UINT8", 1), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
 TENSOR_MAP_BYTES = 128
 TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
 UNSUPPORTED_METADATA = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
