@@ -97,5 +97,5 @@ def test_nan_in_masked_keys(d: int) -> None:
     after = results()
     blind = torch.tensor([i < 100 or i > 150 for i in range(200)], device="cuda")
     for a, b in zip(before[:2], after[:2], strict=True):
-        torch.testing.assert_close(a[:, blind], b[:, blind], atol=2e-2, rtol=0)
+        torch.testing.assert_close(a[:, blind], b[:, blind], atol=2e-2, rtol=2e-2)  # two steps of bfloat16
         assert b[:, ~blind].isnan().any()

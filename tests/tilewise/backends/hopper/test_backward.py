@@ -109,7 +109,7 @@ def gradients(
 
 @pytest.mark.parametrize("split", [None, Split(1, 2)], ids=["whole", "parts"])
 @pytest.mark.parametrize("side", ["queries", "keys"])
-@pytest.mark.parametrize("name", ["causal", "shared keys", "256 causal"])
+@pytest.mark.parametrize("name", ["causal", "shared keys", "192", "256 causal", "512 causal"])
 def test_only_gradients_that_depend_on_a_nan_get_one(name: str, side: str, split: Split | None) -> None:
     """The first queries, or the last keys, are NaN."""
     inputs = make(CASES[name], "cpu")
