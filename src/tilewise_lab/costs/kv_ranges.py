@@ -47,8 +47,8 @@ busy=3, divided=1, parts=2)
     chunks, longest = sum(item.num_chunks for item in items), max((item.num_chunks for item in items), default=0)
     if longest * len(items) * 4 <= chunks * 5:
         remainder = len(items) % partition.resident
-        remainder = remainder if remainder < partition.least else 0
-        pieces = -(-partition.least // max(remainder, 1))
+        pieces = partition.resident // max(remainder, 1)
+        remainder = remainder if pieces > 1 else 0
         found = [
             min(-(-item.num_chunks // partition.min_chunks), pieces) if n < remainder else 1
             for n, item in enumerate(items)

@@ -166,6 +166,14 @@ def _wait(bar: Barrier, phase: int, pred: Any = True, deps: Any = ()) -> None:
         bar.wait(int(phase))
 
 
+def _largest(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """As PTX's max: the larger number of a number and a NaN is the number."""
+    if not x.is_floating_point():
+        return x.amax(axis)
+    found = x.masked_fill(x.isnan(), -torch.inf).amax(axis)
+    return found.masked_fill(x.isnan().all(axis), torch.nan)
+
+
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda *a: "mbarrier",
     init=lambda bar, count: bar.init(count),
@@ -217,9 +225,9 @@ WORDS = SimpleNamespace(
     expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
     map_elementwise=map_elementwise,
     where=where,
-    maximum=_pick(torch.maximum, max),
-    minimum=_pick(torch.minimum, min),
-    max=_reduce(lambda x, axis: x.amax(axis)),
+    maximum=_pick(torch.fmax, max),
+    minimum=_pick(torch.fmin, min),
+    max=_reduce(_largest),
     sum=_reduce(lambda x, axis: x.sum(axis)),
     exp2=_unary(torch.exp2, "exp2"),
     log2=_unary(torch.log2, "log2"),

@@ -113,7 +113,8 @@ def load_lse2(w, first, lse, params, layout: gl.constexpr):
 
 @gluon.jit
 def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.constexpr):
-    """p of the REPAIR_KEYS keys from `start` on; -1 for hidden pairs."""
+    """p of the REPAIR_KEYS keys from `start` on; -1 for hidden pairs. Where p is nan it is inf: maxima, which drop a
+    nan, keep it, and the quotient of O is nan."""
     w, first, _span = tile
     q, k, _v = inputs
     layout: gl.constexpr = acc_layout(REPAIR_KEYS)
@@ -130,6 +131,7 @@ def visible_p(tile, start, has_mask_mod, lse2, inputs, params, CONFIG: gl.conste
     visible = mask_scores(gl.zeros([ROWS, REPAIR_KEYS], gl.float32, layout), tile, start, has_mask_mod, params) == 0.0
     s = scores(s, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD_SCALE)
     p = gl.exp2(exponent(s, lse2[:, None], log2_scale(params.scale, CONFIG.FOLD_SCALE), params.terms.large_scores))
+    p = gl.where(p == p, p, float("inf"))
     return gl.where(visible, p, -1.0)
 
 

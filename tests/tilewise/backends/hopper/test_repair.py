@@ -17,10 +17,12 @@ hopper = pytest.importorskip("tilewise.backends.hopper.launches")
 from tilewise.backends.common.launch import DeviceMemory  # noqa: E402
 
 
-def run(v: torch.Tensor, spec: Spec, **terms: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(v: torch.Tensor, spec: Spec, bad_key: int | None = None, **terms: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse)"""
     torch.manual_seed(0)
     q, k = (torch.randn_like(v) for _ in range(2))
+    if bad_key is not None:
+        k[:, bad_key] = torch.nan
     out, lse = torch.full_like(v, torch.nan), torch.full((1, 1, v.shape[1]), torch.nan)
     state = hopper.new_state(DeviceMemory(v.device))
     (forward,) = hopper.forward_launches(Request(q, k, v, spec, **terms), out, lse, state, 2)
@@ -46,6 +48,20 @@ def test_only_who_sees_a_nan_gets_one(masked):
     assert again[0, sees].isnan().all()
     torch.testing.assert_close(again[0, ~sees], out[0, ~sees], atol=2e-3, rtol=0)
     torch.testing.assert_close(lse_again, lse, atol=1e-4, rtol=0)
+
+
+def test_a_nan_in_a_key_and_its_value():
+    """max drops a NaN: rows that see the key have one all the same."""
+    torch.manual_seed(0)
+    v = torch.randn(1, 150, 1, 64).half()
+    out, _ = run(v, Spec(0.1, 50, 0))
+    v[:, 70] = torch.nan
+    again, lse = run(v, Spec(0.1, 50, 0), bad_key=70)
+    i = torch.arange(150)
+    sees = (i >= 70) & (i <= 120)
+    assert again[0, sees].isnan().all()
+    assert lse[..., sees].isnan().all()
+    torch.testing.assert_close(again[0, ~sees], out[0, ~sees], atol=2e-3, rtol=0)
 
 
 def test_the_repair_knows_score_terms():

@@ -24,7 +24,7 @@ class Partition(NamedTuple):
     items: int  # work items
     tiles: int  # row tiles of a sequence, 0 if packed
     resident: int  # splits that run at once
-    least: int  # splits that use all bandwidth of the GPU's memory: 16 x 4096 undivided 75 us, divided 81 (H200)
+    least: int  # work items; fewer are few
     target: int  # splits that share the chunks of sequences of different lengths
     kv_heads: int
     chunk_size: int  # keys

@@ -4,7 +4,7 @@ the host never reads sequence lengths.
 A work item is a tile of one sequence's rows (queries times the heads of a group) with the chunks of keys that they see.
 A split is a range of its chunks, with one program for each KV head, because the heads of a token lie side by side in
 memory and are then read at about the same time. The GPU starts programs in the order of splits, `resident` splits at a
-time; `least` of them suffice to use all bandwidth of its memory (see `Division` for the work items that are divided).
+time; work items that are fewer than `least` are divided so that all splits run at once (see `Division`).
 Divided work items come first, then the others from long to short, so that programs end at about the same time. Fewer
 than 2 * target splits belong to divided work items, so the workspace does not grow with the lengths.
 
@@ -241,8 +241,8 @@ def items_at(first, sequences, sizes, view, CONFIG: tl.constexpr):
 
 class Division(NamedTuple):
     """How work items are divided. If all are about equally long, `remainder` of them are, into `pieces` splits of at
-    least `most` / 2 chunks: those that would otherwise run alone at the end and not use all bandwidth. If they are not
-    (pieces = 0), all with more than `most` chunks are."""
+    least `most` / 2 chunks: those that would otherwise run alone at the end, into as many as run at once. If they are
+    not equally long (pieces = 0), all with more than `most` chunks are divided."""
 
     most: tl.tensor
     remainder: tl.tensor
@@ -259,9 +259,8 @@ def division_of(chunks, num_items, longest, view, CONFIG: tl.constexpr):
     most = tl.maximum((cost + shares - 1) // shares, view.min_chunks)
     equal = longest.to(tl.int64) * num_items * 4 <= chunks * 5
     remainder = num_items % view.resident
-    remainder = tl.where(equal & (remainder < view.least), remainder, 0)
-    some = tl.maximum(remainder, 1)
-    pieces = tl.where(equal, (view.least + some - 1) // some, 0)
+    pieces = tl.where(equal, view.resident // tl.maximum(remainder, 1), 0)
+    remainder = tl.where(pieces > 1, remainder, 0)
     undivided = tl.where(equal, longest, tl.minimum(longest, most).to(tl.int32))
     return Division(tl.where(equal, view.min_chunks, most), remainder, pieces, undivided)
 
@@ -310,8 +309,8 @@ def store_splits(schedule, first, total, cum, table, num_splits, CONFIG: tl.cons
 
 
 class View(NamedTuple):
-    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once, and how many
-    of them use all bandwidth; splits that share the chunks of sequences of different lengths; chunks that are worth
+    """The window, keys of a chunk, and the most queries of a sequence, or None; splits that run at once; work items
+    that are few; splits that share the chunks of sequences of different lengths; chunks that are worth
     one."""
 
     before: tl.tensor
