@@ -135,7 +135,7 @@ def attention(
         deterministic: if True, the gradients have the same bits in every run. Default: as
             torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
         precision: "fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
-            by fp8 tensor cores (docs/how-to/fp8.md: how, and how large the error is). Forward only: it raises if a
+            by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises if a
             gradient is needed. Default None: products in q's dtype.
         backend: "reference" (torch, any device), "triton" (GPUs), "hopper" (sm_90), or "auto".
 

@@ -91,8 +91,9 @@ def attention_mla(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head latent attention, absorbed: keys of 576 numbers, of which the first 512 are also the values.
 
-    >>> cache, table = torch.randn(8, 64, 1, 576), torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)
-    >>> q, lengths = torch.randn(2, 1, 16, 576), torch.tensor([100, 3], dtype=torch.int32)
+    >>> q, cache = torch.randn(2, 1, 16, 576), torch.randn(8, 64, 1, 576)
+    >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)
+    >>> lengths = torch.tensor([100, 3], dtype=torch.int32)
     >>> attention_mla(q, cache, lengths, page_table=table).shape
     torch.Size([2, 1, 16, 512])
 

@@ -66,8 +66,7 @@ from .pipeline import (
     column_parts,
     first_key,
     key_blocks,
-    load_stage,
-    load_stage_from_pages,
+    load_keys,
     load_tile,
     make_pipeline,
     make_tile_info,
@@ -335,19 +334,6 @@ def produce(shared, inputs, params, scheduler, CONFIG: gl.constexpr):
         else:
             tile_id = next_tile_id(scheduler)
     write_tile_info(shared.tile_info, t, Work(0, 0, -1, 0, 0, 0, 0, 0), VARLEN)
-
-
-@gluon.jit
-def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
-    """Loads keys, or their values, from `row` on as use n of a pipeline."""
-    if CONFIG.FP8:
-        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
-    elif cache.lengths is None:
-        load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
-    elif CONFIG.PAGE_SIZE is None:
-        load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
-    else:
-        load_stage_from_pages(pipe, n, x, page_stride, keys, row, cache, CONFIG)
 
 
 @triton.jit

@@ -397,3 +397,16 @@ def apply_mask_mod(s, has_mask_mod, i, j, w, h, params):
         visible = (i == i) & (j == j) & mask_mod_visible(Pairs(w, h, i, j), params.terms, params.MASK_MOD)
         s = gl.where(visible, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def load_keys(pipe, n, x, page_stride, keys, row, cache, CONFIG: gl.constexpr):
+    """Loads keys, or their values, from `row` on as use n of a pipeline."""
+    if CONFIG.FP8:
+        load_stage(pipe, n, x, Tokens(keys.b + row // CONFIG.BLOCK_N, keys.h, 0, 0), 0, CONFIG.STAGES)
+    elif cache.lengths is None:
+        load_stage(pipe, n, x, keys, row, CONFIG.STAGES)
+    elif CONFIG.PAGE_SIZE is None:
+        load_stage(pipe, n, x, Tokens(keys.b, keys.h, keys.start * page_stride, keys.n), row, CONFIG.STAGES)
+    else:
+        load_stage_from_pages(pipe, n, x, page_stride, keys, row, cache, CONFIG)

@@ -39,6 +39,16 @@ class SplitSizes(NamedTuple):
     target: tl.tensor
 
 
+class DividedItem(NamedTuple):
+    """A work item and its number; the first of its splits and how many there are; the KV head."""
+
+    item: tl.tuple
+    number: tl.tensor
+    first: tl.tensor
+    num_splits: tl.tensor
+    head: tl.tensor
+
+
 class Partials(NamedTuple):
     """The workspace: pointers to out, to lse (or m) and to l of all partial results, and to a flag of each program."""
 
@@ -241,10 +251,11 @@ def combine_splits(partials, first, num_splits, head, r, d, CONFIG: tl.constexpr
 
 
 @triton.jit
-def combine_chunks(partials, item, n, first, num_splits, head, r, d, CONFIG: tl.constexpr):
-    """The partial result of rows r over all chunks of work item number n with splits of a fixed size, merged in their
+def combine_chunks(partials, divided, r, d, CONFIG: tl.constexpr):
+    """The partial result of rows r over all chunks of a work item with splits of a fixed size, merged in their
     order, so that the result does not depend on the batch. The first split has merged its chunks; the others have each
     chunk in a slot of its own."""
+    item, n, first, num_splits, head = divided
     slot = slot_of(partials, first, n, 0, head, CONFIG)
     total = load_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), CONFIG.LARGE_SCORES)
     for k in range(1, num_splits):
@@ -257,13 +268,14 @@ def combine_chunks(partials, item, n, first, num_splits, head, r, d, CONFIG: tl.
 
 
 @triton.jit
-def combine_item(buffers, item, n, splits, head, r, d, sinks, sizes, CONFIG: tl.constexpr):
-    """Write out and lse of rows r, columns d of work item number n, whose `splits` are (first, how many)."""
+def combine_item(buffers, divided, r, d, sinks, sizes, CONFIG: tl.constexpr):
+    """Write out and lse of rows r, columns d of a divided work item."""
+    item, _number, first, num_splits, head = divided
     partials = partials_of(buffers.workspace, sizes, CONFIG.DV)
     if CONFIG.FIXED_SPLIT:
-        total = combine_chunks(partials, item, n, splits[0], splits[1], head, r, d[None, :], CONFIG)
+        total = combine_chunks(partials, divided, r, d[None, :], CONFIG)
     else:
-        total = combine_splits(partials, splits[0], splits[1], head, r, d, CONFIG)
+        total = combine_splits(partials, first, num_splits, head, r, d, CONFIG)
     at = tile_rows(item, head, r, sizes.rows, CONFIG.GROUP)
     store_rows(buffers, total, item, at, d[None, :], sinks, sizes.batch, CONFIG)
 
@@ -317,7 +329,9 @@ def combine_kernel(
         item = load_item(item_records(schedule, sizes, CONFIG.KV_HEADS) + number.to(tl.int64) * 8)
         cum = item_starts(schedule, sizes, CONFIG.KV_HEADS) + number
         first = tl.load(cum).to(tl.int32)
-        splits = (first, tl.load(cum + 1).to(tl.int32) - first)
         r = n % blocks // wide * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
         d = n % wide * CONFIG.BLOCK_DV + tl.arange(0, CONFIG.BLOCK_DV)
-        combine_item(buffers, item, number, splits, n // blocks % CONFIG.KV_HEADS, r, d, sinks, sizes, CONFIG)
+        divided_item = DividedItem(
+            item, number, first, tl.load(cum + 1).to(tl.int32) - first, n // blocks % CONFIG.KV_HEADS
+        )
+        combine_item(buffers, divided_item, r, d, sinks, sizes, CONFIG)

@@ -19,6 +19,7 @@ from ..device.tile_io import index
 from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .combine import (
+    DividedItem,
     Partial,
     SplitSizes,
     combine_item,
@@ -210,10 +211,11 @@ def visible_keys(item, before, after, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, keys, page, w, rows, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
+def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR: tl.constexpr):
     """(acc, m, l, top) of online softmax over a range of keys, whose `lo` is a multiple of BLOCK_N and lies in `page`;
-    `top` is the largest score of each row. The tree mask of this sequence begins at its row w.r0. REPAIR: a value that
-    is not finite does not reach rows that do not see it."""
+    `top` is the largest score of each row. `tile`: the work and its rows. The tree mask of this sequence begins at its
+    row w.r0. REPAIR: a value that is not finite does not reach rows that do not see it."""
+    w, rows = tile
     N: tl.constexpr = CONFIG.BLOCK_N
     PAGE_SIZE: tl.constexpr = CONFIG.PAGE_SIZE
     STORED_K: tl.constexpr = CONFIG.K
@@ -319,8 +321,8 @@ def combine_last(buffers, item, split, head, sinks, sizes, CONFIG: tl.constexpr)
         tl.store(counter, 0)  # for the next launch
         r = tl.arange(0, CONFIG.BLOCK_R)
         d = tl.arange(0, CONFIG.BLOCK_DV)
-        splits = (split.first, split.num_splits)
-        combine_item(buffers, item, split.item, splits, head, r, d, sinks, sizes, CONFIG)
+        divided = DividedItem(item, split.item, split.first, split.num_splits, head)
+        combine_item(buffers, divided, r, d, sinks, sizes, CONFIG)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -391,7 +393,7 @@ def decode_kernel(
         draft = TreeMask(tree, tree_words)
         # Triton cannot keep the mods in a variable of a loop
         acc, m, l, top = attend(
-            *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
+            *(queries, keys, page, (w, at), ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
             CONFIG,
             False,
         )
@@ -402,7 +404,14 @@ def decode_kernel(
         if CONFIG.NAN_SAFE:
             if has_nan(partials.flags + program, acc):
                 acc, m, l, top = attend(
-                    *(queries, keys, page, w, at, ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD), draft),
+                    *(
+                        queries,
+                        keys,
+                        page,
+                        (w, at),
+                        ScoreParams(before, after, scale, terms, SCORE_MOD, MASK_MOD),
+                        draft,
+                    ),
                     CONFIG,
                     True,
                 )
