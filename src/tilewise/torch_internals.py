@@ -105,7 +105,7 @@ def is_autocast(x: Any) -> bool:
     """Whether autocast is on for the device of a tensor."""
     if not isinstance(x, Tensor) or x.is_meta:
         return False
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def is_traced(*tensors: Tensor) -> bool:

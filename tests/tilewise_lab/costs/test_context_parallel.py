@@ -126,7 +126,7 @@ def test_numbers_for_others():
     assert {bar["station"] for bar in told["bars"]} == {0, 1}
     assert len(told["compute"]) == 2
     assert "8xH200+400G" in str(found)
-    assert "keys travel 3 hops" in plan(4, seqlen=4096, causal=True).explain()
+    assert "every shard of keys is passed on 3 times" in plan(4, seqlen=4096, causal=True).explain()
 
 
 def test_an_unknown_machine_says_what_is_known():

@@ -158,20 +158,16 @@ def test_pipelines_and_waves(rules):
 
 @pytest.mark.parametrize("lengths", [[100, 7, 0, 33], [5], [64, 64, 64], [0, 0], [3000, 1, 0, 1, 1, 1700]])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_a_cache_is_dealt_as_the_kernel_deals_it(rules, triton_runs, lengths, heads):
-    """Against the ledger of the plan kernel itself, in the interpreter."""
-    if not INTERPRETED:
-        pytest.skip("tiles of the interpreter")
-    q, k = torch.zeros(len(lengths), 1, 2 * heads, 16), torch.zeros(len(lengths), 3008, heads, 16)
-    made = tilewise.plan_kv(q, k, k, torch.tensor(lengths, dtype=torch.int32), backend="triton")
-    programs, tile = kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER
-    found = rules("plan", {"lengths": lengths, "heads": heads, "programs": programs, "unit": tile.block_n})
-    teams = programs // heads
-    work = made.schedule[2 : 2 + 12 * (teams + 1)].view(teams + 1, 12)[:, :2].tolist()
-    assert [[one["item"], one["unit"]] for one in found["work"]] == work
-    assert found["divided"] == int(made.schedule[0]) * heads
+def test_a_cache_is_dealt_in_equal_ranges(rules, lengths, heads):
+    """Every unit of keys to one program, and no program has more than `each`."""
+    programs, unit = 8, 16
+    found = rules("plan", {"lengths": lengths, "heads": heads, "programs": programs, "unit": unit})
+    loads = [0] * programs
+    for program, _, _, first, last in found["pieces"]:
+        loads[program] += last - first
+    assert max(loads) <= found["each"]
     streamed: dict[tuple[int, int], int] = {}
     for _, item, head, first, last in found["pieces"]:
         streamed[item, head] = streamed.get((item, head), 0) + last - first
-    want = {(b, h): -(-n // tile.block_n) for b, n in enumerate(lengths) for h in range(heads)}
+    want = {(b, h): -(-n // unit) for b, n in enumerate(lengths) for h in range(heads)}
     assert streamed == {at: units for at, units in want.items() if units}
