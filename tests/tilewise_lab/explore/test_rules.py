@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import tilewise
-from tests.conftest import INTERPRETED
 from tilewise import mods
-from tilewise.backends.common.kv import kv_tiles
 from tilewise_lab import trace
 from tilewise_lab.costs import cost
 from tilewise_lab.costs.devices import device
