@@ -84,7 +84,6 @@ NOT_RUN = {
         "tests/test_train_context_parallel.py runs it, in the slow ring"
     ),
     "bash .ci/release 0.2.0": "publishes; tests/test_release.py runs it in a repository of its own",
-    "./run bench heads": BENCH,
     "tilewise bench": BENCH,
     "./run warm": COMPILES,
     "tilewise warm --head-dim 128 --heads 32 --kv-heads 8 --gpu sm_90": COMPILES,
