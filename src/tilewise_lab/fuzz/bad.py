@@ -24,10 +24,10 @@ BAD: dict[str, tuple[str, ...]] = {
     "k": (*_tensors("k"), "k.half()", "k[..., :3]", "k[..., :0, :]", "torch.cat([k, k[..., :1, :]], -2)"),
     "v": (*_tensors("v"), "v.half()", "v[..., :1, :]", "torch.cat([v, v], -3)"),
     "cu_seqlens_q": (
-        "None", "[0, 2]", "'x'", "numpy.array([0, 2], dtype='int32')", "cu_q.long()", "cu_q.float()", "cu_q[None]",
+        "None", "[0, 2]", "'x'", "numpy.array([0, 2], dtype='int32')", "cu_q.short()", "cu_q.float()", "cu_q[None]",
         "cu_q[:0]", "cu_q.to('meta')", "torch.cat([cu_q, cu_q[-1:]])", "2",
     ),
-    "cu_seqlens_k": ("None", "[0, 2]", "cu_k.long()", "cu_k[:1]", "cu_k.to('meta')", "torch.cat([cu_k, cu_k[-1:]])"),
+    "cu_seqlens_k": ("None", "[0, 2]", "cu_k.short()", "cu_k[:1]", "cu_k.to('meta')", "torch.cat([cu_k, cu_k[-1:]])"),
     "bias": (
         *_NO_TENSOR, "torch.randn(3, 1)", "torch.randn(1, 1, 1, 2, 2)", "torch.randn(2, 2).to(torch.complex64)",
         "torch.randn(2, 2).to('meta')", "torch.ones(2, 2).long()", "torch.ones(2, 2) > 0",
