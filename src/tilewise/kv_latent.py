@@ -1,5 +1,5 @@
-"""The cache of multi-head latent attention (MLA) in absorbed form: one row of 512 + 64 numbers for each token, of which
-the first 512, the latent vector, are also the token's value. Imports torch alone.
+"""The cache of multi-head latent attention (MLA) in absorbed form: one row of 512 + 64 numbers for each token. The
+first 512, the latent vector, are also the token's value. Imports torch alone.
 
 DeepSeek's fp8 format has 656 bytes for each token:
 

@@ -89,7 +89,7 @@ def attention_mla(
     max_seqlen_q: int | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multi-head latent attention, absorbed: keys of 576 numbers, of which the first 512 are also the values.
+    """Multi-head latent attention, absorbed: keys of 576 numbers. Their first 512 are also the values.
 
     >>> q, cache = torch.randn(2, 1, 16, 576), torch.randn(8, 64, 1, 576)
     >>> table = torch.tensor([[5, 2], [0, 7]], dtype=torch.int32)

@@ -48,7 +48,7 @@ def test_scales_of_packed_queries(dtype: torch.dtype, kind: str) -> None:
 
 
 def finest(dtype: torch.dtype) -> tuple[str, str]:
-    """The kinds of scales of which there are most."""
+    """The finest kinds of scales that a format of the cache has."""
     return ("group", "group") if dtype == INT4 else ("token", "token")
 
 

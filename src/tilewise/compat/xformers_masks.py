@@ -273,7 +273,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 @dataclass
 class BlockDiagonalPaddedKeysMask:
-    """Sequences one after the other. The keys of each have room for `kv_padding` tokens, of which the first are used.
+    """Sequences one after the other. The keys of each have room for `kv_padding` tokens; the first of them are used.
 
     Attributes:
         q_seqinfo: `SeqInfo` of the queries.

@@ -33,7 +33,7 @@ ROWS: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup: the M of a wg
 class ForwardConfig(NamedTuple):
     """The compile-time config of the forward. HEAD_PARTS: the columns of V and O of a warpgroup as powers of two, 128
     and 64 for 192. BLOCK_DV: the power of two that holds them all. FOLD_SCALE: the softmax multiplies q.k by the scale.
-    A tile has BLOCK_M queries: 64 for each warpgroup; or 64, of which each warpgroup computes half of the columns of O.
+    A tile has BLOCK_M queries: 64 for each warpgroup; or 64 in all, and each warpgroup computes half of O's columns.
     """
 
     BLOCK_M: int

@@ -1,4 +1,4 @@
-"""The KernelConfig of the portable NaN repair kernels that follow the Hopper kernels."""
+"""The KernelConfig with which the postprocess kernel repairs NaN gradients: the portable device functions."""
 
 from ..common.device.structs import KernelConfig
 from ..common.launch import INTERPRETED
