@@ -10,7 +10,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mask import masked, visible
 from ..device.matmul import raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, rounding_correction, row_logsumexp, softmax_step
@@ -46,6 +45,7 @@ from .formats import (
     value_dims,
 )
 from .schedule import RUNTIME_SIZES, load_item, load_split, split_counters, split_record
+from .visibility import TreeMask, mask_pairs, pairs_seen, seen_by_all
 
 
 class KvCacheView(NamedTuple):
@@ -72,13 +72,6 @@ class KeyRange(NamedTuple):
     first: tl.tensor
     lo: tl.tensor
     hi: tl.tensor
-
-
-class TreeMask(NamedTuple):
-    """(tokens of q, words) int64: a bit for each of a sequence's last n_q keys that a query sees."""
-
-    ptr: tl.tensor
-    words: tl.tensor
 
 
 class DecodeConfig(NamedTuple):
@@ -183,21 +176,6 @@ def load_keys(x, base, rows, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def tree_visible(tree, w, i, draft, first, N: tl.constexpr):
-    """Which of the N keys from draft token `first` on the queries i see: those before all drafts, and those whose bits
-    are set."""
-    keep = draft < 0
-    word = tl.maximum(first, 0) // 64
-    for n in tl.static_range((N + 63) // 64 + 1):
-        at = tree.ptr + tl.cast(w.r0, tl.int64) * tree.words + (i * tree.words + word + n)
-        bits = tl.load(at, mask=(i < w.n_q) & (word + n < tree.words), other=0)
-        place = draft - (word + n) * 64
-        inside = (place >= 0) & (place < 64)
-        keep |= inside & (((bits >> tl.where(inside, place, 0).to(tl.int64)) & 1) != 0)
-    return keep
-
-
-@triton.jit
 def visible_keys(item, before, after, CONFIG: tl.constexpr):
     """(first, hi): the keys in [first, hi) are visible to some row of a work item."""
     hi = item.n_k
@@ -221,15 +199,7 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
     cache = keys.cache
-    offset = w.n_k - w.n_q
-    first_position = w.first // CONFIG.GROUP + offset
-    last_position = tl.minimum((w.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, w.n_q - 1) + offset
-    full_lo = keys.start  # keys in [full_lo, full_hi) are visible to all rows
-    full_hi = w.n_k
-    if params.before is not None:
-        full_lo = tl.maximum(full_lo, last_position - params.before)
-    if params.after is not None:
-        full_hi = tl.minimum(full_hi, first_position + params.after + 1)
+    full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([CONFIG.BLOCK_M], 0.0 if CONFIG.BOUNDED else float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
@@ -261,13 +231,7 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = REPAIR or (at < full_lo) or (at + N > full_hi)
-        s = masked(s, float("-inf"), pairs, edge, True, params)
-        if CONFIG.HAS_STARTS:
-            if edge:
-                s = tl.where(j >= keys.start, s, float("-inf"))
-        if tree.ptr is not None:
-            if at + N > offset:
-                s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
+        s = mask_pairs(s, pairs, keys.start, tree, at, edge, params, CONFIG)
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, CONFIG.BOUNDED)
@@ -281,11 +245,7 @@ def attend(queries, keys, page, tile, params, tree, CONFIG: tl.constexpr, REPAIR
             v_scales = token_scales(cache.v_scale, scale_base, scale_rows, inside, STORED_V)
         mask = None
         if REPAIR:
-            mask = visible(pairs, params)
-            if CONFIG.HAS_STARTS:
-                mask = mask & (j >= keys.start)
-            if tree.ptr is not None:
-                mask = mask & tree_visible(tree, w, i, j - offset, at - offset, N)
+            mask = pairs_seen(pairs, keys.start, tree, at, params, CONFIG)
         if CONFIG.BOUNDED:
             p = p.to(v_tile.dtype)
             rounded += tl.sum(p.to(tl.float32), 1)

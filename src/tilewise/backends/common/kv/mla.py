@@ -14,7 +14,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.mask import masked, visible
 from ..device.matmul import dot, raise_flag
 from ..device.score import scores
 from ..device.softmax import log2_scale, row_logsumexp, softmax_step
@@ -34,9 +33,10 @@ from .combine import (
     store_rows,
     tile_rows,
 )
-from .decode import KeyRange, TreeMask, key_offsets, load_keys, load_pages, pages_of, tree_visible, visible_keys
+from .decode import KeyRange, key_offsets, load_keys, load_pages, pages_of, visible_keys
 from .formats import power_of_two, unpack_words
 from .schedule import RUNTIME_SIZES, load_item, load_split, split_record
+from .visibility import TreeMask, mask_pairs, pairs_seen, seen_by_all
 
 LATENT: tl.constexpr = tl.constexpr(512)
 REST: tl.constexpr = tl.constexpr(64)
@@ -181,15 +181,7 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
     PARTS: tl.constexpr = LATENT_GROUPS if CONFIG.PACKED else 1
     WIDTH: tl.constexpr = LATENT // PARTS
     cache = keys.cache
-    offset = w.n_k - w.n_q
-    first_position = w.first // CONFIG.GROUP + offset
-    last_position = tl.minimum((w.first + CONFIG.BLOCK_M - 1) // CONFIG.GROUP, w.n_q - 1) + offset
-    full_lo = keys.start  # keys in [full_lo, full_hi) are visible to all rows
-    full_hi = w.n_k
-    if params.before is not None:
-        full_lo = tl.maximum(full_lo, last_position - params.before)
-    if params.after is not None:
-        full_hi = tl.minimum(full_hi, first_position + params.after + 1)
+    full_lo, full_hi = seen_by_all(keys.start, w, params, CONFIG)
     scale_log2 = log2_scale(params.scale, CONFIG.FOLD)
     m = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
@@ -230,25 +222,15 @@ def attend_latent(queries, keys, w, rows, params, tree, page_size, CONFIG: tl.co
         pairs = Pairs(w, h, i, j)
         s = scores(product, pairs, params.scale, params.terms, params.SCORE_MOD, CONFIG.FOLD)
         edge = CONFIG.REPAIR or (at < full_lo) or (at + N > full_hi)
-        s = masked(s, float("-inf"), pairs, edge, True, params)
-        if CONFIG.HAS_STARTS:
-            if edge:
-                s = tl.where(j >= keys.start, s, float("-inf"))
+        s = mask_pairs(s, pairs, keys.start, tree, at, edge, params, CONFIG)
         if CONFIG.BY_TOKEN:
             s = tl.where(inside[None, :], s, float("-inf"))
-        if tree.ptr is not None:
-            if at + N > offset:
-                s = tl.where(tree_visible(tree, w, i, j - offset, at - offset, N), s, float("-inf"))
         if CONFIG.MAX_LOGIT:
             top = tl.maximum(top, tl.max(s, 1))
         p, alpha, m, l = softmax_step(m, l, s, scale_log2, params.terms.large_scores, False)
         mask = None
         if CONFIG.REPAIR:
-            mask = visible(pairs, params)
-            if CONFIG.HAS_STARTS:
-                mask = mask & (j >= keys.start)
-            if tree.ptr is not None:
-                mask = mask & tree_visible(tree, w, i, j - offset, at - offset, N)
+            mask = pairs_seen(pairs, keys.start, tree, at, params, CONFIG)
         if CONFIG.PACKED:
             acc, unit = add_packed_values(acc, p, alpha, latent, scales, unit, mask, CONFIG)
         else:
