@@ -78,8 +78,8 @@ def answer(q: Tensor, keys: list[Tensor], dtype: torch.dtype, causal: bool = Tru
 
 
 def truncation(q: Tensor, keys: list[Tensor]) -> float:
-    """What tensor cores may lose of a score: they add 16 products of the 576 at a time to a float32 sum and truncate it,
-    by half a unit in the last place on average."""
+    """What tensor cores may lose of a score: they add 16 products of the 576 at a time to a float32 sum and truncate
+    it, by half a unit in the last place on average."""
     largest = max(((x.double() @ k.mT).abs().max().item() for x, k in zip(q, keys, strict=True) if len(k)), default=0.0)
     return 576 / 16 * torch.finfo(torch.float32).eps / 2 * largest * 576**-0.5
 

@@ -60,8 +60,8 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
 
 
 def overwritten(ptx: str) -> list[str]:
-    """Lines of inline assembly that read a register which a line before has written as a result: `keep_column_range` has
-    many results, and without early-clobber constraints one of them may share the register of an operand."""
+    """Lines of inline assembly that read a register which a line before has written as a result. `keep_column_range`
+    has many results, and without early-clobber constraints one of them may share the register of an operand."""
     found = []
     for block in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL):
         written: set[str] = set()
