@@ -64,7 +64,7 @@ def _within(key: str, value: int, low: int, high: int) -> None:
 
 @endpoint
 def gpus() -> Json:
-    """The devices the page knows: processors, peak in bfloat16, bytes per second, and how a KV cache is divided there."""
+    """The devices of the page: processors, peak in bfloat16, bytes per second, and how a KV cache is divided there."""
     found = {}
     for name, one in devices.DEVICES.items():
         tile = kv_tiles.tile(one.capability, 2, 128, 4)
