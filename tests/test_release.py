@@ -12,10 +12,12 @@ SCRIPT = Path(__file__).parents[1] / ".ci" / "release"
 # "package" leaves what a build would, named after the newest tag; every call is recorded.
 RUN = """#!/bin/sh
 echo "$@" >> ../calls
+echo "$TILEWISE_URL $TILEWISE_TAG" > ../addresses
 [ "$1" = package ] || exit 0
 version=$(git describe --tags | sed s/^v//)
 touch "$2/tilewise-$version.tar.gz" "$2/tilewise-$version-py3-none-any.whl"
 """
+REMOTE = "https://host.invalid/owner/tilewise.git"
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 
 
@@ -35,10 +37,10 @@ def clone(tmp_path, monkeypatch):
     (folder / "run").write_text(RUN)
     (folder / "run").chmod(0o755)
     (folder / "CHANGELOG.md").write_text("## [0.2.0]\n")
-    (folder / "pyproject.toml").write_text("[project.urls]\n")
     git(tmp_path, "init", "-q", "--bare", "origin")
     git(folder, "init", "-q")
-    git(folder, "remote", "add", "origin", "../origin")
+    git(folder, "remote", "add", "origin", REMOTE)
+    git(folder, "config", "url.../origin.insteadOf", REMOTE)
     git(folder, "add", ".")
     git(folder, "commit", "-qm", "all")
     return folder
@@ -58,6 +60,25 @@ def test_a_version_is_tagged_built_uploaded_and_pushed(clone):
     assert done.returncode == 0, done.stderr
     assert calls(clone) == ["package", "python -m twine upload"]
     assert git(clone.parent / "origin", "tag") == "v0.2.0\n"
+    assert (clone.parent / "addresses").read_text() == "https://host.invalid/owner/tilewise v0.2.0\n"
+
+
+@pytest.mark.parametrize(
+    "remote", ["git@host.invalid:owner/tilewise.git", "ssh://git@host.invalid/owner/tilewise", REMOTE[:-4]]
+)
+def test_the_address_is_that_of_the_remote(clone, remote):
+    git(clone, "remote", "set-url", "origin", remote)
+    assert release(clone, "0.2.0", "--dry-run").returncode == 0
+    assert (clone.parent / "addresses").read_text().split()[0] == "https://host.invalid/owner/tilewise"
+
+
+@pytest.mark.parametrize("remote", ["../origin", "/srv/tilewise", "http://localhost/tilewise", "git@box:tilewise"])
+def test_a_remote_without_a_public_address_is_not_published(clone, remote):
+    git(clone, "remote", "set-url", "origin", remote)
+    done = release(clone, "0.2.0")
+    assert done.returncode == 1
+    assert f"the remote origin is '{remote}', no public address" in done.stderr
+    assert calls(clone) == []
 
 
 def test_a_dry_run_leaves_nothing(clone):
@@ -71,7 +92,6 @@ def test_a_dry_run_leaves_nothing(clone):
     ("file", "text", "reason"),
     [
         ("CHANGELOG.md", "## Unreleased\n", "no heading '## [0.2.0]'"),
-        ("pyproject.toml", "[project]\n", "no [project.urls]"),
         ("run", "#!/bin/sh\ntouch $2/tilewise-0.1.tar.gz\n", "the build made tilewise-0.1.tar.gz"),
     ],
 )
