@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "release"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci" / "release"
 # "package" leaves what a build would, named after the newest tag; every call is recorded.
 RUN = """#!/bin/sh
 echo "$@" >> ../calls
@@ -105,3 +111,36 @@ def test_what_is_not_ready_is_not_published(clone, file, text, reason):
     assert reason in done.stderr
     assert not any("upload" in call for call in calls(clone))
     assert git(clone, "tag") == ""
+
+
+def test_metadata_has_addresses_only_if_they_are_given(monkeypatch):
+    """The hook of the build, with hatchling's base class replaced: it is not installed here."""
+    base = ModuleType("hatchling.metadata.plugin.interface")
+    base.MetadataHookInterface = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    for parent in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    module = runpy.run_path(str(ROOT / "hatch_build.py"))
+    hook = module["CustomMetadataHook"]()
+    hook.root = str(ROOT)
+    readme = (ROOT / "README.md").read_text()
+    for url in (None, "https://host.invalid/owner/tilewise"):
+        monkeypatch.delenv("TILEWISE_URL", raising=False)
+        if url:
+            monkeypatch.setenv("TILEWISE_URL", url)
+        monkeypatch.setenv("TILEWISE_TAG", "v1")
+        found: dict[str, Any] = {}
+        hook.update(found)
+        text = found["readme"]["text"]
+        if url is None:
+            assert "urls" not in found
+            assert text == readme
+        else:
+            assert all(address.startswith(url) for address in found["urls"].values())
+            assert found["urls"].keys() == {"Repository", "Documentation", "Changelog", "Issues"}
+            links = re.findall(r'\]\(([^)]*)\)|src(?:set)?="([^"]*)"', text)
+            assert len(links) > 20
+            paths = {a or b for a, b in links}
+            assert all(path.startswith((f"{url}/blob/v1/", f"{url}/raw/v1/", "https://")) for path in paths)
+            kept = [path.partition("/v1/")[2].partition("#")[0] for path in paths if path.startswith(url)]
+            assert all((ROOT / path).exists() for path in kept)
