@@ -39,14 +39,14 @@ COMMANDS = {
         "tilewise_lab.explain.command", "what a call costs on a GPU, what limits it, what would make it faster"
     ),
     "plan": Command("tilewise_lab.plan", "compare ways to divide a long sequence among GPUs, and advise one"),
-    "warm": Command("tilewise_lab.warm", "compile the kernels of a model before its first step, with or without its GPU"),
-    "fuzz": Command("tilewise_lab.fuzz.command", "make random calls: each must give a right answer, or an AttentionError"),
+    "warm": Command("tilewise_lab.warm", "compile a model's kernels before its first step, with or without its GPU"),
+    "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each must give a right answer, or an AttentionError"),
     "docs": Command(
         "tilewise_lab.docs", "build the documentation: guides, reference, course and results, in English and Chinese"
     ),
     "show-mask": Command("tilewise_lab.show_mask", "draw a mask and its tiles: empty, partial, full"),
     "trace": Command("tilewise_lab.trace.command", "show softmax, attention or autograd step by step"),
-    "learn": Command("tilewise_lab.learn.command", "a course on how FlashAttention works: lessons that run, and exercises"),
+    "learn": Command("tilewise_lab.learn.command", "a course on FlashAttention: lessons that run, and exercises"),
 }
 
 
