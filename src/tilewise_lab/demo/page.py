@@ -40,7 +40,7 @@ def render(results: Results, folder: Path = Path()) -> str:
     right = sum(error.ok for error in results.errors)
     return template.substitute(
         machine=escape(setting.machine),
-        busy=f"<p>When this was measured, {escape(results.busy)}.</p>" if results.busy else "",
+        busy=f"<p>Note: {escape(results.busy)}.</p>" if results.busy else "",
         torch=escape(torch.__version__),
         date=datetime.date.today().isoformat(),
         dtype=str(setting.dtype).removeprefix("torch."),
