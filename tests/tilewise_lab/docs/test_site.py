@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from html.parser import HTMLParser
@@ -136,7 +137,7 @@ def test_no_page_is_without_a_translation(tmp_path):
 @pytest.mark.slow
 def test_every_public_name_is_explained_with_its_parameters(site):
     reference = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html"))
-    for name in set(tilewise.__all__) - {"compat", "distributed", "integrations", "mods", "sparse"}:
+    for name in set(tilewise.__all__) - {"compat", "distributed", "integrations", "mods", "nn", "sparse"}:
         assert f'id="tilewise.{name}"' in reference
     page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     fields = page.partition('id="tilewise.attention"')[2].partition('id="tilewise.attention_varlen"')[0]
@@ -246,6 +247,22 @@ def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
     assert page.count("![what the cell draws](pictures/01_") == "".join(said).count("(picture:")
     assert "<details><summary>A solution</summary>" in page
     assert "<details><summary>一种解法</summary>" in lessons.markdown(all_lessons()[0], said, "zh")
+
+
+def test_chinese_reference_pages_summarise_what_they_show_in_english():
+    """Every function and class by name, and every parameter of `attention`: a new one must be added."""
+    for path in sorted((ROOT / "docs" / "zh" / "reference").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        assert "是英文" in text, path
+        shown = re.findall(r"^\.\. auto(?:function|class|exception):: (tilewise\.\S+)$", text, re.M)
+        told = re.findall(r"^\| `(tilewise\.\S+)` \| \S", text, re.M)
+        internal = {"tilewise.warmup.Warmed", "tilewise.compat.flex_attention"} | {
+            f"tilewise.mods.{name}" for name in ("BlockMask", "Mod", "Program")
+        }
+        assert set(shown) - internal == set(told), path
+    page = (ROOT / "docs" / "zh" / "reference" / "attention.md").read_text(encoding="utf-8")
+    parameters = re.findall(r"^\| `(\w+)` \| \S", page, re.M)
+    assert parameters == list(inspect.signature(tilewise.attention).parameters)
 
 
 def test_a_translation_has_the_code_of_the_original():
