@@ -40,17 +40,17 @@
 # %%
 import math
 
-import torch
-
 import tilewise
+import torch
 from tilewise_lab.costs.cost import Call, naive_steps, traffic
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import measured, picture, say, show
-from tilewise_lab.machine import budget
 
 
 def attention(q, k, v):
-    s = q @ k.T / math.sqrt(q.shape[-1])  # (N, N): every question with every label
+    s = (
+        q @ k.T / math.sqrt(q.shape[-1])
+    )  # (N, N): every question with every label
     p = torch.softmax(s, -1)  # (N, N): each row is a distribution
     return s, p, p @ v  # (N, D): the answers, mixed
 
@@ -60,12 +60,25 @@ q, k, v = (torch.randn(8, 4) for _ in range(3))
 s, p, o = attention(q, k, v)
 show(
     say(["matrix", "shape"], ["矩阵", "形状"]),
-    [["Q", tuple(q.shape)], ["S", tuple(s.shape)], ["P", tuple(p.shape)], ["O", tuple(o.shape)]],
+    [
+        ["Q", tuple(q.shape)],
+        ["S", tuple(s.shape)],
+        ["P", tuple(p.shape)],
+        ["O", tuple(o.shape)],
+    ],
 )
+
+# %% tags=["check"]
 assert s.shape == p.shape == (8, 8)
 assert o.shape == q.shape
-assert torch.allclose(p.sum(-1), torch.ones(8))  # softmax works row by row: each row of P is a distribution
-assert torch.allclose(o, tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0], atol=1e-6)
+assert torch.allclose(
+    p.sum(-1), torch.ones(8)
+)  # softmax works row by row: each row of P is a distribution
+assert torch.allclose(
+    o,
+    tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0],
+    atol=1e-6,
+)
 
 # %% [markdown]
 # ## Many heads, and the part that matters
@@ -96,19 +109,26 @@ class MultiHeadAttention(torch.nn.Module):
         self.out = torch.nn.Linear(width, width)
 
     def forward(self, x):  # (B, N, width)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # each (B, N, H, d)
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        )  # each (B, N, H, d)
         return self.out(tilewise.attention(q, k, v).flatten(2))
 
 
 theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
 ours = MultiHeadAttention(32, 4)
-ours.qkv.weight.data, ours.qkv.bias.data = theirs.in_proj_weight.data, theirs.in_proj_bias.data
+ours.qkv.weight.data, ours.qkv.bias.data = (
+    theirs.in_proj_weight.data,
+    theirs.in_proj_bias.data,
+)
 ours.out = theirs.out_proj
 x = torch.randn(2, 10, 32)
 x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
 a, (b, _) = ours(x_ours), theirs(x_theirs, x_theirs, x_theirs)
 a.sum().backward()
 b.sum().backward()
+
+# %% tags=["check"]
 assert torch.allclose(a, b, atol=1e-5)
 assert torch.allclose(x_ours.grad, x_theirs.grad, atol=1e-4)
 
@@ -135,21 +155,38 @@ for n in (512, 2048, 8192, 32768):
     )
 show(
     say(
-        ["N", "projections (GFLOP)", "attention (GFLOP)", "attention's share"],
+        [
+            "N",
+            "projections (GFLOP)",
+            "attention (GFLOP)",
+            "attention's share",
+        ],
         ["N", "投影 (GFLOP)", "注意力 (GFLOP)", "注意力的占比"],
     ),
     rows,
 )
 half = Call(1, 2 * width, 2 * width, 16, 16, 128, 128).flops()
-assert half == 8 * (2 * width) * width**2
 
 layer = measured("layer")
 if layer:
     show(
-        say(["N", "projections (ms)", "attention (ms)"], ["N", "投影 (ms)", "注意力 (ms)"]),
-        [[n, f"{t['projections_ms']:.2f}", f"{t['attention_ms']:.2f}"] for n, t in layer.items() if n.isdigit()],
-        say(f"one layer on an {layer['device']}", f"一层在 {layer['device']} 上"),
+        say(
+            ["N", "projections (ms)", "attention (ms)"],
+            ["N", "投影 (ms)", "注意力 (ms)"],
+        ),
+        [
+            [n, f"{t['projections_ms']:.2f}", f"{t['attention_ms']:.2f}"]
+            for n, t in layer.items()
+            if n.isdigit()
+        ],
+        say(
+            f"one layer on an {layer['device']}",
+            f"一层在 {layer['device']} 上",
+        ),
     )
+
+# %% tags=["check"]
+assert half == 8 * (2 * width) * width**2
 
 # %% [markdown]
 # ## The bill for memory
@@ -165,12 +202,27 @@ if layer:
 # 这里要紧的是 GPU 的两种存储。**HBM**（显存）就是包装盒上写的那个：80 GB，但离得远。**共享内存**紧挨着运算单元：每个处理器分到的容量小得多，速度却快一个数量级。教科书式的实现每一步启动一个 kernel，每个 kernel 都从 HBM 读入、再写回 HBM。4096 个 token 时，光 $P$ 就有 1680 万个元素，float32 下 64 MiB，而且是*每个头*这么多，还要来回读写好几遍。
 
 # %%
-assert budget.weights(4096) == (16_777_216, 64 * 2**20)
-gpt2 = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
+gpt2 = Call(
+    batch=64,
+    n_q=1024,
+    n_k=1024,
+    heads=16,
+    kv_heads=16,
+    d=64,
+    dv=64,
+    dtype="float16",
+)
 show(
-    say(["step", "passes over (N, N)", "GB"], ["步骤", "遍历 (N, N) 的次数", "GB"]),
+    say(
+        ["step", "passes over (N, N)", "GB"],
+        ["步骤", "遍历 (N, N) 的次数", "GB"],
+    ),
     [
-        [step.name, step.passes, f"{(step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))) / 1e9:.1f}"]
+        [
+            step.name,
+            step.passes,
+            f"{(step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))) / 1e9:.1f}",
+        ]
         for step in naive_steps(backward=True)
     ],
     say(
@@ -185,6 +237,11 @@ print(
         f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片：{bill.least / 1e9:.1f} GB",
     )
 )
+
+# %% tags=["check"]
+from tilewise_lab.machine import budget
+
+assert budget.weights(4096) == (16_777_216, 64 * 2**20)
 assert bill.naive > 15 * bill.least
 
 # %% [markdown]
@@ -202,7 +259,10 @@ assert bill.naive > 15 * bill.least
 
 # %%
 call = Call(4, 4096, 4096, 16, 16, 64, 64)
-points = {"naive": call.flops() / traffic(call).naive, "tiled": call.flops() / traffic(call).tiled}
+points = {
+    "naive": call.flops() / traffic(call).naive,
+    "tiled": call.flops() / traffic(call).tiled,
+}
 for name in ("A100", "H100", "H200"):
     ridge = device(name).ridge("bfloat16")
     print(
@@ -211,7 +271,6 @@ for name in ("A100", "H100", "H200"):
             f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 {points['naive']:.0f}，分块 {points['tiled']:.0f}",
         )
     )
-    assert points["naive"] < ridge < points["tiled"]
 
 roofs = measured("roofs")
 
@@ -221,19 +280,42 @@ def draw(axes):
 
     h200 = device("H200")
     line = curve(h200, "bfloat16")
-    axes.loglog([x for x, _ in line], [y / 1e12 for _, y in line], color="black", label="H200, by its data sheet")
+    axes.loglog(
+        [x for x, _ in line],
+        [y / 1e12 for _, y in line],
+        color="black",
+        label="H200, by its data sheet",
+    )
     if roofs:
         peak, slope = roofs["tflops"], roofs["gbps"] / 1e3
         axes.loglog(
-            [x for x, _ in line], [min(peak, x * slope) for x, _ in line], ":", color="gray", label="as measured"
+            [x for x, _ in line],
+            [min(peak, x * slope) for x, _ in line],
+            ":",
+            color="gray",
+            label="as measured",
         )
     for name, x in points.items():
-        axes.plot(x, attainable(x, h200, "bfloat16") / 1e12, "o", markersize=9, label=f"{name}: {x:.0f} FLOP/byte")
-    axes.set(xlabel="FLOPs per byte of HBM traffic", ylabel="TFLOP/s at most", title="Attention under the roofline")
+        axes.plot(
+            x,
+            attainable(x, h200, "bfloat16") / 1e12,
+            "o",
+            markersize=9,
+            label=f"{name}: {x:.0f} FLOP/byte",
+        )
+    axes.set(
+        xlabel="FLOPs per byte of HBM traffic",
+        ylabel="TFLOP/s at most",
+        title="Attention under the roofline",
+    )
     axes.legend()
 
 
 picture("01_roofline", draw)
+
+# %% tags=["check"]
+for name in ("A100", "H100", "H200"):
+    assert points["naive"] < device(name).ridge("bfloat16") < points["tiled"]
 
 # %% [markdown]
 # ## The obstacle
@@ -256,6 +338,8 @@ print(
     ),
     f"{(half_a_row - p[:, :4]).abs().max():.2f}",
 )
+
+# %% tags=["check"]
 assert (half_a_row - p[:, :4]).abs().max() > 0.1
 assert math.isclose(float(p[0, :4].sum() + p[0, 4:].sum()), 1.0, rel_tol=1e-5)
 

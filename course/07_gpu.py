@@ -19,7 +19,6 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
-
 from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import coalesce, warps
@@ -37,26 +36,39 @@ from tilewise_lab.machine import coalesce, warps
 # 四个任务，每个先计算 2 个节拍，再等内存 4 个节拍，如此两次。守着一个任务不放的核，最早完成第一个任务。一等就切换的核，完成全部四个任务的时间不到前者的一半。
 
 # %%
-alone, together = (f(4, compute=2, wait=4) for f in (warps.run_to_completion, warps.switch_on_wait))
+alone, together = (
+    f(4, compute=2, wait=4)
+    for f in (warps.run_to_completion, warps.switch_on_wait)
+)
 print(
     say(
         f"one after the other: {warps.finish(alone)} ticks; switching: {warps.finish(together)} ticks",
         f"一个接一个：{warps.finish(alone)} 拍；轮换着来：{warps.finish(together)} 拍",
     )
 )
-assert (warps.finish(alone), warps.finish(together)) == (48, 20)
 
 
 def draw(left, right):
-    for axes, title, plan in ((left, "CPU: latency", alone), (right, "GPU: throughput", together)):
+    for axes, title, plan in (
+        (left, "CPU: latency", alone),
+        (right, "GPU: throughput", together),
+    ):
         for segment in plan:
             color = "tab:blue" if segment.doing == "compute" else "lightgray"
-            axes.barh(f"T{segment.task + 1}", segment.stop - segment.start, left=segment.start, color=color)
+            axes.barh(
+                f"T{segment.task + 1}",
+                segment.stop - segment.start,
+                left=segment.start,
+                color=color,
+            )
         axes.set(title=title, xlabel="ticks", xlim=(0, 50))
         axes.invert_yaxis()
 
 
 picture("07_latency_throughput", draw, panels=(1, 2))
+
+# %% tags=["check"]
+assert (warps.finish(alone), warps.finish(together)) == (48, 20)
 
 # %% [markdown]
 # ## Threads come in warps
@@ -75,14 +87,15 @@ picture("07_latency_throughput", draw, panels=(1, 2))
 print(
     say("lanes:", "各 lane："),
     "█" * warp.active + "░" * warp.masked,
-    say(f"{warp.active} active, {warp.masked} masked", f"{warp.active} 个在工作，{warp.masked} 个被屏蔽"),
+    say(
+        f"{warp.active} active, {warp.masked} masked",
+        f"{warp.active} 个在工作，{warp.masked} 个被屏蔽",
+    ),
 )
-assert (warp.active, warp.masked) == (8, 24)
 
 if has_triton("adding vectors and matrices in Triton"):
     import triton
     import triton.language as tl
-
     from tilewise_lab.learn.kernels import matrix_add, softmax_rows
 
     @triton.jit
@@ -93,12 +106,19 @@ if has_triton("adding vectors and matrices in Triton"):
         total = tl.load(a + i, mask=inside) + tl.load(b + i, mask=inside)
         tl.store(c + i, total, mask=inside)
 
-    a, b = torch.tensor([1, 4, 3, 9, 5, 11, 7, 2]), torch.tensor([3, 2, 6, 1, 2, 5, 6, 9])
+    a, b = (
+        torch.tensor([1, 4, 3, 9, 5, 11, 7, 2]),
+        torch.tensor([3, 2, 6, 1, 2, 5, 6, 9]),
+    )
     c = torch.zeros(32, dtype=torch.int64)
     vector_add[(1,)](a, b, c, 8, BLOCK=32)
     print(c.tolist())
+
+# %% tags=["check"]
+if has_triton():
     assert c[:8].tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     assert not c[8:].any()  # the masked lanes wrote nothing
+assert (warp.active, warp.masked) == (8, 24)
 
 # %% [markdown]
 # ## More elements than threads: blocks
@@ -121,21 +141,35 @@ if has_triton("adding vectors and matrices in Triton"):
 # 8 个元素、每块 2 个，就是 4 块；一百万个元素、每块 32 个，就是 31,250 块。每个线程块从头到尾在一个处理器（SM）上运行；块比位置多时，就排队等着。
 
 # %%
-assert warps.grid(8, block=2) == 4
-print([[warps.element(block, 2, thread) for thread in range(2)] for block in range(4)])
-assert [warps.element(block, 2, thread) for block in range(4) for thread in range(2)] == list(range(8))
-assert warps.grid(1_000_000, block=32) == 31_250
+print(
+    [
+        [warps.element(block, 2, thread) for thread in range(2)]
+        for block in range(4)
+    ]
+)
 
 if has_triton("the same on a grid"):
     c = torch.zeros(8, dtype=torch.int64)
     vector_add[(4,)](a, b, c, 8, BLOCK=2)
-    assert c.tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     x, y = torch.randn(5, 7), torch.randn(5, 7)
-    z = torch.empty(5, 7)
+    z, w = torch.empty(5, 7), torch.empty(5, 7)
     matrix_add[(3, 2)](x, y, z, 5, 7, BLOCK_M=2, BLOCK_N=4)
+    softmax_rows[(5,)](
+        x, w, 7, BLOCK=8
+    )  # one program per row: lesson 2's three passes, one trip to memory
+
+# %% tags=["check"]
+if has_triton():
+    assert c.tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     assert torch.equal(z, x + y)
-    softmax_rows[(5,)](x, z, 7, BLOCK=8)  # one program per row: lesson 2's three passes, one trip to memory
-    assert torch.allclose(z, torch.softmax(x, -1), atol=1e-6)
+    assert torch.allclose(w, torch.softmax(x, -1), atol=1e-6)
+assert warps.grid(8, block=2) == 4
+assert [
+    warps.element(block, 2, thread)
+    for block in range(4)
+    for thread in range(2)
+] == list(range(8))
+assert warps.grid(1_000_000, block=32) == 31_250
 
 # %% [markdown]
 # ## When lanes disagree
@@ -156,20 +190,34 @@ def branch(condition, then, otherwise):
 
 
 def branches(condition, then, otherwise):
-    return sum(branch(condition[i : i + 32], then, otherwise) for i in range(0, len(condition), 32))
+    return sum(
+        branch(condition[i : i + 32], then, otherwise)
+        for i in range(0, len(condition), 32)
+    )
 
 
 mixed = [lane % 2 == 0 for lane in range(128)]
-print(say("if 10, else 7 cycles:", "if 要 10 个周期，else 要 7 个："), branch(mixed[:32], 10, 7))
-assert branch(mixed[:32], 10, 7) == warps.branch(mixed[:32], 10, 7).taken == 17
-assert branch([True] * 32, 10, 7) == 10
+print(
+    say("if 10, else 7 cycles:", "if 要 10 个周期，else 要 7 个："),
+    branch(mixed[:32], 10, 7),
+)
 print(
     say(
         f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: {branches(sorted(mixed), 10, 7)}",
         f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序：{branches(sorted(mixed), 10, 7)}",
     )
 )
-assert branches(sorted(mixed), 10, 7) == branches(mixed, 10, 7) / 2 == warps.branches(sorted(mixed), 10, 7)
+
+# %% tags=["check"]
+assert (
+    branch(mixed[:32], 10, 7) == warps.branch(mixed[:32], 10, 7).taken == 17
+)
+assert branch([True] * 32, 10, 7) == 10
+assert (
+    branches(sorted(mixed), 10, 7)
+    == branches(mixed, 10, 7) / 2
+    == warps.branches(sorted(mixed), 10, 7)
+)
 
 # %% [markdown]
 # On a real GPU: the same arithmetic on either side of an `if`, in CUDA. When every other *warp* goes right the time is
@@ -188,8 +236,12 @@ if times:
         "by lane": say("every other lane", "每隔一个 lane"),
     }
     show(
-        say(["who goes right", "ms"], ["谁走右边", "ms"]), [[who, f"{times[side]:.2f}"] for side, who in sides.items()]
+        say(["who goes right", "ms"], ["谁走右边", "ms"]),
+        [[who, f"{times[side]:.2f}"] for side, who in sides.items()],
     )
+
+# %% tags=["check"]
+if times:
     assert times["by lane"] > 1.3 * max(times["right"], times["by warp"])
 
 # %% [markdown]
@@ -207,7 +259,15 @@ if times:
 # %%
 show(
     say(
-        ["", "SMs", "HBM", "GB/s", "L2", "shared memory per block", "16-bit TFLOP/s"],
+        [
+            "",
+            "SMs",
+            "HBM",
+            "GB/s",
+            "L2",
+            "shared memory per block",
+            "16-bit TFLOP/s",
+        ],
         ["", "SM 数", "HBM", "GB/s", "L2", "每块的共享内存", "16 位 TFLOP/s"],
     ),
     [
@@ -223,6 +283,8 @@ show(
         for d in DEVICES.values()
     ],
 )
+
+# %% tags=["check"]
 assert DEVICES["A100"].sms == 108
 assert DEVICES["H200"].sms == 132
 
@@ -242,10 +304,16 @@ assert DEVICES["H200"].sms == 132
 
 # %%
 show(
-    say(["memory", "whose", "cycles (rule of thumb)"], ["存储", "属于谁", "周期（经验值）"]),
+    say(
+        ["memory", "whose", "cycles (rule of thumb)"],
+        ["存储", "属于谁", "周期（经验值）"],
+    ),
     [
         say(["registers", "one thread", "1"], ["寄存器", "一个线程", "1"]),
-        say(["shared memory, L1", "one block", "20-30"], ["共享内存、L1", "一个块", "20-30"]),
+        say(
+            ["shared memory, L1", "one block", "20-30"],
+            ["共享内存、L1", "一个块", "20-30"],
+        ),
         say(["L2", "all", "~200"], ["L2", "所有", "~200"]),
         say(["HBM", "all", "300+"], ["HBM", "所有", "300+"]),
     ],
@@ -253,9 +321,15 @@ show(
 chased = measured("latency")
 if chased:
     print(
-        say("nanoseconds per dependent load:", "每次依赖前一次的读取要几纳秒："),
+        say(
+            "nanoseconds per dependent load:",
+            "每次依赖前一次的读取要几纳秒：",
+        ),
         {name: round(chased[name]) for name in ("L1", "L2", "HBM")},
     )
+
+# %% tags=["check"]
+if chased:
     assert chased["L1"] < chased["L2"] < chased["HBM"]
 
 # %% [markdown]
@@ -275,7 +349,10 @@ if chased:
 # %%
 for name, pattern in (
     (say("lanes share a row", "各 lane 同读一行"), coalesce.row_per_warp),
-    (say("each lane walks its own row", "每个 lane 沿自己的一行走"), coalesce.row_per_thread),
+    (
+        say("each lane walks its own row", "每个 lane 沿自己的一行走"),
+        coalesce.row_per_thread,
+    ),
 ):
     found = coalesce.touched(pattern(4096, 0), itemsize=4)
     print(
@@ -284,9 +361,6 @@ for name, pattern in (
             f"{name}：{found.lines} 行，用上的字节 {found.efficiency:.0%}",
         )
     )
-assert coalesce.touched(coalesce.contiguous(), 4).lines == 1
-assert coalesce.touched(coalesce.strided(4096), 4).lines == 32
-assert coalesce.touched(coalesce.row_per_thread(4096, 0), 4).lines == 32
 
 strides = [1, 2, 4, 8, 16, 32, 64]
 rates = measured("coalescing")
@@ -295,7 +369,10 @@ rates = measured("coalescing")
 def draw(axes):
     axes.plot(
         strides,
-        [coalesce.touched(coalesce.strided(s), 4).efficiency for s in strides],
+        [
+            coalesce.touched(coalesce.strided(s), 4).efficiency
+            for s in strides
+        ],
         "o-",
         label="bytes used / fetched",
     )
@@ -303,14 +380,26 @@ def draw(axes):
         best = rates["1"]
         kept = [int(s) for s in rates if s.isdigit() and int(s) <= 64]
         axes.plot(
-            kept, [rates[str(s)] / best for s in kept], "s--", label=f"bandwidth on an {rates['device']}, of its best"
+            kept,
+            [rates[str(s)] / best for s in kept],
+            "s--",
+            label=f"bandwidth on an {rates['device']}, of its best",
         )
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="distance between the elements of neighbouring lanes", ylim=(0, 1.05), title="Coalescing")
+    axes.set(
+        xlabel="distance between the elements of neighbouring lanes",
+        ylim=(0, 1.05),
+        title="Coalescing",
+    )
     axes.legend()
 
 
 picture("07_coalescing", draw)
+
+# %% tags=["check"]
+assert coalesce.touched(coalesce.contiguous(), 4).lines == 1
+assert coalesce.touched(coalesce.strided(4096), 4).lines == 32
+assert coalesce.touched(coalesce.row_per_thread(4096, 0), 4).lines == 32
 if rates:
     assert rates["1"] > 3 * rates["32"]
 

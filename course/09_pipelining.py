@@ -13,7 +13,6 @@
 # %%
 # needs: compiler
 import torch
-
 from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import pipeline
@@ -22,12 +21,18 @@ from tilewise_lab.machine.pipeline import Slot
 
 def sequential(iterations, stages=4):
     """Iteration i occupies unit s in slot i · stages + s."""
-    return [Slot(s, i, i * stages + s) for i in range(iterations) for s in range(stages)]
+    return [
+        Slot(s, i, i * stages + s)
+        for i in range(iterations)
+        for s in range(stages)
+    ]
 
 
 def pipelined(iterations, stages=4):
     """The next iteration enters a unit as soon as the one before has left it: slot i + s."""
-    return [Slot(s, i, i + s) for i in range(iterations) for s in range(stages)]
+    return [
+        Slot(s, i, i + s) for i in range(iterations) for s in range(stages)
+    ]
 
 
 # %% [markdown]
@@ -50,16 +55,15 @@ print(
         f"{pipeline.slots(one)} 个时隙，利用率 {pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，{pipeline.utilisation(overlapped):.0%}",
     )
 )
-assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
-assert pipeline.slots(pipeline.pipelined(7)) == 10
-assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
 busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
-assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
 
 
 def draw(top, bottom):
     colors = [f"C{i}" for i in range(7)]
-    for axes, plan, title in ((top, one, "one at a time"), (bottom, overlapped, "pipelined")):
+    for axes, plan, title in (
+        (top, one, "one at a time"),
+        (bottom, overlapped, "pipelined"),
+    ):
         for slot in plan:
             axes.barh(
                 pipeline.STAGES[slot.unit],
@@ -69,13 +73,25 @@ def draw(top, bottom):
                 edgecolor="white",
             )
             axes.text(
-                slot.start + 0.5, slot.unit, slot.iteration + 1, ha="center", va="center", color="white", fontsize=7
+                slot.start + 0.5,
+                slot.unit,
+                slot.iteration + 1,
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=7,
             )
         axes.set(title=f"{title}: {pipeline.slots(plan)} slots", xlim=(0, 28))
         axes.invert_yaxis()
 
 
 picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
+
+# %% tags=["check"]
+assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
+assert pipeline.slots(pipeline.pipelined(7)) == 10
+assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
+assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
 
 # %% [markdown]
 # ## What it takes
@@ -94,17 +110,28 @@ picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
 # $$\text{kept} + \text{num\_stages} \cdot \text{streamed} \le \text{shared memory}$$
 
 # %%
-assert pipeline.in_flight(one) == 1
-assert pipeline.in_flight(overlapped) == 4
-q_tile, kv_tiles = 128 * 128 * 2, 2 * 128 * 128 * 2  # bf16, D 128: a Q tile is kept, K and V tiles stream
+q_tile, kv_tiles = (
+    128 * 128 * 2,
+    2 * 128 * 128 * 2,
+)  # bf16, D 128: a Q tile is kept, K and V tiles stream
 show(
     say(
-        ["device", "shared memory", "stages of 128-row K and V tiles that fit"],
+        [
+            "device",
+            "shared memory",
+            "stages of 128-row K and V tiles that fit",
+        ],
         ["设备", "共享内存", "放得下几级 128 行的 K、V 块"],
     ),
-    [[d.name, f"{d.shared // KB} KB", pipeline.stages_that_fit(d.shared, q_tile, kv_tiles)] for d in DEVICES.values()],
+    [
+        [
+            d.name,
+            f"{d.shared // KB} KB",
+            pipeline.stages_that_fit(d.shared, q_tile, kv_tiles),
+        ]
+        for d in DEVICES.values()
+    ],
 )
-assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 if has_triton("a kernel with more stages than fit"):
     from tilewise.backends.common.gpu import Gpu
@@ -113,17 +140,32 @@ if has_triton("a kernel with more stages than fit"):
     from tilewise_lab.costs.compiled import compile_for
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
-    request, lse = Request(q, q, q, Spec(0.1)), torch.empty(1, 4, 512, device="meta")
+    request, lse = (
+        Request(q, q, q, Spec(0.1)),
+        torch.empty(1, 4, 512, device="meta"),
+    )
     forward = launch.forward_launch(request, q, lse, Gpu("cuda", 90))
     for stages in (1, 3, 9):
-        made = compile_for(90, forward.kernel, forward.args, forward.options | {"num_stages": stages})
+        made = compile_for(
+            90,
+            forward.kernel,
+            forward.args,
+            forward.options | {"num_stages": stages},
+        )
         fits = made.shared <= DEVICES["H200"].shared
         print(
             f"num_stages {stages}:",
-            say(f"{made.shared // KB} KB of shared memory", f"共享内存 {made.shared // KB} KB"),
-            "" if fits else say("(more than an H200 has: it would not launch)", "（比 H200 有的还多：启动不了）"),
+            say(
+                f"{made.shared // KB} KB of shared memory",
+                f"共享内存 {made.shared // KB} KB",
+            ),
+            ""
+            if fits
+            else say(
+                "(more than an H200 has: it would not launch)",
+                "（比 H200 有的还多：启动不了）",
+            ),
         )
-    assert made.shared > DEVICES["H200"].shared
 
 times = measured("stages")
 if times:
@@ -131,6 +173,13 @@ if times:
         say("forward, by num_stages (ms):", "前向，按 num_stages（ms）："),
         {n: t and round(t, 2) for n, t in times.items() if n.isdigit()},
     )
+
+# %% tags=["check"]
+if has_triton():
+    assert made.shared > DEVICES["H200"].shared
+assert pipeline.in_flight(one) == 1
+assert pipeline.in_flight(overlapped) == 4
+assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 # %% [markdown]
 # ## What Triton does with a loop
@@ -151,12 +200,23 @@ if times:
 if has_triton("the compiler's stages"):
     from tilewise_lab.explain.stages import stages, text
 
+    found = {}
     for capability in (80, 90):
-        one_kernel = launch.forward_launch(request, q, lse, Gpu("cuda", capability))
-        made = compile_for(capability, one_kernel.kernel, one_kernel.args, one_kernel.options)
+        one_kernel = launch.forward_launch(
+            request, q, lse, Gpu("cuda", capability)
+        )
+        made = compile_for(
+            capability, one_kernel.kernel, one_kernel.args, one_kernel.options
+        )
         print(f"\nsm_{capability}\n{text(made)}")
-        seen = {s.operation for s in stages(made)}
-        assert {"async_copy", "async_wait", "cp.async", "LDGSTS"} <= seen  # HBM → SRAM, while the matrix units work
+        found[capability] = {s.operation for s in stages(made)}
+
+# %% tags=["check"]
+
+if has_triton():
+    for capability, seen in found.items():
+        # HBM → SRAM, while the matrix units work
+        assert {"async_copy", "async_wait", "cp.async", "LDGSTS"} <= seen
         assert ("warp_group_dot" in seen) == (capability == 90)
 
 # %% [markdown]
@@ -186,14 +246,10 @@ print(
         for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)
     },
 )
-assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [(0, 2), (1, 1), (2, 0)]
 show(
     say(["batches", "bubble on 4 devices"], ["批数", "4 个设备上的气泡"]),
     [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)],
 )
-for m in (1, 4, 16):
-    both = pipeline.forward_backward(4, m)
-    assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12
 
 
 def draw_devices(axes):
@@ -214,11 +270,24 @@ def draw_devices(axes):
             va="center",
             color="white",
         )
-    axes.set(title="Forward and backward of 4 batches on 3 devices: the white is the bubble", xlabel="time")
+    axes.set(
+        title="Forward and backward of 4 batches on 3 devices: the white is the bubble",
+        xlabel="time",
+    )
     axes.invert_yaxis()
 
 
 picture("09_bubble", draw_devices, size=(8, 2.6))
+
+# %% tags=["check"]
+for m in (1, 4, 16):
+    both = pipeline.forward_backward(4, m)
+    assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12
+assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [
+    (0, 2),
+    (1, 1),
+    (2, 0),
+]
 
 # %% [markdown]
 # FlashAttention's loop is such a pipeline: while block $j$ is multiplied, block $j + 1$ of $K$ and $V$ is already on

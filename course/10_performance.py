@@ -17,9 +17,8 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch
-
 import tilewise
+import torch
 from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.costs.devices import DEVICES, device
 from tilewise_lab.costs.roofline import attainable
@@ -49,23 +48,32 @@ def roof(intensity, device, dtype="bfloat16"):
 
 h200 = device("H200")
 ridge = h200.ridge("bfloat16")
-assert roof(ridge / 2, h200) == h200.flops("bfloat16") / 2
-assert roof(2 * ridge, h200) == h200.flops("bfloat16")
-for intensity in (1, ridge, 1000):
-    assert roof(intensity, h200) == attainable(intensity, h200, "bfloat16")
 decode = Call(64, 1, 8192, 32, 32, 128, 128)
 for name, call in (
-    (say("training, 4096 tokens", "训练，4096 个 token"), Call(4, 4096, 4096, 16, 16, 128, 128)),
+    (
+        say("training, 4096 tokens", "训练，4096 个 token"),
+        Call(4, 4096, 4096, 16, 16, 128, 128),
+    ),
     (say("decoding one token", "解码一个 token"), decode),
 ):
     intensity = call.flops() / traffic(call).tiled
-    bound = say("arithmetic", "算术") if intensity > ridge else say("memory", "内存")
+    bound = (
+        say("arithmetic", "算术")
+        if intensity > ridge
+        else say("memory", "内存")
+    )
     print(
         say(
             f"{name}: {intensity:.0f} FLOP/byte against a ridge of {ridge:.0f}: bound by {bound}",
             f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}：受限于{bound}",
         )
     )
+
+# %% tags=["check"]
+assert roof(ridge / 2, h200) == h200.flops("bfloat16") / 2
+assert roof(2 * ridge, h200) == h200.flops("bfloat16")
+for intensity in (1, ridge, 1000):
+    assert roof(intensity, h200) == attainable(intensity, h200, "bfloat16")
 assert (
     decode.flops() / traffic(decode).tiled < 2
 )  # every K and V byte is used for one token: nothing to be saved by tiling
@@ -96,12 +104,26 @@ print(
         f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 {in_float:.1f}",
     )
 )
-assert abs(in_half - 100) > 20 * abs(in_float - 100)
-out, lse = tilewise.attention(*(torch.randn(1, 8, 1, 16, dtype=torch.float16) for _ in range(3)), return_lse=True)
-assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)  # m, l and O are float32 inside, and L stays so
+out, lse = tilewise.attention(
+    *(torch.randn(1, 8, 1, 16, dtype=torch.float16) for _ in range(3)),
+    return_lse=True,
+)
 rates = measured("precision")
 if rates:
-    show(["dtype", "TFLOP/s"], [[t, f"{rates[t]:.0f}"] for t in ("float32", "tf32", "bfloat16", "float16")])
+    show(
+        ["dtype", "TFLOP/s"],
+        [
+            [t, f"{rates[t]:.0f}"]
+            for t in ("float32", "tf32", "bfloat16", "float16")
+        ],
+    )
+
+# %% tags=["check"]
+assert abs(in_half - 100) > 20 * abs(in_float - 100)
+assert (out.dtype, lse.dtype) == (
+    torch.float16,
+    torch.float32,
+)  # m, l and O are float32 inside, and L stays so
 
 # %% [markdown]
 # ## Fusion
@@ -123,7 +145,6 @@ def fused_bytes(n):
     return 2 * n * 4
 
 
-assert eager_bytes(1000) == 5 * fused_bytes(1000)
 if has_triton("the fused kernel"):
     import triton
     import triton.language as tl
@@ -140,11 +161,22 @@ if has_triton("the fused kernel"):
 
     x, y = torch.randn(1000), torch.empty(1000)
     chain[(4,)](x, y, 1000, BLOCK=256)
-    assert torch.allclose(y, (2 * x + 1).relu().square() - 3, atol=1e-5)
 times = measured("fusion")
 if times:
-    print({name: round(t, 2) for name, t in times.items() if isinstance(t, float)})
+    print(
+        {
+            name: round(t, 2)
+            for name, t in times.items()
+            if isinstance(t, float)
+        }
+    )
+
+# %% tags=["check"]
+if times:
     assert times["triton_ms"] < times["eager_ms"] / 3
+if has_triton():
+    assert torch.allclose(y, (2 * x + 1).relu().square() - 3, atol=1e-5)
+assert eager_bytes(1000) == 5 * fused_bytes(1000)
 
 # %% [markdown]
 # ## Recomputation
@@ -161,7 +193,10 @@ if times:
 
 # %%
 call = Call(1, 4096, 4096, 16, 16, 64, 64)
-kept, recomputed = traffic(call, backward=True).naive, traffic(call, backward=True).tiled
+kept, recomputed = (
+    traffic(call, backward=True).naive,
+    traffic(call, backward=True).tiled,
+)
 print(
     say(
         f"keep P: {kept / 1e9:.1f} GB moved, {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute it again: {recomputed / 1e9:.2f} GB, 0 MiB",
@@ -176,12 +211,18 @@ print(
         f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 {saved * 1e6:.0f} us",
     )
 )
-assert extra < saved / 5
 
-layer = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+layer = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+)
 x = torch.randn(8, 64, requires_grad=True)
 (plain,) = torch.autograd.grad(layer(x).sum(), x)
-(checkpointed,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum(), x)
+(checkpointed,) = torch.autograd.grad(
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum(), x
+)
+
+# %% tags=["check"]
+assert extra < saved / 5
 assert torch.equal(plain, checkpointed)
 
 # %% [markdown]
@@ -211,17 +252,25 @@ def blocks_of(n, tile=(256, 128)):
 
 
 rows = []
-for sms, n in ((108, 1792), (108, 1793), (132, 1793), (132, 2048), (132, 2049)):
+for sms, n in (
+    (108, 1792),
+    (108, 1793),
+    (132, 1793),
+    (132, 2048),
+    (132, 2049),
+):
     blocks = blocks_of(n)
     in_waves = -(-blocks // sms)
-    rows.append([sms, n, blocks, in_waves, f"{blocks / (in_waves * sms):.1%}"])
-    found = waves(matmul_blocks(n, n, (256, 128)), sms)
-    assert (found.blocks, found.waves) == (blocks, in_waves)
-show(say(["SMs", "n", "blocks", "waves", "busy"], ["SM 数", "n", "块数", "波数", "忙的比例"]), rows)
-assert rows[0][2:] == [98, 1, "90.7%"]
-assert rows[1][2:] == [120, 2, "55.6%"]
-assert rows[2][3] == 1
-assert [n for n, _, _ in cliffs(range(1500, 2900), (256, 128), 132)] == [2049, 2817]
+    rows.append(
+        [sms, n, blocks, in_waves, f"{blocks / (in_waves * sms):.1%}"]
+    )
+show(
+    say(
+        ["SMs", "n", "blocks", "waves", "busy"],
+        ["SM 数", "n", "块数", "波数", "忙的比例"],
+    ),
+    rows,
+)
 timed = measured("waves")
 
 
@@ -231,7 +280,10 @@ def draw(axes):
         sms = DEVICES[name].sms
         axes.plot(
             sorted(ns),
-            [waves(matmul_blocks(n, n, (256, 128)), sms).efficiency for n in sorted(ns)],
+            [
+                waves(matmul_blocks(n, n, (256, 128)), sms).efficiency
+                for n in sorted(ns)
+            ],
             color=color,
             label=f"{name}, {sms} SMs",
         )
@@ -239,7 +291,10 @@ def draw(axes):
         best = max(v for k, v in timed.items() if k.isdigit())
         kept = [int(k) for k in timed if k.isdigit()]
         axes.plot(
-            kept, [timed[str(n)] / best for n in kept], "k.", label=f"measured on an {timed['device']}, of its best"
+            kept,
+            [timed[str(n)] / best for n in kept],
+            "k.",
+            label=f"measured on an {timed['device']}, of its best",
         )
     axes.set(
         xlabel="n of an n × n product",
@@ -252,6 +307,18 @@ def draw(axes):
 
 picture("10_waves", draw)
 
+# %% tags=["check"]
+for sms, n, blocks, in_waves, _ in rows:
+    found = waves(matmul_blocks(n, n, (256, 128)), sms)
+    assert (found.blocks, found.waves) == (blocks, in_waves)
+assert rows[0][2:] == [98, 1, "90.7%"]
+assert rows[1][2:] == [120, 2, "55.6%"]
+assert rows[2][3] == 1
+assert [n for n, _, _ in cliffs(range(1500, 2900), (256, 128), 132)] == [
+    2049,
+    2817,
+]
+
 # %% [markdown]
 # Attention has the same tails: its blocks are (tokens / tile) · heads · batch. `tilewise explain` counts them.
 
@@ -259,7 +326,11 @@ picture("10_waves", draw)
 # 注意力也有同样的尾巴：它的块数是（token 数 / 块大小）· 头数 · batch。`tilewise explain` 会替你数。
 
 # %%
-told = tilewise.explain((1, 2049, 16, 100), (1, 2049, 16, 100), (1, 2049, 16, 100), device="H200")
+told = tilewise.explain(
+    (1, 2049, 16, 100), (1, 2049, 16, 100), (1, 2049, 16, 100), device="H200"
+)
+
+# %% tags=["check"]
 assert any("2049" in advice.text for advice in told.advice)
 assert any("pad D 100 to 128" in advice.text for advice in told.advice)
 
@@ -279,7 +350,6 @@ assert any("pad D 100 to 128" in advice.text for advice in told.advice)
 # 把矩阵乘法的速度对大小作图，点会落成几条带：大小能被 2 整除的次数越多，越快。这样每一行的起始地址才能让硬件一次读 16 字节，块也才会是完整的。GPT-2 的词表从 50257 补到 50304 = 64 · 786 = 128 · 393，训练就变快了（按 Karpathy 的说法是 25 %），原因就在这里。
 
 # %%
-assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393
 words = measured("vocabulary")
 if words:
     print(
@@ -299,12 +369,20 @@ if bands:
             c=[budget.alignment(n).bit_length() - 1 for n in sizes],
             cmap="viridis",
         )
-        axes.figure.colorbar(dots, label="n is divisible by 2 to the power of")
+        axes.figure.colorbar(
+            dots, label="n is divisible by 2 to the power of"
+        )
         axes.set(
-            xlabel="n", ylabel="TFLOP/s", ylim=(0, None), title=f"torch's n × n × n product on an {bands['device']}"
+            xlabel="n",
+            ylabel="TFLOP/s",
+            ylim=(0, None),
+            title=f"torch's n × n × n product on an {bands['device']}",
         )
 
     picture("10_alignment", draw_bands)
+
+# %% tags=["check"]
+assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393
 
 # %% [markdown]
 # ## A riddle for the road

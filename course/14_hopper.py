@@ -15,7 +15,6 @@
 # %%
 # needs: compiler
 import torch
-
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import has_triton, picture, say, show
@@ -36,18 +35,36 @@ from tilewise_lab.learn import has_triton, picture, say, show
 h200 = device("H200")
 rows = []
 for d in (64, 128, 256):
-    products = 4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
+    products = (
+        4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
+    )
     exponentials = 128 * 128 / h200.exps
-    rows.append([d, f"{products:.0f}", f"{exponentials:.0f}", f"{products / (products + exponentials):.0%}"])
+    rows.append(
+        [
+            d,
+            f"{products:.0f}",
+            f"{exponentials:.0f}",
+            f"{products / (products + exponentials):.0%}",
+        ]
+    )
 show(
     say(
-        ["D", "cycles of products", "cycles of exponentials", "of the peak, if nothing overlaps"],
+        [
+            "D",
+            "cycles of products",
+            "cycles of exponentials",
+            "of the peak, if nothing overlaps",
+        ],
         ["D", "乘法的周期", "指数的周期", "不重叠时达到峰值的"],
     ),
     rows,
 )
 full = Call(1, 8192, 8192, 16, 16, 64, 64)
-assert full.pairs / (h200.exps * h200.sms * h200.clock) > 0.9 * full.flops() / h200.flops("bfloat16")
+
+# %% tags=["check"]
+assert full.pairs / (
+    h200.exps * h200.sms * h200.clock
+) > 0.9 * full.flops() / h200.flops("bfloat16")
 
 # %% [markdown]
 # ## The flags
@@ -70,16 +87,30 @@ if has_triton("the Hopper forward in the emulator"):
     try:
         from tilewise import attention
         from tilewise.backends.common.launch import DeviceMemory
-        from tilewise.backends.hopper.launches import forward_launches, new_state
+        from tilewise.backends.hopper.launches import (
+            forward_launches,
+            new_state,
+        )
         from tilewise.request import Request, Spec
         from tilewise_lab.emulator import launch
 
         torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3)
+        )
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        request, state = Request(q, k, v, Spec(0.125)), new_state(DeviceMemory(torch.device("cpu")))
+        request, state = (
+            Request(q, k, v, Spec(0.125)),
+            new_state(DeviceMemory(torch.device("cpu"))),
+        )
         forward, *_ = forward_launches(request, out, lse, state, 1)
-        timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
+        timeline = launch(
+            forward.kernel,
+            forward.programs,
+            forward.args,
+            forward.options,
+            latencies=(1.0,),
+        ).timeline
         exact = attention(q.double(), k.double(), v.double())
         print(
             say(
@@ -87,19 +118,36 @@ if has_triton("the Hopper forward in the emulator"):
                 f"模拟的 Hopper 前向与 float64 相比：{(out - exact).abs().max():.1e}",
             )
         )
-        assert torch.allclose(out.double(), exact, atol=2e-2)
         units = sorted({span.unit for span in timeline})
         print(say("who is there:", "有谁在场："), ", ".join(units))
     except ImportError as error:
-        print(say(f"(this Triton has no Gluon: {error})", f"（这个 Triton 没有 Gluon：{error}）"))
+        print(
+            say(
+                f"(this Triton has no Gluon: {error})",
+                f"（这个 Triton 没有 Gluon：{error}）",
+            )
+        )
 
 
 def draw(axes):
     units = sorted({span.unit for span in timeline})
-    palette = {"load": "tab:blue", "wait": "lightgray", "compute": "tab:green", "store": "tab:purple"}
+    palette = {
+        "load": "tab:blue",
+        "wait": "lightgray",
+        "compute": "tab:green",
+        "store": "tab:purple",
+    }
     for span in timeline:
-        color = next((c for key, c in palette.items() if span.what.startswith(key)), "tab:red")
-        axes.barh(units.index(span.unit), span.end - span.start, left=span.start, color=color)
+        color = next(
+            (c for key, c in palette.items() if span.what.startswith(key)),
+            "tab:red",
+        )
+        axes.barh(
+            units.index(span.unit),
+            span.end - span.start,
+            left=span.start,
+            color=color,
+        )
     axes.set(
         yticks=range(len(units)),
         yticklabels=units,
@@ -110,6 +158,10 @@ def draw(axes):
 
 if timeline:
     picture("14_timeline", draw, size=(11, 4))
+
+# %% tags=["check"]
+if "timeline" in globals():
+    assert torch.allclose(out.double(), exact, atol=2e-2)
 
 # %% [markdown]
 # ## A wait too few
@@ -128,7 +180,9 @@ def ring(iterations, buffers, wait_for_empty):
     """A producer is never late, a consumer takes twice as long. Returns what the consumer read."""
     slots, read, produced, consumed = [None] * buffers, [], 0, 0
     for tick in range(4 * iterations):
-        may_fill = produced < iterations and (not wait_for_empty or produced - consumed < buffers)
+        may_fill = produced < iterations and (
+            not wait_for_empty or produced - consumed < buffers
+        )
         if may_fill:
             slots[produced % buffers] = produced
             produced += 1
@@ -140,8 +194,16 @@ def ring(iterations, buffers, wait_for_empty):
     return read
 
 
-print(say("with the empty barrier:   ", "有“空”屏障："), ring(8, 2, wait_for_empty=True))
-print(say("without the empty barrier:", "没有“空”屏障："), ring(8, 2, wait_for_empty=False))
+print(
+    say("with the empty barrier:   ", "有“空”屏障："),
+    ring(8, 2, wait_for_empty=True),
+)
+print(
+    say("without the empty barrier:", "没有“空”屏障："),
+    ring(8, 2, wait_for_empty=False),
+)
+
+# %% tags=["check"]
 assert ring(8, 2, wait_for_empty=True) == list(range(8))
 assert ring(8, 2, wait_for_empty=False) != list(range(8))
 

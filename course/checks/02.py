@@ -1,5 +1,4 @@
 import torch
-
 from tilewise_lab.learn import expect
 
 
@@ -16,7 +15,11 @@ def check(answer):
         "its exponentials must add up to 1 in every row",
         "每一行的指数加起来必须等于 1",
     )
-    expect(torch.allclose(got, torch.log_softmax(x, -1), atol=1e-5), "wrong even for small numbers", "连小的数都不对")
+    expect(
+        torch.allclose(got, torch.log_softmax(x, -1), atol=1e-5),
+        "wrong even for small numbers",
+        "连小的数都不对",
+    )
     large = answer.log_softmax(torch.tensor([1000.0, 0.0]))
     expect(
         not large.isnan().any(),

@@ -10,7 +10,9 @@ def state(xs):
 
 
 def close(a, b):
-    return a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-9, abs_tol=1e-12)
+    return a[0] == b[0] and math.isclose(
+        a[1], b[1], rel_tol=1e-9, abs_tol=1e-12
+    )
 
 
 def check(answer):
@@ -39,7 +41,11 @@ def check(answer):
         "two empty states give nan: -inf - (-inf) is no number; take 0 for that maximum",
         "两个空状态得到 nan：-inf - (-inf) 不是数；这时最大值用 0 代替",
     )
-    expect(close(both, empty), f"two empty states give {both}, not (-inf, 0)", f"两个空状态得到 {both}，应为 (-inf, 0)")
+    expect(
+        close(both, empty),
+        f"two empty states give {both}, not (-inf, 0)",
+        f"两个空状态得到 {both}，应为 (-inf, 0)",
+    )
     expect(
         close(answer.merge(empty, state(a)), state(a)),
         "merging with nothing must change nothing",

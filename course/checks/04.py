@@ -1,5 +1,4 @@
 import torch
-
 from tilewise_lab.learn import expect
 
 
@@ -10,12 +9,16 @@ class Far:
     def load(self, name, i, j):
         self.loads += 1
         t = self.tile
-        return self.matrices[name][i * t : (i + 1) * t, j * t : (j + 1) * t].clone()
+        return self.matrices[name][
+            i * t : (i + 1) * t, j * t : (j + 1) * t
+        ].clone()
 
 
 def check(answer):
     for blocks, tile in ((1, 4), (3, 2), (4, 8)):
-        a, b = torch.randn(2, blocks * tile, blocks * tile, dtype=torch.float64)
+        a, b = torch.randn(
+            2, blocks * tile, blocks * tile, dtype=torch.float64
+        )
         far = Far(a, b, tile)
         c = answer.blocked_matmul(far, blocks, tile)
         expect(
@@ -23,7 +26,11 @@ def check(answer):
             f"the result is {tuple(c.shape)}, A and B are {tuple(a.shape)}",
             f"结果是 {tuple(c.shape)}，而 A 和 B 是 {tuple(a.shape)}",
         )
-        expect(not torch.allclose(c, a * b), "that is the elementwise product", "这是逐元素的乘积")
+        expect(
+            not torch.allclose(c, a * b),
+            "that is the elementwise product",
+            "这是逐元素的乘积",
+        )
         expect(
             torch.allclose(c, a @ b),
             f"wrong for {blocks} × {blocks} blocks of {tile}: C_ij = Σ_k A_ik B_kj",

@@ -1,11 +1,14 @@
 import torch
-
 from tilewise_lab.learn import expect
 
 
 def attend(answer, s, v, block):
     n = s.shape[0]
-    state = s.new_full((n,), -torch.inf), s.new_zeros(n), s.new_zeros(n, v.shape[1])
+    state = (
+        s.new_full((n,), -torch.inf),
+        s.new_zeros(n),
+        s.new_zeros(n, v.shape[1]),
+    )
     for s_j, v_j in zip(s.split(block, 1), v.split(block), strict=True):
         state = answer.step(state, s_j, v_j)
     return state
@@ -13,7 +16,10 @@ def attend(answer, s, v, block):
 
 def check(answer):
     torch.manual_seed(1)
-    s, v = torch.randn(5, 12, dtype=torch.float64) * 10, torch.randn(12, 3, dtype=torch.float64)
+    s, v = (
+        torch.randn(5, 12, dtype=torch.float64) * 10,
+        torch.randn(12, 3, dtype=torch.float64),
+    )
     exact = torch.softmax(s, -1) @ v
     m, l, o = attend(answer, s, v, 4)
     expect(
@@ -56,7 +62,9 @@ def check(answer):
     )
     others = [0, 1, 3, 4]
     expect(
-        torch.allclose((o / l[:, None])[others], torch.softmax(masked[others], -1) @ v),
+        torch.allclose(
+            (o / l[:, None])[others], torch.softmax(masked[others], -1) @ v
+        ),
         "wrong where keys are masked",
         "有键被遮住时不对",
     )

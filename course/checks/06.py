@@ -4,9 +4,17 @@ from tilewise_lab.learn import expect
 
 def check(answer):
     for order in ("fa2", "fa1"):
-        for n, d, rows, columns in ((16, 4, 4, 4), (24, 8, 4, 8), (32, 4, 16, 2)):
-            total = trace.attention(n, n, d=d, rows=rows, columns=columns, order=order)["totals"]
-            exact = sum(total["loaded"].values()) + sum(total["stored"].values())
+        for n, d, rows, columns in (
+            (16, 4, 4, 4),
+            (24, 8, 4, 8),
+            (32, 4, 16, 2),
+        ):
+            total = trace.attention(
+                n, n, d=d, rows=rows, columns=columns, order=order
+            )["totals"]
+            exact = sum(total["loaded"].values()) + sum(
+                total["stored"].values()
+            )
             got = answer.hbm_bytes(n, d, rows, columns, order)
             expect(
                 got == exact,

@@ -16,7 +16,9 @@ def check(answer):
     for columns in (1, 2, 8, 31, 32, 33, 100, 4096):
         for itemsize in (1, 2, 4, 8):
             for axis in (0, 1):
-                exact = touched(strided(1 if axis else columns), itemsize).lines
+                exact = touched(
+                    strided(1 if axis else columns), itemsize
+                ).lines
                 got = answer.lines(columns, itemsize, axis)
                 expect(
                     got == exact,

@@ -1,14 +1,22 @@
 import torch
-
 from tilewise_lab.learn import expect
 
 
 def check(answer):
-    for n_q, n_k, rows, block in ((8, 8, 2, 2), (16, 16, 4, 8), (6, 12, 2, 4), (12, 6, 4, 2), (5, 7, 5, 3)):
+    for n_q, n_k, rows, block in (
+        (8, 8, 2, 2),
+        (16, 16, 4, 8),
+        (6, 12, 2, 4),
+        (12, 6, 4, 2),
+        (5, 7, 5, 3),
+    ):
         seen = torch.arange(n_k) <= torch.arange(n_q)[:, None] + n_k - n_q
         for first in range(0, n_q - rows + 1, rows):
             tiles = seen[first : first + rows].split(block, 1)
-            exact = sum(bool(t.all()) and t.shape[1] == block for t in tiles), sum(bool(t.any()) for t in tiles)
+            exact = (
+                sum(bool(t.all()) and t.shape[1] == block for t in tiles),
+                sum(bool(t.any()) for t in tiles),
+            )
             got = tuple(answer.span(first, rows, n_q, n_k, block))
             place_zh = f"{n_q} 个查询中的第 {first} 到 {first + rows} 行，{n_k} 个键，每块 {block} 个"
             where = f"rows {first} to {first + rows} of {n_q}, {n_k} keys in blocks of {block}"

@@ -24,7 +24,11 @@ def check(answer):
         z = answer.maximum(x, y) * 3.0
         z.backward()
         want = (3.0, 0.0) if a >= b else (0.0, 3.0)
-        expect(z.value == 3 * max(a, b), f"maximum({a}, {b}) is {max(a, b)}", f"maximum({a}, {b}) 应为 {max(a, b)}")
+        expect(
+            z.value == 3 * max(a, b),
+            f"maximum({a}, {b}) is {max(a, b)}",
+            f"maximum({a}, {b}) 应为 {max(a, b)}",
+        )
         expect(
             (x.gradient, y.gradient) == want,
             f"only the larger input of maximum({a}, {b}) gets the gradient",

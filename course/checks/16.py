@@ -1,13 +1,15 @@
 import math
 
 import torch
-
 from tilewise_lab.learn import expect
 
 
 def play(answer, q, k, v, ranks):
     """All ranks in turn: what each has sent goes to the next, until all have returned."""
-    running = [answer.rank_attention(*shard, ranks) for shard in zip(q, k, v, strict=True)]
+    running = [
+        answer.rank_attention(*shard, ranks)
+        for shard in zip(q, k, v, strict=True)
+    ]
     if not all(hasattr(one, "send") for one in running):
         return None, 0
     done, box, messages = [None] * ranks, [None] * ranks, 0
@@ -29,9 +31,14 @@ def play(answer, q, k, v, ranks):
 def check(answer):
     torch.manual_seed(4)
     for ranks in (1, 2, 5):
-        q, k, v = (torch.randn(ranks * 3, 4, dtype=torch.float64) * 3 for _ in range(3))
+        q, k, v = (
+            torch.randn(ranks * 3, 4, dtype=torch.float64) * 3
+            for _ in range(3)
+        )
         s = q @ k.mT / math.sqrt(4)
-        done, messages = play(answer, q.chunk(ranks), k.chunk(ranks), v.chunk(ranks), ranks)
+        done, messages = play(
+            answer, q.chunk(ranks), k.chunk(ranks), v.chunk(ranks), ranks
+        )
         expect(
             done is not None,
             "rank_attention must be a generator: it needs a `yield`",
@@ -45,7 +52,12 @@ def check(answer):
         o, lse = (torch.cat([x[i] for x in done]) for i in range(2))
         exact = torch.softmax(s, -1) @ v
         own = torch.cat(
-            [torch.softmax(a, -1) @ b for a, b in zip(block_diagonal(s, ranks), v.chunk(ranks), strict=True)]
+            [
+                torch.softmax(a, -1) @ b
+                for a, b in zip(
+                    block_diagonal(s, ranks), v.chunk(ranks), strict=True
+                )
+            ]
         )
         if ranks > 1:
             expect(
@@ -58,7 +70,11 @@ def check(answer):
             f"{ranks} ranks: o is off by {(o - exact).abs().max():.1e}; merge with weights exp(L_a - L), and pass on what was received",
             f"{ranks} 个 rank：o 相差 {(o - exact).abs().max():.1e}；合并的权重是 exp(L_a - L)，并且要把收到的传下去",
         )
-        expect(torch.allclose(lse, s.logsumexp(-1)), f"{ranks} ranks: lse is wrong", f"{ranks} 个 rank：lse 不对")
+        expect(
+            torch.allclose(lse, s.logsumexp(-1)),
+            f"{ranks} ranks: lse is wrong",
+            f"{ranks} 个 rank：lse 不对",
+        )
         expect(
             messages <= ranks * (ranks - 1),
             f"{messages} messages; {ranks - 1} from each rank are enough: the last one would bring your own keys back",

@@ -1,6 +1,5 @@
-import torch
-
 import tilewise
+import torch
 from tilewise_lab.learn import expect
 
 
@@ -16,7 +15,13 @@ def check(answer):
         some[:block, :block] = True
         some[:block, block:] = False
         exact = torch.tensor(
-            [[int(tile.any()) + int(tile.all()) for tile in band.split(block, 1)] for band in some.split(block)]
+            [
+                [
+                    int(tile.any()) + int(tile.all())
+                    for tile in band.split(block, 1)
+                ]
+                for band in some.split(block)
+            ]
         )
         got = torch.as_tensor(answer.tile_kinds(some, block))
         expect(
@@ -35,7 +40,9 @@ def check(answer):
     rows = torch.eye(n, dtype=torch.float64)[None, :, None].expand(
         1, n, 2, n
     )  # values that show the weights themselves
-    weights = tilewise.attention(q, k, rows, mask_mod=answer.mask(ids, shared))[0, :, 0]
+    weights = tilewise.attention(
+        q, k, rows, mask_mod=answer.mask(ids, shared)
+    )[0, :, 0]
     wanted = seen(n, ids, shared)
     found = weights > 0
     expect(
@@ -54,15 +61,27 @@ def check(answer):
         "最前面 `shared` 个 token，后面的人人都要看得到",
     )
     expect(
-        torch.equal(found, wanted), "a token does not see all of its own document", "有 token 没有看到自己文档的全部"
+        torch.equal(found, wanted),
+        "a token does not see all of its own document",
+        "有 token 没有看到自己文档的全部",
     )
     s = torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5
     i, j = torch.arange(n)[:, None], torch.arange(n)
     s = s - tax * ((j < shared) & (i >= shared))
-    exact = torch.einsum("bhij,bjhd->bihd", torch.softmax(s.masked_fill(~wanted, -torch.inf), -1), v)
-    both = {"mask_mod": answer.mask(ids, shared), "score_mod": answer.score(tax, shared)}
+    exact = torch.einsum(
+        "bhij,bjhd->bihd",
+        torch.softmax(s.masked_fill(~wanted, -torch.inf), -1),
+        v,
+    )
+    both = {
+        "mask_mod": answer.mask(ids, shared),
+        "score_mod": answer.score(tax, shared),
+    }
     out = tilewise.attention(q, k, v, **both)
-    inside, outside = (float((out - exact)[:, part].abs().max()) for part in (slice(0, shared), slice(shared, n)))
+    inside, outside = (
+        float((out - exact)[:, part].abs().max())
+        for part in (slice(0, shared), slice(shared, n))
+    )
     expect(
         inside < 1e-9,
         "tokens among the shared ones pay no tax",
@@ -73,9 +92,14 @@ def check(answer):
         f"scores of shared tokens, seen from outside, lose {tax}; the outputs are {outside:.1e} off",
         f"从外面看公共 token，分数要减 {tax}；输出相差 {outside:.1e}",
     )
-    blocks = tilewise.block_mask(answer.mask(ids, shared), n, n, block=(16, 16))
+    blocks = tilewise.block_mask(
+        answer.mask(ids, shared), n, n, block=(16, 16)
+    )
     expect(
-        torch.equal(blocks.tiles[0, 0].long(), torch.as_tensor(answer.tile_kinds(wanted, 16)).long()),
+        torch.equal(
+            blocks.tiles[0, 0].long(),
+            torch.as_tensor(answer.tile_kinds(wanted, 16)).long(),
+        ),
         "your tiles are not those of tilewise.block_mask",
         "你的分块与 tilewise.block_mask 的不一致",
     )

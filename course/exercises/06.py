@@ -20,5 +20,7 @@ m、l、lse 各有 n 个数，和其他的一样每个 `itemsize` 字节。
 """
 
 
-def hbm_bytes(n: int, d: int, rows: int, columns: int, order: str, itemsize: int = 4) -> int:
+def hbm_bytes(
+    n: int, d: int, rows: int, columns: int, order: str, itemsize: int = 4
+) -> int:
     raise NotImplementedError

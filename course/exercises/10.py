@@ -11,6 +11,8 @@ long as a full one.
 """
 
 
-def best_batch(tokens: int, heads: int, tile: int, slots: int, limit: int) -> int:
+def best_batch(
+    tokens: int, heads: int, tile: int, slots: int, limit: int
+) -> int:
     """The batch size in 1 .. limit with the largest busy share of the slots; the smallest of several. --- 1 .. limit 中让 slots 忙碌比例最大的 batch；有多个时取最小的。"""
     raise NotImplementedError

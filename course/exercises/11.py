@@ -11,6 +11,8 @@ n_q 个查询中的第 first .. first + rows - 1 行；查询 i 位于键的位�
 """
 
 
-def span(first: int, rows: int, n_q: int, n_k: int, block: int) -> tuple[int, int]:
+def span(
+    first: int, rows: int, n_q: int, n_k: int, block: int
+) -> tuple[int, int]:
     """(full, visited): how many blocks of keys all rows see completely, and how many some row sees a part of. --- (full, visited)：所有行都完整看到的键块有几个，以及至少有一行看到一部分的键块有几个。"""
     raise NotImplementedError

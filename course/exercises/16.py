@@ -19,6 +19,8 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 
 
-def rank_attention(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Generator[Pair, Pair, Pair]:
+def rank_attention(
+    q: Tensor, k: Tensor, v: Tensor, ranks: int
+) -> Generator[Pair, Pair, Pair]:
     """The rows of O that belong to q, and their logsumexp; ranks - 1 messages are enough. --- q 所对应的 O 的各行，以及它们的 logsumexp；发 ranks - 1 条消息就够了。"""
     raise NotImplementedError

@@ -13,10 +13,9 @@ token 之一。如果 j 在最前面 `shared` 个之中而 i 不在，这一对�
 请用 & | ~ 和算术：它们对数字、对整个张量、在 kernel 里都能运行。
 """
 
+import tilewise
 import torch  # noqa: F401
 from torch import Tensor
-
-import tilewise
 
 
 @tilewise.mask_mod

@@ -7,6 +7,11 @@ def blocked_matmul(far, blocks: int, tile: int) -> Tensor:
     for i in range(blocks):
         row = []
         for j in range(blocks):
-            row.append(sum(far.load("a", i, k) @ far.load("b", k, j) for k in range(blocks)))
+            row.append(
+                sum(
+                    far.load("a", i, k) @ far.load("b", k, j)
+                    for k in range(blocks)
+                )
+            )
         rows.append(torch.cat(row, dim=1))
     return torch.cat(rows, dim=0)

@@ -1,4 +1,6 @@
-def best_batch(tokens: int, heads: int, tile: int, slots: int, limit: int) -> int:
+def best_batch(
+    tokens: int, heads: int, tile: int, slots: int, limit: int
+) -> int:
     def busy(batch: int) -> float:
         blocks = -(-tokens // tile) * heads * batch
         waves = -(-blocks // slots)

@@ -10,4 +10,8 @@ def tanh(x: Value) -> Value:
 
 def maximum(x: Value, y: Value) -> Value:
     larger = float(x.value >= y.value)
-    return Value(max(x.value, y.value), op="max", made_from=((x, larger), (y, 1 - larger)))
+    return Value(
+        max(x.value, y.value),
+        op="max",
+        made_from=((x, larger), (y, 1 - larger)),
+    )

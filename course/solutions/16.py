@@ -13,12 +13,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Pair:
     return torch.exp(s - lse[:, None]) @ v, lse
 
 
-def rank_attention(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Generator[Pair, Pair, Pair]:
+def rank_attention(
+    q: Tensor, k: Tensor, v: Tensor, ranks: int
+) -> Generator[Pair, Pair, Pair]:
     o, lse = attend(q, k, v)
     for _ in range(ranks - 1):
         k, v = yield k, v
         o_a, lse_a = attend(q, k, v)
         total = torch.logaddexp(lse, lse_a)
-        o = o * torch.exp(lse - total)[:, None] + o_a * torch.exp(lse_a - total)[:, None]
+        o = (
+            o * torch.exp(lse - total)[:, None]
+            + o_a * torch.exp(lse_a - total)[:, None]
+        )
         lse = total
     return o, lse

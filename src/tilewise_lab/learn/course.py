@@ -2,13 +2,15 @@
 
 A lesson is a script of `# %%` cells; Markdown cells are comments. Its words are there twice, in cells marked
 `# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once, with
-`say(en, zh)` where it speaks. Formulas are LaTeX, `$..$` and `$$..$$`.
+`say(en, zh)` where it speaks. Cells marked `# %% tags=["check"]` hold the assertions: they run, and are folded.
+Formulas are LaTeX, `$..$` and `$$..$$`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +32,7 @@ class Cell:
     text: str
     line: int  # of its first line in the file
     lang: str = ""  # of words: "en" or "zh"
+    check: bool = False  # of code: assertions, which readers see if they ask for them
 
     def read_in(self, lang: str) -> str:
         """The cell as a reader of one language gets it."""
@@ -72,7 +75,8 @@ class Lesson:
         return self.path.parent / folder / f"{self.number:02}.py"
 
 
-MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?')
+MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?( tags=\["check"\])?')
+COLUMNS = 78  # of code: a terminal of 80, less the two that the code is indented by
 
 
 def parse(source: str) -> list[Cell]:
@@ -80,9 +84,11 @@ def parse(source: str) -> list[Cell]:
     >>> source = '# %% [markdown]\\n# # Title\\n# %% [markdown] lang="zh"\\n# # 标题\\n# %%\\nx = 1\\n'
     >>> [(cell.kind, cell.lang, cell.text) for cell in parse(source)]
     [('markdown', 'en', '# Title'), ('markdown', 'zh', '# 标题'), ('code', '', 'x = 1')]
+    >>> [cell.check for cell in parse('# %%\\nx = 1\\n# %% tags=["check"]\\nassert x\\n')]
+    [False, True]
     """
     cells = []
-    kind, lang, lines, first = "", "", [], 0
+    kind, lang, check, lines, first = "", "", False, [], 0
     for number, line in enumerate([*source.splitlines(), "# %%"], 1):
         marker = MARKER.match(line)
         if not marker:
@@ -91,10 +97,11 @@ def parse(source: str) -> list[Cell]:
         text = "\n".join(line.removeprefix("#").removeprefix(" ") if lang else line for line in lines)
         if kind and text.strip():
             blank = 0 if lang else len(text) - len(text.lstrip("\n"))
-            cells.append(Cell(kind, text.strip("\n") if kind == "code" else text.strip(), first + blank, lang))
-        words, chosen = marker.groups()
+            text = text.strip("\n") if kind == "code" else text.strip()
+            cells.append(Cell(kind, text, first + blank, lang, check))
+        words, chosen, tag = marker.groups()
         kind, lang = ("markdown", chosen or "en") if words else ("code", "")
-        lines, first = [], number + 1
+        lines, first, check = [], number + 1, bool(tag)
     return cells
 
 
@@ -128,13 +135,38 @@ def spoken(code: str, lang: str) -> str:
         return slice(at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset))
 
     made = code.encode()
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    said = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "say"]
+    nodes = list(ast.walk(ast.parse(code)))
+    enclosed = {id(x) for node in nodes if isinstance(node, ast.Call) for x in node.args}
+    enclosed |= {id(x) for node in nodes if isinstance(node, ast.List | ast.Tuple) for x in node.elts}
+    said = [x for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id == "say"]
     for call in sorted(said, key=lambda call: place(call).start, reverse=True):  # what is behind stays where it is
-        kept = call.args[lang == "zh"]
-        made = made[: place(call).start] + made[place(kept)] + made[place(call).stop :]
+        node = call.args[lang == "zh"]
+        kept = made[place(node)]
+        if node.end_lineno != node.lineno and not isinstance(node, ast.List):  # strings, one below the other
+            parts = [part.strip() for part in kept.split(b"\n")]
+            first = lines[call.lineno - 1]
+            indent = b" " * (len(first) - len(first.lstrip()))
+            inner = indent if id(call) in enclosed else indent + b"    "
+            kept = (b"\n" + inner).join(parts)
+            kept = kept if id(call) in enclosed else b"(\n" + inner + kept + b"\n" + indent + b")"
+        made = made[: place(call).start] + kept + made[place(call).stop :]
     text = re.sub(r"(?m)^(from tilewise_lab\.learn import .*), say\b", r"\1", made.decode())
-    return re.sub(r"\bprint\(\n +(.{,100}[^,\n])\n *\)", r"print(\1)", text)
+    return re.sub(r"(?m)^( *)(.*\()\n +(.*[^,\n])\n *\)$", _joined, text)
+
+
+def _joined(call: re.Match[str]) -> str:
+    indent, opening, argument = call.groups()
+    line = f"{indent}{opening}{argument})"
+    return line if width(line) <= COLUMNS else call[0]
+
+
+def width(line: str) -> int:
+    """The columns that a line takes in a terminal: a Chinese letter takes two.
+
+    >>> width("x = 块")
+    6
+    """
+    return sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in line)
 
 
 def lessons() -> list[Lesson]:

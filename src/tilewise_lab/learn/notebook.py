@@ -14,12 +14,14 @@ from tilewise_lab.language import language, say
 from tilewise_lab.learn.course import Lesson, lessons
 
 Notebook = dict[str, Any]
+FOLDED = {"tags": ["check"], "jupyter": {"source_hidden": True}}  # what JupyterLab folds
 
 
 def notebook(one: Lesson, lang: str) -> Notebook:
     """nbformat 4.5, as a dict. Code is as in the lesson: it can be run, and changed."""
     cells = [
-        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang)) for n, cell in enumerate(one.cells_in(lang))
+        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang), FOLDED if cell.check else {})
+        for n, cell in enumerate(one.cells_in(lang))
     ]
     if one.needs == "compiler":
         # Triton decides when it is imported whether it interprets or compiles.
@@ -33,8 +35,9 @@ def notebook(one: Lesson, lang: str) -> Notebook:
     }
 
 
-def _cell(kind: str, name: str, text: str) -> dict[str, Any]:
-    made: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": {}, "source": text.splitlines(keepends=True)}
+def _cell(kind: str, name: str, text: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    source = text.splitlines(keepends=True)
+    made: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": metadata or {}, "source": source}
     return made | ({"execution_count": None, "outputs": []} if kind == "code" else {})
 
 
