@@ -311,7 +311,19 @@ def draw(axes):
     axes.legend()
 
 
-picture("01_roofline", draw)
+picture(
+    "01_roofline",
+    draw,
+    alt=say(
+        "Attainable TFLOP/s over FLOPs per byte on an H200, on two "
+        "logarithmic axes: the naive forward lies on the slope, "
+        "limited by memory, the tiled one on the flat roof, limited "
+        "by arithmetic.",
+        "H200 的 roofline（双对数坐标）：横轴是每字节的 FLOP，纵轴是"
+        "可达的 TFLOP/s。朴素前向落在斜坡上，受内存限制；分块的前向落"
+        "在平顶上，受计算限制。",
+    ),
+)
 
 # %% tags=["check"]
 for name in ("A100", "H100", "H200"):

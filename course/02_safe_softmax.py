@@ -22,9 +22,7 @@
 import math
 
 import torch
-from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say, show
-from tilewise_lab.trace.softmax import loads
 
 
 def naive(x):
@@ -50,6 +48,8 @@ p = naive(x)
 print(p)
 
 # %% tags=["check"]
+from tilewise_lab.derivation import softmax as reference
+
 assert bool((p > 0).all())
 assert bool((p <= 1).all())
 assert math.isclose(float(p.sum()), 1.0, rel_tol=1e-6)
@@ -141,7 +141,19 @@ def draw(axes):
     axes.legend()
 
 
-picture("02_shift", draw)
+picture(
+    "02_shift",
+    draw,
+    alt=say(
+        "Error of softmax in float32 over the shift k: small in a "
+        "wide range around the maximum, where a green line stands, "
+        "and 1, for not a number, where exp overflows or every exp "
+        "underflows.",
+        "float32 下 softmax 的误差随平移量 k 的变化：绿线标出最大值，"
+        "在它周围很宽的范围内误差都很小；exp 上溢或全部下溢时误差记为 "
+        "1，即不是数。",
+    ),
+)
 
 # %% tags=["check"]
 for k in (
@@ -184,6 +196,8 @@ print(
 )
 
 # %% tags=["check"]
+from tilewise_lab.trace.softmax import loads
+
 assert loads(safe, torch.randn(100)) == 3
 assert torch.allclose(
     y, torch.tensor([0.112457, 0.041371, 0.830953, 0.015219]), atol=1e-6

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from tilewise.merge import union
 from tilewise_lab import trace
-from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax
 from torch import Tensor
@@ -105,7 +104,17 @@ def draw(axes):
     axes.legend()
 
 
-picture("03_online", draw)
+picture(
+    "03_online",
+    draw,
+    alt=say(
+        "The denominator after each of the numbers 3, 2, 5, 1: with "
+        "the correction it equals the exact one at every step, "
+        "without it the line leaves at the third number.",
+        "依次读入 3、2、5、1 之后的分母：有修正时每一步都等于精确值；"
+        "没有修正时从第三个数起偏离。",
+    ),
+)
 
 # %% tags=["check"]
 assert [step["m"] for step in right] == [3, 3, 5, 5]
@@ -224,6 +233,8 @@ print(
 nothing = State(y.new_tensor(-torch.inf), y.new_tensor(0.0))
 
 # %% tags=["check"]
+from tilewise_lab.derivation import softmax as reference
+
 assert not results
 assert (
     merge(nothing, states[0])

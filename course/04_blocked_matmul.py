@@ -215,7 +215,17 @@ def draw(axes):
     )
 
 
-picture("04_traffic", draw)
+picture(
+    "04_traffic",
+    draw,
+    alt=say(
+        "Megabytes fetched for a 1024 by 1024 product over the side "
+        "of the tile, on two logarithmic axes: a straight line that "
+        "falls by half whenever the tile doubles.",
+        "1024 × 1024 矩阵乘法读取的 MB 数随块边长的变化（双对数坐标）："
+        "一条直线，块每大一倍，读取量减半。",
+    ),
+)
 
 # %% tags=["check"]
 assert [fetched(n, t) / fetched(n, 1) for t in tiles] == [

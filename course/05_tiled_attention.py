@@ -251,7 +251,18 @@ def draw(left, right):
         axes.figure.colorbar(image, ax=axes, label="log₁₀ error")
 
 
-picture("05_wrong_and_right", draw, panels=(1, 2))
+picture(
+    "05_wrong_and_right",
+    draw,
+    alt=say(
+        "Two maps of the error of O, token by column: a softmax of "
+        "each block alone is wrong everywhere, by about 1; the "
+        "online softmax is exact to about 1e-16.",
+        "O 的误差的两张图，行是 token，列是 O 的列：每块各自做 softmax "
+        "时处处都错，误差约为 1；在线 softmax 精确到约 1e-16。",
+    ),
+    panels=(1, 2),
+)
 
 # %% tags=["check"]
 assert told["error"] < 1e-12

@@ -65,7 +65,20 @@ def draw(left, right):
         axes.invert_yaxis()
 
 
-picture("07_latency_throughput", draw, panels=(1, 2))
+picture(
+    "07_latency_throughput",
+    draw,
+    alt=say(
+        "Two timelines of four tasks that compute (blue) and wait "
+        "(gray). The CPU finishes each task early, one after the "
+        "other; the GPU switches while a task waits and finishes all "
+        "four sooner.",
+        "四个任务的两条时间线，蓝色是计算，灰色是等待。CPU 一个接一个，"
+        "让每个任务尽早完成；GPU 在一个任务等待时换到另一个，四个任务"
+        "全部完成得更早。",
+    ),
+    panels=(1, 2),
+)
 
 # %% tags=["check"]
 assert (warps.finish(alone), warps.finish(together)) == (48, 20)
@@ -394,7 +407,18 @@ def draw(axes):
     axes.legend()
 
 
-picture("07_coalescing", draw)
+picture(
+    "07_coalescing",
+    draw,
+    alt=say(
+        "Share of the fetched bytes that is used, over the distance "
+        "between the elements of neighbouring lanes: 1 for "
+        "neighbours, half at distance 2, an eighth from distance 8 "
+        "on; the measured bandwidth falls with it.",
+        "读取的字节中用到的比例，随相邻 lane 的元素间距的变化：相邻时"
+        "为 1，间距 2 时为一半，间距 8 起为八分之一；实测带宽随之下降。",
+    ),
+)
 
 # %% tags=["check"]
 assert coalesce.touched(coalesce.contiguous(), 4).lines == 1

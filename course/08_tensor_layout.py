@@ -123,7 +123,20 @@ def draw(*panels):
         )
 
 
-picture("08_layouts", draw, panels=(1, 3), size=(9, 3.6))
+picture(
+    "08_layouts",
+    draw,
+    alt=say(
+        "Three grids over the same six cells of memory: x with "
+        "strides 3, 1; its reshape with strides 2, 1; its transpose "
+        "with strides 1, 3. Each entry is labelled with the memory "
+        "cell that it is read from.",
+        "同样六个内存单元上的三个网格：x 的步长是 3、1；reshape 之后"
+        "是 2、1；转置之后是 1、3。每个元素都标出它从哪个内存单元读取。",
+    ),
+    panels=(1, 3),
+    size=(9, 3.6),
+)
 
 # %% tags=["check"]
 assert reshaped.stride() == (2, 1)

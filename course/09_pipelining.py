@@ -85,7 +85,21 @@ def draw(top, bottom):
         axes.invert_yaxis()
 
 
-picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
+picture(
+    "09_pipeline",
+    draw,
+    alt=say(
+        "Two timelines of seven iterations on four units. One "
+        "iteration at a time takes 28 slots, with one unit busy in "
+        "each; pipelined, the iterations form a staircase of 10 "
+        "slots.",
+        "七次迭代在四个单元上的两条时间线。一次一个迭代要 28 个时隙，"
+        "每个时隙只有一个单元忙；流水化之后，迭代排成阶梯，只要 10 个"
+        "时隙。",
+    ),
+    panels=(2, 1),
+    size=(9, 5),
+)
 
 # %% tags=["check"]
 assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
@@ -277,7 +291,19 @@ def draw_devices(axes):
     axes.invert_yaxis()
 
 
-picture("09_bubble", draw_devices, size=(8, 2.6))
+picture(
+    "09_bubble",
+    draw_devices,
+    alt=say(
+        "Timeline of the forwards F0 to F3 and the backwards B0 to "
+        "B3 of four batches on three GPUs: a staircase down and one "
+        "up, with white gaps, the bubble, at both ends and in the "
+        "middle.",
+        "四个 batch 的前向 F0 到 F3 和反向 B0 到 B3 在三块 GPU 上的时"
+        "间线：先下后上的两段阶梯，两端和中间的空白就是气泡。",
+    ),
+    size=(8, 2.6),
+)
 
 # %% tags=["check"]
 for m in (1, 4, 16):

@@ -21,8 +21,7 @@ import tilewise
 import torch
 from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.costs.devices import DEVICES, device
-from tilewise_lab.costs.roofline import attainable
-from tilewise_lab.costs.waves import cliffs, matmul_blocks, waves
+from tilewise_lab.costs.waves import matmul_blocks, waves
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 
@@ -70,6 +69,8 @@ for name, call in (
     )
 
 # %% tags=["check"]
+from tilewise_lab.costs.roofline import attainable
+
 assert roof(ridge / 2, h200) == h200.flops("bfloat16") / 2
 assert roof(2 * ridge, h200) == h200.flops("bfloat16")
 for intensity in (1, ridge, 1000):
@@ -305,9 +306,23 @@ def draw(axes):
     axes.legend()
 
 
-picture("10_waves", draw)
+picture(
+    "10_waves",
+    draw,
+    alt=say(
+        "Busy share of the SMs over the size n of an n by n product: "
+        "a sawtooth that rises to about 1 and drops when a new wave "
+        "begins, at other sizes for an A100 than for an H200; the "
+        "measured points follow it.",
+        "SM 的忙碌比例随 n × n 矩阵乘法的 n 的变化：锯齿形，升到接近 "
+        "1，新的一波开始时突然下降；A100 与 H200 下降的位置不同；实测"
+        "的点与之一致。",
+    ),
+)
 
 # %% tags=["check"]
+from tilewise_lab.costs.waves import cliffs
+
 for sms, n, blocks, in_waves, _ in rows:
     found = waves(matmul_blocks(n, n, (256, 128)), sms)
     assert (found.blocks, found.waves) == (blocks, in_waves)
@@ -379,7 +394,19 @@ if bands:
             title=f"torch's n × n × n product on an {bands['device']}",
         )
 
-    picture("10_alignment", draw_bands)
+    picture(
+        "10_alignment",
+        draw_bands,
+        alt=say(
+            "TFLOP/s of torch's n by n by n product over n, one dot a "
+            "size, coloured by the power of two that divides n: sizes "
+            "that are divisible by 8 or more form the upper band, odd "
+            "sizes the lowest.",
+            "torch 的 n × n × n 矩阵乘法的 TFLOP/s，每个点是一个 n，颜色"
+            "表示整除 n 的 2 的幂：能被 8 及以上整除的构成上面的带，奇数"
+            "在最下面。",
+        ),
+    )
 
 # %% tags=["check"]
 assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393

@@ -468,7 +468,17 @@ def draw(axes):
     axes.legend()
 
 
-picture("11_triangle", draw)
+picture(
+    "11_triangle",
+    draw,
+    alt=say(
+        "For each of 32 blocks of queries a bar of 32 blocks of "
+        "keys: block i visits the first i + 1 and skips the others, "
+        "so that the visited ones form a triangle.",
+        "32 块查询各有一根由 32 块键组成的柱：第 i 块访问前 i + 1 块，"
+        "跳过其余的，被访问的构成一个三角形。",
+    ),
+)
 
 # %% tags=["check"]
 assert len(candidates) == 24

@@ -69,7 +69,16 @@ def draw(axes):
     axes.legend()
 
 
-picture("12_first_order", draw)
+picture(
+    "12_first_order",
+    draw,
+    alt=say(
+        "Error of the first-order approximation over the step, on "
+        "two logarithmic axes: it runs parallel to the square of the "
+        "step.",
+        "一阶近似的误差随步长 Δ 的变化（双对数坐标）：与 Δ² 平行。",
+    ),
+)
 
 # %% tags=["check"]
 assert abs(ratios[-1] - 4) < 0.05

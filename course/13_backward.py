@@ -22,7 +22,6 @@ import tilewise
 import torch
 from tilewise_lab import trace
 from tilewise_lab.derivation import attention as rung
-from tilewise_lab.derivation import gradient
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 torch.manual_seed(0)
@@ -68,6 +67,8 @@ jacobian = softmax_jacobian(p)
 dp = torch.randn(5, dtype=torch.float64)
 
 # %% tags=["check"]
+from tilewise_lab.derivation import gradient
+
 assert torch.allclose(
     jacobian,
     torch.autograd.functional.jacobian(lambda t: torch.softmax(t, -1), s),
@@ -350,7 +351,18 @@ def draw(axes):
     axes.legend()
 
 
-picture("13_kept", draw)
+picture(
+    "13_kept",
+    draw,
+    alt=say(
+        "MiB a head that are kept for the backward, over tokens, on "
+        "two logarithmic axes: P grows with the square of the "
+        "length; Q, K, V, O and L grow linearly and stay far below.",
+        "为反向保存的内存（每个头多少 MiB）随 token 数的变化（双对数"
+        "坐标）：P 按长度的平方增长；Q、K、V、O 和 L 按线性增长，少得"
+        "多。",
+    ),
+)
 
 # %% tags=["check"]
 assert math.isclose(kept[3] / kept[2], 4)

@@ -157,7 +157,19 @@ def draw(axes):
 
 
 if timeline:
-    picture("14_timeline", draw, size=(11, 4))
+    picture(
+        "14_timeline",
+        draw,
+        alt=say(
+            "Timeline of the emulated Hopper forward, a row for each "
+            "unit: the blue loads of the next blocks run while the red "
+            "products of two consumers alternate; gray marks waits on "
+            "barriers.",
+            "模拟的 Hopper 前向的时间线，每个单元一行：蓝色是后续块的读取，"
+            "与两个消费者交替进行的红色矩阵乘法重叠；灰色是等待屏障。",
+        ),
+        size=(11, 4),
+    )
 
 # %% tags=["check"]
 if "timeline" in globals():

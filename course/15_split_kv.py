@@ -239,7 +239,19 @@ def draw(axes):
     axes.legend()
 
 
-picture("15_parts", draw)
+picture(
+    "15_parts",
+    draw,
+    alt=say(
+        "Modelled decoding time over the number of parts, on two "
+        "logarithmic axes: with batch 1 it falls until the 132 "
+        "processors are busy; with batch 16 more than a few parts no "
+        "longer help.",
+        "解码时间（模型）随分段数的变化（双对数坐标）：batch 为 1 时"
+        "一直下降，直到 132 个处理器都忙；batch 为 16 时，多分几段之"
+        "后不再有帮助。",
+    ),
+)
 
 # %% tags=["check"]
 assert seconds(8, 65536, 16) < seconds(8, 65536, 1) / 5

@@ -28,7 +28,6 @@
 # %%
 import math
 
-import tilewise
 import torch
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
@@ -178,7 +177,17 @@ def draw(axes):
     axes.legend()
 
 
-picture("16_work", draw)
+picture(
+    "16_work",
+    draw,
+    alt=say(
+        "Pairs that each rank computes under a causal mask: with "
+        "contiguous shards the work grows from the first rank to the "
+        "last; with the zigzag layout all ranks have the same.",
+        "因果掩码下每个 rank 计算的对数：连续分片时，从第一个 rank 到"
+        "最后一个不断增加；zigzag 分片时各 rank 相同。",
+    ),
+)
 
 # %% tags=["check"]
 for where in layouts.values():
@@ -316,6 +325,8 @@ batch = [x[None, :, None].float() for x in (q, k, v)]
 out = distributed.rehearse(*batch, plan=plan)
 
 # %% tags=["check"]
+import tilewise
+
 assert plan.layout == "zigzag"
 assert torch.allclose(out, tilewise.attention(*batch, causal=True), atol=1e-6)
 assert torch.allclose(out[0, :, 0].double(), exact, atol=1e-5)

@@ -205,7 +205,19 @@ def draw(axes):
     )
 
 
-picture("17_tiles", draw, size=(4.5, 4.5))
+picture(
+    "17_tiles",
+    draw,
+    alt=say(
+        "Grid of blocks of queries by blocks of keys in three "
+        "shades: empty tiles above the diagonal and left of the "
+        "window, partial ones along their edges, and full ones "
+        "between.",
+        "查询块 × 键块的网格，三种深浅：对角线上方和窗口左边的块为空，"
+        "边缘上的块为部分，其间的块为满。",
+    ),
+    size=(4.5, 4.5),
+)
 
 # %% tags=["check"]
 assert torch.equal(blocks.tiles[0, 0].int(), mine)

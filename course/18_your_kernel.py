@@ -181,7 +181,7 @@ for n, causal in ((9, True), (5, False)):
         for _ in range(3)
     ]
     assert torch.autograd.gradcheck(
-        lambda *x: Attention.apply(*x, causal), leaves
+        lambda *x, causal=causal: Attention.apply(*x, causal), leaves
     )
     theirs = tilewise.attention(
         *(x[None, :, None] for x in leaves), causal=causal
@@ -316,7 +316,21 @@ def draw(left, right):
         axes.set_ylabel("block of queries")
 
 
-picture("18_who_walks_where", draw, panels=(1, 2), size=(10, 4))
+picture(
+    "18_who_walks_where",
+    draw,
+    alt=say(
+        "Two grids of tiles, queries by keys, with the visited lower "
+        "triangle in green. Left: a program of forward or "
+        "backward_queries walks along a row. Right: one of "
+        "backward_keys walks down a column.",
+        "两个块网格，行是查询，列是键，绿色是被访问的下三角。左：forward "
+        "或 backward_queries 的程序沿一行走。右：backward_keys 的程序"
+        "沿一列走。",
+    ),
+    panels=(1, 2),
+    size=(10, 4),
+)
 
 # %% tags=["check"]
 assert (leaking - exact).abs().max() > 0.05
