@@ -212,29 +212,30 @@ gpt2 = Call(
     dv=64,
     dtype="float16",
 )
+rows = []
+for step in naive_steps(backward=True):
+    moved = step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))
+    rows.append([step.name, step.passes, f"{moved / 1e9:.1f}"])
 show(
     say(
         ["step", "passes over (N, N)", "GB"],
         ["步骤", "遍历 (N, N) 的次数", "GB"],
     ),
-    [
-        [
-            step.name,
-            step.passes,
-            f"{(step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))) / 1e9:.1f}",
-        ]
-        for step in naive_steps(backward=True)
-    ],
+    rows,
     say(
-        "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook moves, forward and backward",
-        "GPT-2 medium，64 条 1024 token 的序列：教科书式实现在前向和反向中搬运多少",
+        "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook "
+        "moves, forward and backward",
+        "GPT-2 medium，64 条 1024 token 的序列："
+        "教科书式实现在前向和反向中搬运多少",
     ),
 )
 bill = traffic(gpt2, backward=True)
 print(
     say(
-        f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the chip: {bill.least / 1e9:.1f} GB",
-        f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片：{bill.least / 1e9:.1f} GB",
+        f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the "
+        f"chip: {bill.least / 1e9:.1f} GB",
+        f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片："
+        f"{bill.least / 1e9:.1f} GB",
     )
 )
 
@@ -267,8 +268,10 @@ for name in ("A100", "H100", "H200"):
     ridge = device(name).ridge("bfloat16")
     print(
         say(
-            f"{name}: ridge at {ridge:.0f} FLOP/byte; naive {points['naive']:.0f}, tiled {points['tiled']:.0f}",
-            f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 {points['naive']:.0f}，分块 {points['tiled']:.0f}",
+            f"{name}: ridge at {ridge:.0f} FLOP/byte; naive "
+            f"{points['naive']:.0f}, tiled {points['tiled']:.0f}",
+            f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 "
+            f"{points['naive']:.0f}，分块 {points['tiled']:.0f}",
         )
     )
 
@@ -345,7 +348,8 @@ for name in ("A100", "H100", "H200"):
 half_a_row = torch.softmax(s[:, :4], -1)
 print(
     say(
-        "largest difference between weights from half a row and from all of it:",
+        "largest difference between weights from half a row and from all "
+        "of it:",
         "只用半行与用整行算出的权重，最大相差：",
     ),
     f"{(half_a_row - p[:, :4]).abs().max():.2f}",

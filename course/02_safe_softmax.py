@@ -192,7 +192,8 @@ y = safe(x)
 print(y)
 m, l = x.double().max(), torch.exp(x.double() - x.max()).sum()
 print(
-    f"m = {m:.0f}, l = e⁻² + e⁻³ + e⁰ + e⁻⁴ = {l:.6f}, m + log l = {m + l.log():.6f}"
+    f"m = {m:.0f}, l = e⁻² + e⁻³ + e⁰ + e⁻⁴ = {l:.6f}, m + log l = "
+    f"{m + l.log():.6f}"
 )
 
 # %% tags=["check"]
@@ -222,7 +223,8 @@ for x_i in x:
     l_early = l_early + torch.exp(x_i - m)
 print(
     say(
-        f"with the maximum of the moment: l = {l_early:.6f} instead of {l:.6f}",
+        f"with the maximum of the moment: l = {l_early:.6f} instead of "
+        f"{l:.6f}",
         f"用当时的最大值：l = {l_early:.6f}，而不是 {l:.6f}",
     )
 )

@@ -31,7 +31,8 @@ class State(NamedTuple):
 
 
 def correction(old, new):
-    """exp(old - new), and 0 where nothing has been seen yet (-inf - (-inf) would be no number)."""
+    """exp(old - new), and 0 where nothing has been seen yet (-inf - (-inf)
+    would be no number)."""
     return torch.exp(old - new.masked_fill(new == -torch.inf, 0.0))
 
 

@@ -194,7 +194,8 @@ assert torch.allclose(
 
 # %%
 def fetched(n, tile):
-    """Elements of A and B that come from far memory for an n × n product in tiles: (n / tile)² · 2 · tile · n."""
+    """Elements of A and B that come from far memory for an n × n product in
+    tiles: (n / tile)² · 2 · tile · n."""
     return (n // tile) ** 2 * 2 * tile * n
 
 
@@ -251,7 +252,8 @@ if has_triton("the two matrix products in Triton"):
 
     @triton.jit
     def matmul_naive(a, b, c, M, N, K, BLOCK_K: tl.constexpr):
-        """One program, one output: a row of A and a column of B, read for it alone."""
+        """One program, one output: a row of A and a column of B, read for it
+        alone."""
         i, j = tl.program_id(0), tl.program_id(1)
         total = 0.0
         for first in range(0, K, BLOCK_K):
@@ -266,7 +268,8 @@ if has_triton("the two matrix products in Triton"):
         a, b, c, M, N, K, stride_a, stride_b, stride_c,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
-        """One program, one tile of C: each element of A it loads meets BLOCK_N columns, each of B BLOCK_M rows."""
+        """One program, one tile of C: each element of A it loads meets
+        BLOCK_N columns, each of B BLOCK_M rows."""
         i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -295,12 +298,15 @@ if has_triton("the two matrix products in Triton"):
     matmul_naive[(m, n)](a, b, one, m, n, k_, BLOCK_K=16)
     grid = -(-m // 16), -(-n // 16)
     matmul_tiled[grid](
-        a, b, two, m, n, k_, a.stride(0), b.stride(0), two.stride(0), BLOCK_M=16, BLOCK_N=16, BLOCK_K=16
+        a, b, two, m, n, k_, a.stride(0), b.stride(0), two.stride(0),
+        BLOCK_M=16, BLOCK_N=16, BLOCK_K=16,
     )  # fmt: skip
     print(
         say(
-            f"programs: {m * n} for one output each, {grid[0] * grid[1]} for a tile each",
-            f"程序数：各算一个输出要 {m * n} 个，各算一块要 {grid[0] * grid[1]} 个",
+            f"programs: {m * n} for one output each, {grid[0] * grid[1]} "
+            "for a tile each",
+            f"程序数：各算一个输出要 {m * n} 个，各算一块要 "
+            f"{grid[0] * grid[1]} 个",
         )
     )
 
@@ -308,8 +314,12 @@ times = measured("tiling")
 if times:
     print(
         say(
-            f"2048 × 2048: one output per program {times['naive_ms']:.1f} ms, tiled {times['tiled_ms']:.3f} ms, torch {times['torch_ms']:.3f} ms",
-            f"2048 × 2048：每个程序算一个输出 {times['naive_ms']:.1f} ms，分块 {times['tiled_ms']:.3f} ms，torch {times['torch_ms']:.3f} ms",
+            f"2048 × 2048: one output per program {times['naive_ms']:.1f} "
+            f"ms, tiled {times['tiled_ms']:.3f} ms, torch "
+            f"{times['torch_ms']:.3f} ms",
+            f"2048 × 2048：每个程序算一个输出 {times['naive_ms']:.1f} ms，"
+            f"分块 {times['tiled_ms']:.3f} ms，torch "
+            f"{times['torch_ms']:.3f} ms",
         )
     )
 

@@ -100,8 +100,10 @@ weight = wrong_local_softmax(
 )
 print(
     say(
-        f"weights of a row add up to {weight.mean():.4f}; largest error of the output {(wrong - exact).abs().max():.2f}",
-        f"一行的权重加起来是 {weight.mean():.4f}；输出的最大误差 {(wrong - exact).abs().max():.2f}",
+        f"weights of a row add up to {weight.mean():.4f}; largest error of "
+        f"the output {(wrong - exact).abs().max():.2f}",
+        f"一行的权重加起来是 {weight.mean():.4f}；输出的最大误差 "
+        f"{(wrong - exact).abs().max():.2f}",
     )
 )
 

@@ -40,7 +40,8 @@ def step(m_old, l, o, q_i, k_j, v_j):
 
 
 def fa1(q, k, v, rows, columns):
-    """Keys outside: o, m and l of every query travel for every block of keys."""
+    """Keys outside: o, m and l of every query travel for every block of
+    keys."""
     o, l = (
         torch.zeros(q.shape[0], v.shape[1], dtype=q.dtype),
         torch.zeros(q.shape[0], dtype=q.dtype),
@@ -57,7 +58,8 @@ def fa1(q, k, v, rows, columns):
 
 
 def fa2(q, k, v, rows, columns):
-    """Queries outside: the state stays with its block, and only o and the logsumexp leave."""
+    """Queries outside: the state stays with its block, and only o and the
+    logsumexp leave."""
     out, lse = [], []
     for q_i in q.split(rows):
         m, l, o = (
@@ -102,12 +104,16 @@ one, two = (
 apart = (one != two).double().mean()
 print(
     say(
-        f"in float32 FA1 and FA2 differ in {apart:.0%} of the outputs, by at most {(one - two).abs().max():.1e};",
-        f"在 float32 下，FA1 与 FA2 有 {apart:.0%} 的输出不同，最多差 {(one - two).abs().max():.1e}；",
+        f"in float32 FA1 and FA2 differ in {apart:.0%} of the outputs, by "
+        f"at most {(one - two).abs().max():.1e};",
+        f"在 float32 下，FA1 与 FA2 有 {apart:.0%} 的输出不同，最多差 "
+        f"{(one - two).abs().max():.1e}；",
     ),
     say(
-        f"their errors: {(one - exact).abs().max():.1e} and {(two - exact).abs().max():.1e}",
-        f"各自的误差：{(one - exact).abs().max():.1e} 和 {(two - exact).abs().max():.1e}",
+        f"their errors: {(one - exact).abs().max():.1e} and "
+        f"{(two - exact).abs().max():.1e}",
+        f"各自的误差：{(one - exact).abs().max():.1e} 和 "
+        f"{(two - exact).abs().max():.1e}",
     ),
 )
 
@@ -229,7 +235,8 @@ half, full = (
 )
 print(
     say(
-        f"four tiles in float16: {half // KB} KiB; five in float32: {full // KB} KiB",
+        f"four tiles in float16: {half // KB} KiB; five in float32: "
+        f"{full // KB} KiB",
         f"float16 的四块：{half // KB} KiB；float32 的五块：{full // KB} KiB",
     )
 )
@@ -357,16 +364,20 @@ show(
 )
 print(
     say(
-        f"9.2 times less traffic ({40.3 / 4.4:.1f}), 5.7 times faster ({41.7 / 7.3:.1f}): the rest of the time is arithmetic",
-        f"搬运少到 1/9.2（{40.3 / 4.4:.1f}），快 5.7 倍（{41.7 / 7.3:.1f}）：剩下的时间是算术",
+        f"9.2 times less traffic ({40.3 / 4.4:.1f}), 5.7 times faster "
+        f"({41.7 / 7.3:.1f}): the rest of the time is arithmetic",
+        f"搬运少到 1/9.2（{40.3 / 4.4:.1f}），快 5.7 倍（"
+        f"{41.7 / 7.3:.1f}）：剩下的时间是算术",
     )
 )
 here = measured("gpt2")
 if here:
     print(
         say(
-            f"on an {here['device']}: naive {here['naive_ms']:.1f} ms, tilewise {here['tilewise_ms']:.1f} ms",
-            f"在 {here['device']} 上：朴素 {here['naive_ms']:.1f} ms，tilewise {here['tilewise_ms']:.1f} ms",
+            f"on an {here['device']}: naive {here['naive_ms']:.1f} ms, "
+            f"tilewise {here['tilewise_ms']:.1f} ms",
+            f"在 {here['device']} 上：朴素 {here['naive_ms']:.1f} ms，"
+            f"tilewise {here['tilewise_ms']:.1f} ms",
         )
     )
 

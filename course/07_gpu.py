@@ -42,8 +42,10 @@ alone, together = (
 )
 print(
     say(
-        f"one after the other: {warps.finish(alone)} ticks; switching: {warps.finish(together)} ticks",
-        f"一个接一个：{warps.finish(alone)} 拍；轮换着来：{warps.finish(together)} 拍",
+        f"one after the other: {warps.finish(alone)} ticks; switching: "
+        f"{warps.finish(together)} ticks",
+        f"一个接一个：{warps.finish(alone)} 拍；轮换着来："
+        f"{warps.finish(together)} 拍",
     )
 )
 
@@ -113,7 +115,8 @@ if has_triton("adding vectors and matrices in Triton"):
 
     @triton.jit
     def vector_add(a, b, c, n, BLOCK: tl.constexpr):
-        """c = a + b: program p owns the elements p · BLOCK .. (p + 1) · BLOCK, and leaves those past n alone."""
+        """c = a + b: program p owns the elements p · BLOCK .. (p + 1) ·
+        BLOCK, and leaves those past n alone."""
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
         total = tl.load(a + i, mask=inside) + tl.load(b + i, mask=inside)
@@ -198,7 +201,8 @@ assert warps.grid(1_000_000, block=32) == 31_250
 
 # %%
 def branch(condition, then, otherwise):
-    """Cycles of one warp: the sides that any of its lanes takes, one after the other."""
+    """Cycles of one warp: the sides that any of its lanes takes, one after
+    the other."""
     return then * any(condition) + otherwise * (not all(condition))
 
 
@@ -216,8 +220,10 @@ print(
 )
 print(
     say(
-        f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: {branches(sorted(mixed), 10, 7)}",
-        f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序：{branches(sorted(mixed), 10, 7)}",
+        f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: "
+        f"{branches(sorted(mixed), 10, 7)}",
+        f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序："
+        f"{branches(sorted(mixed), 10, 7)}",
     )
 )
 
@@ -370,7 +376,8 @@ for name, pattern in (
     found = coalesce.touched(pattern(4096, 0), itemsize=4)
     print(
         say(
-            f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the bytes used",
+            f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the "
+            "bytes used",
             f"{name}：{found.lines} 行，用上的字节 {found.efficiency:.0%}",
         )
     )

@@ -28,7 +28,8 @@ from tilewise_lab.machine.layout import Layout
 
 
 def strides(shape):
-    """Row-major: the last axis is contiguous, and each axis steps over all that come after it."""
+    """Row-major: the last axis is contiguous, and each axis steps over all
+    that come after it."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 

@@ -29,7 +29,8 @@ def sequential(iterations, stages=4):
 
 
 def pipelined(iterations, stages=4):
-    """The next iteration enters a unit as soon as the one before has left it: slot i + s."""
+    """The next iteration enters a unit as soon as the one before has left it:
+    slot i + s."""
     return [
         Slot(s, i, i + s) for i in range(iterations) for s in range(stages)
     ]
@@ -51,8 +52,12 @@ def pipelined(iterations, stages=4):
 one, overlapped = sequential(7), pipelined(7)
 print(
     say(
-        f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}",
-        f"{pipeline.slots(one)} 个时隙，利用率 {pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，{pipeline.utilisation(overlapped):.0%}",
+        f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; "
+        f"{pipeline.slots(overlapped)} at "
+        f"{pipeline.utilisation(overlapped):.0%}",
+        f"{pipeline.slots(one)} 个时隙，利用率 "
+        f"{pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，"
+        f"{pipeline.utilisation(overlapped):.0%}",
     )
 )
 busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
@@ -285,7 +290,7 @@ def draw_devices(axes):
             color="white",
         )
     axes.set(
-        title="Forward and backward of 4 batches on 3 devices: the white is the bubble",
+        title="4 batches, forward and backward: white is the bubble",
         xlabel="time",
     )
     axes.invert_yaxis()

@@ -63,8 +63,10 @@ for name, call in (
     )
     print(
         say(
-            f"{name}: {intensity:.0f} FLOP/byte against a ridge of {ridge:.0f}: bound by {bound}",
-            f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}：受限于{bound}",
+            f"{name}: {intensity:.0f} FLOP/byte against a ridge of "
+            f"{ridge:.0f}: bound by {bound}",
+            f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}："
+            f"受限于{bound}",
         )
     )
 
@@ -101,8 +103,10 @@ for x in ones[0]:
 in_float = ones.float().sum()
 print(
     say(
-        f"10,000 times 0.01: {in_half:.1f} when summed in float16, {in_float:.1f} in float32",
-        f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 {in_float:.1f}",
+        f"10,000 times 0.01: {in_half:.1f} when summed in float16, "
+        f"{in_float:.1f} in float32",
+        f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 "
+        f"{in_float:.1f}",
     )
 )
 out, lse = tilewise.attention(
@@ -200,16 +204,22 @@ kept, recomputed = (
 )
 print(
     say(
-        f"keep P: {kept / 1e9:.1f} GB moved, {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute it again: {recomputed / 1e9:.2f} GB, 0 MiB",
-        f"保存 P：搬运 {kept / 1e9:.1f} GB，占用 {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB；重新计算：{recomputed / 1e9:.2f} GB，0 MiB",
+        f"keep P: {kept / 1e9:.1f} GB moved, "
+        f"{budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute "
+        f"it again: {recomputed / 1e9:.2f} GB, 0 MiB",
+        f"保存 P：搬运 {kept / 1e9:.1f} GB，占用 "
+        f"{budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB；重新计算："
+        f"{recomputed / 1e9:.2f} GB，0 MiB",
     )
 )
 extra = 2 * call.pairs * call.d / h200.flops("bfloat16")
 saved = (kept - recomputed) / h200.bandwidth
 print(
     say(
-        f"the extra product costs {extra * 1e6:.0f} us, the traffic saved {saved * 1e6:.0f} us on an H200",
-        f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 {saved * 1e6:.0f} us",
+        f"the extra product costs {extra * 1e6:.0f} us, the traffic saved "
+        f"{saved * 1e6:.0f} us on an H200",
+        f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 "
+        f"{saved * 1e6:.0f} us",
     )
 )
 
@@ -311,12 +321,12 @@ picture(
     draw,
     alt=say(
         "Busy share of the SMs over the size n of an n by n product: "
-        "a sawtooth that rises to about 1 and drops when a new wave "
+        "it rises in steps to above 0.9 and drops when a new wave "
         "begins, at other sizes for an A100 than for an H200; the "
-        "measured points follow it.",
-        "SM 的忙碌比例随 n × n 矩阵乘法的 n 的变化：锯齿形，升到接近 "
-        "1，新的一波开始时突然下降；A100 与 H200 下降的位置不同；实测"
-        "的点与之一致。",
+        "measured points show the drops at the H200's sizes.",
+        "SM 的忙碌比例随 n × n 矩阵乘法的 n 的变化：一级一级升到 0.9 "
+        "以上，新的一波开始时突然下降；A100 与 H200 下降的位置不同；"
+        "实测的点在 H200 的位置下降。",
     ),
 )
 
@@ -369,8 +379,10 @@ words = measured("vocabulary")
 if words:
     print(
         say(
-            f"last layer: {words['50257']:.2f} ms with 50257 words, {words['50304']:.2f} ms with 50304",
-            f"最后一层：50257 个词 {words['50257']:.2f} ms，50304 个词 {words['50304']:.2f} ms",
+            f"last layer: {words['50257']:.2f} ms with 50257 words, "
+            f"{words['50304']:.2f} ms with 50304",
+            f"最后一层：50257 个词 {words['50257']:.2f} ms，50304 个词 "
+            f"{words['50304']:.2f} ms",
         )
     )
 bands = measured("alignment")
@@ -428,8 +440,10 @@ power = measured("zeros")
 if power:
     print(
         say(
-            f"{power['random']:.0f} TFLOP/s on random data, {power['zeros']:.0f} on zeros",
-            f"随机数据上 {power['random']:.0f} TFLOP/s，全零数据上 {power['zeros']:.0f}",
+            f"{power['random']:.0f} TFLOP/s on random data, "
+            f"{power['zeros']:.0f} on zeros",
+            f"随机数据上 {power['random']:.0f} TFLOP/s，全零数据上 "
+            f"{power['zeros']:.0f}",
         )
     )
 

@@ -33,7 +33,8 @@ if HERE:
     @triton.jit
     def forward(
         q, k, v, o, lse, n_q, n_k, scale,
-        D: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        D: tl.constexpr, CAUSAL: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ):  # fmt: skip
         first = tl.program_id(0) * BLOCK_M
         i = first + tl.arange(0, BLOCK_M)  # my queries
@@ -119,8 +120,10 @@ if HERE:
         )
         print(
             say(
-                f"{n_q} queries, {n_k} keys, causal {causal}: {(o - exact[0, :, 0]).abs().max():.1e} from float64",
-                f"{n_q} 个查询，{n_k} 个键，causal {causal}：与 float64 相差 {(o - exact[0, :, 0]).abs().max():.1e}",
+                f"{n_q} queries, {n_k} keys, causal {causal}: "
+                f"{(o - exact[0, :, 0]).abs().max():.1e} from float64",
+                f"{n_q} 个查询，{n_k} 个键，causal {causal}：与 float64 "
+                f"相差 {(o - exact[0, :, 0]).abs().max():.1e}",
             )
         )
         apart += [
@@ -206,8 +209,11 @@ if HERE:
     )
     print(
         say(
-            f"the whole kernel against float64: {(out - exact).abs().max():.1e} and {(lse - exact_lse).abs().max():.1e}",
-            f"整个 kernel 与 float64 相比：{(out - exact).abs().max():.1e} 和 {(lse - exact_lse).abs().max():.1e}",
+            "the whole kernel against float64: "
+            f"{(out - exact).abs().max():.1e} and "
+            f"{(lse - exact_lse).abs().max():.1e}",
+            f"整个 kernel 与 float64 相比：{(out - exact).abs().max():.1e} "
+            f"和 {(lse - exact_lse).abs().max():.1e}",
         )
     )
 
@@ -287,8 +293,12 @@ v16 = torch.arange(16.0)
 hidden_all = torch.full((16,), -1e6)
 print(
     say(
-        f"all 16 keys hidden by -1e6: output {torch.softmax(hidden_all, -1) @ v16:.1f} (the mean of V), logsumexp {hidden_all.logsumexp(-1):.0f}",
-        f"16 个键都用 -1e6 遮住：输出 {torch.softmax(hidden_all, -1) @ v16:.1f}（V 的平均），logsumexp {hidden_all.logsumexp(-1):.0f}",
+        "all 16 keys hidden by -1e6: output "
+        f"{torch.softmax(hidden_all, -1) @ v16:.1f} (the mean of V), "
+        f"logsumexp {hidden_all.logsumexp(-1):.0f}",
+        "16 个键都用 -1e6 遮住：输出 "
+        f"{torch.softmax(hidden_all, -1) @ v16:.1f}（V 的平均），logsumexp "
+        f"{hidden_all.logsumexp(-1):.0f}",
     )
 )
 valid_but_low = torch.softmax(torch.tensor([-2e6, -1e6]), -1) @ torch.tensor(
@@ -296,7 +306,8 @@ valid_but_low = torch.softmax(torch.tensor([-2e6, -1e6]), -1) @ torch.tensor(
 )  # the second key is hidden
 print(
     say(
-        f"a valid score below -1e6 loses to a hidden one: {valid_but_low:.0f} instead of 1",
+        "a valid score below -1e6 loses to a hidden one: "
+        f"{valid_but_low:.0f} instead of 1",
         f"低于 -1e6 的有效分数输给了被遮住的：{valid_but_low:.0f}，而不是 1",
     )
 )
@@ -388,8 +399,10 @@ times = measured("causal")
 if times:
     print(
         say(
-            f"8192 tokens: full {times['full_ms']:.2f} ms, causal {times['causal_ms']:.2f} ms",
-            f"8192 个 token：全部 {times['full_ms']:.2f} ms，因果 {times['causal_ms']:.2f} ms",
+            f"8192 tokens: full {times['full_ms']:.2f} ms, causal "
+            f"{times['causal_ms']:.2f} ms",
+            f"8192 个 token：全部 {times['full_ms']:.2f} ms，因果 "
+            f"{times['causal_ms']:.2f} ms",
         )
     )
 

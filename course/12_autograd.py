@@ -199,8 +199,10 @@ for _ in range(60):
     w = w - 0.1 * gradient
 print(
     say(
-        f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = {[round(v, 3) for v in w.tolist()]}",
-        f"损失 {losses[0]:.1f} → {losses[-1]:.1e}；w = {[round(v, 3) for v in w.tolist()]}",
+        f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = "
+        f"{[round(v, 3) for v in w.tolist()]}",
+        f"损失 {losses[0]:.1f} → {losses[-1]:.1e}；w = "
+        f"{[round(v, 3) for v in w.tolist()]}",
     )
 )
 

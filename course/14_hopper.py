@@ -114,8 +114,10 @@ if has_triton("the Hopper forward in the emulator"):
         exact = attention(q.double(), k.double(), v.double())
         print(
             say(
-                f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}",
-                f"模拟的 Hopper 前向与 float64 相比：{(out - exact).abs().max():.1e}",
+                "emulated Hopper forward against float64: "
+                f"{(out - exact).abs().max():.1e}",
+                "模拟的 Hopper 前向与 float64 相比："
+                f"{(out - exact).abs().max():.1e}",
             )
         )
         units = sorted({span.unit for span in timeline})
@@ -162,11 +164,12 @@ if timeline:
         draw,
         alt=say(
             "Timeline of the emulated Hopper forward, a row for each "
-            "unit: the blue loads of the next blocks run while the red "
-            "products of two consumers alternate; gray marks waits on "
-            "barriers.",
-            "模拟的 Hopper 前向的时间线，每个单元一行：蓝色是后续块的读取，"
-            "与两个消费者交替进行的红色矩阵乘法重叠；灰色是等待屏障。",
+            "unit: copies (loads blue, stores purple), tensor cores "
+            "(products red) and three consumers that compute (green) or "
+            "wait (gray). Copies, products and exponentials overlap.",
+            "模拟的 Hopper 前向的时间线，每个单元一行：拷贝（读取为蓝色，"
+            "写回为紫色）、张量核心（矩阵乘法为红色），以及三个消费者，计"
+            "算为绿色，等待为灰色。拷贝、乘法和指数运算互相重叠。",
         ),
         size=(11, 4),
     )
@@ -189,7 +192,8 @@ if "timeline" in globals():
 
 # %%
 def ring(iterations, buffers, wait_for_empty):
-    """A producer is never late, a consumer takes twice as long. Returns what the consumer read."""
+    """A producer is never late, a consumer takes twice as long. Returns what
+    the consumer read."""
     slots, read, produced, consumed = [None] * buffers, [], 0, 0
     for tick in range(4 * iterations):
         may_fill = produced < iterations and (

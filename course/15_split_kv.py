@@ -44,7 +44,8 @@ def attend(q, k, v):
 
 
 def combine(parts):
-    """(O, L) of all keys, from those of the parts: one small step at the end."""
+    """(O, L) of all keys, from those of the parts: one small step at the
+    end."""
     o, lse = (
         torch.stack([o for o, _ in parts]),
         torch.stack([lse for _, lse in parts]),
@@ -178,7 +179,8 @@ h200 = device("H200")
 
 
 def seconds(programs, keys, parts, d=128, group=4, itemsize=2):
-    """One query of each head; `group` query heads share a head of keys and values."""
+    """One query of each head; `group` query heads share a head of keys and
+    values."""
     cache = programs * keys * 2 * d * itemsize
     working = min(programs * parts, h200.sms)
     reading = cache / min(
@@ -244,12 +246,12 @@ picture(
     draw,
     alt=say(
         "Modelled decoding time over the number of parts, on two "
-        "logarithmic axes: with batch 1 it falls until the 132 "
-        "processors are busy; with batch 16 more than a few parts no "
-        "longer help.",
-        "解码时间（模型）随分段数的变化（双对数坐标）：batch 为 1 时"
-        "一直下降，直到 132 个处理器都忙；batch 为 16 时，多分几段之"
-        "后不再有帮助。",
+        "logarithmic axes: batch 1 with 65536 keys gets faster until "
+        "16 parts, batch 4 until 4 parts; batch 16 does not, its "
+        "processors are busy already.",
+        "解码时间（模型）随分段数的变化（双对数坐标）：batch 1、65536 "
+        "个键时，一直快到 16 段；batch 4 时快到 4 段；batch 16 时没有"
+        "变快，处理器本来就是忙的。",
     ),
 )
 

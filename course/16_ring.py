@@ -53,7 +53,8 @@ def merge(a, b):
 
 
 def ring(q, k, v, where=None):
-    """q, k, v: a list with the shard of every rank. where: the positions of each shard's tokens, if causal."""
+    """q, k, v: a list with the shard of every rank. where: the positions of
+    each shard's tokens, if causal."""
     ranks = len(q)
     state = [
         (
@@ -152,8 +153,10 @@ show(
             names[name],
             *pairs(where),
             say(
-                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the mean",
-                f"平均的 {max(pairs(where)) * ranks / sum(pairs(where)):.2f} 倍",
+                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the "
+                "mean",
+                "平均的 "
+                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} 倍",
             ),
         ]
         for name, where in layouts.items()

@@ -40,7 +40,8 @@ from tilewise_lab.learn import has_triton, picture, say, show
 
 
 def trusted(q, k, v, score=None, mask=None):
-    """q, k, v (B, N, H, D). Everything is in memory at once: slow, and easy to believe."""
+    """q, k, v (B, N, H, D). Everything is in memory at once: slow, and easy
+    to believe."""
     batch, n, heads, d = q.shape
     s = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(d)
     b, h = (
@@ -84,7 +85,8 @@ expected = trusted(
 )
 print(
     say(
-        f"largest difference from the ten lines: {(out - expected).abs().max():.1e}",
+        "largest difference from the ten lines: "
+        f"{(out - expected).abs().max():.1e}",
         f"与那十行的最大差别：{(out - expected).abs().max():.1e}",
     )
 )
@@ -174,7 +176,8 @@ assert torch.allclose(
 
 # %%
 def kinds(mask, block):
-    """0 empty, 1 partial, 2 full, for every tile of an (N, N) matrix of bools."""
+    """0 empty, 1 partial, 2 full, for every tile of an (N, N) matrix of
+    bools."""
     n = mask.shape[0] // block
     tiles = mask.view(n, block, n, block).transpose(1, 2).flatten(2)
     return tiles.any(-1).int() + tiles.all(-1).int()
@@ -190,8 +193,10 @@ print(blocks.tiles[0, 0])
 visited = (mine > 0).double().mean()
 print(
     say(
-        f"{visited:.0%} of the tiles are visited, where the causal triangle has {(n // block + 1) / (2 * n // block):.0%}",
-        f"走到了 {visited:.0%} 的块，而因果三角形有 {(n // block + 1) / (2 * n // block):.0%}",
+        f"{visited:.0%} of the tiles are visited, where the causal triangle "
+        f"has {(n // block + 1) / (2 * n // block):.0%}",
+        f"走到了 {visited:.0%} 的块，而因果三角形有 "
+        f"{(n // block + 1) / (2 * n // block):.0%}",
     )
 )
 
@@ -210,11 +215,11 @@ picture(
     draw,
     alt=say(
         "Grid of blocks of queries by blocks of keys in three "
-        "shades: empty tiles above the diagonal and left of the "
-        "window, partial ones along their edges, and full ones "
-        "between.",
-        "查询块 × 键块的网格，三种深浅：对角线上方和窗口左边的块为空，"
-        "边缘上的块为部分，其间的块为满。",
+        "shades: a band along the diagonal of full tiles between "
+        "partial ones, and a first column of partial tiles for the "
+        "anchors; all other tiles are empty.",
+        "查询块 × 键块的网格，三种深浅：沿对角线的一条带，满的块夹在"
+        "部分的块之间；第一列是部分的块，即锚点；其余的块都是空的。",
     ),
     size=(4.5, 4.5),
 )

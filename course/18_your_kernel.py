@@ -52,7 +52,8 @@ def blocks(first, end, size):
 
 
 def masked(s, i, j, causal):
-    """Scores of the queries i and keys j (slices), -inf where a query comes before the key."""
+    """Scores of the queries i and keys j (slices), -inf where a query comes
+    before the key."""
     at = (
         torch.arange(i.start, i.start + s.shape[0])[:, None],
         torch.arange(j.start, j.start + s.shape[1]),
@@ -169,8 +170,10 @@ for n, causal in ((9, True), (5, False)):  # no block divides these lengths
     )[0, :, 0]
     print(
         say(
-            f"{n} tokens, causal {causal}: {(ours - theirs).abs().max():.1e} from tilewise",
-            f"{n} 个 token，causal {causal}：与 tilewise 相差 {(ours - theirs).abs().max():.1e}",
+            f"{n} tokens, causal {causal}: "
+            f"{(ours - theirs).abs().max():.1e} from tilewise",
+            f"{n} 个 token，causal {causal}：与 tilewise 相差 "
+            f"{(ours - theirs).abs().max():.1e}",
         )
     )
 
@@ -284,13 +287,14 @@ filled_up = (
 s = q @ filled_up[0].T / 2
 leaking = torch.softmax(s, -1) @ filled_up[1]
 s[:, 5:] = -torch.inf
+right = torch.softmax(s, -1) @ filled_up[1]
 show(
     say(["keys past the end", "error"], ["末尾之外的键", "误差"]),
     [
         [say("score 0", "分数为 0"), f"{(leaking - exact).abs().max():.2f}"],
         [
             say("score -inf", "分数为 -inf"),
-            f"{(torch.softmax(s, -1) @ filled_up[1] - exact).abs().max():.1e}",
+            f"{(right - exact).abs().max():.1e}",
         ],
     ],
 )
@@ -310,7 +314,7 @@ def draw(left, right):
     ):
         axes.imshow(tiles, cmap="Greens", vmin=0, vmax=1.5, aspect="auto")
         axes.set(
-            title=f"{name}: a program walks along a {'column' if 'keys' in name else 'row'}",
+            title=f"{name}: along a {'column' if 'keys' in name else 'row'}",
             xlabel="block of keys",
         )
         axes.set_ylabel("block of queries")

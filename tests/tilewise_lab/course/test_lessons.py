@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -235,11 +235,11 @@ def test_kept_measurements_are_those_the_lessons_ask_for():
 )
 def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name):
     """`learn.kernels` has it for the measurements and their tests; the lesson has it to be read and changed."""
-    pattern = rf"^( *)@triton\.jit\n *def {name}\(.*?(?=\n\s*\n)"
-    found = [
-        textwrap.dedent(re.search(pattern, path.read_text("utf-8") + "\n\n", re.M | re.S)[0])
-        for path in (lesson(number).path, Path(learn_folder, "kernels.py"))
-    ]
+    found = []
+    for path in (lesson(number).path, Path(learn_folder, "kernels.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        (kernel,) = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == name]
+        found.append(" ".join(ast.unparse(kernel).split()))
     assert found[0] == found[1]
 
 
