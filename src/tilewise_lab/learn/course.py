@@ -115,7 +115,9 @@ def chosen(source: str, lang: str) -> str:
 
     def one(both: re.Match[str]) -> str:
         english, between, chinese = both.groups()
-        return f'"""{chinese if lang == "zh" else english + between[:1].strip(" ")}"""'
+        text = (chinese if lang == "zh" else english).rstrip()
+        indent = between.rpartition("\n")[2]
+        return f'"""{text}' + (f"\n{indent}" if "\n" in text else "") + '"""'
 
     return re.sub(r'"""((?:(?!""").)*?)(\s+)---\s+(.*?)"""', one, source, flags=re.S)
 
