@@ -184,4 +184,100 @@ WRONG: dict[int, Mistakes] = {
             ("max(now, free[stage])", "now", "a stage serves one at a time"),
         ],
     },
+    10: {
+        "attainable": [
+            ("min(peak, flops / moved * rate)", "max(peak, flops / moved * rate)", "the lower one limits"),
+            ("flops / moved", "moved / flops", "upside down"),
+            ("min(peak, flops / moved * rate)", "flops / moved * rate", "the flat roof is missing"),
+        ],
+        "best_batch": [
+            ("return 1 + busy.index(max(busy))", "return limit", "the largest batch is not the best one"),
+            ("-(-tokens // tile) * heads", "tokens // tile * heads", "partial tile of the tokens is left out"),
+            ("1 + busy.index(max(busy))", "limit - busy[::-1].index(max(busy))", "not the smallest"),
+        ],
+        "makespan": [
+            ("for one in work:", "for one in sorted(work, reverse=True):", "the blocks were sorted"),
+            ("return max(free)", "return -(-sum(work) // slots)", "a block cannot be divided"),
+            (
+                "    free = ",
+                "    return sum(max(work[i : i + slots]) for i in range(0, len(work), slots))\n    free = ",
+                "whole wave",
+            ),
+        ],
+    },
+    11: {
+        "tile_offsets": [
+            ("torch.where(i < n, i * d + c, -1)", "i * d + c", "rows past n are not marked"),
+            ("torch.where(i < n, i * d", "torch.where(i <= n, i * d", "the last one is n - 1"),
+        ],
+        "masked_scores": [
+            (" | (j >= n_k)", "", "keys past n_k are seen"),
+            ("j > i + n_k - n_q", "j > i", "the offset n_k - n_q is missing"),
+            ("j > i + n_k - n_q", "j >= i + n_k - n_q", "the key at its own position"),
+        ],
+        "span": [
+            ("first + rows + offset", "first + 1 + offset", "the *last* row sees the most"),
+            ("seen_by_all // block,", "-(-seen_by_all // block),", "a block that is seen in part needs the mask"),
+            ("first + offset + 1", "first + rows + offset", "the *first* row sees the fewest"),
+        ],
+    },
+    12: {
+        "tanh": [
+            ("(x, 1 - t * t)", "(x, 1.0)", "it is 1 - tanh²"),
+            ("(x, 1 - t * t)", "(x, 1 - x.value**2)", "you squared x"),
+        ],
+        "maximum": [
+            ("((x, larger), (y, 1 - larger))", "((x, 1.0), (y, 1.0))", "only the larger one changes the result"),
+            ("x.value >= y.value", "x.value > y.value", "equal inputs: the gradient goes to x"),
+        ],
+        "linear_backward": [
+            ("dy @ w.mT", "dy @ w", "dX = dY Wᵀ"),
+            ("x.mT @ dy", "dy.mT @ x", "your dW is transposed"),
+            ("dy.sum(0)", "dy.mean(0)", "it is the sum"),
+        ],
+    },
+    13: {
+        "weights": [
+            (
+                "torch.exp(scale * q @ k.mT - lse[:, None])",
+                "torch.softmax(scale * q @ k.mT, -1)",
+                "the row has other keys",
+            ),
+            ("torch.exp(scale * q @ k.mT", "torch.exp(q @ k.mT", "without the factor 1/√D"),
+        ],
+        "block_gradients": [
+            ("scale * ds @ k,", "ds @ k,", "your dQ equals the result without the factor 1/√D"),
+            ("(do @ v.mT - delta[:, None])", "(do @ v.mT)", "without δ"),
+            (
+                "(do @ v.mT - delta[:, None])",
+                "(do @ v.mT - (p * (do @ v.mT)).sum(-1, keepdim=True))",
+                "δ is the sum over this block",
+            ),
+        ],
+        "backward": [
+            ("dq[i] += found[0]", "dq[i] = found[0]", "your dQ is that of the last block of keys"),
+            ("dk[j] += found[1]", "dk[j] = found[1]", "your dK is that of the last block of queries"),
+            ("delta = (do * o).sum(-1)", "delta = torch.zeros_like(lse)", "without δ"),
+            (
+                "    delta = (do * o).sum(-1)\n",
+                "    rows, columns = len(q), len(k)\n    delta = (do * o).sum(-1)\n",
+                "a tensor of 80 elements is there",
+            ),
+        ],
+    },
+    14: {
+        "registers": [
+            ("65536 - 128 * producer", "65536", "the producer's registers are missing"),
+            (" // 8 * 8", "", "not a multiple of 8"),
+        ],
+        "phases": [
+            ("iteration // buffers % 2", "iteration % 2", "every use of the *same* buffer"),
+            ("full, 1 - full", "full, full", "the release *before* this fill"),
+        ],
+        "ring_time": [
+            ("done[i - buffers] if i >= buffers else 0", "0", "the producer never waits"),
+            ("done[i - buffers] if i >= buffers", "done[i - buffers - 1] if i > buffers", "one buffer too many"),
+            ("max(loaded, free) + load", "max(loaded, done[-1] if done else 0) + load", "nothing overlaps"),
+        ],
+    },
 }
