@@ -111,11 +111,6 @@ def ring_time(answer):
                 "the first load, or the last computation, overlaps with nothing: add it",
                 "第一次读入或最后一次计算没有可重叠的：要加上",
             ),
-            (
-                time(n, buffers + 1, load, compute),
-                "one buffer too many: tile i waits for tile i - buffers",
-                "多用了一个缓冲区：第 i 块要等第 i - buffers 块",
-            ),
         )
 
 

@@ -276,8 +276,55 @@ WRONG: dict[int, Mistakes] = {
         ],
         "ring_time": [
             ("done[i - buffers] if i >= buffers else 0", "0", "the producer never waits"),
-            ("done[i - buffers] if i >= buffers", "done[i - buffers - 1] if i > buffers", "one buffer too many"),
             ("max(loaded, free) + load", "max(loaded, done[-1] if done else 0) + load", "nothing overlaps"),
+        ],
+    },
+    15: {
+        "bounds": [
+            ("blocks * part // parts * block", "length * part // parts", "parts begin at whole blocks"),
+            (
+                "min(length, blocks * part // parts * block)",
+                "blocks * part // parts * block",
+                "the end is at most 1000",
+            ),
+            (
+                "min(length, blocks * part // parts * block)",
+                "min(length, part * -(-blocks // parts) * block)",
+                "are uneven",
+            ),
+        ],
+        "combine": [
+            ("weighed.sum(0) / some[:, None]", "o.mean(0)", "that is the mean of the parts"),
+            ("pivot + l.log()", "l.log()", "is not added again"),
+            ("torch.where(w[..., None] > 0, w[..., None] * o, 0.0)", "w[..., None] * o", "0 · nan is nan"),
+        ],
+        "best_parts": [
+            (" + overhead * (parts > 1)", "", "the overhead is missing"),
+            ("waves = -(-heads * parts // processors)", "waves = 1", "the waves are missing"),
+        ],
+    },
+    16: {
+        "zigzag": [
+            ("chunks[2 * ranks - 1 - r]", "chunks[r + ranks]", "rank r holds chunks r and r + ranks"),
+            ("chunks[r] + chunks[2 * ranks - 1 - r]", "chunks[2 * r] + chunks[2 * r + 1]", "the shards are contiguous"),
+        ],
+        "rank_attention": [
+            ("        found = merge(found, attend(q, k, v, none))\n", "", "only seen its own keys"),
+            (
+                "        k, v = yield k, v\n        found = merge(found, attend(q, k, v, none))",
+                "        other = yield k, v\n        found = merge(found, attend(q, *other, none))",
+                "pass on what was received",
+            ),
+            (
+                "for _ in range(ranks - 1):",
+                "for _ in range(ranks):\n        yield k, v\n    for _ in range(0):",
+                "from each rank are enough",
+            ),
+        ],
+        "causal_rank": [
+            ("if owner < rank:", "if True:", "shards of later ranks are attended to"),
+            ("torch.zeros_like(ahead)", "ahead", "earlier shards are seen completely"),
+            (".triu(1)", ".triu(9)", "inside your own shard, tokens see later ones"),
         ],
     },
 }
