@@ -40,8 +40,9 @@
 # %%
 import math
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise_lab.costs.cost import Call, naive_steps, traffic
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import measured, picture, say, show
@@ -362,10 +363,11 @@ assert math.isclose(float(p[0, :4].sum() + p[0, 4:].sum()), 1.0, rel_tol=1e-5)
 # %% [markdown]
 # The next lessons take softmax apart until it can be computed block by block, exactly.
 #
-# **Exercise.** Write `intensity(n, d, itemsize)`: FLOPs per byte of one head's naive forward, from scratch. Count the
-# two products (2 FLOPs per multiply-add) and every matrix that each of the three kernels reads or writes.
+# **Exercises.** Three, of rising difficulty: write `attention(q, k, v)` in two lines; `intensity(n, d, itemsize)`, the
+# FLOPs per byte of the naive forward; and `seconds(n, d, itemsize, peak, rate)`, its time by the roofline, kernel by
+# kernel. Get them with `tilewise learn 1 --exercise`.
 
 # %% [markdown] lang="zh"
 # 接下来的几课把 softmax 拆开，直到它可以一块一块地、精确地算出来。
 #
-# **练习。** 从零写出 `intensity(n, d, itemsize)`：单个头的朴素前向的算术强度（FLOP/字节）。数清两个矩阵乘法（一次乘加算 2 FLOP），以及三个 kernel 各自读写的每个矩阵。
+# **练习。** 三道，由易到难：用两行写出 `attention(q, k, v)`；写出 `intensity(n, d, itemsize)`，即朴素前向每字节的 FLOP；再写出 `seconds(n, d, itemsize, peak, rate)`，用 roofline 逐个 kernel 算出它的时间。用 `tilewise learn 1 --exercise` 取得它们。

@@ -22,6 +22,7 @@
 import math
 
 import torch
+
 from tilewise_lab.learn import picture, say, show
 
 
@@ -250,8 +251,9 @@ assert torch.allclose(safe(matrix), torch.softmax(matrix, -1), atol=1e-6)
 assert torch.equal(safe(matrix)[2], safe(matrix[2]))
 
 # %% [markdown]
-# **Exercise.** Write `log_softmax(x)`, the logarithm of softmax, so that it survives $x = [0, -1000]$: the softmax of
-# the second element is 0 in any float, but its logarithm is $-1000$.
+# **Exercises.** Three, of rising difficulty: write `softmax(x)`, safe for $x = [1000, 0]$; `log_softmax(x)`, so that
+# it survives $x = [0, -1000]$: the softmax of the second element is 0 in any float, but its logarithm is $-1000$; and
+# `masked_softmax(x, seen)`, in which a row may see nothing at all. Get them with `tilewise learn 2 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `log_softmax(x)`，即 softmax 的对数，要经得起 $x = [0, -1000]$ 的考验：第二个元素的 softmax 在任何浮点格式里都是 0，但它的对数是 $-1000$。
+# **练习。** 三道，由易到难：写出 `softmax(x)`，$x = [1000, 0]$ 时也安全；写出 `log_softmax(x)`，要经得起 $x = [0, -1000]$ 的考验：第二个元素的 softmax 在任何浮点格式里都是 0，但它的对数是 $-1000$；再写出 `masked_softmax(x, seen)`，其中一行可能一个元素也看不到。用 `tilewise learn 2 --exercise` 取得它们。

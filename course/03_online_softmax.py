@@ -18,11 +18,12 @@ import random
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from tilewise.merge import union
 from tilewise_lab import trace
 from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax
-from torch import Tensor
 
 
 class State(NamedTuple):
@@ -290,8 +291,9 @@ assert torch.allclose(o, torch.softmax(s, -1) @ v)
 assert torch.allclose(lse, s.logsumexp(-1))
 
 # %% [markdown]
-# **Exercise.** Write `merge(a, b)` for states $(m, l)$ yourself, on plain Python floats, so that it is right for two
-# empty states too. Then `denominator(xs)` by folding it over a list in *any* order you like.
+# **Exercises.** Three, of rising difficulty: write `merge(a, b)` for states $(m, l)$, on plain Python floats, so that
+# it is right for two empty states too; `denominator(xs)` of numbers that can be read once; and `weighted_mean(pairs)`,
+# which is attention of one query in one pass. Get them with `tilewise learn 3 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 自己为状态 $(m, l)$ 写出 `merge(a, b)`，用普通的 Python 浮点数，两个空状态也要算对。然后用它把一个列表按*任意*顺序折叠起来，写出 `denominator(xs)`。
+# **练习。** 三道，由易到难：为状态 $(m, l)$ 写出 `merge(a, b)`，用普通的 Python 浮点数，两个空状态也要算对；写出 `denominator(xs)`，这些数只能读一遍；再写出 `weighted_mean(pairs)`，即一个查询的注意力，只扫一遍。用 `tilewise learn 3 --exercise` 取得它们。

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
+
 from tilewise_lab.derivation import attention as reference
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
@@ -331,9 +332,9 @@ if has_triton():
     assert torch.allclose(two, a @ b, atol=1e-4)
 
 # %% [markdown]
-# **Exercise.** Write `blocked_matmul(far, blocks, tile)` with a far memory that counts: `far.load(name, i, j)` returns
-# a block and is all you may read with. Use each loaded block of $A$ for every block of $B$ you can, and stay under the
-# checker's budget.
+# **Exercises.** Three, of rising difficulty: write `fetched(n, tile)`, the elements that a product in tiles reads;
+# `blocked_matmul(far, blocks, tile)` with a far memory that counts; and `two_products(far, blocks, tile)`, $(Q K^\top)
+# V$ without ever holding $Q K^\top$. Get them with `tilewise learn 4 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `blocked_matmul(far, blocks, tile)`，远处的内存会计数：`far.load(name, i, j)` 返回一块，这是唯一允许的读取方式。每次读到的 $A$ 的块要尽量与 $B$ 的各块都用上，读取次数不能超过批改程序给的预算。
+# **练习。** 三道，由易到难：写出 `fetched(n, tile)`，即分块矩阵乘法读多少元素；写出 `blocked_matmul(far, blocks, tile)`，远处的内存会计数；再写出 `two_products(far, blocks, tile)`，即 $(Q K^\top) V$，而任何时候都不持有 $Q K^\top$。用 `tilewise learn 4 --exercise` 取得它们。

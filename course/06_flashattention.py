@@ -16,8 +16,9 @@
 # needs: compiler
 import math
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise import AttentionError
 from tilewise_lab import trace
 from tilewise_lab.costs.cost import Call, traffic
@@ -459,9 +460,10 @@ for dtype in (torch.float16, torch.bfloat16):
     assert out.isfinite().all()
 
 # %% [markdown]
-# **Exercise.** Write `hbm_bytes(n, d, rows, columns, order, itemsize)`: the bytes that the forward loads and stores
-# for one
-# head, for both orders, as the traces above count them (statistics are itemsize bytes each too).
+# **Exercises.** Three, of rising difficulty: write `hbm_bytes(n, d, rows, columns, order, itemsize)`, the bytes that
+# the forward moves, for both orders; `fa2(q, k, v, rows, columns)`, FlashAttention-2's two loops; and `fa2_causal(q,
+# k, v, rows, columns)`, which skips the blocks that no query of the block sees. Get them with `tilewise learn 6
+# --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `hbm_bytes(n, d, rows, columns, order, itemsize)`：单个头的前向读写多少字节，两种顺序都要，数法与上面的追踪一致（统计量也是每个 itemsize 字节）。
+# **练习。** 三道，由易到难：写出 `hbm_bytes(n, d, rows, columns, order, itemsize)`，即前向搬运多少字节，两种顺序都要；写出 `fa2(q, k, v, rows, columns)`，即 FlashAttention-2 的两层循环；再写出 `fa2_causal(q, k, v, rows, columns)`，跳过整块查询都看不到的键块。用 `tilewise learn 6 --exercise` 取得它们。

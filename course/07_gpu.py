@@ -19,6 +19,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
+
 from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import coalesce, warps
@@ -111,6 +112,7 @@ print(
 if has_triton("adding vectors and matrices in Triton"):
     import triton
     import triton.language as tl
+
     from tilewise_lab.learn.kernels import matrix_add, softmax_rows
 
     @triton.jit
@@ -439,10 +441,12 @@ if rates:
 # at the same power (Dennard scaling); since then speed comes from doing more at once. That is why this machine looks
 # the way it does.
 #
-# **Exercise.** Write `lines(columns, itemsize, lane_axis)`: the memory lines that one warp touches when its 32 lanes
-# read neighbouring elements along a row (`lane_axis=1`) or along a column (`lane_axis=0`) of a row-major matrix.
+# **Exercises.** Three, of rising difficulty: write `launch(n, block)`, the blocks and the idle threads of a launch;
+# `lines(columns, itemsize, lane_axis)`, the memory lines that one warp touches along a row or a column; and
+# `branch_cycles(taken, then, other)`, the cost of an `if` whose lanes disagree. Get them with `tilewise learn 7
+# --exercise`.
 
 # %% [markdown] lang="zh"
 # 一点历史：晶体管数量大约每*两*年翻一番。2005 年前后为止，更小的晶体管在同样功耗下也跑得更快（Dennard 缩放）；此后，速度只能来自同时做更多的事。这台机器长成这个样子，原因就在这里。
 #
-# **练习。** 写出 `lines(columns, itemsize, lane_axis)`：warp 的 32 个 lane 在一个行主序矩阵里，沿着行（`lane_axis=1`）或沿着列（`lane_axis=0`）读取相邻元素时，一共碰到多少内存行。
+# **练习。** 三道，由易到难：写出 `launch(n, block)`，即一次启动的块数和空闲线程数；写出 `lines(columns, itemsize, lane_axis)`，即一个 warp 沿着行或列读取时碰到多少内存行；再写出 `branch_cycles(taken, then, other)`，即 lane 走向不一致的 `if` 的代价。用 `tilewise learn 7 --exercise` 取得它们。

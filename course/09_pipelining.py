@@ -13,6 +13,7 @@
 # %%
 # needs: compiler
 import torch
+
 from tilewise_lab.costs.devices import DEVICES, KB
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import pipeline
@@ -324,11 +325,11 @@ assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [
 # FlashAttention's loop is such a pipeline: while block $j$ is multiplied, block $j + 1$ of $K$ and $V$ is already on
 # its way from HBM. On Hopper (lesson 14) the stages are even done by different warps.
 #
-# **Exercise.** Write `finish(iterations, durations)`: when the last iteration leaves a pipeline whose stages take
-# different times. Each unit serves one iteration at a time, in order; an iteration enters a stage when it has left the
-# one before.
+# **Exercises.** Three, of rising difficulty: write `slots(iterations, stages)` for stages of equal length;
+# `most_stages(tile, kept, shared)`, the stages that fit in shared memory; and `finish(iterations, durations)` for
+# stages that take different times. Get them with `tilewise learn 9 --exercise`.
 
 # %% [markdown] lang="zh"
 # FlashAttention 的循环就是这样一条流水线：第 $j$ 块还在相乘，$K$ 和 $V$ 的第 $j + 1$ 块已经在从 HBM 来的路上。在 Hopper 上（第 14 课），各阶段甚至由不同的 warp 来做。
 #
-# **练习。** 写出 `finish(iterations, durations)`：各阶段耗时不同的流水线，最后一次迭代何时离开。每个单元一次只服务一个迭代，按顺序来；一个迭代离开前一阶段后才进入下一阶段。
+# **练习。** 三道，由易到难：写出 `slots(iterations, stages)`，各阶段等长；写出 `most_stages(tile, kept, shared)`，即共享内存放得下几个阶段；再写出 `finish(iterations, durations)`，各阶段耗时不同。用 `tilewise learn 9 --exercise` 取得它们。

@@ -17,8 +17,9 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.costs.devices import DEVICES, device
 from tilewise_lab.costs.waves import matmul_blocks, waves
@@ -448,9 +449,9 @@ if power:
     )
 
 # %% [markdown]
-# **Exercise.** Write `best_batch(tokens, heads, tile, slots, limit)`: the batch size up to `limit` for which
-# attention's grid
-# keeps the largest share of the slots busy (the smallest such batch).
+# **Exercises.** Three, of rising difficulty: write `attainable(flops, moved, peak, rate)`, the roofline;
+# `best_batch(tokens, heads, tile, slots, limit)`, the batch size for which attention's grid keeps the largest share of
+# the slots busy; and `makespan(work, slots)` for blocks of unequal work. Get them with `tilewise learn 10 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `best_batch(tokens, heads, tile, slots, limit)`：在不超过 `limit` 的 batch 大小里，让注意力的网格最充分占用 slot 的那一个（有多个时取最小的）。
+# **练习。** 三道，由易到难：写出 `attainable(flops, moved, peak, rate)`，即 roofline；写出 `best_batch(tokens, heads, tile, slots, limit)`，即让注意力的网格最充分占用 slot 的 batch 大小；再写出 `makespan(work, slots)`，块的工作量不等。用 `tilewise learn 10 --exercise` 取得它们。

@@ -19,8 +19,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import inspect
 import math
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise.backends.common import tiles
 from tilewise_lab.costs.devices import DEVICES
 from tilewise_lab.learn import has_triton, measured, picture, say, show
@@ -521,8 +522,10 @@ if HERE:
     assert made.options["CONFIG"].PRECISION != "tf32"
 
 # %% [markdown]
-# **Exercise.** Write `span(first, rows, n_q, n_k, block)`: for a causal (bottom-right) block of queries, how many
-# blocks of keys all of its rows see completely, and how many are visited at all, as the kernel's `band` does it.
+# **Exercises.** Three, of rising difficulty: write `tile_offsets(first, rows, n, d)`, the addresses of a tile;
+# `masked_scores(s, first_i, first_j, n_q, n_k)`, the causal (bottom-right) mask of one tile; and `span(first, rows,
+# n_q, n_k, block)`, how many blocks of keys need no mask and how many are visited at all, as the kernel's `band` does
+# it. Get them with `tilewise learn 11 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `span(first, rows, n_q, n_k, block)`：对一块因果（右下对齐）的查询，有多少块键是所有行都完整看到的，又有多少块键会被访问到，与 kernel 里的 `band` 一致。
+# **练习。** 三道，由易到难：写出 `tile_offsets(first, rows, n, d)`，即一块的地址；写出 `masked_scores(s, first_i, first_j, n_q, n_k)`，即一块的因果（右下对齐）掩码；再写出 `span(first, rows, n_q, n_k, block)`，即有多少块键不需要掩码、又有多少块会被访问到，与 kernel 里的 `band` 一致。用 `tilewise learn 11 --exercise` 取得它们。

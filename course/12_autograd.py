@@ -15,6 +15,7 @@ import math
 from itertools import pairwise
 
 import torch
+
 from tilewise_lab.derivation import matmul
 from tilewise_lab.learn import picture, say, show
 from tilewise_lab.trace import graph
@@ -303,8 +304,9 @@ assert torch.allclose(dW, X.T @ dY)
 assert torch.allclose(one, weights.T)
 
 # %% [markdown]
-# **Exercise.** Add two operations to the library's small autograd: `tanh` and `maximum` (of two values; the larger one
-# gets the gradient). Return the value and the local derivatives.
+# **Exercises.** Three, of rising difficulty: add two operations to the library's small autograd, `tanh` and `maximum`
+# (of two values; the larger one gets the gradient); then write `linear_backward(x, w, dy)`, the gradients of $Y = X W
+# + b$. Get them with `tilewise learn 12 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 给库里的微型自动求导加两个运算：`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）。返回数值和局部导数。
+# **练习。** 三道，由易到难：给库里的微型自动求导加两个运算，`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）；再写出 `linear_backward(x, w, dy)`，即 $Y = X W + b$ 的梯度。用 `tilewise learn 12 --exercise` 取得它们。

@@ -15,6 +15,7 @@
 # %%
 # needs: compiler
 import torch
+
 from tilewise_lab.costs.cost import Call
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import has_triton, picture, say, show
@@ -228,11 +229,12 @@ assert ring(8, 2, wait_for_empty=False) != list(range(8))
 # the merge of lesson 3: to decoding, to many GPUs, to an attention of your own, and to a kernel that you write
 # yourself. `docs/` tells the rest: what was measured, what was tried, what failed.
 #
-# **Exercise.** Barriers alternate: a wait names the *phase* it waits for. Write `phases(iteration, buffers)`: which
-# buffer an iteration uses, and the phase (0 or 1) in which the consumer waits for it to be full and the producer for
-# it to be empty.
+# **Exercises.** Three, of rising difficulty: write `registers(consumers, producer)`, how the registers of a processor
+# are divided; `phases(iteration, buffers)`, which buffer an iteration uses, and the phase (0 or 1) in which the
+# consumer waits for it to be full and the producer for it to be empty; and `ring_time(n, buffers, load, compute)`, the
+# time of the whole ring. Get them with `tilewise learn 14 --exercise`.
 
 # %% [markdown] lang="zh"
 # 从会溢出的 softmax，到让 GPU 一直忙碌的 kernel，整条路就是这样。后面几课从第 3 课的合并继续往前走：走向解码，走向多个 GPU，走向你自己的注意力，最后是你自己写的 kernel。其余的在 `docs/` 里：测了什么，试了什么，哪些失败了。
 #
-# **练习。** 屏障的相位交替变化：等待时要指明等的是哪个*相位*。写出 `phases(iteration, buffers)`：某次迭代用哪个缓冲区，以及消费者等它变满、生产者等它变空时的相位（0 或 1）。
+# **练习。** 三道，由易到难：写出 `registers(consumers, producer)`，即一个处理器的寄存器怎样分配；写出 `phases(iteration, buffers)`，即某次迭代用哪个缓冲区，以及消费者等它变满、生产者等它变空时的相位（0 或 1）；再写出 `ring_time(n, buffers, load, compute)`，即整个环的耗时。用 `tilewise learn 14 --exercise` 取得它们。

@@ -28,8 +28,9 @@
 # %%
 import math
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise.backends.common import tiles
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
@@ -308,9 +309,10 @@ for b, length in enumerate(lengths.tolist()):
 assert torch.equal(together[:1], alone)  # bit for bit
 
 # %% [markdown]
-# **Exercise.** Write `combine(parts)` yourself, for a list of (o, lse) of one query and any number of heads, in which
-# any part may be empty, and all of them; and `bounds(length, parts, block)`: where the parts of a sequence begin and
-# end, in whole blocks of keys, as even as can be.
+# **Exercises.** Three, of rising difficulty: write `bounds(length, parts, block)`, where the parts of a sequence begin
+# and end, in whole blocks; `combine(parts)` for a list of (o, lse) in which any part may be empty, and all of them;
+# and `best_parts(heads, blocks, processors, overhead, limit)`, how many parts are fastest. Get them with `tilewise
+# learn 15 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 自己写出 `combine(parts)`：传入一个查询、任意多个头的 (o, lse) 列表，其中任何一份都可能是空的，也可能全是空的。再写出 `bounds(length, parts, block)`：一个序列的各份从哪里开始、到哪里结束，以整块键为单位，尽量均匀。
+# **练习。** 三道，由易到难：写出 `bounds(length, parts, block)`，即一个序列的各份从哪里开始、到哪里结束，以整块为单位；写出 `combine(parts)`，传入 (o, lse) 的列表，任何一份都可能是空的，也可能全是空的；再写出 `best_parts(heads, blocks, processors, overhead, limit)`，即分几份最快。用 `tilewise learn 15 --exercise` 取得它们。

@@ -29,6 +29,7 @@
 import math
 
 import torch
+
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
 
@@ -335,9 +336,10 @@ assert torch.allclose(out, tilewise.attention(*batch, causal=True), atol=1e-6)
 assert torch.allclose(out[0, :, 0].double(), exact, atol=1e-5)
 
 # %% [markdown]
-# **Exercise.** Write the part of *one* rank, as a generator: `rank_attention(q, k, v, ranks)` yields the (keys,
-# values) that it sends to its neighbour, gets what it receives as the value of the `yield`, and returns (o, lse). The
-# checker runs all ranks side by side, and counts the messages.
+# **Exercises.** Three, of rising difficulty: write `zigzag(n, ranks)`, which tokens each rank holds;
+# `rank_attention(q, k, v, ranks)`, the part of *one* rank as a generator, whose `yield` sends keys and values to its
+# neighbour and gives what was received; and `causal_rank(q, k, v, rank, ranks)`, the same with a causal mask. The
+# checker runs all ranks side by side, and counts the messages. Get them with `tilewise learn 16 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出*一个* rank 要做的事，写成生成器：`rank_attention(q, k, v, ranks)` 用 yield 交出要发给邻居的 (键, 值)，`yield` 的返回值就是收到的东西，最后返回 (o, lse)。批改程序让所有 rank 一起运行，并清点消息数。
+# **练习。** 三道，由易到难：写出 `zigzag(n, ranks)`，即每个 rank 拿哪些 token；写出 `rank_attention(q, k, v, ranks)`，即*一个* rank 要做的事，写成生成器，`yield` 把键和值发给邻居，返回的是收到的东西；再写出 `causal_rank(q, k, v, rank, ranks)`，加上因果掩码。批改程序让所有 rank 一起运行，并清点消息数。用 `tilewise learn 16 --exercise` 取得它们。

@@ -40,8 +40,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import math
 
-import tilewise
 import torch
+
+import tilewise
 from tilewise_lab.learn import has_triton, picture, say, show
 
 BLOCK_M, BLOCK_N = 4, 8
@@ -345,10 +346,11 @@ assert torch.allclose(torch.softmax(s, -1) @ filled_up[1], exact)
 # in `src/tilewise/backends/triton`: strides and heads, any mask, exponentials to the base 2, tiles chosen by
 # measurement. You can read all of it now.
 #
-# **Exercise.** The six functions of the skeleton, from `load_tile` to `backward_queries`. Get it with
-# `tilewise learn 18 --exercise`, and grade it after each step.
+# **Exercises.** Three, of rising difficulty: the six functions of the skeleton. Exercise 1 is `load_tile` and
+# `online_step`, exercise 2 `forward`, exercise 3 `block_gradient`, `backward_keys` and `backward_queries`. Grade them
+# after each step. Get them with `tilewise learn 18 --exercise`.
 
 # %% [markdown] lang="zh"
 # 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的都在 `src/tilewise/backends/triton` 里：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
 #
-# **练习。** 骨架里的六个函数，从 `load_tile` 到 `backward_queries`。用 `tilewise learn 18 --exercise` 取得它，每写完一步就批改一次。
+# **练习。** 三道，由易到难：骨架里的六个函数。练习 1 是 `load_tile` 和 `online_step`，练习 2 是 `forward`，练习 3 是 `block_gradient`、`backward_keys` 和 `backward_queries`。每写完一步就批改一次。用 `tilewise learn 18 --exercise` 取得它们。

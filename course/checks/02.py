@@ -1,4 +1,5 @@
 import torch
+
 from tilewise_lab.learn import compare, expect
 
 

@@ -1,6 +1,7 @@
 import torch
-from tilewise_lab.learn import compare, expect
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise_lab.learn import compare, expect
 
 
 def inputs(n=8, m=10, d=4, e=3):

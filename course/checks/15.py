@@ -1,6 +1,7 @@
 import math
 
 import torch
+
 from tilewise_lab.learn import compare, expect
 
 

@@ -6,6 +6,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 import triton
 import triton.language as tl
+
 from tilewise_lab.learn import expect, step
 
 D, BLOCK_M, BLOCK_N = 16, 16, 32
@@ -69,26 +70,38 @@ def close(a, b):
     return torch.allclose(a.double(), b.double(), atol=1e-4)
 
 
-def check(answer):
+PROBLEMS = ((40, False), (40, True), (7, True))
+
+
+def online_step(answer):
     torch.manual_seed(6)
     with step(1, 6, "load_tile"):
         load(answer)
     with step(2, 6, "online_step"):
         online(answer)
-    problems = [(40, False), (40, True), (7, True)]
+
+
+def forward(answer):
+    torch.manual_seed(7)
     with step(3, 6, "forward"):
-        for n, causal in problems:
-            forward(answer, n, causal)
+        for n, causal in PROBLEMS:
+            forward_of(answer, n, causal)
+
+
+def backward(answer):
+    torch.manual_seed(8)
     with step(4, 6, "block_gradient"):
         gradient(answer)
     with step(5, 6, "backward_keys"):
-        for n, causal in problems:
-            backward(
+        for n, causal in PROBLEMS:
+            backward_of(
                 answer, n, causal, "backward_keys", ("dk", "dv"), BLOCK_N
             )
     with step(6, 6, "backward_queries"):
-        for n, causal in problems:
-            backward(answer, n, causal, "backward_queries", ("dq",), BLOCK_M)
+        for n, causal in PROBLEMS:
+            backward_of(
+                answer, n, causal, "backward_queries", ("dq",), BLOCK_M
+            )
 
 
 def load(answer):
@@ -172,7 +185,7 @@ def named(n, causal):
     )
 
 
-def forward(answer, n, causal):
+def forward_of(answer, n, causal):
     q, k, v, _ = inputs(n)
     o, lse = (
         torch.full((n + 4, D), NAN),
@@ -245,7 +258,7 @@ def gradient(answer):
     )
 
 
-def backward(answer, n, causal, kernel, names, block):
+def backward_of(answer, n, causal, kernel, names, block):
     q, k, v, do = inputs(n)
     o, lse = exact(q, k, v, causal)
     delta = (do * o).sum(-1).float()
@@ -281,3 +294,6 @@ def backward(answer, n, causal, kernel, names, block):
             f"{en}: {name} is wrong",
             f"{zh}：{name} 不对",
         )
+
+
+EXERCISES = (online_step, forward, backward)

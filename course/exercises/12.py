@@ -16,8 +16,9 @@ all you need.
 
 import math  # noqa: F401
 
-from tilewise_lab.trace.graph import Value
 from torch import Tensor
+
+from tilewise_lab.trace.graph import Value
 
 
 def tanh(x: Value) -> Value:

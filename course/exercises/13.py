@@ -26,7 +26,8 @@ def weights(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     ---
     练习 1。重新算出 P 的一块。
 
-    q (N, D) 和 lse (N,) 属于一块查询，k (M, D) 属于一块键，并不是这一行全部的键。
+    q (N, D) 和 lse (N,) 属于一块查询，k (M, D) 属于一块键，并不是这一行全部的
+    键。
     """
     raise NotImplementedError
 

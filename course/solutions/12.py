@@ -1,7 +1,8 @@
 import math
 
-from tilewise_lab.trace.graph import Value
 from torch import Tensor
+
+from tilewise_lab.trace.graph import Value
 
 
 def tanh(x: Value) -> Value:

@@ -327,4 +327,62 @@ WRONG: dict[int, Mistakes] = {
             (".triu(1)", ".triu(9)", "inside your own shard, tokens see later ones"),
         ],
     },
+    17: {
+        "mask": [
+            ("(kv_idx <= q_idx) & (same | (kv_idx < shared))", "kv_idx <= q_idx", "a token sees another document"),
+            (" & (same | (kv_idx < shared))", " & same", "must be visible to all later tokens"),
+            ("(kv_idx <= q_idx) & (same | (kv_idx < shared))", "same | (kv_idx < shared)", "j <= i is missing"),
+        ],
+        "score": [
+            ("(kv_idx < shared) & (q_idx >= shared)", "kv_idx < shared", "only where q_idx >= shared"),
+            ("score - tax", "score + tax", "the tax is added"),
+            ("return torch.where(taxed, score - tax, score)", "return score", "the scores are unchanged"),
+        ],
+        "tile_kinds": [
+            ("tile.any().int() + tile.all().int()", "tile.any().int()", "full tiles are not told apart"),
+            ("tile.any().int() + tile.all().int()", "2 * tile.any().int()", "partial tiles count as full"),
+            (
+                "    rows = []\n",
+                "    pad = -len(seen) % block\n"
+                "    seen = torch.nn.functional.pad(seen, (0, pad, 0, pad))\n    rows = []\n",
+                "filled up with hidden pairs",
+            ),
+        ],
+    },
+    18: {
+        "online_step": [
+            (
+                "other=0.0)\n\n\n@triton.jit\ndef online_step",
+                "other=1.0)\n\n\n@triton.jit\ndef online_step",
+                "step 1 of 6, load_tile: rows past n",
+            ),
+            ("l = alpha * l + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", "step 2 of 6, online_step: l must be corrected"),
+            (
+                'tl.where(m_new == float("-inf"), 0.0, m_new)',
+                "m_new",
+                "step 2 of 6, online_step: a row that has seen only",
+            ),
+        ],
+        "forward": [
+            (
+                "    hidden = j >= n\n",
+                "    hidden = j < 0\n",
+                "step 3 of 6, forward: n = 40, all seen: keys past n count",
+            ),
+            ("m + tl.log(l)", "m", "lse is m + log l"),
+        ],
+        "backward": [
+            ("(dp - delta[:, None])", "dp", "step 4 of 6, block_gradient: δ is missing"),
+            (
+                'tl.trans(ds), q_tile, input_precision="ieee") * scale',
+                "tl.trans(ds), q_tile)",
+                "step 5 of 6, backward_keys: n = 40, all seen: dk lacks the scale",
+            ),
+            (
+                "acc += tl.dot(ds, k_tile",
+                "acc = tl.dot(ds, k_tile",
+                "step 6 of 6, backward_queries: n = 40, all seen: dq is wrong",
+            ),
+        ],
+    },
 }
