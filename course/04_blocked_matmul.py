@@ -333,8 +333,8 @@ if has_triton():
 
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: write `fetched(n, tile)`, the elements that a product in tiles reads;
-# `blocked_matmul(far, blocks, tile)` with a far memory that counts; and `two_products(far, blocks, tile)`, $(Q K^\top)
-# V$ without ever holding $Q K^\top$. Get them with `tilewise learn 4 --exercise`.
+# `blocked_matmul(far, blocks, tile)` with a far memory that counts; and `two_products(far, blocks, tile)`,
+# $(Q K^\top) V$ without ever holding $Q K^\top$. Get them with `tilewise learn 4 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `fetched(n, tile)`，即分块矩阵乘法读多少元素；写出 `blocked_matmul(far, blocks, tile)`，远处的内存会计数；再写出 `two_products(far, blocks, tile)`，即 $(Q K^\top) V$，而任何时候都不持有 $Q K^\top$。用 `tilewise learn 4 --exercise` 取得它们。

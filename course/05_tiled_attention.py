@@ -302,10 +302,10 @@ assert torch.allclose(torch.cat(parts), exact)
 assert torch.allclose(o, exact)
 
 # %% [markdown]
-# **Exercises.** Three, of rising difficulty: write `first_block(s, v)`, the state after one block; `step(state, s,
-# v)`, one block of the loop above, where scores may be $-\infty$ and a row that has seen nothing but masked keys must
-# stay $(-\infty, 0, 0)$; and `lazy_step(state, s, v, threshold)`, which rescales only when the maximum grows by more
-# than a threshold. Get them with `tilewise learn 5 --exercise`.
+# **Exercises.** Three, of rising difficulty: write `first_block(s, v)`, the state after one block;
+# `step(state, s, v)`, one block of the loop above, where scores may be $-\infty$ and a row that has seen nothing but
+# masked keys must stay $(-\infty, 0, 0)$; and `lazy_step(state, s, v, threshold)`, which rescales only when the
+# maximum grows by more than a threshold. Get them with `tilewise learn 5 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `first_block(s, v)`，即看过一块之后的状态；写出 `step(state, s, v)`，即上面循环中的一块，分数可能是 $-\infty$，一行如果只见过被遮住的键，必须保持 $(-\infty, 0, 0)$；再写出 `lazy_step(state, s, v, threshold)`，只有最大值的增长超过阈值时才重新缩放。用 `tilewise learn 5 --exercise` 取得它们。

@@ -461,9 +461,9 @@ for dtype in (torch.float16, torch.bfloat16):
 
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: write `hbm_bytes(n, d, rows, columns, order, itemsize)`, the bytes that
-# the forward moves, for both orders; `fa2(q, k, v, rows, columns)`, FlashAttention-2's two loops; and `fa2_causal(q,
-# k, v, rows, columns)`, which skips the blocks that no query of the block sees. Get them with `tilewise learn 6
-# --exercise`.
+# the forward moves, for both orders; `fa2(q, k, v, rows, columns)`, FlashAttention-2's two loops; and
+# `fa2_causal(q, k, v, rows, columns)`, which skips the blocks that no query of the block sees. Get them with
+# `tilewise learn 6 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `hbm_bytes(n, d, rows, columns, order, itemsize)`，即前向搬运多少字节，两种顺序都要；写出 `fa2(q, k, v, rows, columns)`，即 FlashAttention-2 的两层循环；再写出 `fa2_causal(q, k, v, rows, columns)`，跳过整块查询都看不到的键块。用 `tilewise learn 6 --exercise` 取得它们。

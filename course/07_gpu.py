@@ -443,8 +443,8 @@ if rates:
 #
 # **Exercises.** Three, of rising difficulty: write `launch(n, block)`, the blocks and the idle threads of a launch;
 # `lines(columns, itemsize, lane_axis)`, the memory lines that one warp touches along a row or a column; and
-# `branch_cycles(taken, then, other)`, the cost of an `if` whose lanes disagree. Get them with `tilewise learn 7
-# --exercise`.
+# `branch_cycles(taken, then, other)`, the cost of an `if` whose lanes disagree. Get them with
+# `tilewise learn 7 --exercise`.
 
 # %% [markdown] lang="zh"
 # 一点历史：晶体管数量大约每*两*年翻一番。2005 年前后为止，更小的晶体管在同样功耗下也跑得更快（Dennard 缩放）；此后，速度只能来自同时做更多的事。这台机器长成这个样子，原因就在这里。

@@ -228,10 +228,10 @@ assert largest.offset([63, 8191, 63, 127]) > 2**31
 assert math.prod(largest.shape) - 1 == largest.offset([63, 8191, 63, 127])
 
 # %% [markdown]
-# **Exercises.** Three, of rising difficulty: write `swap(shape, strides, a, b)`, the transpose; `split_heads(shape,
-# strides, heads)`, the view (B, N, H, D) of a (B, N, H·D) tensor with any strides; and `merge_axes(shape, strides)`,
-# which finds out whether a tensor can be flattened without a copy. No data, only arithmetic. Get them with `tilewise
-# learn 8 --exercise`.
+# **Exercises.** Three, of rising difficulty: write `swap(shape, strides, a, b)`, the transpose;
+# `split_heads(shape, strides, heads)`, the view (B, N, H, D) of a (B, N, H·D) tensor with any strides; and
+# `merge_axes(shape, strides)`, which finds out whether a tensor can be flattened without a copy. No data, only
+# arithmetic. Get them with `tilewise learn 8 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `swap(shape, strides, a, b)`，即转置；写出 `split_heads(shape, strides, heads)`，即步长任意的 (B, N, H·D) 张量看成 (B, N, H, D) 的视图；再写出 `merge_axes(shape, strides)`，判断一个张量能否不复制就展平。不碰数据，只做算术。用 `tilewise learn 8 --exercise` 取得它们。

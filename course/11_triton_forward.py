@@ -523,9 +523,9 @@ if HERE:
 
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: write `tile_offsets(first, rows, n, d)`, the addresses of a tile;
-# `masked_scores(s, first_i, first_j, n_q, n_k)`, the causal (bottom-right) mask of one tile; and `span(first, rows,
-# n_q, n_k, block)`, how many blocks of keys need no mask and how many are visited at all, as the kernel's `band` does
-# it. Get them with `tilewise learn 11 --exercise`.
+# `masked_scores(s, first_i, first_j, n_q, n_k)`, the causal (bottom-right) mask of one tile; and
+# `span(first, rows, n_q, n_k, block)`, how many blocks of keys need no mask and how many are visited at all, as the
+# kernel's `band` does it. Get them with `tilewise learn 11 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `tile_offsets(first, rows, n, d)`，即一块的地址；写出 `masked_scores(s, first_i, first_j, n_q, n_k)`，即一块的因果（右下对齐）掩码；再写出 `span(first, rows, n_q, n_k, block)`，即有多少块键不需要掩码、又有多少块会被访问到，与 kernel 里的 `band` 一致。用 `tilewise learn 11 --exercise` 取得它们。

@@ -305,8 +305,8 @@ assert torch.allclose(one, weights.T)
 
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: add two operations to the library's small autograd, `tanh` and `maximum`
-# (of two values; the larger one gets the gradient); then write `linear_backward(x, w, dy)`, the gradients of $Y = X W
-# + b$. Get them with `tilewise learn 12 --exercise`.
+# (of two values; the larger one gets the gradient); then write `linear_backward(x, w, dy)`, the gradients of
+# $Y = X W + b$. Get them with `tilewise learn 12 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：给库里的微型自动求导加两个运算，`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）；再写出 `linear_backward(x, w, dy)`，即 $Y = X W + b$ 的梯度。用 `tilewise learn 12 --exercise` 取得它们。

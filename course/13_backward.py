@@ -371,8 +371,9 @@ assert stored_p[3] / stored_p[2] == 16
 
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: write `weights(q, k, lse)`, a block of $P$, computed again;
-# `block_gradients(q, k, v, do, lse, delta)`, what one block adds to $dQ$, $dK$ and $dV$; and `backward(q, k, v, o,
-# lse, do, rows, columns)`, FlashAttention's whole backward. Get them with `tilewise learn 13 --exercise`.
+# `block_gradients(q, k, v, do, lse, delta)`, what one block adds to $dQ$, $dK$ and $dV$; and
+# `backward(q, k, v, o, lse, do, rows, columns)`, FlashAttention's whole backward. Get them with
+# `tilewise learn 13 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `weights(q, k, lse)`，即重新算出 $P$ 的一块；写出 `block_gradients(q, k, v, do, lse, delta)`，即一块对 $dQ$、$dK$ 和 $dV$ 的贡献；再写出 `backward(q, k, v, o, lse, do, rows, columns)`，即 FlashAttention 的整个反向。用 `tilewise learn 13 --exercise` 取得它们。

@@ -311,8 +311,8 @@ assert torch.equal(together[:1], alone)  # bit for bit
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: write `bounds(length, parts, block)`, where the parts of a sequence begin
 # and end, in whole blocks; `combine(parts)` for a list of (o, lse) in which any part may be empty, and all of them;
-# and `best_parts(heads, blocks, processors, overhead, limit)`, how many parts are fastest. Get them with `tilewise
-# learn 15 --exercise`.
+# and `best_parts(heads, blocks, processors, overhead, limit)`, how many parts are fastest. Get them with
+# `tilewise learn 15 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：写出 `bounds(length, parts, block)`，即一个序列的各份从哪里开始、到哪里结束，以整块为单位；写出 `combine(parts)`，传入 (o, lse) 的列表，任何一份都可能是空的，也可能全是空的；再写出 `best_parts(heads, blocks, processors, overhead, limit)`，即分几份最快。用 `tilewise learn 15 --exercise` 取得它们。

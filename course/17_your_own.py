@@ -307,8 +307,9 @@ assert torch.autograd.gradcheck(
 # %% [markdown]
 # **Exercises.** Three, of rising difficulty: a text of several documents with instructions in front. Write the mask
 # mod `mask`, in which a token sees the tokens before it *of its own document* and the first `shared` tokens; the score
-# mod `score`, which takes `tax` from the score of each shared token seen from outside of it; and `tile_kinds(seen,
-# block)` for a mask whose size the block does not divide. Get them with `tilewise learn 17 --exercise`.
+# mod `score`, which takes `tax` from the score of each shared token seen from outside of it; and
+# `tile_kinds(seen, block)` for a mask whose size the block does not divide. Get them with
+# `tilewise learn 17 --exercise`.
 
 # %% [markdown] lang="zh"
 # **练习。** 三道，由易到难：一篇文本由几个文档组成，最前面有一段公共的指令。写出 mask mod `mask`，让一个 token 看得到*自己那个文档里*它之前的 token，以及最前面 `shared` 个 token；写出 score mod `score`，公共部分之外的 token 看公共 token 时，分数要减去 `tax`；再写出 `tile_kinds(seen, block)`，掩码的大小不必被块大小整除。用 `tilewise learn 17 --exercise` 取得它们。

@@ -25,4 +25,4 @@ def lazy_step(state: State, s: Tensor, v: Tensor, threshold: float) -> State:
     r = torch.where(most > r_old + threshold, most, r_old)
     p = torch.exp(s - r[:, None])
     factor = torch.exp(r_old - r)
-    return r, factor * l + p.sum(-1), factor[:, None] * o + p @ v
+    return r, l * factor + p.sum(-1), o * factor[:, None] + p @ v

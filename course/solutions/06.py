@@ -55,9 +55,9 @@ def fa2_causal(
             m_new = torch.maximum(m, s.amax(-1))
             p = torch.exp(s - m_new[:, None])
             factor = torch.exp(m - m_new)
-            l = factor * l + p.sum(-1)
-            o = factor[:, None] * o + p @ v_j
+            l = l * factor + p.sum(-1)
+            o = o * factor[:, None] + p @ v_j
             m = m_new
             visited += 1
-        out.append(o / l[:, None])
+        out += [o / l[:, None]]
     return torch.cat(out), visited

@@ -85,16 +85,8 @@ WRONG: dict[int, Mistakes] = {
             ("return m, p.sum(-1), p @ v", "return m, p.sum(-1), p @ v / p.sum(-1)[:, None]", "keep the numerator"),
         ],
         "step": [
-            (
-                "factor * l + p.sum(-1), factor[:, None] * o + p @ v\n\n\ndef lazy",
-                "l + p.sum(-1), factor[:, None] * o + p @ v\n\n\ndef lazy",
-                "your l equals the result without the rescaling factor",
-            ),
-            (
-                "factor * l + p.sum(-1), factor[:, None] * o + p @ v\n\n\ndef lazy",
-                "factor * l + p.sum(-1), o + p @ v\n\n\ndef lazy",
-                "your o equals the result without the rescaling factor",
-            ),
+            ("factor * l + p.sum(-1),", "l + p.sum(-1),", "your l equals the result without the rescaling factor"),
+            ("factor[:, None] * o + p @ v", "o + p @ v", "your o equals the result without the rescaling factor"),
             ("m.masked_fill(m == -torch.inf, 0.0)", "m", "only masked keys gives nan"),
         ],
         "lazy_step": [
@@ -110,18 +102,10 @@ WRONG: dict[int, Mistakes] = {
             (" + matrix + statistic\n", " + matrix\n", "lse is missing"),
         ],
         "fa2": [
-            (
-                "o = factor[:, None] * o + p @ v_j\n            m = m_new\n        out.append(o / l[:, None])\n        lse",
-                "o = o + p @ v_j\n            m = m_new\n        out.append(o / l[:, None])\n        lse",
-                "without the rescaling factor exp(m_old - m_new) on o",
-            ),
-            (
-                "l = factor * l + p.sum(-1)\n            o = factor[:, None] * o + p @ v_j\n            m = m_new\n        out.append(o / l[:, None])\n        lse",
-                "l = l + p.sum(-1)\n            o = factor[:, None] * o + p @ v_j\n            m = m_new\n        out.append(o / l[:, None])\n        lse",
-                "without the rescaling factor exp(m_old - m_new) on l",
-            ),
+            ("o = factor[:, None] * o", "o = o", "without the rescaling factor exp(m_old - m_new) on o"),
+            ("l = factor * l", "l = l", "without the rescaling factor exp(m_old - m_new) on l"),
             ("lse.append(m + l.log())", "lse.append(m)", "add log l"),
-            ("out.append(o / l[:, None])\n        lse", "out.append(o)\n        lse", "equals the numerator"),
+            ("out.append(o / l[:, None])", "out.append(o)", "equals the numerator"),
         ],
         "fa2_causal": [
             ("j > i[:, None]", "j > len(k)", "attention without a mask"),

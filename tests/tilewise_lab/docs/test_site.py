@@ -243,9 +243,14 @@ def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
     page = lessons.markdown(all_lessons()[0], said)
     assert "````text\n" + next(filter(None, said)).splitlines()[0] in page
     assert "(picture:" not in page
-    assert page.count("![what the cell draws](pictures/01_") == "".join(said).count("(picture:")
-    assert "<details><summary>A solution</summary>" in page
-    assert "<details><summary>一种解法</summary>" in lessons.markdown(all_lessons()[0], said, "zh")
+    assert "![Attainable TFLOP/s over FLOPs per byte on an H200" in page
+    assert len(re.findall(r"!\[[^\]]{40,}\]\(pictures/01_", page)) == "".join(said).count("(picture:") > 0
+    assert "<details><summary>Solutions</summary>" in page
+    folded = re.findall(r"<details><summary>Checks</summary>\n\n````python\n(.*?)````", page, re.S)
+    assert "".join(folded).count("assert ") == page.count("assert ")
+    chinese = lessons.markdown(all_lessons()[0], lessons.printed(tmp_path, 1, "zh"), "zh")
+    assert "<details><summary>解法</summary>" in chinese
+    assert "![H200 的 roofline" in chinese
 
 
 def test_a_translation_has_the_code_of_the_original():
