@@ -49,9 +49,8 @@ from tilewise_lab.learn import measured, picture, say, show
 
 
 def attention(q, k, v):
-    s = (
-        q @ k.T / math.sqrt(q.shape[-1])
-    )  # (N, N): every question with every label
+    # (N, N): every question with every label
+    s = q @ k.T / math.sqrt(q.shape[-1])
     p = torch.softmax(s, -1)  # (N, N): each row is a distribution
     return s, p, p @ v  # (N, D): the answers, mixed
 
@@ -72,9 +71,8 @@ show(
 # %% tags=["check"]
 assert s.shape == p.shape == (8, 8)
 assert o.shape == q.shape
-assert torch.allclose(
-    p.sum(-1), torch.ones(8)
-)  # softmax works row by row: each row of P is a distribution
+# softmax works row by row: each row of P is a distribution
+assert torch.allclose(p.sum(-1), torch.ones(8))
 assert torch.allclose(
     o,
     tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0],
@@ -110,9 +108,8 @@ class MultiHeadAttention(torch.nn.Module):
         self.out = torch.nn.Linear(width, width)
 
     def forward(self, x):  # (B, N, width)
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        )  # each (B, N, H, d)
+        # each (B, N, H, d)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return self.out(tilewise.attention(q, k, v).flatten(2))
 
 
@@ -279,6 +276,7 @@ for name in ("A100", "H100", "H200"):
 roofs = measured("roofs")
 
 
+# %% tags=["figure"]
 def draw(axes):
     from tilewise_lab.costs.roofline import attainable, curve
 

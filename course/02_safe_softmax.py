@@ -39,9 +39,8 @@ def safe(x):
         m = torch.maximum(m, x[..., i])  # first pass: the maximum
     for i in range(n):
         l = l + torch.exp(x[..., i] - m)  # second pass: the denominator
-    return torch.stack(
-        [torch.exp(x[..., i] - m) / l for i in range(n)], -1
-    )  # third pass: the weights
+    # third pass: the weights
+    return torch.stack([torch.exp(x[..., i] - m) / l for i in range(n)], -1)
 
 
 x = torch.tensor([3.0, 2.0, 5.0, 1.0])
@@ -54,9 +53,8 @@ from tilewise_lab.derivation import softmax as reference
 assert bool((p > 0).all())
 assert bool((p <= 1).all())
 assert math.isclose(float(p.sum()), 1.0, rel_tol=1e-6)
-assert torch.equal(
-    safe(x), reference.safe(x)
-)  # the library's reference, against which its kernels are tested
+# the library's reference, against which its kernels are tested
+assert torch.equal(safe(x), reference.safe(x))
 
 # %% [markdown]
 # ## Where it breaks
@@ -129,6 +127,7 @@ errors = [float((shifted(k) - exact).abs().max()) for k in ks]
 e = torch.exp(x - x.max())
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.semilogy(
         ks, [max(err, 1e-9) if err == err else 1.0 for err in errors], "."

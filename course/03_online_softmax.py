@@ -53,9 +53,8 @@ def online_states(x):
 
 
 x = [3, 2, 5, 1]
-told = trace.softmax(
-    x
-)  # the same steps, as the library's tracer records them
+# the same steps, as the library's tracer records them
+told = trace.softmax(x)
 show_softmax(told)
 
 # %% tags=["check"]
@@ -84,6 +83,7 @@ assert [
 right, wrong = told["right"]["steps"], told["wrong"]["steps"]
 
 
+# %% tags=["figure"]
 def draw(axes):
     for name, color in (("right", "green"), ("wrong", "red")):
         axes.plot(
@@ -130,10 +130,8 @@ assert round(wrong[2]["l"], 6) == 2.367879
 assert round(right[2]["l"], 6) == 1.185122
 assert round(right[3]["l"], 6) == 1.203438
 assert [step["ok"] for step in wrong] == [True, True, False, False]
-assert told["loads"] == {
-    "safe": 3,
-    "online": 2,
-}  # one pass for (m, l), one for the outputs
+# one pass for (m, l), one for the outputs
+assert told["loads"] == {"safe": 3, "online": 2}
 
 # %% [markdown]
 # ## The proof, and its execution

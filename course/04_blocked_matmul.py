@@ -208,6 +208,7 @@ show(
 )
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.loglog(tiles, [fetched(n, t) * 4 / 1e6 for t in tiles], "o-", base=2)
     axes.set(

@@ -27,9 +27,8 @@ def scores(q, k):
     return q @ k.T / math.sqrt(q.shape[-1])
 
 
-exact = (
-    torch.softmax(scores(q, k), -1) @ v
-)  # what every other way is measured against
+# what every other way is measured against
+exact = torch.softmax(scores(q, k), -1) @ v
 
 # %% [markdown]
 # ## softmax without its division
@@ -88,9 +87,8 @@ def wrong_local_softmax(q, k, v, rows, columns):
         o_i = 0
         for k_j, v_j in zip(k.split(columns), v.split(columns), strict=True):
             p = softmax_star(scores(q_i, k_j))
-            o_i = (
-                o_i + (p / p.sum(-1, keepdim=True)) @ v_j
-            )  # each block by its own sum: WRONG
+            # each block by its own sum: WRONG
+            o_i = o_i + (p / p.sum(-1, keepdim=True)) @ v_j
         o.append(o_i)
     return torch.cat(o)
 
@@ -124,7 +122,7 @@ assert (wrong - exact).abs().max() > 1
 # numerator too. $\mathrm{diag}(\alpha) O$ scales each row by its own number; its inverse divides.
 #
 # This is the whole algorithm. Read it line by line beside the formulas, and change it: leave out an $\alpha$, and the
-# assertions below tell you.
+# checks below fail.
 
 # %% [markdown] lang="zh"
 # ## 正确的做法
@@ -135,7 +133,7 @@ assert (wrong - exact).abs().max() > 1
 #
 # 最后一块之后，$O \leftarrow \mathrm{diag}(l)^{-1} O$。修正因子 $\alpha$ 就是第 3 课的那个，只是现在也用到分子上。$\mathrm{diag}(\alpha) O$ 让每一行乘上自己的数；取逆就是除。
 #
-# 这就是整个算法。请对照公式逐行阅读，也请动手改：漏掉一个 $\alpha$，下面的断言就会告诉你。
+# 这就是整个算法。请对照公式逐行阅读，也请动手改：漏掉一个 $\alpha$，下面的检查就会失败。
 
 
 # %%
@@ -172,9 +170,8 @@ for j in range(1, 5):
     )
     seen = rung.naive(q[:2], k[: 2 * j], v[: 2 * j])
     so_far = o / l[:, None]
-    apart.append(
-        (so_far - seen).abs().max()
-    )  # O / l is attention over the keys seen so far
+    # O / l is attention over the keys seen so far
+    apart.append((so_far - seen).abs().max())
     rows.append(
         [
             j,
@@ -234,6 +231,7 @@ print(
 longer = trace.attention(64, 64, d=4, rows=2, columns=2)
 
 
+# %% tags=["figure"]
 def draw(left, right):
     for axes, title, values in (
         (left, "wrong: local softmax", (wrong - exact).abs()),
@@ -270,9 +268,8 @@ picture(
 # %% tags=["check"]
 assert told["error"] < 1e-12
 assert not {"s", "p"} & set(moved)
-assert (
-    longer["totals"]["peak"] == told["totals"]["peak"]
-)  # eight times the length, the same SRAM
+# eight times the length, the same SRAM
+assert longer["totals"]["peak"] == told["totals"]["peak"]
 
 # %% [markdown]
 # ## Who can work at the same time?

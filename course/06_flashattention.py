@@ -151,9 +151,8 @@ assert torch.allclose(o2, exact)
 assert torch.allclose(o1, rung.fa1(q, k, v, rows=16, columns=16)[0])
 assert torch.allclose(o2, rung.fa2(q, k, v, rows=16, columns=16)[0])
 assert torch.allclose(m + l.log(), lse)
-assert torch.allclose(
-    lse, scores(q, k).logsumexp(-1)
-)  # log Σ e^x = x_max + log Σ e^{x - x_max}
+# log Σ e^x = x_max + log Σ e^{x - x_max}
+assert torch.allclose(lse, scores(q, k).logsumexp(-1))
 assert apart > 0  # not bit for bit: FA1 rounds after every block
 assert (one - two).abs().max() < 2e-6
 assert told["fa1"]["stored"]["o"] == 4 * told["fa2"]["stored"]["o"]
@@ -383,6 +382,7 @@ if here:
     )
 
 
+# %% tags=["figure"]
 def draw(left, right):
     bars = {
         "naive": most.naive,

@@ -51,6 +51,7 @@ print(
 )
 
 
+# %% tags=["figure"]
 def draw(left, right):
     for axes, title, plan in (
         (left, "CPU: latency", alone),
@@ -172,9 +173,8 @@ if has_triton("the same on a grid"):
     x, y = torch.randn(5, 7), torch.randn(5, 7)
     z, w = torch.empty(5, 7), torch.empty(5, 7)
     matrix_add[(3, 2)](x, y, z, 5, 7, BLOCK_M=2, BLOCK_N=4)
-    softmax_rows[(5,)](
-        x, w, 7, BLOCK=8
-    )  # one program per row: lesson 2's three passes, one trip to memory
+    # one program per row: lesson 2's three passes, one trip to memory
+    softmax_rows[(5,)](x, w, 7, BLOCK=8)
 
 # %% tags=["check"]
 if has_triton():
@@ -388,6 +388,7 @@ strides = [1, 2, 4, 8, 16, 32, 64]
 rates = measured("coalescing")
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.plot(
         strides,

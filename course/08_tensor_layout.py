@@ -97,6 +97,7 @@ except RuntimeError as error:
     print(say("view refuses:", "view 拒绝："), str(error)[:75], "...")
 
 
+# %% tags=["figure"]
 def draw(*panels):
     for axes, layout, title in zip(
         panels,
@@ -179,12 +180,10 @@ print(
     q.stride(),
     contiguous,
 )
-heads_first = [
-    x.transpose(1, 2).contiguous() for x in (q, k, v)
-]  # (B, H, N, d) in memory
-grown = torch.randn(b, 1, 1, d).expand(
-    b, n, h, d
-)  # stride 0: one row for all tokens and heads
+# (B, H, N, d) in memory
+heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+# stride 0: one row for all tokens and heads
+grown = torch.randn(b, 1, 1, d).expand(b, n, h, d)
 
 # the gradient of the output may arrive in any layout too
 q_ = q.clone().requires_grad_()

@@ -64,6 +64,7 @@ print(
 busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
 
 
+# %% tags=["figure"]
 def draw(top, bottom):
     colors = [f"C{i}" for i in range(7)]
     for axes, plan, title in (
@@ -130,10 +131,8 @@ assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
 # $$\text{kept} + \text{num\_stages} \cdot \text{streamed} \le \text{shared memory}$$
 
 # %%
-q_tile, kv_tiles = (
-    128 * 128 * 2,
-    2 * 128 * 128 * 2,
-)  # bf16, D 128: a Q tile is kept, K and V tiles stream
+# bf16, D 128: a Q tile is kept, K and V tiles stream
+q_tile, kv_tiles = (128 * 128 * 2, 2 * 128 * 128 * 2)
 show(
     say(
         [
@@ -272,6 +271,7 @@ show(
 )
 
 
+# %% tags=["figure"]
 def draw_devices(axes):
     for slot in pipeline.forward_backward(3, 4):
         is_forward = slot.iteration < 4

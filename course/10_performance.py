@@ -78,9 +78,8 @@ assert roof(ridge / 2, h200) == h200.flops("bfloat16") / 2
 assert roof(2 * ridge, h200) == h200.flops("bfloat16")
 for intensity in (1, ridge, 1000):
     assert roof(intensity, h200) == attainable(intensity, h200, "bfloat16")
-assert (
-    decode.flops() / traffic(decode).tiled < 2
-)  # every K and V byte is used for one token: nothing to be saved by tiling
+# every K and V byte is used for one token: nothing to be saved by tiling
+assert decode.flops() / traffic(decode).tiled < 2
 
 # %% [markdown]
 # ## Fewer bits
@@ -126,10 +125,8 @@ if rates:
 
 # %% tags=["check"]
 assert abs(in_half - 100) > 20 * abs(in_float - 100)
-assert (out.dtype, lse.dtype) == (
-    torch.float16,
-    torch.float32,
-)  # m, l and O are float32 inside, and L stays so
+# m, l and O are float32 inside, and L stays so
+assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
 
 # %% [markdown]
 # ## Fusion
@@ -286,6 +283,7 @@ show(
 timed = measured("waves")
 
 
+# %% tags=["figure"]
 def draw(axes):
     ns = [*range(1024, 3073, 8), 1793, 2049, 2817]
     for name, color in (("A100", "tab:orange"), ("H200", "tab:green")):
@@ -387,6 +385,9 @@ if words:
         )
     )
 bands = measured("alignment")
+
+
+# %% tags=["figure"]
 if bands:
 
     def draw_bands(axes):

@@ -3,12 +3,12 @@
 #
 # Everything so far fits into one kernel of thirty lines. A program owns a block of queries; it walks over the blocks
 # of keys they see; it keeps $(m, l, O)$ in registers. Here it is, for one head whose rows lie one after the other.
-# Change a line, and the assertions below notice.
+# Change a line, and the checks below fail.
 
 # %% [markdown] lang="zh"
 # # 11. 逐行读 Triton 前向 kernel
 #
-# 到目前为止的一切，装得进一个三十行的 kernel。一个程序负责一块查询；它走过这些查询看得到的每一块键；$(m, l, O)$ 一直放在寄存器里。下面就是它，处理一个头，各行连续存放。改动任何一行，后面的断言都会发现。
+# 到目前为止的一切，装得进一个三十行的 kernel。一个程序负责一块查询；它走过这些查询看得到的每一块键；$(m, l, O)$ 一直放在寄存器里。下面就是它，处理一个头，各行连续存放。改动任何一行，后面的检查都会失败。
 
 # %%
 # needs: interpreter
@@ -40,9 +40,10 @@ if HERE:
         first = tl.program_id(0) * BLOCK_M
         i = first + tl.arange(0, BLOCK_M)  # my queries
         c = tl.arange(0, D)
+        # stays for the whole loop
         q_tile = tl.load(
             q + i[:, None] * D + c, mask=i[:, None] < n_q, other=0.0
-        )  # stays for the whole loop
+        )
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -66,9 +67,8 @@ if HERE:
                 hidden = hidden | (j[None, :] > i[:, None] + n_k - n_q)
             s = tl.where(hidden, float("-inf"), s)
             m_new = tl.maximum(m, tl.max(s, 1))
-            pivot = tl.where(
-                m_new == float("-inf"), 0.0, m_new
-            )  # a row that has seen nothing
+            # a row that has seen nothing
+            pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp(s - pivot[:, None])
             alpha = tl.exp(m - pivot)
             l = l * alpha + tl.sum(p, 1)
@@ -259,9 +259,10 @@ none = tilewise.attention(
     return_lse=True,
 )
 x = torch.tensor([1.0, 2.0])
+# m₀ = 0, l₀ = 1
 started_finite = torch.exp(x - 2) / (
     1.0 * math.exp(0.0 - 2) + torch.exp(x - 2).sum()
-)  # m₀ = 0, l₀ = 1
+)
 with_sink = torch.softmax(torch.tensor([0.0, 1.0, 2.0]), -1)[1:]
 
 # %% tags=["check"]
@@ -302,9 +303,10 @@ print(
         f"{hidden_all.logsumexp(-1):.0f}",
     )
 )
+# the second key is hidden
 valid_but_low = torch.softmax(torch.tensor([-2e6, -1e6]), -1) @ torch.tensor(
     [1.0, 100.0]
-)  # the second key is hidden
+)
 print(
     say(
         "a valid score below -1e6 loses to a hidden one: "
@@ -313,17 +315,15 @@ print(
     )
 )
 q, k, v = (torch.randn(1, n, 1, 8) for n in (4, 2, 2))
-out, lse = tilewise.attention(
-    q, k, v, causal=True, return_lse=True
-)  # queries 0 and 1 come before both keys
+# queries 0 and 1 come before both keys
+out, lse = tilewise.attention(q, k, v, causal=True, return_lse=True)
 
 # %% tags=["check"]
 assert torch.isclose(torch.softmax(hidden_all, -1) @ v16, v16.mean())
 assert round(float(hidden_all.double().logsumexp(-1))) == -999_997
 assert valid_but_low == 100
-assert (
-    torch.tensor(-1e6).half() == -math.inf
-)  # and in float16 it is -inf after all
+# and in float16 it is -inf after all
+assert torch.tensor(-1e6).half() == -math.inf
 assert not out[0, :2].any()
 assert (lse[0, 0, :2] == -math.inf).all()
 
@@ -464,6 +464,7 @@ show(
 )
 
 
+# %% tags=["figure"]
 def draw(axes):
     seen = [[n, 32 - n] for n in sorted(steps)]
     axes.bar(range(32), [a for a, _ in seen], label="visited")

@@ -58,6 +58,7 @@ print(
 )
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.loglog(steps, errors, "o-", label="|f(x + Δ) - (f(x) + f'(x)Δ)|")
     axes.loglog(
@@ -135,9 +136,8 @@ class Value:
         self.gradient = 1.0
         for value in reversed(self.order()):
             for source, local in value.made_from:
-                source.gradient += (
-                    value.gradient * local
-                )  # along a path: times; where paths meet: plus
+                # along a path: times; where paths meet: plus
+                source.gradient += value.gradient * local
 
 
 a, w1, b1 = Value(2.0), Value(3.0), Value(1.0)
@@ -160,10 +160,8 @@ tx, ty = (
 )
 tz = (tx * ty).exp() / (tx * tx + 1)
 tz.backward()
-gx, gy = (
-    graph.Value(0.7),
-    graph.Value(-0.3),
-)  # the library's own, which draws its graph on the page
+# the library's own, which draws its graph on the page
+gx, gy = (graph.Value(0.7), graph.Value(-0.3))
 ((gx * gy).exp() / (gx * gx + 1.0)).backward()
 
 # %% tags=["check"]
@@ -271,17 +269,14 @@ X, W, dY = (
     torch.randn(*shape, dtype=torch.float64)
     for shape in ((2, 3), (3, 4), (2, 4))
 )
-full = torch.autograd.functional.jacobian(
-    lambda t: t @ W, X
-)  # (2, 4, 2, 3): tiny, so it can be built
+# (2, 4, 2, 3): tiny, so it can be built
+full = torch.autograd.functional.jacobian(lambda t: t @ W, X)
 contracted = torch.einsum("nd,ndij->ij", dY, full)
 dX, dW = matmul.gradients(X, W, dY)
 full_w = torch.autograd.functional.jacobian(lambda t: X @ t, W)
 
-row, weights = (
-    torch.randn(1, 3),
-    torch.randn(3, 4),
-)  # the worked example: X 1 × 3, W 3 × 4
+# the worked example: X 1 × 3, W 3 × 4
+row, weights = (torch.randn(1, 3), torch.randn(3, 4))
 one = torch.autograd.functional.jacobian(lambda t: t @ weights, row).squeeze()
 show(
     say(["", "shape"], ["", "形状"]),

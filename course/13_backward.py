@@ -158,9 +158,8 @@ def tiled_backward(q, k, v, o, lse, do, rows, columns):
         j = slice(first_j, first_j + columns)
         for first_i in range(0, len(q), rows):
             i = slice(first_i, first_i + rows)
-            p = torch.exp(
-                q[i] @ k[j].T * scale - lse[i, None]
-            )  # computed again
+            # computed again
+            p = torch.exp(q[i] @ k[j].T * scale - lse[i, None])
             ds = p * (do[i] @ v[j].T - delta[i, None]) * scale
             dv[j] += p.T @ do[i]
             dk[j] += ds.T @ q[i]
@@ -333,6 +332,7 @@ kept = [4 * m * 64 * 2 + 4 * m for m in lengths]
 stored_p = [m * m * 2 for m in lengths]
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.loglog(
         lengths, [b / 2**20 for b in stored_p], "o-", base=2, label="keep P"

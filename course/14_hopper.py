@@ -132,6 +132,7 @@ if has_triton("the Hopper forward in the emulator"):
         )
 
 
+# %% tags=["figure"]
 def draw(axes):
     units = sorted({span.unit for span in timeline})
     palette = {

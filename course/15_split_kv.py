@@ -104,9 +104,8 @@ for parts in (1, 2, 7, 64):
     o, lse = split_kv(q, k, v, parts)
     assert torch.allclose(o, exact)
     assert torch.allclose(lse, exact_lse)
-assert torch.allclose(
-    theirs[0][0, 0], exact
-)  # the library's merge says the same
+# the library's merge says the same
+assert torch.allclose(theirs[0][0, 0], exact)
 
 # %% [markdown]
 # ## Two ways to get it wrong
@@ -153,9 +152,8 @@ nothing = attend(q, k[:, :0], v[:, :0])
 assert (mean - exact).abs().max() > 1e-2
 assert (by_count - exact).abs().max() > 1e-3
 assert (nothing[1] == -torch.inf).all()
-assert torch.allclose(
-    combine([nothing, *pieces, nothing])[0], exact
-)  # parts without keys do no harm
+# parts without keys do no harm
+assert torch.allclose(combine([nothing, *pieces, nothing])[0], exact)
 
 # %% [markdown]
 # ## How many parts?
@@ -225,6 +223,7 @@ show(
 )
 
 
+# %% tags=["figure"]
 def draw(axes):
     for batch, keys in ((1, 65536), (4, 8192), (16, 8192)):
         axes.loglog(
@@ -258,12 +257,10 @@ picture(
 
 # %% tags=["check"]
 assert seconds(8, 65536, 16) < seconds(8, 65536, 1) / 5
-assert (
-    tiles.parts_of_keys(8, 65536, 64, 132) == 16
-)  # one program for each processor
-assert (
-    tiles.parts_of_keys(128, 8192, 64, 132) == 1
-)  # the batch fills the GPU by itself
+# one program for each processor
+assert tiles.parts_of_keys(8, 65536, 64, 132) == 16
+# the batch fills the GPU by itself
+assert tiles.parts_of_keys(128, 8192, 64, 132) == 1
 
 # %% [markdown]
 # The model is crude, but its order is what was measured on an H200 (32 query heads on 8 of keys, $D = 128$): a batch
@@ -299,10 +296,11 @@ alone = tilewise.attention_kv(
 
 # %% tags=["check"]
 for b, length in enumerate(lengths.tolist()):
+    # (H, n, D)
     shared = [
         x[b, :length].transpose(0, 1).repeat_interleave(group, 0)
         for x in (k_cache, v_cache)
-    ]  # (H, n, D)
+    ]
     assert torch.allclose(
         out[b, 0], split_kv(queries[b, 0], *shared, parts=5)[0], atol=1e-5
     )

@@ -75,9 +75,8 @@ def ring(q, k, v, where=None):
             )
             state[r] = merge(state[r], attend(q[r], k_a, v_a, hide))
         if step < ranks - 1:
-            travelling = (
-                travelling[-1:] + travelling[:-1]
-            )  # rank r sends to r + 1
+            # rank r sends to r + 1
+            travelling = travelling[-1:] + travelling[:-1]
     return state
 
 
@@ -133,9 +132,8 @@ def zigzag(n, ranks):
 
 
 def pairs(where):
-    return [
-        int((rows + 1).sum()) for rows in where
-    ]  # the query at position i sees i + 1 keys
+    # the query at position i sees i + 1 keys
+    return [int((rows + 1).sum()) for rows in where]
 
 
 layouts = {"contiguous": contiguous(n, ranks), "zigzag": zigzag(n, ranks)}
@@ -168,6 +166,7 @@ causal = torch.arange(n)[None, :] > torch.arange(n)[:, None]
 exact, exact_lse = attend(q, k, v, causal)
 
 
+# %% tags=["figure"]
 def draw(axes):
     for name, where in layouts.items():
         axes.plot(range(ranks), pairs(where), "o-", label=name)
@@ -284,11 +283,8 @@ def ring_backward(q, k, v, state, do, where):
             dk += ds.T @ q[r]
             dv += p.T @ do[r]
         travelling = travelling[-1:] + travelling[:-1]
-    return (
-        dq,
-        [x[2] for x in travelling],
-        [x[3] for x in travelling],
-    )  # after R hops everything is home
+    # after R hops everything is home
+    return (dq, [x[2] for x in travelling], [x[3] for x in travelling])
 
 
 where = layouts["zigzag"]

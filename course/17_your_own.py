@@ -158,9 +158,8 @@ if has_triton():
 assert torch.allclose(
     out, trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, 6, 2)), atol=1e-5
 )
-assert torch.allclose(
-    last, out[:, -1:], atol=1e-5
-)  # one token alone gets what it got in company
+# one token alone gets what it got in company
+assert torch.allclose(last, out[:, -1:], atol=1e-5)
 
 # %% [markdown]
 # ## A block mask: do not even look
@@ -202,6 +201,7 @@ print(
 )
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.imshow(mine, cmap="Blues", vmin=0, vmax=2)
     axes.set(

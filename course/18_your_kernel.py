@@ -249,9 +249,8 @@ if has_triton("a probe"):
         tl.store(y + at, LOOKED_AT(tl.load(x + at)))
 
     x = torch.randn(4, 8)
-    y = torch.full_like(
-        x, math.nan
-    )  # what is not written stays nan, and is seen
+    # what is not written stays nan, and is seen
+    y = torch.full_like(x, math.nan)
     probe[(1,)](x, y, ROWS=4, COLS=8, LOOKED_AT=row_weights)
 
 # %% tags=["check"]
@@ -301,6 +300,7 @@ show(
 )
 
 
+# %% tags=["figure"]
 def draw(left, right):
     n, visited = 32, {"forward, backward_queries": [], "backward_keys": []}
     for i in range(0, n, BLOCK_M):

@@ -25,15 +25,16 @@ PICTURE = re.compile(r"^(?:\(picture: |（图：).*?([\w-]+\.png)(?:: |：)(.*)[
 
 def markdown(lesson: Lesson, printed: Sequence[str], lang: str = "en") -> str:
     """The page of a lesson; `printed`: what its cells print, if they were run."""
-    run, exercise, solution, check = {
-        "en": ("Run it: ", "The exercises", "Solutions", "Checks"),
-        "zh": ("运行：", "练习", "解法", "检查"),
+    run, exercise, solution, check, figure = {
+        "en": ("Run it: ", "The exercises", "Solutions", "Checks", "The code of the figure"),
+        "zh": ("运行：", "练习", "解法", "检查", "画图的代码"),
     }[lang]
+    titles = {"check": check, "figure": figure}
     parts: list[str] = []
     for cell, said in zip_longest(lesson.cells_in(lang), printed, fillvalue=""):
         assert not isinstance(cell, str)
         code = cell.text if cell.kind == "markdown" else fenced(cell.read_in(lang))
-        parts.append(folded(check, code) if cell.check else code)
+        parts.append(folded(titles[cell.tag], code) if cell.tag else code)
         parts += output(said)
     parts.append(f"{run}`tilewise learn {lesson.number}{' --lang zh' if lang == 'zh' else ''}`")
     for folder, title in (("exercises", exercise), ("solutions", solution)):

@@ -2,7 +2,7 @@
 
 tilewise learn                       the lessons, and how far you are
 tilewise learn 3                     lesson 3, cell by cell
-tilewise learn 3 --checks            with the assertions that the lesson makes
+tilewise learn 3 --checks            with its folded cells: checks, code of figures
 tilewise learn 3 --exercise          its three exercises, as a file to fill in
 tilewise learn --check 3 answer.py   grade your answers
 tilewise learn 3 --solution          one way to solve them
@@ -28,7 +28,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--lang", choices=("en", "zh"), help="the language of lessons, exercises and hints")
     parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write the lessons as Jupyter notebooks")
     parser.add_argument("--quiet", action="store_true", help="run the code, print only what it prints")
-    parser.add_argument("--checks", action="store_true", help="show the cells of checks, too")
+    parser.add_argument(
+        "--checks", action="store_true", help="show the folded cells, too: checks, and the code of figures"
+    )
     parser.add_argument("--pause", action="store_true", help="wait for Enter between cells")
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="run it quietly, keep what each cell prints as JSON"

@@ -2,8 +2,8 @@
 
 A lesson is a script of `# %%` cells; Markdown cells are comments. Its words are there twice, in cells marked
 `# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once, with
-`say(en, zh)` where it speaks. Cells marked `# %% tags=["check"]` hold the assertions: they run, and are folded.
-Formulas are LaTeX, `$..$` and `$$..$$`.
+`say(en, zh)` where it speaks. Cells marked `# %% tags=["check"]` hold the assertions, those marked
+`# %% tags=["figure"]` the code of figures: they run, and are folded. Formulas are LaTeX, `$..$` and `$$..$$`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class Cell:
     text: str
     line: int  # of its first line in the file
     lang: str = ""  # of words: "en" or "zh"
-    check: bool = False  # of code: assertions, which readers see if they ask for them
+    tag: str = ""  # of code that is folded: "check" or "figure"
+
+    @property
+    def check(self) -> bool:
+        return self.tag == "check"
 
     def read_in(self, lang: str) -> str:
         """The cell as a reader of one language gets it."""
@@ -75,7 +79,7 @@ class Lesson:
         return self.path.parent / folder / f"{self.number:02}.py"
 
 
-MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?( tags=\["check"\])?')
+MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?(?: tags=\["(\w+)"\])?')
 COLUMNS = 78  # of code: a terminal of 80, less the two that the code is indented by
 
 
@@ -84,11 +88,11 @@ def parse(source: str) -> list[Cell]:
     >>> source = '# %% [markdown]\\n# # Title\\n# %% [markdown] lang="zh"\\n# # 标题\\n# %%\\nx = 1\\n'
     >>> [(cell.kind, cell.lang, cell.text) for cell in parse(source)]
     [('markdown', 'en', '# Title'), ('markdown', 'zh', '# 标题'), ('code', '', 'x = 1')]
-    >>> [cell.check for cell in parse('# %%\\nx = 1\\n# %% tags=["check"]\\nassert x\\n')]
-    [False, True]
+    >>> [cell.tag for cell in parse('# %%\\nx = 1\\n# %% tags=["check"]\\nassert x\\n')]
+    ['', 'check']
     """
     cells = []
-    kind, lang, check, lines, first = "", "", False, [], 0
+    kind, lang, tag, lines, first = "", "", "", [], 0
     for number, line in enumerate([*source.splitlines(), "# %%"], 1):
         marker = MARKER.match(line)
         if not marker:
@@ -98,10 +102,10 @@ def parse(source: str) -> list[Cell]:
         if kind and text.strip():
             blank = 0 if lang else len(text) - len(text.lstrip("\n"))
             text = text.strip("\n") if kind == "code" else text.strip()
-            cells.append(Cell(kind, text, first + blank, lang, check))
-        words, chosen, tag = marker.groups()
+            cells.append(Cell(kind, text, first + blank, lang, tag))
+        words, chosen, tagged = marker.groups()
         kind, lang = ("markdown", chosen or "en") if words else ("code", "")
-        lines, first, check = [], number + 1, bool(tag)
+        lines, first, tag = [], number + 1, tagged or ""
     return cells
 
 

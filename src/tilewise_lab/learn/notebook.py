@@ -14,13 +14,12 @@ from tilewise_lab.language import language, say
 from tilewise_lab.learn.course import Lesson, lessons
 
 Notebook = dict[str, Any]
-FOLDED = {"tags": ["check"], "jupyter": {"source_hidden": True}}  # what JupyterLab folds
 
 
 def notebook(one: Lesson, lang: str) -> Notebook:
     """nbformat 4.5, as a dict. Code is as in the lesson: it can be run, and changed."""
     cells = [
-        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang), FOLDED if cell.check else {})
+        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang), folded(cell.tag))
         for n, cell in enumerate(one.cells_in(lang))
     ]
     if one.needs == "compiler":
@@ -33,6 +32,11 @@ def notebook(one: Lesson, lang: str) -> Notebook:
         "nbformat": 4,
         "nbformat_minor": 5,
     }
+
+
+def folded(tag: str) -> dict[str, Any]:
+    """The metadata of a cell: JupyterLab hides the source of one that has a tag."""
+    return {"tags": [tag], "jupyter": {"source_hidden": True}} if tag else {}
 
 
 def _cell(kind: str, name: str, text: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:

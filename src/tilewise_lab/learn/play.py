@@ -85,12 +85,12 @@ def run(
 ) -> dict[str, Any]:
     """Execute the cells in one namespace, which is returned; errors point into the lesson's file.
 
-    checks: show the cells of checks too; they run in any case.
+    checks: show the folded cells, checks and the code of figures, too; they run in any case.
     printed: takes what each cell prints, in place of the terminal.
     """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
     for cell in one.cells_in("zh" if language() == "zh" else "en"):
-        shown = not quiet and (checks or not cell.check)
+        shown = not quiet and (checks or not cell.tag)
         if shown:
             display(cell)
         if cell.kind == "code":

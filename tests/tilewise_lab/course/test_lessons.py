@@ -155,7 +155,10 @@ def test_lessons_are_numbered_titled_and_complete():
         code = [cell.text for cell in one.cells if cell.kind == "code" and not cell.check]
         assert any("assert " in text for text in checks)
         assert not [text for text in code if re.search(r"^ *assert ", text, re.M)]
-        assert any("picture(" in text for text in code)
+        figures = [cell.text for cell in one.cells if cell.tag == "figure"]
+        assert figures
+        assert all("picture(" in text for text in figures)
+        assert {cell.tag for cell in one.cells} == {"", "check", "figure"}
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])

@@ -50,8 +50,8 @@ def test_there_is_a_notebook_for_every_lesson(folder):
             x for x in code if 'TRITON_INTERPRET"] = "0' not in x
         ]
         assert all(cell["outputs"] == [] for cell in book["cells"] if cell["cell_type"] == "code")
-        folded = ["".join(cell["source"]) for cell in book["cells"] if "check" in cell["metadata"].get("tags", ())]
-        assert folded == [cell.read_in(folder.name[:2]) for cell in one.cells if cell.check]
+        folded = ["".join(cell["source"]) for cell in book["cells"] if "tags" in cell["metadata"]]
+        assert folded == [cell.read_in(folder.name[:2]) for cell in one.cells if cell.tag]
         assert all(cell["metadata"]["jupyter"]["source_hidden"] for cell in book["cells"] if cell["metadata"])
         words = "".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "markdown")
         assert one.title_in(folder.name[:2]) in words
