@@ -148,12 +148,15 @@ def spoken(code: str, lang: str) -> str:
     for call in sorted(said, key=lambda call: place(call).start, reverse=True):  # what is behind stays where it is
         node = call.args[lang == "zh"]
         kept = made[place(node)]
-        if node.end_lineno != node.lineno and not isinstance(node, ast.List):  # strings, one below the other
-            parts = [part.strip() for part in kept.split(b"\n")]
-            first = lines[call.lineno - 1]
-            indent = b" " * (len(first) - len(first.lstrip()))
+        first = lines[call.lineno - 1]
+        indent = b" " * (len(first) - len(first.lstrip()))
+        if isinstance(node, ast.List):  # as far to the left as the call was
+            there = lines[node.lineno - 1]
+            shift = len(there) - len(there.lstrip()) - len(indent)
+            kept = kept.replace(b"\n" + b" " * shift, b"\n")
+        elif node.end_lineno != node.lineno:  # strings, one below the other
             inner = indent if id(call) in enclosed else indent + b"    "
-            kept = (b"\n" + inner).join(parts)
+            kept = (b"\n" + inner).join(part.strip() for part in kept.split(b"\n"))
             kept = kept if id(call) in enclosed else b"(\n" + inner + kept + b"\n" + indent + b")"
         made = made[: place(call).start] + kept + made[place(call).stop :]
     text = re.sub(r"(?m)^(from tilewise_lab\.learn import .*), say\b", r"\1", made.decode())
