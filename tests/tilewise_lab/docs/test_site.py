@@ -236,6 +236,19 @@ def test_links_of_the_repository_become_links_of_the_site(tmp_path):
     assert (tmp_path / "files" / "LICENSE").is_file()
 
 
+def test_alt_texts_say_what_a_picture_shows():
+    """Some words of them; not nothing, and not the name of a file or of a function."""
+    found = []
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for alt in re.findall(r"!\[([^\]]*)\]\(", text) + re.findall(r'<img[^>]*?alt="([^"]*)"', text):
+            words = len(alt.split()) + len(re.findall(r"[\u4e00-\u9fff]", alt)) // 2
+            if words < 5 or re.search(r"\.(?:png|svg)\b", alt):
+                found.append(f"{path.relative_to(ROOT)}: {alt!r}")
+        found += [f"{path.relative_to(ROOT)}: {tag}" for tag in re.findall(r"<img(?![^>]*alt=)[^>]*>", text)]
+    assert found == []
+
+
 def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `record` changes
     lessons.record(1, str(tmp_path))
