@@ -13,7 +13,7 @@ def merge(answer):
     (m_a, l_a), (m_b, l_b) = a, b = state([3.0, 2.0]), state([5.0, 1.0])
     both = state([3.0, 2.0, 5.0, 1.0])
     compare(
-        "merging [3, 2] with [5, 1]",
+        "merge(state([3, 2]), state([5, 1]))",
         answer.merge(a, b),
         both,
         (
@@ -28,7 +28,7 @@ def merge(answer):
         ),
     )
     compare(
-        "merging [5, 1] with [3, 2]",
+        "merge(state([5, 1]), state([3, 2]))",
         answer.merge(b, a),
         both,
         (
@@ -44,8 +44,8 @@ def merge(answer):
         "two empty states give nan: -inf - (-inf) is no number; return (-inf, 0) for them",
         "两个空状态得到 nan：-inf - (-inf) 不是数；这时应返回 (-inf, 0)",
     )
-    compare("merging two empty states", both, empty)
-    compare("merging an empty state with [3, 2]", answer.merge(empty, a), a)
+    compare("merge(empty, empty)", both, empty)
+    compare("merge(empty, state([3, 2]))", answer.merge(empty, a), a)
 
 
 def denominator(answer):
@@ -95,7 +95,7 @@ def weighted_mean(answer):
         m = max(m, x)
         stale += math.exp(x - m) * v
     compare(
-        "weighted_mean of x = [3, 2, 5, 1], v = [1, -2, 0.5, 4]",
+        "weighted_mean(x = [3, 2, 5, 1], v = [1, -2, 0.5, 4])",
         float(answer.weighted_mean(iter(zip(xs, vs, strict=True)))),
         o / l,
         (
@@ -121,7 +121,7 @@ def weighted_mean(answer):
         w * v for w, (_, v) in zip(weights, pairs, strict=True)
     ) / sum(weights)
     compare(
-        "weighted_mean of 50 scores from -900 to 900",
+        "weighted_mean(pairs), -900 <= x <= 900",
         float(answer.weighted_mean(iter(pairs))),
         exact,
     )

@@ -70,7 +70,7 @@ def blocked_matmul(answer):
         )
         far.loads -= 2 * blocks**3
         compare(
-            f"blocked_matmul with {blocks} × {blocks} blocks of {tile}",
+            f"blocked_matmul(far, {blocks}, {tile})",
             c,
             a @ b,
             (a * b, "that is the elementwise product", "这是逐元素的乘积"),
@@ -103,7 +103,7 @@ def two_products(answer):
             for k_j, v_j in zip(k.split(tile), v.split(tile), strict=True)
         )
         compare(
-            f"two_products with {blocks} blocks of {tile}",
+            f"two_products(far, {blocks}, {tile})",
             got,
             q @ k.T @ v,
             (

@@ -1,6 +1,6 @@
 import torch
 
-from tilewise_lab.learn import compare, expect
+from tilewise_lab.learn import compare, expect, say
 
 NO_FACTOR = (
     "equals the result without the rescaling factor exp(m_old - m_new)"
@@ -139,7 +139,7 @@ def step(answer):
     )
     others = [0, 1, 3, 4]
     compare(
-        "o / l with masked keys",
+        say("o / l with masked keys", "有键被遮住时的 o / l"),
         (o / l[:, None])[others],
         torch.softmax(masked[others], -1) @ v,
     )

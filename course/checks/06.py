@@ -80,7 +80,7 @@ def fa2(answer):
             2 * torch.randn(n, d, dtype=torch.float64) for _ in range(3)
         )
         s = q @ k.T / math.sqrt(d)
-        what = f"n {n}, d {d}, blocks of {rows} and {columns}"
+        what = f"fa2(q, k, v, {rows}, {columns}), n = {n}, d = {d}"
         found = answer.fa2(q, k, v, rows, columns)
         expect(
             isinstance(found, tuple) and len(found) == 2,
@@ -187,7 +187,7 @@ def fa2_causal(answer):
                 ("after", i < i[:, None]),
             )
         }
-        what = f"n {n}, blocks of {rows} and {columns}"
+        what = f"fa2_causal(q, k, v, {rows}, {columns}), n = {n}"
         o, visited = answer.fa2_causal(q, k, v, rows, columns)
         compare(
             f"{what}: o",

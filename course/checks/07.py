@@ -75,7 +75,7 @@ def branch_cycles(answer):
         ]
         exact = sum(10 * any(warp) + 7 * (not all(warp)) for warp in warps)
         compare(
-            f"{sum(taken)} of {len(taken)} threads take the first side, then=10, other=7",
+            f"branch_cycles(taken, 10, 7), sum(taken) = {sum(taken)}, len(taken) = {len(taken)}",
             answer.branch_cycles(taken, 10, 7),
             exact,
             (

@@ -58,7 +58,7 @@ def best_batch(answer):
         )
         best = min(busy, key=lambda b: (-busy[b], b))
         compare(
-            f"best_batch({tokens}, {heads}, {tile}, {slots}, {limit}), where {best} keeps {busy[best]:.1%} busy and {got} {busy[got]:.1%}",
+            f"best_batch({tokens}, {heads}, {tile}, {slots}, {limit})",
             got,
             best,
             (

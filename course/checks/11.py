@@ -49,7 +49,7 @@ def masked_scores(answer):
         past, offset = j >= n_k, n_k - n_q
         hide = lambda hidden, s=s: s.masked_fill(hidden, -torch.inf)  # noqa: E731
         compare(
-            f"queries from {first_i} of {n_q}, keys from {first_j} of {n_k}",
+            f"masked_scores(s, {first_i}, {first_j}, {n_q}, {n_k})",
             answer.masked_scores(s.clone(), first_i, first_j, n_q, n_k),
             hide((j > i + offset) | past),
             (

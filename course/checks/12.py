@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from tilewise_lab.learn import compare, expect
+from tilewise_lab.learn import compare, expect, say
 from tilewise_lab.trace.graph import Value
 
 
@@ -14,7 +14,7 @@ def tanh(answer):
         compare(f"tanh({v})", float(y.value), t)
         y.backward()
         compare(
-            f"the derivative of tanh at {v}",
+            say(f"the derivative of tanh at {v}", f"tanh 在 {v} 处的导数"),
             float(x.gradient),
             1 - t * t,
             (
@@ -42,7 +42,10 @@ def tanh(answer):
     both = answer.tanh(x) + answer.tanh(x)
     both.backward()
     compare(
-        "the gradient of an input that is used twice",
+        say(
+            "the gradient of an input that is used twice",
+            "用了两次的输入的梯度",
+        ),
         float(x.gradient),
         2 * (1 - math.tanh(0.5) ** 2),
     )
@@ -59,7 +62,10 @@ def maximum(answer):
             f"maximum({a}, {b}) 应为 {max(a, b)}",
         )
         compare(
-            f"the gradients of 3 · maximum({a}, {b})",
+            say(
+                f"the gradients of 3 · maximum({a}, {b})",
+                f"3 · maximum({a}, {b}) 的梯度",
+            ),
             (float(x.gradient), float(y.gradient)),
             (3.0, 0.0) if a >= b else (0.0, 3.0),
             (

@@ -18,7 +18,7 @@ def weights(answer):
     q, k, *_, s, _, lse = inputs()
     some = slice(0, 4)
     compare(
-        "P of the first 4 keys",
+        "weights(q, k[:4], lse)",
         answer.weights(q, k[some], lse),
         torch.exp(s - lse[:, None])[:, some],
         (
@@ -134,7 +134,7 @@ def backward(answer):
             q, k[last[0]], do, p[:, last[0]], dp[:, last[0]], delta
         )[0]
         compare(
-            f"blocks of {rows} and {columns}: dQ",
+            f"backward(..., {rows}, {columns}): dQ",
             found[0],
             exact[0],
             (
@@ -153,7 +153,7 @@ def backward(answer):
         )
         for n, name in ((1, "dK"), (2, "dV")):
             compare(
-                f"blocks of {rows} and {columns}: {name}",
+                f"backward(..., {rows}, {columns}): {name}",
                 found[n],
                 exact[n],
                 (

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from tilewise_lab.learn import compare, expect
+from tilewise_lab.learn import compare, expect, say
 
 
 def bounds(answer):
@@ -117,7 +117,7 @@ def combine(answer):
         "scores of 2000 overflow: subtract the largest L_a before exp",
         "分数到 2000 就溢出了：取 exp 之前先减去最大的 L_a",
     )
-    compare("o of scores near 2000", o, exact)
+    compare(say("o of scores near 2000", "分数在 2000 附近时的 o"), o, exact)
     empty = (
         torch.full((4, 3), math.nan, dtype=torch.float64),
         torch.full((4,), -torch.inf, dtype=torch.float64),
@@ -162,7 +162,7 @@ def best_parts(answer):
         tried = range(1, limit + 1)
         best = min(tried, key=time)
         compare(
-            f"best_parts({heads}, {blocks}, {processors}, {overhead}, {limit}), of {time(best)} units,",
+            f"best_parts({heads}, {blocks}, {processors}, {overhead}, {limit})",
             answer.best_parts(heads, blocks, processors, overhead, limit),
             best,
             (

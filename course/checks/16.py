@@ -123,7 +123,7 @@ def rank_attention(answer):
             for r in range(ranks)
         ]
         compare(
-            f"{ranks} ranks: o",
+            f"ranks = {ranks}: o",
             o,
             torch.softmax(s, -1) @ v,
             (
@@ -158,7 +158,7 @@ def rank_attention(answer):
             ),
         )
         compare(
-            f"{ranks} ranks: lse",
+            f"ranks = {ranks}: lse",
             lse,
             s.logsumexp(-1),
             (
@@ -196,7 +196,7 @@ def causal_rank(answer):
             return torch.softmax(s.masked_fill(hidden, -torch.inf), -1) @ v
 
         compare(
-            f"{ranks} ranks: o",
+            f"ranks = {ranks}: o",
             o,
             attend(later),
             (

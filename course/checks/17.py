@@ -1,7 +1,7 @@
 import torch
 
 import tilewise
-from tilewise_lab.learn import compare
+from tilewise_lab.learn import compare, say
 
 N, SHARED, TAX = 20, 3, 1.5
 IDS = torch.tensor([0] * 7 + [1] * 8 + [2] * 5)
@@ -23,7 +23,7 @@ def mask(answer):
         q, k, rows, mask_mod=answer.mask(IDS, SHARED)
     )[0, :, 0]
     compare(
-        "the pairs that see each other",
+        "mask(ids, shared)",
         weights > 0,
         SEEN,
         (
@@ -68,7 +68,7 @@ def score(answer):
 
     shared, outside = J < SHARED, I >= SHARED
     compare(
-        "attention with your score mod",
+        "attention(q, k, v, score_mod=score(tax, shared))",
         tilewise.attention(q, k, v, score_mod=answer.score(TAX, SHARED)),
         attend(TAX * (shared & outside)),
         (
@@ -118,7 +118,7 @@ def tile_kinds(answer):
         )
         padded[:n, :n] = some
         compare(
-            f"tile_kinds of {n} × {n} in blocks of {block}",
+            f"tile_kinds(seen, {block}), {n} × {n}",
             torch.as_tensor(answer.tile_kinds(some, block)).long(),
             exact,
             (
@@ -149,7 +149,10 @@ def tile_kinds(answer):
         )
     blocks = tilewise.block_mask(causal(), N, N, block=(16, 16))
     compare(
-        "tile_kinds of a causal mask, against tilewise.block_mask",
+        say(
+            "tile_kinds of a causal mask, against tilewise.block_mask",
+            "因果掩码的 tile_kinds，对照 tilewise.block_mask",
+        ),
         torch.as_tensor(answer.tile_kinds(BEFORE, 16)).long(),
         blocks.tiles[0, 0].long(),
     )

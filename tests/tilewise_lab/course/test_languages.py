@@ -202,3 +202,10 @@ def test_exercises_are_in_both_languages(one):
         compile(text, "exercise", "exec")
     hints = one.beside("checks").read_text("utf-8")
     assert len(CHINESE.findall(hints)) > 100
+    for call in [node for node in ast.walk(ast.parse(hints)) if called(node, "compare")]:
+        words = " ".join(printed_words(ast.Tuple(call.args[:1])))
+        assert not re.search(r"[a-z]{2} [a-z]{2}", words), f"{words}: code, or both languages"
+        for mistake in [node for node in call.args[3:] if isinstance(node, ast.Tuple)]:
+            _, en, zh = map(ast.unparse, mistake.elts)
+            assert CHINESE.search(zh), en
+            assert not CHINESE.search(en)
