@@ -103,10 +103,9 @@ def is_eager() -> bool:
 
 def is_autocast(x: Any) -> bool:
     """Whether autocast is on for the device of a tensor."""
-    if not isinstance(x, Tensor):
-        return False
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)
+    if type(x) in PLAIN and x.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def is_traced(*tensors: Tensor) -> bool:

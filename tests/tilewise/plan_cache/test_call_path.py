@@ -97,9 +97,7 @@ def test_a_warm_call_passes_through_few_files(
     with torch.no_grad():
         without_gradients = files_before_the_launch(call, launching, monkeypatch)
     forward = files_before_the_launch(call, launching, monkeypatch)
-    backward = files_before_the_launch(
-        lambda: torch.autograd.grad(launched, (q, k, v), dout), launching, monkeypatch
-    )
+    backward = files_before_the_launch(lambda: torch.autograd.grad(launched, (q, k, v), dout), launching, monkeypatch)
     assert {"api.py", "plan_cache.py", "backends/common/kernel_call.py"} <= without_gradients <= forward
     for files in (without_gradients, forward, backward):
         assert len(files) <= MOST_FILES, sorted(files)
