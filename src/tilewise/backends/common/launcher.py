@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 try:
-    from cuda.bindings import driver
+    from cuda.bindings import driver as driver
 except ImportError:  # torch for CPU or AMD
     driver = None
 
