@@ -313,10 +313,10 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if layout is not None and (not isinstance(layout, str) or layout != "bshd"):
         q, k, v = bhsd_to_bshd(layout, q, k, v)
-    if not is_autocast(q) or not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not is_autocast(q) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    if q.dtype == k.dtype == v.dtype == dtype:
+    if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
         return q, k, v
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 
