@@ -92,6 +92,9 @@ class DecodeConfig(NamedTuple):
     is computed too.
 
     FUSED: the last program of a divided work item merges its partial results, BLOCK_C at a time, of BLOCK_R rows.
+
+    OF_PREFIX: a work item has rows of all sequences of a group (`prefix`), which see the same keys. MERGE_PREFIX: the
+    results over keys from item.start on are merged with those over the prefix before.
     """
 
     GROUP: int
@@ -120,6 +123,8 @@ class DecodeConfig(NamedTuple):
     FUSED: bool
     BLOCK_R: int
     BLOCK_C: int
+    OF_PREFIX: bool
+    MERGE_PREFIX: bool
 
 
 @triton.jit
@@ -163,6 +168,17 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     else:
         place = r % PAGE_SIZE if N % PAGE_SIZE == 0 else (at + r) % PAGE_SIZE
         return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
+
+
+@triton.jit
+def query_pointers(q, item, rows, n_q, CONFIG: tl.constexpr):
+    """Pointers to the queries of rows. `n_q`: queries of each sequence; OF_PREFIX: tokens of a batch row of q."""
+    if CONFIG.OF_PREFIX:
+        token = item.q0 + rows.i
+        base = q.ptr + (token // n_q).to(tl.int64) * q.strides[0]
+        return base + (token % n_q).to(tl.int64) * q.strides[1] + rows.h.to(tl.int64) * q.strides[2]
+    else:
+        return row_pointers(q, item, rows)
 
 
 @triton.jit
@@ -313,7 +329,8 @@ def decode_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed."""
+    """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed;
+    OF_PREFIX: tokens of a batch row of q."""
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
     if CONFIG.OVERLAP:
@@ -348,7 +365,7 @@ def decode_kernel(
         k_scale = 1.0
         if STORED_K.SCALE == "head":
             k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
-        q_rows = row_pointers(q, item, at)
+        q_rows = query_pointers(q, item, at, n_q, CONFIG)
         queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         draft = TreeMask(tree, tree_words)
         # Triton cannot keep the mods in a variable of a loop

@@ -1,0 +1,186 @@
+"""The launches of a call whose sequences may share prefixes: schedules of the prefixes and of the other keys, attend to
+the prefixes, attend to the other keys and merge.
+
+The schedule of a plan holds both schedules and the numbers of `prefix.Groups`; its workspace the partial results of
+both, and out and lse over prefixes in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....errors import AttentionError
+from ....kv_formats import head_dim
+from ....kv_request import UNDIVIDED, CacheIndex, KvCall, KvRequest, PlannedTile
+from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
+from . import kv_tiles, launches
+from . import partition as partitions
+from .launches import Part, decode_launches, fitting, launch_options, partition_launch
+from .partition import Partition
+from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
+from .schedule import Sequences
+from .shared import MAX_BATCH
+
+BLOCK_PAGES = 1024  # that are compared at once
+BATCHES = (128, 512, MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
+MIN_SHARED = 256  # keys that are worth a work item of their own
+# Bytes of keys and values whose reading takes as long as the launch for prefixes: below, nothing is shared.
+MIN_SAVED = 16 << 20
+ALIGN = 16  # elements; Triton compiles another kernel for addresses that are not multiples of 16 bytes
+
+
+class Parts(NamedTuple):
+    """The parts of a plan: schedules of the prefixes and of the other keys, and the groups; the workspaces of both, and
+    the results over the prefixes, (tokens, heads, dim) and (tokens, heads)."""
+
+    prefix_schedule: Tensor
+    schedule: Tensor
+    groups: Groups
+    prefix_workspace: Tensor
+    workspace: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Plan(NamedTuple):
+    """The requests and partitions of both passes."""
+
+    prefix_request: KvRequest
+    prefix: Partition
+    request: KvRequest
+    own: Partition
+
+
+def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) -> Plan:
+    """Both passes of a request. Without `groups` only their sizes count."""
+    call, places = request.call, request.cache_index
+    q, tokens = call.q, call.q.shape[:-2].numel()
+    lengths = places.lengths if groups is None else groups.lengths
+    cu_q = torch.empty(places.batch + 1, device="meta", dtype=torch.int32) if groups is None else groups.cu_q
+    starts = places.lengths if groups is None else groups.starts
+    # Rows of the prefix pass are found by `query_pointers`: of these queries only the shape counts.
+    packed = q.as_strided((tokens, *q.shape[-2:]), (0, *q.stride()[-2:]))
+    spec = call.spec._replace(before=None, after=None)
+    prefix_request = request._replace(
+        call=call._replace(q=packed, cu_q=cu_q, sinks=None, spec=spec),
+        cache_index=CacheIndex(lengths, places.table, places.indptr),
+        tree=None,
+        max_seqlen_q=0,
+    )
+    own = request._replace(cache_index=places._replace(starts=starts))
+    num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
+    tile = kv_tiles.INTERPRETER if INTERPRETED else None
+    prefix = partitions.partition(prefix_request, target.gpu, num_sms, tile)
+    return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
+
+
+def aligned(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN
+
+
+def number_sizes(plan: Plan, batch: int) -> list[int]:
+    """int64 elements of both schedules, and int32 elements of each of the groups' arrays."""
+    schedules = [aligned(plan.prefix.schedule_numel), aligned(plan.own.schedule_numel)]
+    return [*schedules, *[aligned(batch + 1)] * len(Groups._fields)]
+
+
+def float_sizes(plan: Plan, request: KvRequest) -> list[int]:
+    """Elements of both workspaces, and of out and lse over prefixes."""
+    rows, dim_v = request.q.shape[:-1].numel(), head_dim(request.v)
+    spaces = [aligned(x.workspace_numel(dim_v)) for x in (plan.prefix, plan.own)]
+    return [*spaces, aligned(rows * dim_v), aligned(rows)]
+
+
+def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:
+    """The number of int64 elements of the schedule, and of float32 elements of the workspace."""
+    plan = plan_of(request, target_of(request.q.device) if target is None else target)
+    prefix, own, *arrays = number_sizes(plan, request.cache_index.batch)
+    return prefix + own + sum(arrays) // 2, sum(float_sizes(plan, request))
+
+
+def parts_of(request: KvRequest, target: Target, schedule: Tensor, workspace: Tensor | None = None) -> Parts:
+    """The parts of a plan. Raises AttentionError if its tensors have other sizes than the request needs."""
+    plan = plan_of(request, target)
+    expected = schedule_sizes(request, target)
+    found = (schedule.numel(), expected[1] if workspace is None else workspace.numel())
+    if found != expected:
+        raise AttentionError("sizes of the plan", found, f"{expected}: call plan_kv on this device, in this process")
+    batch = request.cache_index.batch
+    prefix, own, *arrays = number_sizes(plan, batch)
+    ends = schedule[prefix + own :].view(torch.int32).split(arrays)
+    groups = Groups(*(x[: batch + 1] for x in ends))
+    schedules = schedule[: plan.prefix.schedule_numel], schedule[prefix:][: plan.own.schedule_numel]
+    groups = groups._replace(lengths=groups.lengths[:batch], starts=groups.starts[:batch])
+    if workspace is None:
+        return Parts(*schedules, groups, *[schedule] * 4)
+    spaces = workspace.split(float_sizes(plan, request))
+    tokens, heads, dim_v = request.q.shape[:-2].numel(), request.q.shape[-2], head_dim(request.v)
+    out, lse = spaces[2][: tokens * heads * dim_v], spaces[3][: tokens * heads]
+    spaces = [x[: y.workspace_numel(dim_v)] for x, y in zip(spaces, (plan.prefix, plan.own), strict=False)]
+    return Parts(*schedules, groups, *spaces, out.view(tokens, heads, dim_v), lse.view(tokens, heads))
+
+
+def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
+    """Find the groups of sequences, and compute both schedules."""
+    parts = parts_of(request, target, schedule)
+    plan = plan_of(request, target, parts.groups)
+    q, k, v, places = request.q, request.k, request.v, request.cache_index
+    overlap = can_overlap(target.gpu)
+    sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, None, places.indptr)
+    assert places.table is not None
+    given = request.shared_prefix if isinstance(request.shared_prefix, Tensor) else None
+    stride = places.table.stride(0)
+    sizes = (q.shape[-3], places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], stride, places.batch)
+    common = Launch(
+        common_kernel,
+        places.batch,
+        (parts.groups, sequences, places.table, given, *sizes),
+        launch_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
+    )
+    saved = sum(x.shape[2] * x.shape[3] * x.element_size() for x in (k, v))
+    least = (0, 0) if INTERPRETED else (MIN_SHARED, -(-MIN_SAVED // saved))
+    chunk = plan.own.chunk_size
+    groups = Launch(
+        groups_kernel,
+        1,
+        (parts.groups, request.call.cu_q, q.shape[-3], places.batch, chunk, max(least[0], chunk), least[1]),
+        launch_options(GroupConfig(fitting(places.batch, (16, *BATCHES) if INTERPRETED else BATCHES), overlap)),
+    )
+    return [
+        *(common, groups),
+        partition_launch(plan.prefix_request, parts.prefix_schedule, plan.prefix, target, skip_empty=True),
+        partition_launch(plan.request, parts.schedule, plan.own, target),
+    ]
+
+
+def attend_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
+    """Attend to the prefixes, then to the other keys of each sequence, and merge."""
+    request = kv.request
+    assert kv.schedule is not None
+    parts = parts_of(request, target, kv.schedule, kv.workspace)
+    plan = plan_of(request, target, parts.groups)
+    prefix = KvCall(
+        plan.prefix_request, None, parts.prefix_schedule, parts.prefix_workspace, parts.out, parts.lse.mT
+    )
+    out, lse = parts.out, parts.lse
+    if request.call.cu_q is None:
+        out, lse = (x.unflatten(0, request.q.shape[:2]) for x in (out, lse))
+    own = kv._replace(request=plan.request, schedule=parts.schedule, workspace=parts.workspace)
+    return [
+        *decode_launches(prefix, plan.prefix, target, Part(queries=request.q)),
+        *decode_launches(own, plan.own, target, Part(prefix=(out, lse.mT))),
+    ]
+
+
+def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
+    """The work items of the schedule, with those of prefixes first."""
+    target = target_of(request.q.device)
+    parts = parts_of(request, target, schedule)
+    plan = plan_of(request, target, parts.groups)
+    return [
+        *launches.planned_tiles(plan.prefix, parts.prefix_schedule),
+        *launches.planned_tiles(plan.own, parts.schedule),
+    ]
