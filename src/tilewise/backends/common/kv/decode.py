@@ -85,7 +85,8 @@ class DecodeConfig(NamedTuple):
     depend on the batch: the first split of a work item keeps those merged so far in its slot, the others each chunk in
     a slot of its own. Otherwise a program sums all of its chunks together.
 
-    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later.
+    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later. MERGE_PREFIX: it writes
+    only the results over prefixes.
 
     NAN_SAFE: rows of a tile may see different keys, and 0 * nan is nan: if results have a nan, the program computes
     them once more, so that a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head
@@ -333,7 +334,10 @@ def decode_kernel(
     OF_PREFIX: tokens of a batch row of q."""
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
-    if CONFIG.OVERLAP:
+    if CONFIG.OVERLAP and CONFIG.OF_PREFIX:
+        gdc_wait()  # before the next launch starts, which reads what earlier ones wrote and does not wait for them
+        gdc_launch_dependents()
+    elif CONFIG.OVERLAP:
         gdc_launch_dependents()
         if not CONFIG.CONCURRENT:
             gdc_wait()
@@ -392,6 +396,8 @@ def decode_kernel(
                     CONFIG,
                     True,
                 )
+        if CONFIG.OVERLAP and CONFIG.CONCURRENT and CONFIG.MERGE_PREFIX:
+            gdc_wait()
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         if STORED_V.SCALE == "head":
             out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)

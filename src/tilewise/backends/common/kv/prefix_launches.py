@@ -72,9 +72,16 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     )
     own = request._replace(cache_index=places._replace(starts=starts))
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
-    tile = kv_tiles.INTERPRETER if INTERPRETED else None
-    prefix = partitions.partition(prefix_request, target.gpu, num_sms, tile)
+    prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
+    # a group with a prefix has two sequences or more, and one tile of rows that is not full
+    rows = tokens * q.shape[-2] // call.k.shape[-2]
+    prefix = prefix._replace(most_items=rows // prefix.tile.block_m + places.batch // 2)
     return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
+
+
+def prefix_tile(request: KvRequest, target: Target) -> kv_tiles.KvTile | None:
+    """The tile of the launch for prefixes; None for that of the decode kernel with many rows."""
+    return kv_tiles.INTERPRETER if INTERPRETED else None
 
 
 def aligned(n: int) -> int:
@@ -171,7 +178,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
     own = kv._replace(request=plan.request, schedule=parts.schedule, workspace=parts.workspace)
     return [
         *decode_launches(prefix, plan.prefix, target, Part(queries=request.q)),
-        *decode_launches(own, plan.own, target, Part(prefix=(out, lse.mT))),
+        *decode_launches(own, plan.own, target, Part(concurrent=True, prefix=(out, lse.mT))),
     ]
 
 
