@@ -42,4 +42,3 @@ def page_rows(x: KvInputs) -> list[list[int]]:
     if x.case.csr:
         return [part.tolist() for part in table[1].split(needed)]
     return [row[:n] for row, n in zip(table.tolist(), needed, strict=True)]
-

@@ -37,7 +37,9 @@ def say(*words: Any) -> None:
     print(f"{time.time() - started:6.1f}", *words, flush=True)
 
 
-def call_of(groups: list[int], shared: int, own: int, queries: int = 1, distinct: bool = False, dtype: Any = None) -> dict[str, Any]:
+def call_of(
+    groups: list[int], shared: int, own: int, queries: int = 1, distinct: bool = False, dtype: Any = None
+) -> dict[str, Any]:
     """Sequences in groups that share `shared` keys; `distinct`: each has pages of its own."""
     batch, pages = sum(groups), (shared + own) // PAGE
     table = torch.empty(batch, pages, dtype=torch.int64)
@@ -65,7 +67,14 @@ def call_of(groups: list[int], shared: int, own: int, queries: int = 1, distinct
     return {"args": (q, k, v, lengths), "options": options}
 
 
-def graphed(x: dict[str, Any], tile: str = "", early: bool = False, least: int | None = None, plans_too: bool = False, **more: Any) -> Any:
+def graphed(
+    x: dict[str, Any],
+    tile: str = "",
+    early: bool = False,
+    least: int | None = None,
+    plans_too: bool = False,
+    **more: Any,
+) -> Any:
     """A graph of the call (with `plans_too` of its plan), and its result."""
     plans.clear()
     part = prefix_launches.Part
@@ -153,7 +162,12 @@ ROWS: dict[str, Any] = {
     "16 in pairs x (16k + 1k)": ([2] * 8, 16384, 1024),
     "32 x (8k + 512), 4 queries": ([32], 8192, 512, 4),
 }
-UNSHARED = {"64 x 4k": ([64], 0, 4096), "64 x 1k": ([64], 0, 1024), "16 x 4k": ([16], 0, 4096), "8 x 256": ([8], 0, 256)}
+UNSHARED = {
+    "64 x 4k": ([64], 0, 4096),
+    "64 x 1k": ([64], 0, 1024),
+    "16 x 4k": ([16], 0, 4096),
+    "8 x 256": ([8], 0, 256),
+}
 
 
 def measure() -> None:
@@ -169,14 +183,18 @@ def measure() -> None:
             graphs["distinct"] = graphed(call_of(*row, distinct=True))
         t = times(graphs, 9 if "32k" in name else 15)
         mine = t["64x64"]
-        print(f"| {name} | {mine:.1f} | {t['unshared']:.1f} | {t['unshared'] / mine:.2f} | {t['plan']:.1f} | {t['plan0']:.1f} |")
+        print(
+            f"| {name} | {mine:.1f} | {t['unshared']:.1f} | {t['unshared'] / mine:.2f} | {t['plan']:.1f} | {t['plan0']:.1f} |"
+        )
         say({key: round(y, 1) for key, y in t.items()})
         del graphs, x
     for name, row in UNSHARED.items():
         x = call_of(*row)
         graphs = {"auto": graphed(x, shared_prefix="auto"), "off": graphed(x), "early": graphed(x, early=True, shared_prefix="auto"), "plan": graphed(x, plans_too=True, shared_prefix="auto"), "plan0": graphed(x, plans_too=True)}  # fmt: skip
         t = times(graphs, 31)
-        print(f"| {name}, nothing shared | {t['auto']:.1f} | {t['off']:.1f} | {t['off'] / t['auto']:.3f} | {t['plan']:.1f} | {t['plan0']:.1f} |")
+        print(
+            f"| {name}, nothing shared | {t['auto']:.1f} | {t['off']:.1f} | {t['off'] / t['auto']:.3f} | {t['plan']:.1f} | {t['plan0']:.1f} |"
+        )
         say({key: round(y, 1) for key, y in t.items()})
     x = call_of([64], 32768, 512, dtype=torch.float8_e4m3fn)
     t = times({"auto": graphed(x, shared_prefix="auto"), "off": graphed(x)}, 9)
@@ -185,11 +203,17 @@ def measure() -> None:
         x = call_of(*row)
         t = times({"on": graphed(x, least=0, shared_prefix="auto"), "off": graphed(x), "detected": graphed(x, least=1 << 60, shared_prefix="auto")}, 31)  # fmt: skip
         saved = (row[0][0] - 1) * row[1] * 4096 / 2**20
-        print(f"| {name}: {saved:.0f} MB saved | {t['on']:.1f} | {t['off']:.1f} | {t['off'] / t['on']:.3f} | not shared | {t['detected']:.1f} |")
+        print(
+            f"| {name}: {saved:.0f} MB saved | {t['on']:.1f} | {t['off']:.1f} | {t['off'] / t['on']:.3f} | not shared | {t['detected']:.1f} |"
+        )
 
 
 def check() -> None:
-    for name, row in {"8 x (2k + 1k)": ([8], 2048, 1024), "6 in groups": ([3, 1, 2], 1024, 272), **{k: ROWS[k] for k in ("8 x (8k + 1k)", "32 x (8k + 512), 4 queries")}}.items():
+    for name, row in {
+        "8 x (2k + 1k)": ([8], 2048, 1024),
+        "6 in groups": ([3, 1, 2], 1024, 272),
+        **{k: ROWS[k] for k in ("8 x (8k + 1k)", "32 x (8k + 512), 4 queries")},
+    }.items():
         x = call_of(*row)
         x["args"][3].sub_(torch.arange(len(x["args"][3]), device=DEVICE, dtype=torch.int32) * 3)
         errors = {tile: error(x, graphed(x, tile, least=0, shared_prefix="auto")[1]) for tile in TILES}
@@ -204,7 +228,10 @@ def check() -> None:
         q, lengths, table = x["args"][0].clone(), x["args"][3].clone(), x["options"]["page_table"].clone()
         options = {"page_table": table, "backend": "triton", "shared_prefix": "auto"}
         out = torch.empty_like(q)
-        step = lambda: (plan := tilewise.plan_kv(q, *cache, lengths, **options), tilewise.attention_kv(q, *cache, lengths, plan=plan, out=out, **options))
+        step = lambda: (
+            plan := tilewise.plan_kv(q, *cache, lengths, **options),
+            tilewise.attention_kv(q, *cache, lengths, plan=plan, out=out, **options),
+        )
         step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -90,11 +90,11 @@ def attention_kv(
         plan: a plan from `plan_kv`. One plan serves all layers of a step that have the same shapes.
         split: keys per split (split-KV, as in FlashDecoding). A fixed number makes results independent of the rest of
             the batch; 0 is one split. Default: chosen on the device.
-        shared_prefix: "auto": keys in pages that consecutive sequences begin with are read once for all of them (cascade
-            attention). They are found on the device. Or int32 (B,): so many leading keys of each sequence lie in the
-            pages of the sequence before it. Results are the same up to rounding. Default None: nothing is shared. Has
-            no effect with a left window, starts, split, mask_mod, a score_mod, ALiBi, or scales of shape (B, Hk), nor in
-            the reference.
+        shared_prefix: "auto": keys in pages that consecutive sequences begin with are read once for all of them
+            (cascade attention). They are found on the device. Or int32 (B,): so many leading keys of each sequence lie
+            in the pages of the sequence before it. Results are the same up to rounding. Default None: nothing is
+            shared. Has no effect with a left window, starts, split, mask_mod, score_mod, alibi_slopes, return_max_logit
+            or scales of shape (B, Hk), nor in the backends "reference" and "hopper".
         max_seqlen_q: the most queries of a packed sequence. Chooses a tile.
         backend: as in `attention`.
 

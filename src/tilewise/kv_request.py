@@ -263,7 +263,8 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     scales = scale_arguments(request.k_scale, request.v_scale)
     shared = request.shared_prefix
     shares = (None, True) if isinstance(shared, str) else (shared, False)
-    return (*call[:3], *request.cache_index, *terms, *band, *mods, request.split, request.max_seqlen_q, *scales, *shares)
+    sizes = (request.split, request.max_seqlen_q)
+    return (*call[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
 
 
 def attend_request(*given: Any) -> KvRequest:

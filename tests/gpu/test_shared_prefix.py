@@ -68,7 +68,8 @@ def test_options() -> None:
 def test_graphs() -> None:
     """A graph with its plan, replayed for other tables, lengths and groups."""
     x = made(CASE)
-    other = shared_inputs(CASE.but(lengths=(500, 1100, 400, 1200, 700, 9, 999)), (0, 0, 20, 25, 40, 0, 0), seed=5, dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    changed = CASE.but(lengths=(500, 1100, 400, 1200, 700, 9, 999))
+    other = shared_inputs(changed, (0, 0, 20, 25, 40, 0, 0), torch.bfloat16, "cuda", seed=5)
     pages = max(x.k.shape[0], other.k.shape[0])
     k, v = (torch.full((pages, *x.k.shape[1:]), torch.nan, dtype=x.k.dtype, device="cuda") for _ in range(2))
     wide = max(y.options["page_table"].shape[1] for y in (x, other))

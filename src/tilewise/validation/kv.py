@@ -135,7 +135,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         )
     most = q.shape[1] if cu_q is None else int(most or 0)
     shared = checked_prefix(options["shared_prefix"], places)
-    return KvRequest(call, places, tree, _split(options["split"]), most, *scales, shared)
+    return KvRequest(call, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
 
 
 def append_request(

@@ -120,7 +120,8 @@ def prefix_launch_of(kernel: str, request: KvRequest, target: Target, memory: An
     attends = prefix_launch.attend_launches(call, target, memory)
     made["prefix"] = next(x for x in attends if getattr(x.options["CONFIG"], "OF_PREFIX", False))
     made["attend"] = next(x for x in attends if hasattr(x.options["CONFIG"], "OF_PREFIX") and x is not made["prefix"])
-    made |= {"combine": x for x in attends if x.options["CONFIG"].MERGE_PREFIX and x is not made["attend"]}
+    if attends[-1] is not made["attend"]:
+        made["combine"] = attends[-1]
     return made[kernel]
 
 

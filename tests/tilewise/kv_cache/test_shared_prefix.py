@@ -41,7 +41,9 @@ def request_of(x: KvInputs, **options: Any) -> KvRequest:
 def shared_of(x: KvInputs, **options: Any) -> list[int]:
     """The keys of every sequence that are read for its group."""
     request = request_of(x, backend="triton", **options)
-    plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, backend="triton", **{"shared_prefix": "auto"} | x.options | options)
+    plan = tilewise.plan_kv(
+        x.q, x.k, x.v, x.lengths, backend="triton", **{"shared_prefix": "auto"} | x.options | options
+    )
     tiles = DecodeKernels().planned(request, plan.schedule)
     own = {t.b: t.start for t in tiles if t.n_k == len(x.keys[t.b])}
     return [own[b] for b in sorted(own)]
@@ -106,7 +108,7 @@ def test_quantised(scale: str) -> None:
         (CASE, COMMON, [32, 32, 32, 32, 32, 32]),
         (CASE, (0,) * 6, [0] * 6),
         (CASE, (0, 3, 8, 0, 8, 3), [0, 32, 32, 32, 32, 0]),  # 12 keys: less than a chunk
-        (CASE.but(lengths=(100,) * 4), (0, 4, 20, 20), [0, 80, 80, 80]),  # joining the first would cost 64 keys of three
+        (CASE.but(lengths=(100,) * 4), (0, 4, 20, 20), [0, 80, 80, 80]),  # the first shares 16: too few
         (CASE.but(lengths=(100, 10, 100, 100)), (0, 2, 2, 20), [0, 0, 80, 80]),
         (CASE.but(lengths=(33, 80, 80)), (0, 8, 20), [0, 64, 64]),  # 32 for all of them would be less
         (CASE.but(lengths=(33, 33), queries=3), (0, 8), [16, 16]),  # the last query of 3 is at key 32: 30 are before

@@ -27,7 +27,8 @@ class DecodeKernels:
     """A `KvBackend` of Triton kernels, which are imported when a runner is made."""
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
-        return _launches(request).schedule_sizes(request)
+        numbers, floats = _launches(request).schedule_sizes(request)
+        return numbers, floats
 
     def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
         from .runners import schedule_runner

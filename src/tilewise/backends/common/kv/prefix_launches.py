@@ -33,16 +33,17 @@ ALIGN = 16  # elements; Triton compiles another kernel for addresses that are no
 
 
 class Parts(NamedTuple):
-    """The parts of a plan: schedules of the prefixes and of the other keys, and the groups; the workspaces of both, and
-    the results over the prefixes, (tokens, heads, dim) and (tokens, heads)."""
+    """The parts of a plan: schedules of the prefixes and of the other keys, and the groups; if it was given, those of
+    the workspace: partial results of both, and the results over the prefixes, (tokens, heads, dim) and (tokens,
+    heads)."""
 
     prefix_schedule: Tensor
     schedule: Tensor
     groups: Groups
-    prefix_workspace: Tensor
-    workspace: Tensor
-    out: Tensor
-    lse: Tensor
+    prefix_workspace: Tensor | None = None
+    workspace: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
 
 
 class Plan(NamedTuple):
@@ -122,12 +123,17 @@ def parts_of(request: KvRequest, target: Target, schedule: Tensor, workspace: Te
     schedules = schedule[: plan.prefix.schedule_numel], schedule[prefix:][: plan.own.schedule_numel]
     groups = groups._replace(lengths=groups.lengths[:batch], starts=groups.starts[:batch])
     if workspace is None:
-        return Parts(*schedules, groups, *[schedule] * 4)
-    spaces = workspace.split(float_sizes(plan, request))
+        return Parts(*schedules, groups)
+    prefix_space, own_space, out, lse = workspace.split(float_sizes(plan, request))
     tokens, heads, dim_v = request.q.shape[:-2].numel(), request.q.shape[-2], head_dim(request.v)
-    out, lse = spaces[2][: tokens * heads * dim_v], spaces[3][: tokens * heads]
-    spaces = [x[: y.workspace_numel(dim_v)] for x, y in zip(spaces, (plan.prefix, plan.own), strict=False)]
-    return Parts(*schedules, groups, *spaces, out.view(tokens, heads, dim_v), lse.view(tokens, heads))
+    return Parts(
+        *schedules,
+        groups,
+        prefix_space[: plan.prefix.workspace_numel(dim_v)],
+        own_space[: plan.own.workspace_numel(dim_v)],
+        out[: tokens * heads * dim_v].view(tokens, heads, dim_v),
+        lse[: tokens * heads].view(tokens, heads),
+    )
 
 
 def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
@@ -168,10 +174,10 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
     request = kv.request
     assert kv.schedule is not None
     parts = parts_of(request, target, kv.schedule, kv.workspace)
+    assert parts.out is not None
+    assert parts.lse is not None
     plan = plan_of(request, target, parts.groups)
-    prefix = KvCall(
-        plan.prefix_request, None, parts.prefix_schedule, parts.prefix_workspace, parts.out, parts.lse.mT
-    )
+    prefix = KvCall(plan.prefix_request, None, parts.prefix_schedule, parts.prefix_workspace, parts.out, parts.lse.mT)
     out, lse = parts.out, parts.lse
     if request.call.cu_q is None:
         out, lse = (x.unflatten(0, request.q.shape[:2]) for x in (out, lse))
