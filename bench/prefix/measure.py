@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ import torch
 import tilewise
 from tilewise.backends.common.kv import prefix_launches
 from tilewise.backends.common.kv.kv_tiles import KvTile
+from tilewise.backends.common.kv.launches import Part
 from tilewise.plan_cache import plans
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
@@ -67,32 +69,43 @@ def call_of(
     return {"args": (q, k, v, lengths), "options": options}
 
 
+def patches_of(tile: str, early: bool, least: int | None) -> list[Any]:
+    """What a variant changes: the tile of prefixes; the other keys wait for them; bytes that are worth sharing."""
+    found = []
+    if tile:
+        found.append(mock.patch.object(prefix_launches, "prefix_tile", return_value=TILES[tile]))
+    if early:
+        found.append(mock.patch.object(prefix_launches, "Part", early_part))
+    if least is not None:
+        found.append(mock.patch.object(prefix_launches, "MIN_SAVED", least))
+    if least == 0:
+        found.append(mock.patch.object(prefix_launches, "MIN_SHARED", 64))
+    return found
+
+
+def early_part(concurrent: bool = False, **fields: Any) -> Any:
+    return Part(False, **fields)
+
+
 def graphed(
     x: dict[str, Any],
     tile: str = "",
     early: bool = False,
     least: int | None = None,
-    plans_too: bool = False,
+    plan_too: bool = False,
     **more: Any,
 ) -> Any:
-    """A graph of the call (with `plans_too` of its plan), and its result."""
+    """A graph of the call, or with `plan_too` of its plan alone, and its result."""
     plans.clear()
-    part = prefix_launches.Part
-    patches = [mock.patch.object(prefix_launches, "prefix_tile", lambda *_: TILES[tile])] if tile else []
-    if early:
-        patches.append(mock.patch.object(prefix_launches, "Part", lambda concurrent=False, **y: part(False, **y)))
-    if least is not None:
-        patches += [mock.patch.object(prefix_launches, "MIN_SAVED", least)]
-        patches += [mock.patch.object(prefix_launches, "MIN_SHARED", 64)] if least == 0 else []
-    for p in patches:
-        p.start()
-    try:
+    with ExitStack() as stack:
+        for patch in patches_of(tile, early, least):
+            stack.enter_context(patch)
         options = x["options"] | more
         plan = tilewise.plan_kv(*x["args"], **options)
         out = torch.full_like(x["args"][0], torch.nan)
 
         def work() -> None:
-            if plans_too:
+            if plan_too:
                 tilewise.plan_kv(*x["args"], **options, plan=plan)
             else:
                 tilewise.attention_kv(*x["args"], **options, plan=plan, out=out)
@@ -102,9 +115,6 @@ def graphed(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
-    finally:
-        for p in patches:
-            p.stop()
     return graph, out, plan
 
 
@@ -162,88 +172,58 @@ ROWS: dict[str, Any] = {
     "16 in pairs x (16k + 1k)": ([2] * 8, 16384, 1024),
     "32 x (8k + 512), 4 queries": ([32], 8192, 512, 4),
 }
+BAR = "64 x (32k + 512)"
 UNSHARED = {
-    "64 x 4k": ([64], 0, 4096),
-    "64 x 1k": ([64], 0, 1024),
-    "16 x 4k": ([16], 0, 4096),
-    "8 x 256": ([8], 0, 256),
-}
+    "64 x 4k": ([64], 0, 4096), "64 x 1k": ([64], 0, 1024), "16 x 4k": ([16], 0, 4096), "8 x 256": ([8], 0, 256),
+}  # fmt: skip
+
+
+def row(name: str, t: dict[str, float], last: str = "") -> None:
+    """A line of the table, and all variants behind it."""
+    print(f"| {name} | {t['auto']:.1f} | {t['off']:.1f} | {t['off'] / t['auto']:.3f} | {last} |", flush=True)
+    say({key: round(y, 1) for key, y in t.items()})
 
 
 def measure() -> None:
-    print("| call | shared | unshared | ratio | plan | plan, unshared |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for name, row in ROWS.items():
-        x = call_of(*row)
-        graphs = {tile: graphed(x, tile, shared_prefix="auto") for tile in TILES}
-        graphs["early"] = graphed(x, early=True, shared_prefix="auto")
-        graphs["unshared"] = graphed(x)
-        graphs["plan"], graphs["plan0"] = graphed(x, plans_too=True, shared_prefix="auto"), graphed(x, plans_too=True)
-        if name.startswith("64 x (32k"):
-            graphs["distinct"] = graphed(call_of(*row, distinct=True))
-        t = times(graphs, 9 if "32k" in name else 15)
-        mine = t["64x64"]
-        print(
-            f"| {name} | {mine:.1f} | {t['unshared']:.1f} | {t['unshared'] / mine:.2f} | {t['plan']:.1f} | {t['plan0']:.1f} |"
-        )
-        say({key: round(y, 1) for key, y in t.items()})
-        del graphs, x
-    for name, row in UNSHARED.items():
-        x = call_of(*row)
-        graphs = {"auto": graphed(x, shared_prefix="auto"), "off": graphed(x), "early": graphed(x, early=True, shared_prefix="auto"), "plan": graphed(x, plans_too=True, shared_prefix="auto"), "plan0": graphed(x, plans_too=True)}  # fmt: skip
+    print("| call | shared | unshared | ratio | plan; unshared |")
+    print("|---|---:|---:|---:|---:|")
+    auto = {"shared_prefix": "auto"}
+    for name, sizes in ROWS.items():
+        x = call_of(*sizes)
+        graphs = {"auto": graphed(x, **auto), "off": graphed(x), "early": graphed(x, early=True, **auto)}
+        graphs |= {tile: graphed(x, tile, **auto) for tile in TILES if TILES[tile]}
+        graphs |= {"plan": graphed(x, plan_too=True, **auto), "plan off": graphed(x, plan_too=True)}
+        if name == BAR:
+            graphs["distinct"] = graphed(call_of(*sizes, distinct=True))
+        t = times(graphs, 9 if name == BAR else 15)
+        row(name, t, f"{t['plan']:.1f}; {t['plan off']:.1f}")
+    for name, sizes in UNSHARED.items():
+        x = call_of(*sizes)
+        graphs = {"auto": graphed(x, **auto), "off": graphed(x), "early": graphed(x, early=True, **auto)}
+        graphs |= {"plan": graphed(x, plan_too=True, **auto), "plan off": graphed(x, plan_too=True)}
         t = times(graphs, 31)
-        print(
-            f"| {name}, nothing shared | {t['auto']:.1f} | {t['off']:.1f} | {t['off'] / t['auto']:.3f} | {t['plan']:.1f} | {t['plan0']:.1f} |"
-        )
-        say({key: round(y, 1) for key, y in t.items()})
+        row(f"{name}, nothing shared", t, f"{t['plan']:.1f}; {t['plan off']:.1f}")
     x = call_of([64], 32768, 512, dtype=torch.float8_e4m3fn)
-    t = times({"auto": graphed(x, shared_prefix="auto"), "off": graphed(x)}, 9)
-    print(f"| 64 x (32k + 512), e4m3 | {t['auto']:.1f} | {t['off']:.1f} | {t['off'] / t['auto']:.2f} | | |")
-    for name, row in SMALL.items():
-        x = call_of(*row)
-        t = times({"on": graphed(x, least=0, shared_prefix="auto"), "off": graphed(x), "detected": graphed(x, least=1 << 60, shared_prefix="auto")}, 31)  # fmt: skip
-        saved = (row[0][0] - 1) * row[1] * 4096 / 2**20
-        print(
-            f"| {name}: {saved:.0f} MB saved | {t['on']:.1f} | {t['off']:.1f} | {t['off'] / t['on']:.3f} | not shared | {t['detected']:.1f} |"
-        )
+    row("64 x (32k + 512), e4m3", times({"auto": graphed(x, **auto), "off": graphed(x)}, 9))
+    for name, sizes in SMALL.items():
+        x = call_of(*sizes)
+        graphs = {"auto": graphed(x, least=0, **auto), "off": graphed(x), "not": graphed(x, least=1 << 60, **auto)}
+        row(f"{name}: {(sizes[0][0] - 1) * sizes[1] * 4096 / 2**20:.0f} MB saved", times(graphs, 31))
+
+
+CHECKED = {
+    "8 x (2k + 1k)": ([8], 2048, 1024), "6 in groups": ([3, 1, 2], 1024, 272), "8 x (8k + 1k)": ([8], 8192, 1024),
+    "32 x (8k + 512), 4 queries": ([32], 8192, 512, 4),
+}  # fmt: skip
 
 
 def check() -> None:
-    for name, row in {
-        "8 x (2k + 1k)": ([8], 2048, 1024),
-        "6 in groups": ([3, 1, 2], 1024, 272),
-        **{k: ROWS[k] for k in ("8 x (8k + 1k)", "32 x (8k + 512), 4 queries")},
-    }.items():
-        x = call_of(*row)
+    for name, sizes in CHECKED.items():
+        x = call_of(*sizes)
         x["args"][3].sub_(torch.arange(len(x["args"][3]), device=DEVICE, dtype=torch.int32) * 3)
         errors = {tile: error(x, graphed(x, tile, least=0, shared_prefix="auto")[1]) for tile in TILES}
         errors["unshared"] = error(x, graphed(x)[1])
         say(name, {key: f"{y:.1e}" for key, y in errors.items()})
-    # a graph with its plan, replayed for other tables and lengths
-    x, y = call_of([8], 2048, 1024), call_of([2, 4, 2], 1024, 2048)
-    with mock.patch.object(prefix_launches, "MIN_SAVED", 0):
-        plans.clear()
-        pages = max(t["args"][1].shape[0] for t in (x, y))
-        cache = [torch.zeros(pages, *t.shape[1:], dtype=t.dtype, device=DEVICE) for t in x["args"][1:3]]
-        q, lengths, table = x["args"][0].clone(), x["args"][3].clone(), x["options"]["page_table"].clone()
-        options = {"page_table": table, "backend": "triton", "shared_prefix": "auto"}
-        out = torch.empty_like(q)
-        step = lambda: (
-            plan := tilewise.plan_kv(q, *cache, lengths, **options),
-            tilewise.attention_kv(q, *cache, lengths, plan=plan, out=out, **options),
-        )
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = step()
-        for n, z in enumerate((x, y, x)):
-            for mine, theirs in zip(cache, z["args"][1:3], strict=True):
-                mine[: theirs.shape[0]] = theirs
-            q.copy_(z["args"][0]), table.copy_(z["options"]["page_table"]), lengths.copy_(z["args"][3])
-            out.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            say("graph replay", n, f"{error({'args': (q, *cache, lengths), 'options': options}, out):.1e}")
 
 
 def warm(n: int) -> None:

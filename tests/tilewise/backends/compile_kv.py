@@ -1,7 +1,8 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90 or "gfx942", "kernel": "attend" ("schedule", "combine" of few KV heads, "append")}, and the call:
-dim, dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile, stored (dtypes of K and V), scale, norm.
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("schedule", "combine" of few KV heads, "append"; with prefix also
+"prefix", "common", "groups")}, and the call: dim, dim_v, dtype, page, heads, kv_heads, queries, packed, split, term,
+tile, stored (dtypes of K and V), scale, norm, prefix (the option shared_prefix).
 """
 
 from __future__ import annotations

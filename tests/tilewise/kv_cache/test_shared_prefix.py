@@ -218,3 +218,18 @@ def test_check_kv() -> None:
         wrong[b] = n
         with pytest.raises(AttentionError, match=rf"shared_prefix\[{b}\][\s\S]*{message}"):
             tilewise.check_kv(x.q, x.k, x.v, x.lengths, shared_prefix=wrong, **x.options)
+
+
+@pytest.mark.parametrize(
+    "shared", ["auto", torch.tensor([0, 32, 32, 0, 32, 32], dtype=torch.int32)], ids=["auto", "given"]
+)
+def test_compile(shared: Any) -> None:
+    x = shared_inputs(CASE, COMMON)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> Any:
+        options: dict[str, Any] = {"page_table": table, "shared_prefix": shared, "backend": "reference"}
+        plan = tilewise.plan_kv(q, k, v, lengths, **options)
+        return tilewise.attention_kv(q, k, v, lengths, plan=plan, return_lse=True, **options)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    compare(compiled(x.q, x.k, x.v, x.lengths, x.options["page_table"]), x)
