@@ -12,7 +12,7 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare
 from tests.prefix_cases import shared_inputs
-from tilewise.backends.common.kv import DecodeKernels
+from tilewise.backends.common.kv import DecodeKernels, shared
 from tilewise.backends.common.kv.shared import shares_prefix
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
@@ -22,6 +22,13 @@ CASE = KvCase((40, 50, 33, 90, 37, 36), page=4, heads=4, kv_heads=2, dim=16)
 COMMON = (0, 8, 8, 0, 8, 8)  # pages: two groups of three
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs the kernels")
 pytestmark = pytest.mark.usefixtures("triton_runs")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are shared however little that saves."""
+    monkeypatch.setattr(shared, "MIN_SAVED", 0)
+    monkeypatch.setattr(shared, "MIN_SHARED", 0)
 
 
 def call(x: KvInputs, backend: str, plan: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +110,7 @@ def test_quantised(scale: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("case", "common", "shared"),
+    ("case", "common", "found"),
     [
         (CASE, COMMON, [32, 32, 32, 32, 32, 32]),
         (CASE, (0,) * 6, [0] * 6),
@@ -114,10 +121,29 @@ def test_quantised(scale: str) -> None:
         (CASE.but(lengths=(33, 33), queries=3), (0, 8), [16, 16]),  # the last query of 3 is at key 32: 30 are before
     ],
 )  # fmt: skip
-def test_groups(case: KvCase, common: tuple[int, ...], shared: list[int]) -> None:
+def test_groups(case: KvCase, common: tuple[int, ...], found: list[int]) -> None:
     """Chunks have 16 keys in the interpreter."""
     x = shared_inputs(case, common)
-    assert shared_of(x) == shared
+    assert shared_of(x) == found
+    compare(call(x, "triton"), x)
+
+
+@interpreted
+def test_too_little() -> None:
+    """Nothing is shared that saves less than a number of bytes: 4 sequences save 32 keys of 256 bytes each."""
+    x = shared_inputs(CASE, COMMON)
+    for bytes_saved, found in ((4 * 32 * 256, 32), (4 * 32 * 256 + 1, 0)):
+        shared.MIN_SAVED = bytes_saved
+        assert shared_of(x) == [found] * 6
+    shared.MIN_SAVED, shared.MIN_SHARED = 0, 48
+    assert shared_of(x) == [0] * 6
+
+
+@interpreted
+def test_many_groups() -> None:
+    """More groups than are shared: the others read their own keys."""
+    x = shared_inputs(CASE.but(lengths=(20,) * 14, heads=2), (0, 4) * 7)
+    assert shared_of(x) == [16] * 8 + [0] * 6
     compare(call(x, "triton"), x)
 
 
@@ -221,13 +247,13 @@ def test_check_kv() -> None:
 
 
 @pytest.mark.parametrize(
-    "shared", ["auto", torch.tensor([0, 32, 32, 0, 32, 32], dtype=torch.int32)], ids=["auto", "given"]
+    "common", ["auto", torch.tensor([0, 32, 32, 0, 32, 32], dtype=torch.int32)], ids=["auto", "given"]
 )
-def test_compile(shared: Any) -> None:
+def test_compile(common: Any) -> None:
     x = shared_inputs(CASE, COMMON)
 
     def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor) -> Any:
-        options: dict[str, Any] = {"page_table": table, "shared_prefix": shared, "backend": "reference"}
+        options: dict[str, Any] = {"page_table": table, "shared_prefix": common, "backend": "reference"}
         plan = tilewise.plan_kv(q, k, v, lengths, **options)
         return tilewise.attention_kv(q, k, v, lengths, plan=plan, return_lse=True, **options)
 

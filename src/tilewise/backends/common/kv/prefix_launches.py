@@ -16,19 +16,16 @@ from ....errors import AttentionError
 from ....kv_formats import head_dim
 from ....kv_request import UNDIVIDED, CacheIndex, KvCall, KvRequest, PlannedTile
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
-from . import kv_tiles, launches
+from . import kv_tiles, launches, shared
 from . import partition as partitions
 from .launches import Part, decode_launches, fitting, launch_options, partition_launch
 from .partition import Partition
 from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
 from .schedule import Sequences
-from .shared import MAX_BATCH
 
 BLOCK_PAGES = 1024  # that are compared at once
-BATCHES = (128, 512, MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
-MIN_SHARED = 256  # keys that are worth a work item of their own
-# Bytes of keys and values whose reading takes as long as the launch for prefixes: below, nothing is shared.
-MIN_SAVED = 16 << 20
+BATCHES = (128, 512, shared.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
+MIN_GROUPS = 4
 ALIGN = 16  # elements; Triton compiles another kernel for addresses that are not multiples of 16 bytes
 
 
@@ -47,12 +44,14 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The requests and partitions of both passes."""
+    """The requests and partitions of both passes, and the most groups with a prefix: so few that the programs of the
+    first pass run all at once, unless their rows need more. Otherwise calls that share nothing would wait for them."""
 
     prefix_request: KvRequest
     prefix: Partition
     request: KvRequest
     own: Partition
+    max_groups: int
 
 
 def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) -> Plan:
@@ -74,10 +73,11 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     own = request._replace(cache_index=places._replace(starts=starts))
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
     prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
-    # a group with a prefix has two sequences or more, and one tile of rows that is not full
-    rows = tokens * q.shape[-2] // call.k.shape[-2]
-    prefix = prefix._replace(most_items=rows // prefix.tile.block_m + places.batch // 2)
-    return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
+    full_tiles = tokens * (q.shape[-2] // call.k.shape[-2]) // prefix.tile.block_m
+    groups = min(max(prefix.least - full_tiles, MIN_GROUPS), places.batch // 2)
+    most = full_tiles + groups  # a group has at most one tile of rows that is not full
+    splits = max(prefix.resident, most + prefix.least) if most <= prefix.least else most + prefix.target
+    return Plan(prefix_request, prefix._replace(most_splits=splits), own, launches.partition_of(own, target), groups)
 
 
 def prefix_tile(request: KvRequest, target: Target) -> kv_tiles.KvTile | None:
@@ -140,7 +140,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     """Find the groups of sequences, and compute both schedules."""
     parts = parts_of(request, target, schedule)
     plan = plan_of(request, target, parts.groups)
-    q, k, v, places = request.q, request.k, request.v, request.cache_index
+    q, k, places = request.q, request.k, request.cache_index
     overlap = can_overlap(target.gpu)
     sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, None, places.indptr)
     assert places.table is not None
@@ -153,13 +153,13 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         (parts.groups, sequences, places.table, given, *sizes),
         launch_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
     )
-    saved = sum(x.shape[2] * x.shape[3] * x.element_size() for x in (k, v))
-    least = (0, 0) if INTERPRETED else (MIN_SHARED, -(-MIN_SAVED // saved))
+    least = (shared.MIN_SHARED, -(-shared.MIN_SAVED // shared.bytes_of_key(request))) if given is None else (0, 0)
     chunk = plan.own.chunk_size
+    limits = (max(least[0], chunk), least[1], plan.max_groups)
     groups = Launch(
         groups_kernel,
         1,
-        (parts.groups, request.call.cu_q, q.shape[-3], places.batch, chunk, max(least[0], chunk), least[1]),
+        (parts.groups, request.call.cu_q, q.shape[-3], places.batch, chunk, *limits),
         launch_options(GroupConfig(fitting(places.batch, (16, *BATCHES) if INTERPRETED else BATCHES), overlap)),
     )
     return [
