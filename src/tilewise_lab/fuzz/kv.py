@@ -88,11 +88,16 @@ class KvCase:
         each = [-(-n // self.page) for n in self.totals] if self.page else [1] * len(self.lengths)
         ids = iter(random.Random(self.seed).sample(range(sum(each) + 2), sum(each)))
         rows = [[next(ids) for _ in range(n)] for n in each]
-        for b, n in enumerate(self.shared if self.page else ()):
-            if b:
-                common = min(n, *(full // self.page for full in self.lengths[b - 1 : b + 1]))
-                rows[b][:common] = rows[b - 1][:common]
+        for b, common in enumerate(self.common()):
+            rows[b][:common] = rows[b - 1][:common]
         return rows
+
+    def common(self) -> list[int]:
+        """Leading pages that each sequence has in common with the one before it."""
+        if not self.shared or not self.page:
+            return []
+        full = [n // self.page for n in self.lengths]
+        return [0, *(min(n, *full[b : b + 2]) for b, n in enumerate(self.shared[1:]))]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -203,8 +208,8 @@ def code(case: KvCase) -> str:
         args["page_table"] = f"torch.tensor({padded}, dtype=torch.int32)"
     else:
         args["cache_rows"] = _ints(row[0] for row in case.table())
-    if case.shared and case.page:
-        args["shared_prefix"] = "'auto'"
+    if case.common():  # given, because "auto" does not share so little
+        args["shared_prefix"] = _ints(n * case.page for n in case.common())
     if case.starts:
         args["starts"] = _ints(case.starts)
     args |= {n: repr(x) for n in TERMS if (x := getattr(case, n)) is not None and x is not False}

@@ -74,10 +74,12 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
     prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
     full_tiles = tokens * (q.shape[-2] // call.k.shape[-2]) // prefix.tile.block_m
-    groups = min(max(prefix.least - full_tiles, MIN_GROUPS), places.batch // 2)
-    most = full_tiles + groups  # a group has at most one tile of rows that is not full
+    max_groups = min(max(prefix.least - full_tiles, MIN_GROUPS), places.batch // 2)
+    most = full_tiles + max_groups  # a group has at most one tile of rows that is not full
     splits = max(prefix.resident, most + prefix.least) if most <= prefix.least else most + prefix.target
-    return Plan(prefix_request, prefix._replace(most_splits=splits), own, launches.partition_of(own, target), groups)
+    return Plan(
+        prefix_request, prefix._replace(most_splits=splits), own, launches.partition_of(own, target), max_groups
+    )
 
 
 def prefix_tile(request: KvRequest, target: Target) -> kv_tiles.KvTile | None:
