@@ -140,14 +140,6 @@ def test_too_little() -> None:
 
 
 @interpreted
-def test_many_groups() -> None:
-    """More groups than are shared: the others read their own keys."""
-    x = shared_inputs(CASE.but(lengths=(20,) * 14, heads=2), (0, 4) * 7)
-    assert shared_of(x) == [16] * 8 + [0] * 6
-    compare(call(x, "triton"), x)
-
-
-@interpreted
 def test_given() -> None:
     """Given numbers of keys are used as they are, limited to the keys before the queries."""
     x = shared_inputs(CASE, COMMON)

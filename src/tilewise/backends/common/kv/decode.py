@@ -299,12 +299,7 @@ def combine_last(buffers, item, split, head, sinks, sizes, CONFIG: tl.constexpr)
         r = tl.arange(0, CONFIG.BLOCK_R)
         d = tl.arange(0, CONFIG.BLOCK_DV)
         divided = DividedItem(item, split.item, split.first, split.num_splits, head)
-        if CONFIG.OF_PREFIX:
-            rows = tl.minimum(item.n_q * CONFIG.GROUP - item.first, CONFIG.BLOCK_M)
-            for first in range(0, rows, CONFIG.BLOCK_R):
-                combine_item(buffers, divided, first + r, d, sinks, sizes, CONFIG)
-        else:
-            combine_item(buffers, divided, r, d, sinks, sizes, CONFIG)
+        combine_item(buffers, divided, r, d, sinks, sizes, CONFIG)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)

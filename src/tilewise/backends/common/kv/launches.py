@@ -170,10 +170,6 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
     )
     k_words, v_words, dim_v = words_of(k), words_of(v), head_dim(v)
     block_r = triton.next_power_of_2(partition.rows)
-    block_c = max(1, FUSED // (block_r * padded(dim_v)))
-    if part.queries is not None:  # many partial results of perhaps few rows
-        block_r = min(block_r, 16)
-        block_c = max(1, 2 * FUSED // (block_r * padded(dim_v)))
     config = DecodeConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
@@ -200,7 +196,7 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
         MAX_LOGIT=kv.max_logit is not None,
         FUSED=request.split is None and is_fused(partition),
         BLOCK_R=block_r,
-        BLOCK_C=block_c,
+        BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
         OF_PREFIX=part.queries is not None,
         MERGE_PREFIX=part.prefix is not None,
     )

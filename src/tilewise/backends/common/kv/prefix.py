@@ -10,7 +10,7 @@ The numbers of the groups, in int32:
     starts  batch        the same for every sequence: where the keys begin that it attends to alone
     cu_q    batch + 1    offsets of the groups' queries, as in a packed batch
     heads   batch + 1    the first sequence of every group
-    least   batch        the smallest `common` of every group, then what it shares
+    least   batch        the smallest `common` of every group
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..device.tile_range import clamp
 from ..pdl import gdc_launch_dependents, gdc_wait
 from .schedule import RUNTIME_SIZES, BatchSizes, keys_of_item
 
-GROUP_SIZES = [*RUNTIME_SIZES, "min_shared", "min_saved", "max_groups"]
+GROUP_SIZES = [*RUNTIME_SIZES, "min_shared", "min_saved"]
 
 
 class Groups(NamedTuple):
@@ -113,10 +113,10 @@ def common_kernel(
 
 
 @triton.jit(do_not_specialize=GROUP_SIZES)
-def groups_kernel(groups, cu_q, n_q, batch, chunk_size, min_shared, min_saved, max_groups, CONFIG: tl.constexpr):
+def groups_kernel(groups, cu_q, n_q, batch, chunk_size, min_shared, min_saved, CONFIG: tl.constexpr):
     """Divide the batch into groups. A sequence joins the one before it if they share at least `min_shared` keys and not
-    less than half of what either shares with its other neighbour. A group shares whole chunks of keys; the first
-    `max_groups` groups do. Nothing is shared if that would save less than reading `min_saved` keys."""
+    less than half of what either shares with its other neighbour. A group shares whole chunks of keys. Nothing is
+    shared if that would save less than reading `min_saved` keys."""
     if CONFIG.OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -138,11 +138,6 @@ def groups_kernel(groups, cu_q, n_q, batch, chunk_size, min_shared, min_saved, m
     end = tl.load(groups.heads + group + 1, mask=exists, other=0)
     shared = tl.load(groups.least + group, mask=exists, other=0) // chunk_size * chunk_size
     shared = tl.where((end - head > 1) & (shared >= min_shared), shared, 0)
-    number = tl.cumsum((leads & (shared > 0)).to(tl.int32), 0)
-    tl.debug_barrier()
-    tl.store(groups.least + group, tl.where(number <= max_groups, shared, 0), mask=leads)
-    tl.debug_barrier()
-    shared = tl.load(groups.least + group, mask=exists, other=0)
     saved = tl.sum(tl.where(joins, shared, 0).to(tl.int64), 0)
     shared = tl.where(saved >= min_saved, shared, 0)
     tl.store(groups.starts + b, shared, mask=exists)

@@ -25,7 +25,6 @@ from .schedule import Sequences
 
 BLOCK_PAGES = 1024  # that are compared at once
 BATCHES = (128, 512, shared.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
-MIN_GROUPS = 4
 ALIGN = 16  # elements; Triton compiles another kernel for addresses that are not multiples of 16 bytes
 
 
@@ -44,14 +43,12 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The requests and partitions of both passes, and the most groups with a prefix: so few that the programs of the
-    first pass run all at once, unless their rows need more. Otherwise calls that share nothing would wait for them."""
+    """The requests and partitions of both passes."""
 
     prefix_request: KvRequest
     prefix: Partition
     request: KvRequest
     own: Partition
-    max_groups: int
 
 
 def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) -> Plan:
@@ -73,13 +70,10 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     own = request._replace(cache_index=places._replace(starts=starts))
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
     prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
-    full_tiles = tokens * (q.shape[-2] // call.k.shape[-2]) // prefix.tile.block_m
-    max_groups = min(max(prefix.least - full_tiles, MIN_GROUPS), places.batch // 2)
-    most = full_tiles + max_groups  # a group has at most one tile of rows that is not full
-    splits = max(prefix.resident, most + prefix.least) if most <= prefix.least else most + prefix.target
-    return Plan(
-        prefix_request, prefix._replace(most_splits=splits), own, launches.partition_of(own, target), max_groups
-    )
+    # a group with a prefix has two sequences or more, and at most one tile of rows that is not full
+    most_items = tokens * (q.shape[-2] // call.k.shape[-2]) // prefix.tile.block_m + places.batch // 2
+    prefix = prefix._replace(most_splits=most_items + prefix.target)
+    return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
 
 
 def prefix_tile(request: KvRequest, target: Target) -> kv_tiles.KvTile | None:
@@ -157,7 +151,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     )
     least = (shared.MIN_SHARED, -(-shared.MIN_SAVED // shared.bytes_of_key(request))) if given is None else (0, 0)
     chunk = plan.own.chunk_size
-    limits = (max(least[0], chunk), least[1], plan.max_groups)
+    limits = (max(least[0], chunk), least[1])
     groups = Launch(
         groups_kernel,
         1,
