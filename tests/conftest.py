@@ -30,6 +30,7 @@ if INTERPRETED:
             "tilewise.backends.common.hvp_launches",
             "tilewise.backends.common.jvp_launches",
             "tilewise.backends.common.kv.runners",
+            "tilewise.backends.common.kv.prefix_launches",
             "tilewise.backends.common.term_gradients",
             "tilewise.backends.triton.launches",
             "tilewise.backends.hopper.kv_launches",

@@ -90,6 +90,11 @@ def attention_kv(
         plan: a plan from `plan_kv`. One plan serves all layers of a step that have the same shapes.
         split: keys per split (split-KV, as in FlashDecoding). A fixed number makes results independent of the rest of
             the batch; 0 is one split. Default: chosen on the device.
+        shared_prefix: "auto": keys in pages that consecutive sequences begin with are read once for all of them
+            (cascade attention). They are found on the device. Or int32 (B,): so many leading keys of each sequence lie
+            in the pages of the sequence before it. Results are the same up to rounding. Default None: nothing is
+            shared. Has no effect with a left window, starts, split, mask_mod, score_mod, alibi_slopes, return_max_logit
+            or scales of shape (B, Hk), nor in the backends "reference" and "hopper".
         max_seqlen_q: the most queries of a packed sequence. Chooses a tile.
         backend: as in `attention`.
 
@@ -407,7 +412,11 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
     scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
-    return *tensors, *options, *present, *scales, places.capacity(k), places.new
+    # what kernels that share prefixes depend on beside the above
+    shared = request.shared_prefix is not None, spec.mask_mod, spec.score_mod, spec.max_logit
+    constant = [isinstance(x, Tensor) and x.dim() == 2 for x in (request.k_scale, request.v_scale)]
+    own = *tensors, *options, *present, *scales, places.capacity(k), places.new
+    return (*own, shared, *constant) if shared[0] else own
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:

@@ -65,6 +65,7 @@ class QkNorm(NamedTuple):
 
 # The scale of a quantised cache: a number, or float32 of shape (), (Hk,), (B, Hk), or by token and head as the cache.
 Scale = Tensor | float | None
+SharedPrefix = Tensor | str | None  # "auto" is the only string
 
 
 class KvPlan(NamedTuple):
@@ -135,7 +136,9 @@ class KvRequest(NamedTuple):
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
     of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
-    a sequence, 0 if unknown. `k_scale` and `v_scale`: of quantised caches (kv_formats).
+    a sequence, 0 if unknown. `k_scale` and `v_scale`: of quantised caches (kv_formats). `shared_prefix`: "auto": keys
+    in pages that consecutive sequences begin with are read once for all of them; int32 (B,): so many leading keys of
+    each sequence and the one before it.
     """
 
     call: Request
@@ -145,6 +148,7 @@ class KvRequest(NamedTuple):
     max_seqlen_q: int = 0
     k_scale: Scale = None
     v_scale: Scale = None
+    shared_prefix: SharedPrefix = None
 
     # Not for code that torch.compile traces: torch 2.10 does not support properties of a named tuple.
     @property
@@ -240,7 +244,8 @@ SCALES = "Tensor? k_scale, Tensor? v_scale, float? k_number, float? v_number"
 ATTEND = (
     f"Tensor q, Tensor k, Tensor v, {PLACES}, Tensor? cu_q, Tensor? tree, Tensor? sinks, Tensor[] score, Tensor[] mask,"
     " float scale, SymInt? before, SymInt? after, str backend, str? score_mod, float[] score_numbers, str? mask_mod,"
-    f" float[] mask_numbers, int? split, SymInt max_seqlen_q, {SCALES}"
+    f" float[] mask_numbers, int? split, SymInt max_seqlen_q, {SCALES},"
+    " Tensor? common, bool find_common"
 )
 APPEND = (
     f"Tensor k_new, Tensor v_new, {PLACES}, Tensor? slots, Tensor? cos, Tensor? sin, bool interleaved,"
@@ -256,7 +261,10 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     band = (spec.scale, spec.before, spec.after, spec.backend)
     mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
     scales = scale_arguments(request.k_scale, request.v_scale)
-    return (*call[:3], *request.cache_index, *terms, *band, *mods, request.split, request.max_seqlen_q, *scales)
+    shared = request.shared_prefix
+    shares = (None, True) if isinstance(shared, str) else (shared, False)
+    sizes = (request.split, request.max_seqlen_q)
+    return (*call[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
 
 
 def attend_request(*given: Any) -> KvRequest:
@@ -264,11 +272,12 @@ def attend_request(*given: Any) -> KvRequest:
     q, k, v, *rest = given
     places, rest = CacheIndex(*rest[:INDEX]), rest[INDEX:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
-    mask_numbers, split, max_seqlen_q, *scales = rest
+    mask_numbers, split, max_seqlen_q, *scales, common, find_common = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
     spec = Spec(scale, before, after, backend, *score_mod, *mask_mod)
     call = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
-    return KvRequest(call, places, tree, split, max_seqlen_q, *scales_of(*scales))
+    shared = "auto" if find_common else common
+    return KvRequest(call, places, tree, split, max_seqlen_q, *scales_of(*scales), shared)
 
 
 def scale_arguments(k: Scale, v: Scale) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..errors import AttentionError
 from ..kv_formats import head_dim
 from ..kv_latent import LATENT, WIDTH, is_packed, shares_memory
-from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, QkNorm, Rotary, Scale
+from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, QkNorm, Rotary, Scale, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
@@ -21,6 +21,7 @@ from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import has_address, is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
 from .dense import sized
+from .kv_prefix import checked_prefix
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
 PageTable = Tensor | tuple[Tensor, Tensor] | None
@@ -58,6 +59,7 @@ class KvOptions(TypedDict, total=False):
     return_max_logit: bool
     plan: Any
     split: int | None
+    shared_prefix: SharedPrefix
     max_seqlen_q: int | None
     backend: str
 
@@ -132,7 +134,8 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
             "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
         )
     most = q.shape[1] if cu_q is None else int(most or 0)
-    return KvRequest(call, places, tree, _split(options["split"]), most, *scales)
+    shared = checked_prefix(options["shared_prefix"], places)
+    return KvRequest(call, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
 
 
 def append_request(

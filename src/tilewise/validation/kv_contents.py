@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..kv_request import KvRequest, PlannedTile
 from .dense import check_offsets
+from .kv_prefix import check_prefix
 
 
 def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:
@@ -60,6 +61,10 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
             _check_tokens(b, pages[: length + new], k.shape[0] * page)
         else:
             _check_token_scales(request, b, (starts[b], length), None if table is None else pages)
+    if isinstance(request.shared_prefix, Tensor) and table is not None:
+        totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
+        tables = [table[a:b] for a, b in pairwise(ends)] if ends else table
+        check_prefix(request.shared_prefix.tolist(), tables, totals, page)
     if places.rows is not None:
         for b, row in enumerate(places.rows.tolist()):
             if not 0 <= row < k.shape[0]:

@@ -23,7 +23,8 @@ class KvCase:
     """lengths, queries, new: of each sequence; new: () for none. page 0: a dense cache. The defaults are the simplest.
 
     slots: which of the new tokens, counted through all sequences, are not written. k_store, v_store: dtypes of the
-    caches, "" for that of q; k_scale, v_scale: the kinds of their scales (`stored`).
+    caches, "" for that of q; k_scale, v_scale: the kinds of their scales (`stored`). shared: leading pages that each
+    sequence has in common with the one before it, if they are full without new tokens; with `shared_prefix`.
     """
 
     seed: int = 0
@@ -60,6 +61,7 @@ class KvCase:
     tree: bool = False
     rotary: str = ""
     slots: tuple[int, ...] | None = None
+    shared: tuple[int, ...] = ()
     plan: bool = False
     out: bool = False
     return_lse: bool = False
@@ -85,7 +87,17 @@ class KvCase:
         """The pages of every sequence, or the row of a dense cache."""
         each = [-(-n // self.page) for n in self.totals] if self.page else [1] * len(self.lengths)
         ids = iter(random.Random(self.seed).sample(range(sum(each) + 2), sum(each)))
-        return [[next(ids) for _ in range(n)] for n in each]
+        rows = [[next(ids) for _ in range(n)] for n in each]
+        for b, common in enumerate(self.common()):
+            rows[b][:common] = rows[b - 1][:common]
+        return rows
+
+    def common(self) -> list[int]:
+        """Leading pages that each sequence has in common with the one before it."""
+        if not self.shared or not self.page:
+            return []
+        full = [n // self.page for n in self.lengths]
+        return [0, *(min(n, *full[b : b + 2]) for b, n in enumerate(self.shared[1:]))]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,7 +124,7 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
     def maybe(x: Any, odds: float = 0.2) -> Any:
         return x if r.random() < odds else None
 
-    return KvCase(
+    case = KvCase(
         mode="compile" if r.random() < 0.03 and not small else r.choice(("call", "no_grad", "inference", "append")),
         dtype=r.choice(dtypes), lengths=lengths, queries=queries, new=new, packed=packed,
         slack=r.choice((0, 0, 3)) if packed else 0, page=r.choice((0, 1, 2, 3, 8, 16, 24)), csr=r.random() < 0.3,
@@ -127,7 +139,9 @@ def draw(r: random.Random, dtypes: tuple[str, ...], small: bool) -> KvCase:
         rotary=r.choice(("halves", "pairs")) if new and r.random() < 0.4 and not stores[0][0] else "",
         slots=tuple(n for n in range(sum(new)) if r.random() < 0.3) if new and r.random() < 0.2 else None,
         plan=r.random() < 0.3, out=r.random() < 0.2, return_lse=r.random() < 0.6,
+        shared=tuple(r.choice((0, 1, 3, 40)) for _ in lengths) if r.random() < 0.2 else (),
     )  # fmt: skip
+    return replace(case, lengths=tuple(n + 40 for n in lengths)) if case.shared and not case.starts else case
 
 
 def _store(r: random.Random, dim: int) -> tuple[str, str]:
@@ -194,6 +208,8 @@ def code(case: KvCase) -> str:
         args["page_table"] = f"torch.tensor({padded}, dtype=torch.int32)"
     else:
         args["cache_rows"] = _ints(row[0] for row in case.table())
+    if case.common():  # given, because "auto" does not share so little
+        args["shared_prefix"] = _ints(n * case.page for n in case.common())
     if case.starts:
         args["starts"] = _ints(case.starts)
     args |= {n: repr(x) for n in TERMS if (x := getattr(case, n)) is not None and x is not False}
@@ -322,7 +338,7 @@ def candidates(case: KvCase) -> Iterator[KvCase]:
                 same = (max(1, case.queries[0]),) * len(case.queries)
                 changes |= {"slack": 0, "slots": None, "queries": same, "new": same if case.new else ()}
             yield replace(case, **changes)
-    each = ("lengths", "queries", "new", "starts")
+    each = ("lengths", "queries", "new", "starts", "shared")
     for n in range(0 if lone or case.slots else len(case.lengths)):
         yield replace(case, **{name: x[:n] + x[n + 1 :] for name in each if (x := getattr(case, name))})
     for n, length in enumerate(case.lengths):

@@ -1,7 +1,8 @@
 """Compile the kernels of the KV cache for a target without a GPU: rows on the standard input, reports on the output.
 
-A row: {"arch": 90 or "gfx942", "kernel": "attend" ("schedule", "combine" of few KV heads, "append")}, and the call:
-dim, dim_v, dtype, page, heads, kv_heads, queries, packed, split, term, tile, stored (dtypes of K and V), scale, norm.
+A row: {"arch": 90 or "gfx942", "kernel": "attend" ("schedule", "combine" of few KV heads, "append"; with prefix also
+"prefix", "common", "groups")}, and the call: dim, dim_v, dtype, page, heads, kv_heads, queries, packed, split, term,
+tile, stored (dtypes of K and V), scale, norm, prefix (the option shared_prefix).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import tilewise
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import kv_tiles
 from tilewise.backends.common.kv import launches as kv_launch
+from tilewise.backends.common.kv import prefix_launches as prefix_launch
 from tilewise.backends.common.kv.runners import with_rotated
 from tilewise.backends.common.launch import DeviceMemory, Target
-from tilewise.kv_request import KvCall
+from tilewise.kv_request import KvCall, KvRequest
 from tilewise.validation import kv as checks
 from tilewise_lab.costs.compiled import Compiled, compile_for
 
@@ -50,11 +52,12 @@ def launch_of(
     stored: list[str] | None = None,
     scale: str | None = None,
     norm: bool = False,
+    prefix: str | None = None,
 ) -> Any:
     gpu = Gpu("cuda" if isinstance(arch, int) else "hip", arch)
     kind, dv = getattr(torch, dtype), dim_v or dim
     q = torch.empty(BATCH, queries, heads, dim, dtype=kind)
-    options: Any = {"split": split}
+    options: Any = {"split": split, "shared_prefix": prefix}
     if packed:
         q = q.flatten(0, 1)
         options["cu_seqlens_q"] = torch.zeros(BATCH + 1, dtype=torch.int32)
@@ -95,6 +98,8 @@ def launch_of(
             return kv_launch.append_launch(with_rotated(request, DeviceMemory(torch.device("cpu"))), gpu)
         request = checks.attend_request(q, k, v, lengths, checks.kv_options(options))
         target, memory = Target(gpu, 132), DeviceMemory(torch.device("cpu"))
+        if prefix:
+            return prefix_launch_of(kernel, request, target, memory)
         numbers, floats = kv_launch.schedule_sizes(request, target)
         schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)
         out = torch.empty(*q.shape[:-1], dv, dtype=kind)
@@ -102,6 +107,23 @@ def launch_of(
         call = KvCall(request, None, schedule, workspace, out, lse)
         made = dict(zip(("attend", "combine"), kv_launch.attend_launches(call, target, memory), strict=False))
         return (made | {"schedule": kv_launch.schedule_launch(request, schedule, target)})[kernel]
+
+
+def prefix_launch_of(kernel: str, request: KvRequest, target: Target, memory: Any) -> Any:
+    """A launch of a call with shared prefixes."""
+    numbers, floats = prefix_launch.schedule_sizes(request, target)
+    schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)
+    q = request.q
+    out, lse = torch.empty(*q.shape[:-1], request.v.shape[-1], dtype=q.dtype), torch.empty(q.shape[:-1]).mT
+    names = ("common", "groups", "prefix schedule", "schedule")
+    made = dict(zip(names, prefix_launch.schedule_launches(request, schedule, target), strict=True))
+    call = KvCall(request, None, schedule, workspace, out, lse)
+    attends = prefix_launch.attend_launches(call, target, memory)
+    made["prefix"] = next(x for x in attends if getattr(x.options["CONFIG"], "OF_PREFIX", False))
+    made["attend"] = next(x for x in attends if hasattr(x.options["CONFIG"], "OF_PREFIX") and x is not made["prefix"])
+    if attends[-1] is not made["attend"]:
+        made["combine"] = attends[-1]
+    return made[kernel]
 
 
 def compiled(**row: Any) -> Compiled:

@@ -26,6 +26,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"kernel": "attend", "stored": INT8, "scale": "token"},
     {"kernel": "attend", "stored": INT4, "scale": "group"},
     {"kernel": "append", "stored": INT4, "scale": "group", "norm": True},
+    *({"kernel": kernel, "prefix": "auto"} for kernel in ("prefix", "attend", "common", "groups")),
 )
 MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     *({"kernel": "attend", "page": page} for page in (0, 1, 64, 256)),
@@ -38,6 +39,9 @@ MORE: tuple[dict[str, Any], ...] = (  # where it is measured
     {"kernel": "attend", "stored": ["bfloat16", "float8_e4m3fn"], "scale": "head", "page": 64},
     {"kernel": "attend", "stored": ["float16", "float8_e5m2"], "scale": "tensor", "page": 0},
     {"kernel": "append", "stored": ["float8_e5m2", "float8_e4m3fn"], "scale": "token", "norm": True},
+    *({"kernel": kernel, "prefix": "auto", "queries": 4, "packed": True} for kernel in ("prefix", "attend", "groups")),
+    {"kernel": "combine", "prefix": "auto", "heads": 8, "kv_heads": 1},
+    {"kernel": "prefix", "prefix": "auto", "stored": E4M3, "scale": "head"},
 )
 SPILL = 256  # bytes that a thread may store and load once, outside of the loop over keys
 LOOP_SPILLS = 6  # instructions in its loop over keys (a mask mod 6, a tree 2, sm_100 1): to shrink, never to grow
@@ -48,13 +52,14 @@ def faults(made: dict[str, Any]) -> list[str]:
     if "error" in made:
         return [made["error"]]
     repairs = made.get("queries", 1) > 1 or made.get("term") == "documents"
-    allowed = (REPAIR_SPILL if repairs else SPILL) if made["kernel"] == "attend" else 0
+    is_decode = made["kernel"] in ("attend", "prefix")
+    allowed = (REPAIR_SPILL if repairs else SPILL) if is_decode else 0
     found = [f"{made['spills']} bytes spilled"] if made["spills"] > allowed else []
     if made["loop_spills"] > (LOOP_SPILLS if repairs else 0):
         found.append(f"{made['loop_spills']} spills in the loop over keys")
     if made["shared"] > tiles.chip(made["arch"]).shared:
         found.append(f"{made['shared']} bytes of shared memory")
-    if made["kernel"] == "attend" and not any("MMA" in name or "mfma" in name for name in made["instructions"]):
+    if is_decode and not any("MMA" in name or "mfma" in name for name in made["instructions"]):
         found.append("no matrix instruction")
     return found
 

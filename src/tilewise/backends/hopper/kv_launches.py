@@ -33,12 +33,12 @@ def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[in
     return (0, 0) if request.call.cu_q is None else decode.schedule_sizes(decode_request(request), target)
 
 
-def schedule_launch(request: KvRequest, schedule: Tensor, target: Target) -> Launch | None:
+def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
     if is_latent(request):
-        return decode.schedule_launch(request, schedule, target)
+        return decode.schedule_launches(request, schedule, target)
     if request.call.cu_q is None:
-        return None
-    return decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)
+        return []
+    return [decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)]
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:

@@ -61,7 +61,7 @@ REST_COLUMNS: gl.constexpr = gl.constexpr(64)
 
 class HopperLatentConfig(NamedTuple):
     """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN: as in
-    `LatentConfig`. LARGE_SCORES, FIXED_SPLIT: as in `DecodeConfig`."""
+    `LatentConfig`. LARGE_SCORES, FIXED_SPLIT, MERGE_PREFIX: as in `DecodeConfig`."""
 
     GROUP: int
     D: int
@@ -73,6 +73,7 @@ class HopperLatentConfig(NamedTuple):
     FLAG_NAN: bool
     LARGE_SCORES: bool = False
     FIXED_SPLIT: bool = False
+    MERGE_PREFIX: bool = False
 
 
 class LatentTokens(NamedTuple):

@@ -19,9 +19,9 @@ class PrefillKernels:
 
     def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
         from ..common.kv.runners import schedule_runner
-        from .kv_launches import schedule_launch
+        from .kv_launches import schedule_launches
 
-        return schedule_runner(request, schedule, schedule_launch)
+        return schedule_runner(request, schedule, schedule_launches)
 
     def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
         from .kv_launches import planned
@@ -30,9 +30,9 @@ class PrefillKernels:
 
     def attend(self, call: KvCall) -> Any:
         from ..common.kv.runners import attend_runner
-        from .kv_launches import attend_launches, schedule_launch, schedule_sizes
+        from .kv_launches import attend_launches, schedule_launches, schedule_sizes
 
-        return attend_runner(call, schedule_sizes, schedule_launch, attend_launches)
+        return attend_runner(call, schedule_sizes, schedule_launches, attend_launches)
 
     def append(self, request: AppendRequest) -> Any:
         from ..common.kv.runners import append_runner

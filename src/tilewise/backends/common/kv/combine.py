@@ -15,14 +15,16 @@ from .schedule import RUNTIME_SIZES, item_records, item_starts, load_item, split
 
 
 class Buffers(NamedTuple):
-    """out and lse as views, the workspace of partial results, the schedule; and the largest score of each head, or
-    None."""
+    """out and lse as views, the workspace of partial results, the schedule; the largest score of each head, or None;
+    and out and lse over shared prefixes as views, or None."""
 
     out: tl.tuple
     lse: tl.tuple
     workspace: tl.tensor
     schedule: tl.tensor
     max_logit: tl.tensor = None
+    prefix_out: tl.tuple = None
+    prefix_lse: tl.tuple = None
 
 
 class SplitSizes(NamedTuple):
@@ -89,7 +91,8 @@ class Rows(NamedTuple):
 
 class CombineConfig(NamedTuple):
     """Query heads per KV head; KV heads; head dim of v; rows, partial results and columns that are combined at once;
-    whether splits have a fixed number of keys; whether the launch overlaps the one before; LARGE_SCORES."""
+    whether splits have a fixed number of keys; whether the launch overlaps the one before; LARGE_SCORES and
+    MERGE_PREFIX as in `DecodeConfig`."""
 
     GROUP: int
     KV_HEADS: int
@@ -100,6 +103,7 @@ class CombineConfig(NamedTuple):
     FIXED_SPLIT: bool
     OVERLAP: bool
     LARGE_SCORES: bool
+    MERGE_PREFIX: bool
 
 
 @triton.jit
@@ -214,8 +218,21 @@ def add_sink(partial, sinks, h, exists, LARGE_SCORES: tl.constexpr):
 
 
 @triton.jit
+def load_prefix(buffers, item, rows, d, DV: tl.constexpr):
+    """The result of rows over the prefix that their sequence shares with others, at the columns d (1, ..)."""
+    pointers = row_pointers(buffers.prefix_out, item, rows)[:, None] + columns(buffers.prefix_out, d)
+    out = tl.load(pointers, mask=rows.exists[:, None] & (d < DV), other=0.0)
+    lse = tl.load(row_pointers(buffers.prefix_lse, item, rows), mask=rows.exists, other=float("-inf"))
+    return Partial(out, lse, lse)
+
+
+@triton.jit
 def store_rows(buffers, partial, item, rows, d, sinks, batch, CONFIG: tl.constexpr):
-    """Write out, at the columns d (1, ..), and lse of rows whose partial result covers all of their keys."""
+    """Write out, at the columns d (1, ..), and lse of rows whose partial result covers all of their keys from
+    item.start on."""
+    if CONFIG.MERGE_PREFIX:
+        if item.start > 0:
+            partial = merge(load_prefix(buffers, item, rows, d, CONFIG.DV), partial, False)
     out, lse = add_sink(partial, sinks, rows.h, rows.exists & (item.b < batch), CONFIG.LARGE_SCORES)
     o = buffers.out
     o_rows = row_pointers(o, item, rows)[:, None] + columns(o, d)

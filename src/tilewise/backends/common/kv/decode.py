@@ -85,13 +85,17 @@ class DecodeConfig(NamedTuple):
     depend on the batch: the first split of a work item keeps those merged so far in its slot, the others each chunk in
     a slot of its own. Otherwise a program sums all of its chunks together.
 
-    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later.
+    CONCURRENT: the launch before this one writes nothing that is read here, and ends no later. MERGE_PREFIX: it writes
+    only the results over prefixes.
 
     NAN_SAFE: rows of a tile may see different keys, and 0 * nan is nan: if results have a nan, the program computes
     them once more, so that a value cannot reach a row that does not see it. MAX_LOGIT: the largest score of each head
     is computed too.
 
     FUSED: the last program of a divided work item merges its partial results, BLOCK_C at a time, of BLOCK_R rows.
+
+    OF_PREFIX: a work item has rows of all sequences of a group (`prefix`), which see the same keys. MERGE_PREFIX: the
+    results over keys from item.start on are merged with those over the prefix before.
     """
 
     GROUP: int
@@ -120,6 +124,8 @@ class DecodeConfig(NamedTuple):
     FUSED: bool
     BLOCK_R: int
     BLOCK_C: int
+    OF_PREFIX: bool
+    MERGE_PREFIX: bool
 
 
 @triton.jit
@@ -163,6 +169,17 @@ def key_offsets(x, page, h, at, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     else:
         place = r % PAGE_SIZE if N % PAGE_SIZE == 0 else (at + r) % PAGE_SIZE
         return base, page.to(tl.int64) * x.strides[0] + place.to(tl.int64) * x.strides[1]
+
+
+@triton.jit
+def query_pointers(q, item, rows, n_q, CONFIG: tl.constexpr):
+    """Pointers to the queries of rows. `n_q`: queries of each sequence; OF_PREFIX: tokens of a batch row of q."""
+    if CONFIG.OF_PREFIX:
+        token = item.q0 + rows.i
+        base = q.ptr + (token // n_q).to(tl.int64) * q.strides[0]
+        return base + (token % n_q).to(tl.int64) * q.strides[1] + rows.h.to(tl.int64) * q.strides[2]
+    else:
+        return row_pointers(q, item, rows)
 
 
 @triton.jit
@@ -313,10 +330,14 @@ def decode_kernel(
     MASK_MOD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed."""
+    """Attend to the keys of one split, for one KV head. `n_q`: queries of each sequence, 0 where q is packed;
+    OF_PREFIX: tokens of a batch row of q."""
     STORED_K: tl.constexpr = CONFIG.K
     STORED_V: tl.constexpr = CONFIG.V
-    if CONFIG.OVERLAP:
+    if CONFIG.OVERLAP and CONFIG.OF_PREFIX:
+        gdc_wait()  # before the next launch starts, which reads what earlier ones wrote and does not wait for them
+        gdc_launch_dependents()
+    elif CONFIG.OVERLAP:
         gdc_launch_dependents()
         if not CONFIG.CONCURRENT:
             gdc_wait()
@@ -348,7 +369,7 @@ def decode_kernel(
         k_scale = 1.0
         if STORED_K.SCALE == "head":
             k_scale = head_scale(cache.k_scale, tl.minimum(item.b, batch - 1), head)
-        q_rows = row_pointers(q, item, at)
+        q_rows = query_pointers(q, item, at, n_q, CONFIG)
         queries = load_queries(q, q_rows, at.exists, k_scale, CONFIG.D, CONFIG.BLOCK_D, STORED_K)
         draft = TreeMask(tree, tree_words)
         # Triton cannot keep the mods in a variable of a loop
@@ -375,6 +396,8 @@ def decode_kernel(
                     CONFIG,
                     True,
                 )
+        if CONFIG.OVERLAP and CONFIG.CONCURRENT and CONFIG.MERGE_PREFIX:
+            gdc_wait()
         out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         if STORED_V.SCALE == "head":
             out *= head_scale(cache.v_scale, tl.minimum(item.b, batch - 1), head)

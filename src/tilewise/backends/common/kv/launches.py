@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -74,7 +74,11 @@ def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[in
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
     """The work items of a schedule, read back (its layout is in schedule.py): those with keys are in front, those
     without at the end."""
-    partition = checked_partition(request, target_of(request.q.device), schedule)
+    return planned_tiles(checked_partition(request, target_of(request.q.device), schedule), schedule)
+
+
+def planned_tiles(partition: Partition, schedule: Tensor) -> list[PlannedTile]:
+    """The work items of a schedule with this partition."""
     numbers: list[int] = schedule.tolist()
     without, with_keys = numbers[1:3]
     table = numbers[len(numbers) - ITEM * partition.items :]
@@ -83,10 +87,25 @@ def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
     return sorted(items[n] for n in places)
 
 
+def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
+    return [schedule_launch(request, schedule, target)]
+
+
 def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_queries: int | None = None) -> Launch:
     """Computes the schedule of sequences with at most `max_queries` queries, or of all."""
+    return partition_launch(request, schedule, checked_partition(request, target, schedule), target, max_queries)
+
+
+def partition_launch(
+    request: KvRequest,
+    schedule: Tensor,
+    partition: Partition,
+    target: Target,
+    max_queries: int | None = None,
+    skip_empty: bool = False,
+) -> Launch:
+    """Computes the schedule of a partition. `skip_empty`: work items without keys are left out."""
     q, k, places = request.q, request.k, request.cache_index
-    partition = checked_partition(request, target, schedule)
     sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
         GROUP=q.shape[-2] // k.shape[-2],
@@ -96,6 +115,7 @@ def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_qu
         BLOCK_ITEMS=fitting(partition.items, BLOCK_ITEMS),
         BLOCK_SPLITS=fitting(partition.num_splits, BLOCK_ITEMS),
         OVERLAP=can_overlap(target.gpu),
+        SKIP_EMPTY=skip_empty,
     )
     sizes = (q.shape[-3], places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch)
     cut = (
@@ -120,15 +140,29 @@ def launch_options(config: Any, **options: Any) -> dict[str, Any]:
     return {"CONFIG": config, "num_warps": 4, **options} | ({"launch_pdl": True} if config.OVERLAP else {})
 
 
+class Part(NamedTuple):
+    """What the launches of `decode_launches` compute. `concurrent`: they may run together with the launch before them.
+    `queries`: of prefixes, whose request has packed queries, q as it is. `prefix`: out and lse over prefixes, with
+    which results are merged, or None."""
+
+    concurrent: bool = False
+    queries: Tensor | None = None
+    prefix: tuple[Tensor, Tensor] | None = None
+
+
 def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool = False) -> list[Launch]:
     """Attend, and combine unless the decode kernel does so itself. `concurrent`: they may run together with the launch
     before them."""
-    request, schedule, workspace = kv.request, kv.schedule, kv.workspace
-    assert schedule is not None
-    assert workspace is not None
+    assert kv.schedule is not None
+    partition = checked_partition(kv.request, target, kv.schedule, kv.workspace)
+    return decode_launches(kv, partition, target, Part(concurrent))
+
+
+def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part) -> list[Launch]:
+    """The launches of `attend_launches` with a given partition."""
+    request = kv.request
     call, places, spec = request.call, request.cache_index, request.spec
     q, k, v = call[:3]
-    partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(call, target.gpu, derivative=False)
     terms = device_terms(call, target.gpu)
     stored_k, stored_v = (
@@ -156,24 +190,27 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         FIXED_SPLIT=request.split is not None,
         PREFETCH_PAGES=partition.tile.prefetch_pages != 0,
         SAME_STRIDES=view(k_words)[1:] == view(v_words)[1:],
-        HAS_STARTS=places.starts is not None,
-        CONCURRENT=concurrent,
-        NAN_SAFE=request.max_seqlen_q != 1 or spec.mask_mod is not None,
+        HAS_STARTS=places.starts is not None and part.prefix is None,  # prefixes end with a chunk
+        CONCURRENT=part.concurrent,
+        NAN_SAFE=part.queries is None and (request.max_seqlen_q != 1 or spec.mask_mod is not None),
         MAX_LOGIT=kv.max_logit is not None,
         FUSED=request.split is None and is_fused(partition),
         BLOCK_R=block_r,
         BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
+        OF_PREFIX=part.queries is not None,
+        MERGE_PREFIX=part.prefix is not None,
     )
     table_stride = 0 if places.table is None else places.table.stride(0)
-    n_q = 0 if call.cu_q is not None else q.shape[1]
+    queries = q if part.queries is None else part.queries
+    n_q = queries.shape[-3] if config.OF_PREFIX or call.cu_q is None else 0
     words = 0 if request.tree is None else request.tree.shape[1]
     args = (
-        view(q),
+        view(queries),
         KvCacheView(
             *(view(k_words), view(v_words), places.table, places.indptr, places.rows),
             *(scale_of(request.k_scale), scale_of(request.v_scale)),
         ),
-        buffers_of(kv),
+        buffers_of(kv, part.prefix),
         request.tree,
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
@@ -187,7 +224,7 @@ def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     attend = Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))
-    return [attend] if config.FUSED else [attend, combine_launch(kv, terms, partition, target)]
+    return [attend] if config.FUSED else [attend, combine_launch(kv, terms, partition, target, part.prefix)]
 
 
 def tile_height(request: KvRequest, partition: Partition) -> int:
@@ -210,13 +247,16 @@ def fitting(n: int, sizes: tuple[int, ...]) -> int:
     return next((size for size in sizes if n <= size), sizes[-1])
 
 
-def buffers_of(kv: KvCall) -> Buffers:
+def buffers_of(kv: KvCall, prefix: tuple[Tensor, Tensor] | None = None) -> Buffers:
     assert kv.out is not None
     assert kv.lse is not None
-    return Buffers(view(kv.out), row_view(kv.lse), kv.workspace, kv.schedule, kv.max_logit)
+    found = Buffers(view(kv.out), row_view(kv.lse), kv.workspace, kv.schedule, kv.max_logit)
+    return found if prefix is None else found._replace(prefix_out=view(prefix[0]), prefix_lse=row_view(prefix[1]))
 
 
-def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target) -> Launch:
+def combine_launch(
+    kv: KvCall, terms: Any, partition: Partition, target: Target, prefix: tuple[Tensor, Tensor] | None = None
+) -> Launch:
     """Combines as many partial results at once as a row is likely to have, and as many rows and columns as fit beside
     them."""
     request = kv.request
@@ -236,13 +276,14 @@ def combine_launch(kv: KvCall, terms: Any, partition: Partition, target: Target)
         FIXED_SPLIT=request.split is not None,
         OVERLAP=can_overlap(target.gpu),
         LARGE_SCORES=terms.large_scores is not None,
+        MERGE_PREFIX=prefix is not None,
     )
     sizes = (
         *(partition.items, partition.num_splits, partition.slots, partition.whole_slots, partition.num_slots),
         *(partition.rows, request.cache_index.batch, partition.target, tile_height(request, partition)),
     )
     programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
-    return Launch(combine_kernel, programs, (buffers_of(kv), terms.sinks, *sizes), launch_options(config))
+    return Launch(combine_kernel, programs, (buffers_of(kv, prefix), terms.sinks, *sizes), launch_options(config))
 
 
 def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:

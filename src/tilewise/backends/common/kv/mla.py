@@ -85,6 +85,7 @@ class LatentConfig(NamedTuple):
     FLAG_NAN: bool
     REPAIR: bool
     MAX_LOGIT: bool
+    MERGE_PREFIX: bool = False  # see `DecodeConfig`
 
 
 class LatentQueries(NamedTuple):

@@ -32,10 +32,11 @@ class Partition(NamedTuple):
     rows: int  # of a partial result
     item_cost: int  # of beginning a work item, in chunks
     min_chunks: int = 1  # of a work item that is divided
+    most_splits: int = 0  # if they are known to be fewer than `items` and `target` allow
 
     @property
     def num_splits(self) -> int:
-        return self.items + self.target
+        return self.most_splits or self.items + self.target
 
     @property
     def programs(self) -> int:

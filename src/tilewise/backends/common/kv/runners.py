@@ -16,7 +16,7 @@ from ..launch import Built, Launch, Memory, Target
 from ..shapes import new_max_logit
 from .launches import append_launch
 
-Schedule = Callable[[KvRequest, Tensor, Target], Launch | None]
+Schedule = Callable[[KvRequest, Tensor, Target], list[Launch]]
 Sizes = Callable[[KvRequest, Target], tuple[int, int]]
 Attend = Callable[[KvCall, Target, Memory], list[Launch]]
 
@@ -40,14 +40,13 @@ def with_rotated(request: AppendRequest, memory: Memory) -> AppendRequest:
     return request._replace(rotated=memory.empty(q.shape, q.dtype))
 
 
-def schedule_runner(request: KvRequest, schedule: Tensor, launch: Schedule) -> KernelCall:
+def schedule_runner(request: KvRequest, schedule: Tensor, launches: Schedule) -> KernelCall:
     """The runner of a schedule. Its tensors are those of the request, then the schedule. It returns nothing."""
     tensors, structure = structure_of((request, schedule))
 
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         request, schedule = structure(tensors)
-        found = launch(request, schedule, target)
-        return Built([], [] if found is None else [found])
+        return Built([], launches(request, schedule, target))
 
     return KernelCall(build, tensors, request.q.device)
 
@@ -72,8 +71,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
                 schedule=memory.empty((numbers,), torch.int64), workspace=memory.empty((floats,), torch.float32)
             )
             assert call.schedule is not None
-            found = schedule(request, call.schedule, target)
-            launches += [] if found is None else [found]
+            launches += schedule(request, call.schedule, target)
         out, lse = run_forward(call, memory)
         if request.q.shape[:-1].numel():
             launches += attend(call._replace(request=request, out=out, lse=lse, max_logit=max_logit), target, memory)

@@ -82,7 +82,8 @@ class BatchSizes(NamedTuple):
 
 class ScheduleConfig(NamedTuple):
     """Query heads per KV head; KV heads; rows of a tile; the cost of beginning a work item, in chunks; work items and
-    splits that are computed at once; whether the launch overlaps the one before."""
+    splits that are computed at once; whether the launch overlaps the one before; SKIP_EMPTY: work items without keys
+    are left out, because no results are wanted for them."""
 
     GROUP: int
     KV_HEADS: int
@@ -91,6 +92,7 @@ class ScheduleConfig(NamedTuple):
     BLOCK_ITEMS: int
     BLOCK_SPLITS: int
     OVERLAP: bool
+    SKIP_EMPTY: bool
 
 
 # Sizes that change from call to call, for which no kernel is compiled anew. Triton 3.6 specialises every integer in a
@@ -236,6 +238,8 @@ def items_at(first, sequences, sizes, view, CONFIG: tl.constexpr):
         hi = tl.minimum(hi, last_position + view.after + 1)
     first_chunk = lo // view.chunk_size
     num_chunks = tl.where(hi > lo, (hi + view.chunk_size - 1) // view.chunk_size - first_chunk, 0)
+    if CONFIG.SKIP_EMPTY:
+        exists = exists & (num_chunks > 0)
     return WorkItem(b, row, q0, n_q, n_k, start, first_chunk, num_chunks), exists
 
 
