@@ -24,7 +24,7 @@ MOST_CALLS = 8  # of a graph
 PASS_SECONDS = 0.06  # of the rounds of one pass
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 LEFT_BYTES = 1 << 30  # of a case that is done; with more, cycles of references hold tensors
-AHEAD = 100_000  # cycles of waiting in which the host queues a round
+AHEAD = 200_000  # cycles of waiting in which the host queues a round
 Row = dict[str, Any]
 
 
@@ -126,10 +126,14 @@ def in_turns(works: Mapping[str, Work], device: torch.device) -> dict[str, float
 
 def _captured(work: Work, calls: int) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    for _ in range(calls):
-        work()
-    graph.capture_end()
+    gc.disable()  # nothing may be freed by a collection while a graph is captured
+    try:
+        graph.capture_begin()
+        for _ in range(calls):
+            work()
+        graph.capture_end()
+    finally:
+        gc.enable()
     return graph.replay
 
 
