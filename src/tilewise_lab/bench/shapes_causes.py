@@ -29,8 +29,8 @@ class Cause(NamedTuple):
     detail: str = ""
 
     def __str__(self) -> str:
-        detail = f" ({self.detail})" if self.detail else ""
-        return f"{self.name} {self.share:.0%}{detail}"
+        words = [self.name, f"{self.share:.0%}" if self.share else "", f"({self.detail})" if self.detail else ""]
+        return " ".join(filter(None, words))
 
 
 class Tiles(NamedTuple):
@@ -162,5 +162,7 @@ def sentence(found: Sequence[Cause]) -> str:
     """
     >>> sentence([Cause("idle SMs", 0.31, "96 tiles for 132 SMs"), Cause("rate of the tiles", 0.4, "of the peak")])
     'idle SMs 31% (96 tiles for 132 SMs); rate of the tiles 40% (of the peak)'
+    >>> sentence([Cause("spills", 0.0, "24 bytes")])
+    'spills (24 bytes)'
     """
     return "; ".join(map(str, found))

@@ -40,7 +40,6 @@ from tilewise_lab.progress import progress
 COUNT = 200
 PEERS = ("fa3", "cudnn")
 WORST = 20
-SPILL_WORKERS = 4
 
 
 def run(options: Namespace) -> int:
@@ -90,8 +89,7 @@ def sweep(
             found["compile_seconds"] = round(time.monotonic() - began, 1)
         for done, shape in enumerate(drawn, 1):
             if seconds is not None and time.monotonic() - began > seconds:
-                left = f"{len(drawn) - done + 1} shapes, for lack of time: --part {done}/... or more --seconds"
-                found["skipped"].append(left)
+                found["skipped"].append(f"{len(drawn) - done + 1} shapes, for lack of time (--seconds)")
                 break
             show(shape.key, done, len(drawn))
             try:
