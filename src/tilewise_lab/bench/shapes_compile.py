@@ -76,13 +76,10 @@ def compile_all(cases: Sequence[Case], gpu: Gpu, workers: int) -> Iterator[tuple
             yield done, len(wanted), future.result()
 
 
-def spills(case: Case, gpu: Gpu) -> dict[str, int]:
-    """Bytes of registers that the main kernels of a case spill, by name; without those that spill nothing."""
+def spills(case: Case, gpu: Gpu, which: str) -> int:
+    """Bytes of registers that the main kernel of a pass of this case spills."""
     from tilewise_lab.costs.compiled import compile_for
 
-    found: dict[str, int] = {}
-    for name, made in registry.launches_of(request_of(case), gpu, True).items():
-        if not name.startswith("("):
-            bytes_spilled = compile_for(gpu.arch, made.kernel, made.args, made.options).spills
-            found |= {name: bytes_spilled} if bytes_spilled else {}
-    return found
+    launches = registry.launches_of(request_of(case), gpu, which == "backward")
+    mains = [made for name, made in launches.items() if name.endswith(which) and not name.startswith("(")]
+    return sum(compile_for(gpu.arch, made.kernel, made.args, made.options).spills for made in mains)

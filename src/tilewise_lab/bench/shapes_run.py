@@ -133,12 +133,11 @@ def explain_worst(found: Sequence[Row], device: Device, gpu: Gpu | None) -> None
     """Adds "why" to the worst rows. Spills are known with a `gpu` to compile for."""
     slow = worst(found)
     cases = [_case(row) for row in slow]
-    spilled: list[dict[str, int]] = [{} for _ in slow]
+    spilled = [0] * len(slow)
     if gpu is not None and slow:
         with ProcessPoolExecutor(min(len(slow), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-            spilled = list(pool.map(spills, cases, [gpu] * len(cases)))
-    for row, case, kernels in zip(slow, cases, spilled, strict=True):
-        count = sum(n for name, n in kernels.items() if name.endswith(row["pass"]))
+            spilled = list(pool.map(spills, cases, [gpu] * len(cases), [row["pass"] for row in slow]))
+    for row, case, count in zip(slow, cases, spilled, strict=True):
         row["why"] = sentence(causes(case, row["pass"], row["us"][OURS] / 1e6, device, count))
 
 
