@@ -137,8 +137,7 @@ def _forward_rows(call: Call) -> int:
 
     group, uneven = call.heads // call.kv_heads, is_uneven(_spec(call))
     rows = call.kv_heads * (1 if call.lengths else call.batch)
-    keys = call.n_k // len(call.lengths) if call.lengths else call.n_k
-    return group * rows_together(rows, L2_BYTES // (keys * (call.d + call.dv) * 2) if uneven else 1)
+    return group * rows_together(rows, L2_BYTES // (call.n_k * (call.d + call.dv) * 2) if uneven else 1)
 
 
 def _backward_order(call: Call, device: Device) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from .tiles import BackwardTile, backward_tile, backward_widths, rows_together
 # Of Q, dO and dQ of one query head of each row that are scheduled together, at least. With 16 MB 192 by 128 has 0.87 of
 # FlashAttention-3 at 1 x 4096 (1.01 with 64) and 0.96 at 4 x 4096 (1.00); with 128 MB D 64 loses 6 % at 4 x 4096.
 L2_BYTES = 64 << 20
-FEW_L2_BYTES = 16 << 20  # the same for ordered sums, not timed with more
+FEW_L2_BYTES = 16 << 20  # the same for ordered sums, grouped heads and packed sequences, not timed with more
 # The estimate of the time, in clock cycles of an SM, fitted to 53 calls on an H200 with and without a split: within
 # 10 % of the measured time, except for calls that leave most SMs idle (23 % too long)
 FLOPS = 2900.0  # of the five products: 0.7 of the tensor cores' peak
@@ -98,10 +98,9 @@ def tile_schedule(size: CallShape, spec: Spec, parts: int, block_n: int, num_sms
     rows = parts * size.kv_heads * (1 if size.packed else size.batch)
     # One query head of each row, not the group: with fewer rows together the longest tiles of the last come too late
     # (32/8 heads, 4 x 4096: 2832 us against 2540; 64/8, D 64, 2 x 8192: 5575 against 5292; 32/8, 16384: the same).
-    # Packed sequences are visited one after the other by all rows: one of them is in use at a time.
-    queries = size.n_q if spec.deterministic else size.n_q // num_sequences(size)
-    l2_bytes = FEW_L2_BYTES if spec.deterministic else L2_BYTES
-    rows_in_l2 = max(1, l2_bytes // (max(queries, 1) * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
+    has_more = size.heads == size.kv_heads and not size.packed and not spec.deterministic
+    l2_bytes = L2_BYTES if has_more else FEW_L2_BYTES
+    rows_in_l2 = max(1, l2_bytes // (size.n_q * (size.d * 6 + size.dv * 2)) if is_uneven(spec) else 1)
     if not spec.deterministic:
         return Schedule(tiles_per_row, rows, rows_together(rows, rows_in_l2), 0)
     # So that few programs wait for one another's sums; a power of two, as the number of heads mostly is.

@@ -163,9 +163,7 @@ def forward_launch(
     block_m = config.BLOCK_M
     tiles_per_row = size.tiles(size.n_q, block_m)
     rows = size.heads * (1 if size.packed else size.batch)
-    # packed sequences are visited one after the other by all rows: the keys of one are in use at a time
-    keys = max(sequence_keys(size) if cache.lengths is None else size.n_k, 1)
-    rows_in_l2 = L2_BYTES // (keys * (size.d + size.dv) * 2) if is_uneven(spec) else 1
+    rows_in_l2 = L2_BYTES // (size.n_k * (size.d + size.dv) * 2) if is_uneven(spec) else 1
     rows_in_l2 = tiles.rows_together(rows // config.GROUP, rows_in_l2)
     args = (
         *operands.descriptors,

@@ -122,17 +122,3 @@ def test_parts_are_heads_of_the_tile_scheduler() -> None:
         call, bwd_inputs, (out, call.k, call.v), new_workspace(DeviceMemory(out.device), size, None), 132
     )
     assert [x.programs for x in whole[1:3]] == [12, 2 * (2 * 8 * 3)]
-
-
-def test_rows_of_packed_sequences_are_grouped_by_the_length_of_one() -> None:
-    """All rows visit a sequence before the next: the same rows together as in a dense call of such sequences. Ordered
-    sums keep the groups that they were timed with."""
-    packed = CallShape(16, 16 * 1024, 16 * 1024, 32, 8, 128, 128, packed=True)
-    dense = CallShape(2, 1024, 1024, 32, 8, 128, 128, packed=False)
-    causal, ordered = Spec(0.1, None, 0), Spec(0.1, None, 0, deterministic=True)
-    assert schedule.tile_schedule(packed, causal, 1, 128, H200).rows_in_l2 == 8
-    assert schedule.tile_schedule(dense, causal, 1, 128, H200).rows_in_l2 == 16
-    assert schedule.tile_schedule(packed, ordered, 1, 128, H200).rows_in_l2 == 1
-    assert schedule.tile_schedule(packed, Spec(0.1), 1, 128, H200).rows_in_l2 == 1  # tiles of equal length
-    empty = packed._replace(batch=10**6)
-    assert schedule.tile_schedule(empty, causal, 1, 128, H200).rows_in_l2 == 8

@@ -41,28 +41,15 @@ def test_one_launch_which_repairs_only_where_rows_see_different_keys():
     assert is_repaired(causal)
 
 
-def masked_launch(q: Any, before: int | None = None, cu: Any = None) -> Any:
+def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
     from tilewise.backends.common.launch import DeviceMemory
     from tilewise.backends.hopper.launches import forward_launches, new_state
 
     lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
     request = Request(q, q, q, Spec(0.1, before, 0), cu_q=cu, cu_k=cu)
     job, *_ = forward_launches(request, torch.empty_like(q), lse, new_state(DeviceMemory(q.device)), 132)
-    return job
-
-
-def warpgroups(q: Any, before: int | None = None, cu: Any = None) -> int:
-    found: int = masked_launch(q, before, cu).options["CONFIG"].WARPGROUPS
+    found: int = job.options["CONFIG"].WARPGROUPS
     return found
-
-
-@pytest.mark.parametrize(("length", "found"), [(1024, 32), (8192, 4), (16384, 2)])
-def test_rows_of_packed_sequences_are_grouped_by_the_length_of_one(length, found):
-    """All rows visit a sequence before the next one. Keys and values of 16384 tokens have 8 MB."""
-    job = masked_launch(
-        torch.empty(16384, 32, 128, dtype=torch.bfloat16), cu=torch.arange(0, 16385, length, dtype=torch.int32)
-    )
-    assert dict(zip(job.kernel.arg_names, job.args, strict=False))["rows_in_l2"] == found
 
 
 @pytest.mark.parametrize(("length", "found"), [(1024, 2), (4096, 3)])
