@@ -28,7 +28,7 @@ LAYERS = (
     "tilewise",
     "compat",
     "integrations",
-    "distributed sparse",
+    "distributed nn sparse",
     "mla",
     "api debug kv_cache warmup kv_warmup",
     "autograd",
@@ -38,6 +38,7 @@ LAYERS = (
     "options merge",
     "backends.registry",
     "backends.hopper backends.triton backends.reference",
+    "backends.kernel_backend",
     "backends.protocol",
     "backends.common backends",
     "mods",
@@ -53,8 +54,8 @@ ONLY_FOR = {
     "backends.hopper": "backends.registry",
     "backends.triton": "backends.registry",
     "backends.reference": "backends.registry autograd debug",  # torch differentiates the reference itself
-    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.protocol warmup"
-    " kv_warmup distributed.calls sparse.topk",
+    "backends.common": "backends.registry backends.hopper backends.triton backends.reference backends.kernel_backend"
+    " backends.protocol warmup kv_warmup distributed.calls sparse.topk",
     "backends.common.device": "backends.common backends.hopper backends.triton",
 }
 

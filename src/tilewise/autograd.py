@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.reference import ReferenceBackend
 from .errors import AttentionError
 from .ops import dense as ops
-from .plan_cache import CallPlan
+from .plan_cache import CallPlan, at_wanted
 from .request import BackwardInputs, Request, Spec, arguments, num_differentiable
 from .torch_internals import (
     is_batched,
@@ -111,9 +111,9 @@ class AttentionWithLse(torch.autograd.Function):
         if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
             return _backward(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
         n = min(num_differentiable(ctx.spec), len(tensors))
-        wanted, bwd_inputs = ctx.needs_input_grad[2 : 2 + n], BackwardInputs(out, lse, dout, dlse)
+        wanted = ctx.needs_input_grad[2 : 2 + n]
+        bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         return None, None, *_planned_gradients(ctx.plan, wanted, bwd_inputs, tensors), *(None,) * (len(tensors) - n)
 
 
@@ -285,7 +285,7 @@ def _need_reference(what: str, found: str) -> NoReturn:
 
 def run_backward(
     wanted: Sequence[bool], spec: Spec, plan: CallPlan | None, bwd_inputs: BackwardInputs, tensors: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
+) -> Sequence[Tensor | None]:
     """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors."""
     if plan is None or is_traced(bwd_inputs.dout, *tensors[:3]):
         request = Request.of(spec, tensors)
@@ -301,23 +301,12 @@ def run_backward(
 
 def _planned_gradients(
     plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
+) -> Sequence[Tensor | None]:
     """`run_backward` of an eager call, by its plan."""
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
-            return _all_gradients(plan, wanted, bwd_inputs, tensors)
-    return _all_gradients(plan, wanted, bwd_inputs, tensors)
-
-
-def _all_gradients(
-    plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    bwd_inputs = ops.prepare_backward_inputs(bwd_inputs)
-    grads = plan.backward(tensors, bwd_inputs)
-    terms = tuple(wanted[3:])
-    if not any(terms):
-        return *grads, *(None,) * len(terms)
-    return *grads, *_at_wanted(terms, plan.term_gradients(terms, tensors, bwd_inputs))
+            return plan.gradients(wanted, tensors, bwd_inputs)
+    return plan.gradients(wanted, tensors, bwd_inputs)
 
 
 def _traced_term_gradients(
@@ -329,14 +318,8 @@ def _traced_term_gradients(
     if is_dtensor(*request[:3]):
         from .ops.dtensor import term_gradients
 
-        return _at_wanted(wanted, term_gradients(bwd_inputs, every, request))
-    return _at_wanted(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
-
-
-def _at_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """A tuple with the found gradients where one is wanted, and None elsewhere."""
-    rest = iter(found)
-    return tuple(next(rest) if wants else None for wants in wanted)
+        return at_wanted(wanted, term_gradients(bwd_inputs, every, request))
+    return at_wanted(wanted, torch.ops.tilewise.term_gradients(*bwd_inputs, every, *arguments(request)))
 
 
 def _is_higher_order(*tensors: Tensor | None) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
 from .request import BackwardInputs, Request, num_differentiable
+from .torch_internals import is_eager
 
 MOST_PLANS = 4096  # new sequence lengths make new plans; when there are so many, the cache starts again
 MOST_LAYOUTS = 64  # of the gradients and saved tensors of one plan
@@ -42,7 +43,7 @@ plans: PlanCache[Any] = PlanCache()
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
-    """The signature of a call of the function `name`, or None if it is not kept.
+    """The signature of a call of the function `name`, or None if it is not kept: traced calls, and those on a CPU.
 
     Args:
         name: tells the calls of different functions apart.
@@ -50,7 +51,7 @@ def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *set
         options: the other arguments. Names that are absent have their defaults.
         settings: whatever else the result depends on.
     """
-    if not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
+    if not is_eager() or not TENSORS.issuperset(map(type, tensors)) or not tensors[0].is_cuda:
         return None
     parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
     for key, value in options.items():
@@ -104,7 +105,7 @@ def layouts(tensors: Sequence[Tensor]) -> list[Any]:
     found: list[Any] = []
     for x in tensors:
         address = x.data_ptr()
-        alignment = (address & 15) | 16 if address else 0
+        alignment = address & 15 if address else None
         found += x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), alignment
     if len(tensors) > 3 and len({*map(id, tensors)}) < len(tensors):
         names = [*map(id, tensors)]
@@ -158,36 +159,46 @@ class CallPlan:
         assert self.order is not None
         return [None if n is None else arguments[n] for n in self.order]
 
+    def gradients(
+        self, wanted: Sequence[bool], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
+    ) -> Sequence[Tensor | None]:
+        """The gradients of q, k and v, and of the wanted ones among bias, sinks and the score mod's tensors: None for
+        the others. `wanted` begins with q, k and v, which are always computed."""
+        bwd_inputs = prepare_backward_inputs(bwd_inputs)
+        grads = self.backward(tensors, bwd_inputs)
+        terms = tuple(wanted[3:])
+        if not any(terms):
+            return *grads, *(None,) * len(terms)
+        return *grads, *at_wanted(terms, self.term_gradients(terms, tensors, bwd_inputs))
+
     def backward(self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs) -> Sequence[Tensor]:
-        """(dq, dk, dv)"""
-        return self._runner(None, tensors, bwd_inputs)((*tensors, *bwd_inputs))
+        """(dq, dk, dv). The inputs are prepared (`prepare_backward_inputs`) here and below."""
+        return self._run(None, tensors, bwd_inputs)
 
     def term_gradients(
         self, wanted: tuple[bool, ...], tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs
     ) -> Sequence[Tensor]:
         """The gradients of the wanted ones among bias, sinks and the score mod's tensors."""
         wanted = (*wanted, *(False,) * (2 + self.spec.score_tensors - len(wanted)))
-        return self._runner(wanted, tensors, bwd_inputs)((*tensors, *bwd_inputs))
+        return self._run(wanted, tensors, bwd_inputs)
 
     def hvp(
         self, tensors: Sequence[Tensor | None], bwd_inputs: BackwardInputs, tangents: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
-        return self._runner(None, tensors, bwd_inputs, tangents)((*tensors, *bwd_inputs, *tangents))
+        return self._run(None, tensors, bwd_inputs, tangents)
 
-    def _runner(
+    def _run(
         self,
         wanted: tuple[bool, ...] | None,
         tensors: Sequence[Tensor | None],
         bwd_inputs: BackwardInputs,
         tangents: Sequence[Tensor] = (),
-    ) -> Runner:
+    ) -> Sequence[Tensor]:
         """The strides of dout are not known before, and a hook may have replaced a saved tensor, so runners are kept by
         the strides of all of them. (A KernelCall checks the alignment.)"""
-        key: tuple[Any, ...] = (
-            wanted,
-            *[None if x is None else x.stride() for x in (*tensors, *bwd_inputs, *tangents)],
-        )
+        every = (*tensors, *bwd_inputs, *tangents)
+        key: tuple[Any, ...] = (wanted, *[None if x is None else x.stride() for x in every])
         if self.uses_tf32:
             key = (*key, torch.backends.cuda.matmul.fp32_precision)
         runner = self._backward.get(key)
@@ -203,7 +214,42 @@ class CallPlan:
             if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
             self._backward[key] = runner
-        return runner
+        return runner(every)
+
+
+def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
+    """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
+    out, lse, dout, dlse = bwd_inputs
+    address = dout.data_ptr()
+    is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
+    if is_aligned and dlse is None and lse.is_contiguous():
+        return bwd_inputs
+    if not is_aligned:
+        dout = aligned(dout)
+    if dlse is not None:
+        dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
+    return BackwardInputs(out, lse.contiguous(), dout, dlse)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same values in memory, with rows that the copy engine can read, or else contiguous."""
+    address = x.data_ptr()
+    if address == 0 and x.numel():  # a zero tensor has no memory
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    elif x.is_neg():
+        x = x.resolve_neg()
+    if not x.is_contiguous() or address & 15:
+        *outer, inner = x.stride()
+        step = 16 // x.element_size()
+        if inner != 1 or address & 15 or any(stride % step or stride == 0 for stride in outer):
+            x = x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def at_wanted(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """A tuple with the found gradients where one is wanted, and None elsewhere."""
+    rest = iter(found)
+    return tuple(next(rest) if wants else None for wants in wanted)
 
 
 def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | None], *settings: Any) -> CallPlan:

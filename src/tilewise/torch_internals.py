@@ -98,14 +98,14 @@ def is_intercepted() -> bool:
 
 def is_eager() -> bool:
     """Whether no tracer, dispatch mode, function transform or forward-mode derivative is active in this thread."""
-    return not torch.compiler.is_compiling() and _modes() == 0 and _transform() is None and not is_forward_mode()
+    return not (torch.compiler.is_compiling() or _modes() or _transform() is not None or is_forward_mode())
 
 
 def is_autocast(x: Any) -> bool:
     """Whether autocast is on for the device of a tensor."""
-    if not isinstance(x, Tensor) or x.is_meta:
-        return False
-    return torch.is_autocast_enabled(x.device.type)
+    if type(x) in PLAIN and x.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return isinstance(x, Tensor) and not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def is_traced(*tensors: Tensor) -> bool:
@@ -144,7 +144,10 @@ def has_address(x: Tensor) -> bool:
 def is_batched(*tensors: Tensor | None) -> bool:
     """Whether one is a stack of gradients for which autograd runs one backward: `is_grads_batched`, gradcheck's and
     torch.autograd.functional's vectorised derivatives. (Not torch.vmap, which transforms ops.)"""
-    return any(x is not None and type(x) in PLAIN and not has_address(x) for x in tensors) and not is_transformed()
+    for x in tensors:
+        if x is not None and type(x) in PLAIN and not has_address(x):
+            return not is_transformed()
+    return False
 
 
 def split_batched(function: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -59,7 +59,7 @@ def inputs() -> list[Tensor]:
     ids=["contiguous", "heads first", "one of a batch", "one head", "rows of 40 bytes"],
 )
 def test_gradients_of_out_that_are_copied_for_the_backward(dout: Tensor, is_copied: bool) -> None:
-    from tilewise.ops.dense import prepare_backward_inputs
+    from tilewise.plan_cache import prepare_backward_inputs
     from tilewise.request import BackwardInputs
 
     given = BackwardInputs(torch.zeros(2, 8, 2, 16, dtype=torch.bfloat16), torch.zeros(2, 2, 8), dout, None)

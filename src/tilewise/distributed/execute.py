@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.dense import prepare_backward_inputs
-from ..plan_cache import CallPlan, plan_of
+from ..plan_cache import CallPlan, plan_of, prepare_backward_inputs
 from ..request import BackwardInputs, Request
 from .calls import AttentionCall, Rows, accumulate, attention_calls, merge_
 from .cluster import Exchange

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends.protocol import Backend
 from ..backends.registry import choose
-from ..plan_cache import CallPlan, plan_of
+from ..plan_cache import CallPlan, aligned, plan_of, prepare_backward_inputs
 from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, Spec, request_from_arguments
 from .flops import register_formulas
 
@@ -42,35 +42,6 @@ def forward_op(spec: Spec) -> str:
 def chosen(request: Request) -> Backend:
     """The backend that runs a call."""
     return choose(request).backend
-
-
-def prepare_backward_inputs(bwd_inputs: BackwardInputs) -> BackwardInputs:
-    """lse and dlse contiguous; dout with rows that the copy engine (TMA) can read, or else contiguous."""
-    out, lse, dout, dlse = bwd_inputs
-    address = dout.data_ptr()
-    is_aligned = address != 0 and address % 16 == 0 and dout.is_contiguous() and not dout.is_neg()
-    if is_aligned and dlse is None and lse.is_contiguous():
-        return bwd_inputs
-    if not is_aligned:
-        dout = _aligned(dout)
-    if dlse is not None:
-        dlse = (dlse if dlse.data_ptr() or not dlse.numel() else dlse + 0).resolve_neg().contiguous()
-    return BackwardInputs(out, lse.contiguous(), dout, dlse)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """The same values in memory, with rows that the copy engine can read, or else contiguous."""
-    address = x.data_ptr()
-    if address == 0 and x.numel():  # a zero tensor has no memory
-        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    elif x.is_neg():
-        x = x.resolve_neg()
-    if not x.is_contiguous() or address & 15:
-        *outer, inner = x.stride()
-        step = 16 // x.element_size()
-        if inner != 1 or address & 15 or any(stride % step or stride == 0 for stride in outer):
-            x = x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 def _plan(*call: Any) -> CallPlan:
@@ -122,7 +93,7 @@ def _hvp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The tangents of out, lse, dq, dk and dv for tangents of q, k and v."""
     bwd_inputs = prepare_backward_inputs(BackwardInputs(out, lse, dout, dlse))
-    tout, tlse, tdq, tdk, tdv = _plan(*call).hvp(_tensors(*call), bwd_inputs, [*map(_aligned, tangents)])
+    tout, tlse, tdq, tdk, tdv = _plan(*call).hvp(_tensors(*call), bwd_inputs, [*map(aligned, tangents)])
     return tout, tlse, tdq, tdk, tdv
 
 

@@ -274,7 +274,7 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
 def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
-        hint = "0: of lengths n they are torch.nn.functional.pad(n.cumsum(0), (1, 0))"
+        hint = "0; from lengths n: torch.nn.functional.pad(n.cumsum(0), (1, 0))"
         raise AttentionError(f"start of {name}", ends[0], hint)
     for n, (a, b) in enumerate(pairwise(ends)):
         if b < a:
@@ -313,10 +313,10 @@ def to_bshd(q: Tensor, k: Tensor, v: Tensor, layout: str | None = None) -> tuple
     """q, k and v as "bshd" views, in autocast's dtype if it is active (as torch's scaled_dot_product_attention)."""
     if layout is not None and (not isinstance(layout, str) or layout != "bshd"):
         q, k, v = bhsd_to_bshd(layout, q, k, v)
-    if not is_autocast(q) or not all(isinstance(x, Tensor) for x in (q, k, v)):
+    if not is_autocast(q) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
-    if q.dtype == k.dtype == v.dtype == dtype:
+    if q.dtype is dtype and k.dtype is dtype and v.dtype is dtype:
         return q, k, v
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
 

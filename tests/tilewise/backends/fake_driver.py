@@ -195,12 +195,12 @@ class FakeDriver:
 @contextmanager
 def installed(monkeypatch: Any) -> Iterator[FakeDriver]:
     """`launcher` with a fake driver and nothing loaded."""
-    from tilewise.backends.common import launcher
+    from tilewise.backends.common import kernel_call, launcher
 
     found = FakeDriver()
     monkeypatch.setattr(launcher, "driver", found)
     monkeypatch.setattr(launcher, "_functions", {})
-    monkeypatch.setattr(launcher, "_counters", {})
+    monkeypatch.setattr(kernel_call, "_counters", {})
     launcher.primary_context.cache_clear()
     try:
         yield found

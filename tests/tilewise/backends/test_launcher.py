@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 from tests.tilewise.backends import fake_driver
 from tests.tilewise.backends.fake_driver import CUresult, FakeDriver, binary
 from tilewise.backends.common import launcher
-from tilewise.backends.common.kernel_call import Descriptor
-from tilewise.backends.common.launcher import CompiledLaunch, Scalar, Slot, prepared
+from tilewise.backends.common.kernel_call import Descriptor, prepared, stream_counters
+from tilewise.backends.common.launch import COUNTERS
+from tilewise.backends.common.launcher import CompiledLaunch, Scalar, Slot
 
 DESCRIPTOR = "tensordesc<bf16[1, 1, 64, 64],NVMMASharedLayout()>"
 SIGNATURE = {"x": "*fp32", "d": DESCRIPTOR, "n": "constexpr", "t": ("fp32", ("i64", "constexpr"))}
@@ -230,11 +231,11 @@ def test_a_call_without_launches(driver: FakeDriver) -> None:
 
 
 def test_counters_are_zeros_from_the_driver(driver: FakeDriver) -> None:
-    address = launcher.stream_counters(0, 7, 32)
+    address = stream_counters(0, 7)
     assert driver.contexts == [100]
-    assert bytes(driver.memory[0]) == bytes(32)
-    assert launcher.stream_counters(0, 7, 32) == address != 0  # calls on one stream share them
-    assert address not in (launcher.stream_counters(0, 8, 32), launcher.stream_counters(1, 7, 32))
+    assert bytes(driver.memory[0]) == bytes(4 * COUNTERS)
+    assert stream_counters(0, 7) == address != 0  # calls on one stream share them
+    assert address not in (stream_counters(0, 8), stream_counters(1, 7))
 
 
 def test_threads_do_not_mix_their_addresses(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

