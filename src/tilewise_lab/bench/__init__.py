@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from tilewise_lab.bench.results import Results
 
 KV = "kv"  # a target with its own cases and report
+SHAPES = "models-shapes"  # another
 OUT = Path("bench/out")
 KEPT = Path("bench/results")
 
 
 def configure(parser: ArgumentParser) -> None:
-    width = max(map(len, TARGETS))
+    width = max(map(len, (*TARGETS, SHAPES)))
     parser.formatter_class = RawDescriptionHelpFormatter
-    targets = TARGETS | {KV: "attention over a KV cache, paged or dense, beside serving kernels; by itself"}
+    targets = TARGETS | {
+        KV: "attention over a KV cache, paged or dense, beside serving kernels; by itself",
+        SHAPES: "200 shapes of published models beside FlashAttention-3 and cuDNN, the worst explained; by itself",
+    }
     parser.epilog = "targets:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in targets.items())
     parser.add_argument("targets", nargs="*", metavar="target", help=f"default: {' '.join(DEFAULT)}; or: all")
     parser.add_argument("--quick", action="store_true", help="small sizes, and a look at every kind of case")
@@ -50,6 +54,10 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--serving", type=Path, metavar="DIR", help="kv: peers with their serving.py (TILEWISE_SERVING)"
     )
+    parser.add_argument("--count", type=int, help=f"{SHAPES}: how many (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help=f"{SHAPES}: another seed draws other shapes")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help=f"{SHAPES}: every N-th shape, from the I-th on")
+    parser.add_argument("--seconds", type=float, help=f"{SHAPES}: after so many no new shape begins")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--burst", type=float, metavar="MS", help="milliseconds of a provider in a round, on average")
     parser.add_argument("--device", help="where to run (default: cuda if there is one, else cpu)")
@@ -75,6 +83,10 @@ def run(options: Namespace) -> int:
         from tilewise_lab.bench import kv
 
         return kv.run(options)
+    if options.targets == [SHAPES]:
+        from tilewise_lab.bench import shapes_run
+
+        return shapes_run.run(options)
     floor = FLOOR if options.noise is None else options.noise / 100
     if options.readme:
         for path in readme.write(Path()):
@@ -119,8 +131,8 @@ def targets_of(named: Sequence[str], *, quick: bool = False) -> tuple[str, ...]:
     """
     for name in named:
         if name != "all" and name not in TARGETS:
-            found = f"{name}, with others" if name == KV else name
-            raise AttentionError("target", found, f"'all', or of: {', '.join(TARGETS)}; or {KV} alone")
+            found = f"{name}, with others" if name in (KV, SHAPES) else name
+            raise AttentionError("target", found, f"'all', or of: {', '.join(TARGETS)}; or {KV} or {SHAPES} alone")
     wanted = tuple(TARGETS) if "all" in named else tuple(named) or (QUICK if quick else DEFAULT)
     return tuple(target for target in TARGETS if target in wanted)
 

@@ -94,11 +94,13 @@ class Case:
 
     def pairs(self) -> float:
         """(query, key) pairs per head. Causal counts half the square, as every library's benchmark does."""
-        squares = sum(n * n for n in self.lengths) if self.lengths else self.batch * self.n_q * self.seq
-        if self.window is not None and self.window < self.seq:
-            seen = self.window + 1
-            return self.batch * (self.seq * seen - seen * (seen - 1) / 2)
-        return squares / 2 if self.causal else squares
+        if self.queries is not None:
+            return self.batch * self.n_q * self.seq
+        lengths = self.lengths or (self.seq,) * self.batch
+        if self.window is not None and self.window < self.longest:
+            seen = [min(self.window + 1, n) for n in lengths]
+            return sum(n * most - most * (most - 1) / 2 for n, most in zip(lengths, seen, strict=True))
+        return sum(n * n for n in lengths) / (2 if self.causal else 1)
 
     def flops(self, which: str) -> float:
         """Two operations for each pair and column. Forward: S (D), out (Dv); backward: S, dq, dk (D), dP, dv (Dv)."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise_lab.bench.cases import Case, Inputs
 from tilewise_lab.bench.provider import Answer, Attention, Provider, ends, first_line, named, not_cuda
@@ -105,10 +106,16 @@ class FlashAttn3(FlashAttn):
         if self.folder is None:
             return super().backward(case, x)
         fa3, options = _load(self.folder), self._options(case, x)
-        out, lse = fa3.forward(x.q, x.k, x.v, **options)
+        v, dout = (pad(t, (0, case.dim - case.dv)) for t in (x.v, x.dout))  # its backward has one head dim
+        out, lse = fa3.forward(x.q, x.k, v, **options)
         if case.deterministic:
             options["deterministic"] = True
-        return lambda: named(fa3.backward(x.dout, x.q, x.k, x.v, out, lse, **options))
+
+        def backward() -> dict[str, Tensor]:
+            dq, dk, dv = fa3.backward(dout, x.q, x.k, v, out, lse, **options)
+            return named((dq, dk, dv[..., : case.dv]))
+
+        return backward
 
     def lse(self, case: Case, x: Inputs) -> Tensor | None:
         if self.folder is None:

@@ -86,6 +86,7 @@ NOT_RUN = {
     ),
     "bash .ci/release 0.2.0": "publishes; tests/test_release.py runs it in a repository of its own",
     "tilewise bench": BENCH,
+    "tilewise bench models-shapes": BENCH,
     "./run warm": COMPILES,
     "tilewise warm --head-dim 128 --heads 32 --kv-heads 8 --gpu sm_90": COMPILES,
     "tilewise warm --head-dim 64 --no-backward --gpu sm_90": COMPILES,
