@@ -47,6 +47,7 @@ from .gluon_compat import (
     gluon,
     keep_column_range,
     mbarrier,
+    opaque,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -73,6 +74,9 @@ class HopperLatentConfig(NamedTuple):
     FLAG_NAN: bool
     LARGE_SCORES: bool = False
     FIXED_SPLIT: bool = False
+    ORDER: int = 0
+    PREFETCH: int = 0
+    OPAQUE: int = 0
 
 
 class LatentTokens(NamedTuple):
@@ -185,15 +189,18 @@ def load_latent_rows(shared, q, part, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(shared, q_rest, use):
+def issue_scores(shared, q_rest, use, CONFIG: gl.constexpr):
     """Issues S = Q K^T of a tile, part by part as its columns arrive."""
     zero = gl.zeros([LATENT_ROWS, LATENT_KEYS], gl.float32, score_layout())
+    first = gl.to_tensor(0)
+    if CONFIG.OPAQUE:
+        first = opaque(first)  # with a known 0 the compiler keeps the descriptors of Q in 32 registers
     mbarrier.wait(shared.full[0].index(use % 2), phase(use, 2))
     s = warpgroup_mma(
-        shared.q.index(0), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
+        shared.q.index(first), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     mbarrier.wait(shared.full[1].index(use % 2), phase(use, 2))
-    s = warpgroup_mma(shared.q.index(1), stage_tile(shared.k[1], use, 2).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(shared.q.index(first + 1), stage_tile(shared.k[1], use, 2).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(q_rest, stage_tile(shared.k[2], use, 2).permute((1, 0)), s, is_async=True)
 
 
@@ -289,20 +296,36 @@ def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: g
     m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     if WG == 0:
-        s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0)),))
+        s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0), CONFIG),))
         p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
         p = downcast(p, DTYPE)
         hand_over(shared, p, m, WG)
         acc = own_values(shared, acc, p, alpha, gl.to_tensor(0), WG)
     for j in range(2 - WG, part.tiles, 2):
-        acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
-        s = issue_scores(shared, q_rest, j)
-        acc = warpgroup_mma_wait(3, deps=(acc,))
-        arrive(shared.empty[WG].index((j - 1) % 2))
-        s = warpgroup_mma_wait(0, deps=(s,))
+        if WG == 1 and CONFIG.ORDER >= 2:
+            s = issue_scores(shared, q_rest, j, CONFIG)
+            acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
+            s = warpgroup_mma_wait(1, deps=(s,))
+        else:
+            acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
+            if CONFIG.ORDER == 1 or CONFIG.ORDER >= 3:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                arrive(shared.empty[WG].index((j - 1) % 2))
+                s = issue_scores(shared, q_rest, j, CONFIG)
+            else:
+                s = issue_scores(shared, q_rest, j, CONFIG)
+                acc = warpgroup_mma_wait(3, deps=(acc,))
+                arrive(shared.empty[WG].index((j - 1) % 2))
+            s = warpgroup_mma_wait(0, deps=(s,))
         p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
         p = downcast(p, DTYPE)
+        if WG == 1 and CONFIG.ORDER == 4:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            arrive(shared.empty[WG].index((j - 1) % 2))
         hand_over(shared, p, m, WG)
+        if WG == 1 and (CONFIG.ORDER == 2 or CONFIG.ORDER == 3):
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            arrive(shared.empty[WG].index((j - 1) % 2))
         acc = own_values(shared, acc, p, alpha, j, WG)
     if part.tiles % 2 == WG:
         acc, m, l = issue_other_values(shared, (acc, m, l), part.tiles - 1, WG)
@@ -336,7 +359,21 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
 
 
 @gluon.jit
-def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexpr):
+def prefetch_l2(address, size):
+    """Brings so many bytes, a multiple of 16, into L2."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, size],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def produce_latent(shared, k_wide, k_rest, k_ptr, schedule, params, CONFIG: gl.constexpr):
     """Producer warp: loads the tiles of keys, columns 0 to 255 first."""
     part = split_of_program(schedule, params, CONFIG)
     tokens = params.tokens
@@ -344,6 +381,13 @@ def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexp
     pages = pages_of(tokens, b, tokens.table_stride, tokens.num_pages)
     for j in range(part.tiles):
         load_latent_tile(shared, (k_wide, k_rest), pages, part, j, tokens, CONFIG)
+        if CONFIG.PREFETCH:
+            first = part.lo + (j + CONFIG.PREFETCH) * LATENT_KEYS
+            for i in gl.static_range(LATENT_KEYS // CONFIG.BOX):
+                at = first + i * CONFIG.BOX
+                box = box_of(pages, part, at, tokens, CONFIG)
+                n = gl.where(at < part.hi, box.n, 0)
+                prefetch_l2((k_ptr + box.start.to(gl.int64) * CONFIG.D).to(gl.int64), n * (CONFIG.D * 2))
 
 
 @gluon.jit
@@ -394,6 +438,7 @@ def hopper_mla_kernel(
     q,
     k_wide,
     k_rest,
+    k_ptr,
     places,
     buffers,
     after,
@@ -442,7 +487,7 @@ def hopper_mla_kernel(
         [
             (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
             (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
-            (produce_latent, (shared, k_wide, k_rest, buffers.schedule, params, CONFIG)),
+            (produce_latent, (shared, k_wide, k_rest, k_ptr, buffers.schedule, params, CONFIG)),
         ],
         [4, 1],
         [240, 24] if BOXES == 1 else [232, 40],

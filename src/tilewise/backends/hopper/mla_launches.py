@@ -4,6 +4,7 @@ keys, combine."""
 from __future__ import annotations
 
 import math
+import os
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
     terms = device_terms(call, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
+    order, prefetch, hidden = map(int, os.environ.get("MLA_VARIANT", "0,0,0").split(","))
     config = HopperLatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
@@ -39,11 +41,15 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
         PAGE_SIZE=None if places.table is None else k.shape[1],
         KV_HEADS=k.shape[-2],
         FLAG_NAN=rows_differ,
+        ORDER=order,
+        PREFETCH=prefetch,
+        OPAQUE=hidden,
     )
     args = (
         view(q),
         packed_descriptor(k, box, 256),
         packed_descriptor(k, box, 64),
+        k if prefetch else None,
         (places.table, places.indptr, places.rows),
         buffers_of(kv),
         *(spec.after, spec.scale),
