@@ -101,20 +101,6 @@ def prefetch_l2(p):
 
 
 @gluon.jit
-def prefetch_bytes(address, size):
-    """Brings so many bytes, a multiple of 16, into L2."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $2, 0, p;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def tma_stores_done():
     """Waits until the TMA stores of this thread are in memory. (tma.store_wait only says that their shared memory was
     read.)"""

@@ -1,15 +1,18 @@
 """Decode of multi-head latent attention on Hopper, for tiles of 64 rows (queries times heads): two consumer warpgroups
-and a producer warp.
+and a producer (`mla_producers`).
 
 O, 64 x 512 in float32, is half of an SM's registers: each warpgroup accumulates 256 of its columns. Scores of the tiles
 of 64 keys are computed in turn, even tiles by warpgroup 0, odd ones by warpgroup 1, and P goes through shared memory:
 
-    issue O += P_{j-1} V_{j-1} (P of the other warpgroup);  issue S_j = Q K_j^T;  wait O, release V_{j-1};  wait S_j;
-    P_j = softmax(S_j);  hand over P_j and its maximum;  O += P_j V_j, release V_j
+    warpgroup 0, even j:  O += P_{j-1} V_{j-1} (P of the other warpgroup), release V_{j-1};  S_j = Q K_j^T;
+                          P_j = softmax(S_j);  hand over P_j and its maximum;  O += P_j V_j, release V_j
+    warpgroup 1, odd j:   issue S_j;  issue O += P_{j-1} V_{j-1};  wait S_j;  P_j = softmax(S_j);  hand over P_j;
+                          wait O, release V_{j-1};  O += P_j V_j, release V_j
 
-V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
+So S_j of an odd tile is computed during the softmax of the tile before, and its own softmax during the products of that
+tile. V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
 releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so what matters
-is to release one early. With S_j first, O += P_{j-1} V_{j-1} would wait for K_j, and the load of K_{j+1} for both.
+is to release one early: warpgroup 0 does not wait for tile j before it has released tile j - 1.
 
 The schedule of keys and the workspace are those of the portable kernels, which also combine and repair.
 """
@@ -62,7 +65,7 @@ from .pipeline import allocate_tiles, make_mbarriers, phase, stage_tile
 
 
 class HopperLatentConfig(NamedTuple):
-    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN: as in
+    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN, PACKED: as in
     `LatentConfig`. LARGE_SCORES, FIXED_SPLIT: as in `DecodeConfig`."""
 
     GROUP: int
@@ -76,9 +79,6 @@ class HopperLatentConfig(NamedTuple):
     PACKED: bool
     LARGE_SCORES: bool = False
     FIXED_SPLIT: bool = False
-    ORDER: int = 0
-    PREFETCH: int = 0
-    OPAQUE: int = 0
 
 
 @gluon.constexpr_function
@@ -122,12 +122,10 @@ def load_latent_rows(shared, q, part, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(shared, q_rest, use, CONFIG: gl.constexpr):
+def issue_scores(shared, q_rest, use):
     """Issues S = Q K^T of a tile, part by part as its columns arrive."""
     zero = gl.zeros([LATENT_ROWS, LATENT_KEYS], gl.float32, score_layout())
-    first = gl.to_tensor(0)
-    if CONFIG.OPAQUE:
-        first = opaque(first)  # with a known 0 the compiler keeps the descriptors of Q in 32 registers
+    first = opaque(gl.to_tensor(0))  # with a known 0 the compiler keeps the descriptors of Q in registers
     mbarrier.wait(shared.full[0].index(use % 2), phase(use, 2))
     s = warpgroup_mma(
         shared.q.index(first), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -164,6 +162,14 @@ def issue_other_values(shared, state, use, WG: gl.constexpr):
     acc = rescale_part(acc, alpha, True)
     acc = warpgroup_mma(shared.p.index(1 - WG), stage_tile(shared.k[WG], use, 2), acc, is_async=True)
     return acc, m_new, l * alpha
+
+
+@gluon.jit
+def other_values_done(shared, acc, use, WG: gl.constexpr):
+    """Waits for the product of `issue_other_values`, and all before it, and releases the tile."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    arrive(shared.empty[WG].index(use % 2))
+    return acc
 
 
 @gluon.jit
@@ -229,41 +235,29 @@ def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: g
     m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.full([LATENT_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
     if WG == 0:
-        s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0), CONFIG),))
+        s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, gl.to_tensor(0)),))
         p, alpha, m, l = own_softmax(s, m, l, part, part.lo, params, CONFIG)
         p = downcast(p, DTYPE)
         hand_over(shared, p, m, WG)
         acc = own_values(shared, acc, p, alpha, gl.to_tensor(0), WG)
     for j in range(2 - WG, part.tiles, 2):
-        if WG == 1 and CONFIG.ORDER >= 2:
-            s = issue_scores(shared, q_rest, j, CONFIG)
+        if WG == 1:
+            s = issue_scores(shared, q_rest, j)
             acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
             s = warpgroup_mma_wait(1, deps=(s,))
         else:
             acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
-            if CONFIG.ORDER == 1 or CONFIG.ORDER >= 3:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                arrive(shared.empty[WG].index((j - 1) % 2))
-                s = issue_scores(shared, q_rest, j, CONFIG)
-            else:
-                s = issue_scores(shared, q_rest, j, CONFIG)
-                acc = warpgroup_mma_wait(3, deps=(acc,))
-                arrive(shared.empty[WG].index((j - 1) % 2))
-            s = warpgroup_mma_wait(0, deps=(s,))
+            acc = other_values_done(shared, acc, j - 1, WG)
+            s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, j),))
         p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
         p = downcast(p, DTYPE)
-        if WG == 1 and CONFIG.ORDER == 4:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            arrive(shared.empty[WG].index((j - 1) % 2))
         hand_over(shared, p, m, WG)
-        if WG == 1 and (CONFIG.ORDER == 2 or CONFIG.ORDER == 3):
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            arrive(shared.empty[WG].index((j - 1) % 2))
+        if WG == 1:
+            acc = other_values_done(shared, acc, j - 1, WG)
         acc = own_values(shared, acc, p, alpha, j, WG)
     if part.tiles % 2 == WG:
         acc, m, l = issue_other_values(shared, (acc, m, l), part.tiles - 1, WG)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        arrive(shared.empty[WG].index((part.tiles - 1) % 2))
+        acc = other_values_done(shared, acc, part.tiles - 1, WG)
     return acc, m, l
 
 
@@ -296,7 +290,6 @@ def hopper_mla_kernel(
     q,
     k_wide,
     k_rest,
-    k_ptr,
     packed,
     places,
     buffers,
@@ -352,7 +345,7 @@ def hopper_mla_kernel(
             [
                 (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
                 (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
-                (produce_latent, (shared, k_wide, k_rest, k_ptr, buffers.schedule, params, CONFIG)),
+                (produce_latent, (shared, k_wide, k_rest, buffers.schedule, params, CONFIG)),
             ],
             [4, 1],
             [240, 24] if BOXES == 1 else [232, 40],

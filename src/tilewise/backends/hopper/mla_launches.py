@@ -4,7 +4,6 @@ keys, combine."""
 from __future__ import annotations
 
 import math
-import os
 
 from torch import Tensor
 
@@ -34,7 +33,6 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
     terms = device_terms(call, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
-    order, prefetch, hidden = map(int, os.environ.get("MLA_VARIANT", "0,0,0").split(","))
     packed = packed_views(k) if is_packed(k) else None
     config = HopperLatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
@@ -46,15 +44,11 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
         KV_HEADS=k.shape[-2],
         FLAG_NAN=rows_differ,
         PACKED=packed is not None,
-        ORDER=order,
-        PREFETCH=prefetch,
-        OPAQUE=hidden,
     )
     args = (
         view(q),
         None if packed else packed_descriptor(k, box, 256),
         None if packed else packed_descriptor(k, box, 64),
-        k if prefetch and not packed else None,
         packed,
         (places.table, places.indptr, places.rows),
         buffers_of(kv),

@@ -18,7 +18,6 @@ from .gluon_compat import (
     gl,
     gluon,
     mbarrier,
-    prefetch_bytes,
     prefetch_l2,
     tma_load,
 )
@@ -100,7 +99,7 @@ def split_of_program(schedule, params, CONFIG: tl.constexpr):
 
 
 @gluon.jit
-def produce_latent(shared, k_wide, k_rest, k_ptr, schedule, params, CONFIG: gl.constexpr):
+def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexpr):
     """Producer warp: loads the tiles of keys, columns 0 to 255 first."""
     part = split_of_program(schedule, params, CONFIG)
     tokens = params.tokens
@@ -108,13 +107,6 @@ def produce_latent(shared, k_wide, k_rest, k_ptr, schedule, params, CONFIG: gl.c
     pages = pages_of(tokens, b, tokens.table_stride, tokens.num_pages)
     for j in range(part.tiles):
         load_latent_tile(shared, (k_wide, k_rest), pages, part, j, tokens, CONFIG)
-        if CONFIG.PREFETCH:
-            first = part.lo + (j + CONFIG.PREFETCH) * LATENT_KEYS
-            for i in gl.static_range(LATENT_KEYS // CONFIG.BOX):
-                at = first + i * CONFIG.BOX
-                box = box_of(pages, part, at, tokens, CONFIG)
-                n = gl.where(at < part.hi, box.n, 0)
-                prefetch_bytes((k_ptr + box.start.to(gl.int64) * CONFIG.D).to(gl.int64), n * (CONFIG.D * 2))
 
 
 @gluon.jit
