@@ -10,9 +10,9 @@ of 64 keys are computed in turn, even tiles by warpgroup 0, odd ones by warpgrou
                           wait O, release V_{j-1};  O += P_j V_j, release V_j
 
 So S_j of an odd tile is computed during the softmax of the tile before, and its own softmax during the products of that
-tile. V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
-releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so what matters
-is to release one early: warpgroup 0 does not wait for tile j before it has released tile j - 1.
+tile. V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which
+warpgroup 1 releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so
+what matters is to release one early: warpgroup 0 does not wait for tile j before it has released tile j - 1.
 
 The schedule of keys and the workspace are those of the portable kernels, which also combine and repair.
 """
