@@ -13,8 +13,8 @@ from .kv_tiles import KvTile
 
 
 def latent_tile(arch: Arch, itemsize: int, rows: int, portable: bool) -> KvTile:
-    """The tile for sequences with at most so many rows (0 if unknown). `portable`: with a token table, or with
-    DeepSeek's fp8 format for queries that are not bfloat16, which the Hopper kernel does not read.
+    """The tile for sequences with at most so many rows (0 if unknown). `portable`: what the Hopper kernel does not
+    read: a token table, or DeepSeek's fp8 format with queries that are not bfloat16 or splits of a fixed size.
 
     >>> latent_tile(90, 2, 16, False)[:5], latent_tile(90, 2, 16, True)[:5]
     ((64, 64, 8, 2, 1), (16, 64, 8, 2, 1))

@@ -77,7 +77,8 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
-        portable = request.cache_index.by_token or (is_packed(k) and q.dtype != torch.bfloat16)
+        portable = is_packed(k) and (q.dtype != torch.bfloat16 or request.split is not None)
+        portable = portable or request.cache_index.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
         tile = kv_tiles.tile(
