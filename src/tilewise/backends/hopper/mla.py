@@ -285,16 +285,6 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
         store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
 
 
-@gluon.jit
-def p_tile(DTYPE: gl.constexpr):
-    return gl.allocate_shared_memory(DTYPE, [LATENT_ROWS, LATENT_KEYS], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def row_of_tile():
-    return gl.allocate_shared_memory(gl.float32, [LATENT_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
 @gluon.jit(do_not_specialize=[*RUNTIME_SIZES, "page_stride"])
 def hopper_mla_kernel(
     q,
@@ -330,13 +320,22 @@ def hopper_mla_kernel(
         left = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
         right = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
         keys = (left, right, gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, REST_COLUMNS], TILE))
+    # memory of its own for what each warpgroup writes: the compiler sees no conflict with what it reads of the other
+    p = (
+        gl.allocate_shared_memory(DTYPE, [LATENT_ROWS, LATENT_KEYS], TILE),
+        gl.allocate_shared_memory(DTYPE, [LATENT_ROWS, LATENT_KEYS], TILE),
+    )
+    m = (
+        gl.allocate_shared_memory(gl.float32, [LATENT_ROWS], ROW),
+        gl.allocate_shared_memory(gl.float32, [LATENT_ROWS], ROW),
+    )
     shared = LatentShared(
         gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
         keys,
         (make_mbarriers(2, 1), make_mbarriers(2, 1)),
         (make_mbarriers(2, 1), make_mbarriers(2, 1)),
-        (p_tile(DTYPE), p_tile(DTYPE)),
-        (row_of_tile(), row_of_tile()),
+        p,
+        m,
         make_mbarriers(2, 1),
         gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
         make_mbarriers(1, 2),
