@@ -53,8 +53,8 @@ class LatentParams(NamedTuple):
 
 class LatentShared(NamedTuple):
     """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
-    of the first, and of the other two. `p`, `m`: P of each warpgroup, and the maximum that was subtracted in it; `l`: row sums of
-    each warpgroup. `q_ready` and `done`: of both warpgroups."""
+    of the first, and of the other two. `p`, `m`: P of each warpgroup, and the maximum that was subtracted in it; `l`:
+    row sums of each warpgroup. `q_ready` and `done`: of both warpgroups."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]
