@@ -157,10 +157,10 @@ def issue_other_values(shared, state, use, WG: gl.constexpr):
     """Issues O += P V of a tile of the other warpgroup, whose maximum becomes the running one."""
     acc, m, l = state
     mbarrier.wait(shared.p_full.index(1 - WG), phase(use, 2))
-    m_new = shared.m[1 - WG].load(gl.SliceLayout(1, score_layout()))
+    m_new = shared.m.index(1 - WG).load(gl.SliceLayout(1, score_layout()))
     alpha = gl.exp2(m - finite_max(m_new))
     acc = rescale_part(acc, alpha, True)
-    acc = warpgroup_mma(shared.p[1 - WG], stage_tile(shared.k[WG], use, 2), acc, is_async=True)
+    acc = warpgroup_mma(shared.p.index(1 - WG), stage_tile(shared.k[WG], use, 2), acc, is_async=True)
     return acc, m_new, l * alpha
 
 
@@ -188,8 +188,8 @@ def own_softmax(s, m, l, part, first, params, CONFIG: gl.constexpr):
 def hand_over(shared, p, m, WG: gl.constexpr):
     """P and its maximum to the other warpgroup. Its products with the P before are done: this warpgroup has waited for
     a tile of keys in the stage that they released."""
-    shared.p[WG].store(p)
-    shared.m[WG].store(m)
+    shared.p.index(WG).store(p)
+    shared.m.index(WG).store(m)
     fence_async_shared()
     barrier()
     arrive(shared.p_full.index(WG))
@@ -229,7 +229,7 @@ def consume_latent(shared, q, buffers, params, WG: gl.constexpr, CONFIG: gl.cons
 @gluon.jit
 def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """(acc, m, l) over the tiles of keys of a split; l of the tiles of this warpgroup."""
-    DTYPE: gl.constexpr = shared.q.dtype
+    DTYPE: gl.constexpr = shared.p.dtype
     S: gl.constexpr = score_layout()
     acc = gl.zeros([LATENT_ROWS, HALF_LATENT], gl.float32, output_layout())
     m = gl.full([LATENT_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
@@ -320,22 +320,13 @@ def hopper_mla_kernel(
         left = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
         right = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
         keys = (left, right, gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, REST_COLUMNS], TILE))
-    # memory of its own for what each warpgroup writes: the compiler sees no conflict with what it reads of the other
-    p = (
-        gl.allocate_shared_memory(DTYPE, [LATENT_ROWS, LATENT_KEYS], TILE),
-        gl.allocate_shared_memory(DTYPE, [LATENT_ROWS, LATENT_KEYS], TILE),
-    )
-    m = (
-        gl.allocate_shared_memory(gl.float32, [LATENT_ROWS], ROW),
-        gl.allocate_shared_memory(gl.float32, [LATENT_ROWS], ROW),
-    )
     shared = LatentShared(
         gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
         keys,
         (make_mbarriers(2, 1), make_mbarriers(2, 1)),
         (make_mbarriers(2, 1), make_mbarriers(2, 1)),
-        p,
-        m,
+        gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, LATENT_KEYS], TILE),
+        gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
         make_mbarriers(2, 1),
         gl.allocate_shared_memory(gl.float32, [2, LATENT_ROWS], ROW),
         make_mbarriers(1, 2),

@@ -53,15 +53,15 @@ class LatentParams(NamedTuple):
 
 class LatentShared(NamedTuple):
     """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
-    of the first, and of the other two. `p`, `m`: P of each warpgroup, and the maximum that was subtracted in it; `l`:
-    row sums of each warpgroup. `q_ready` and `done`: of both warpgroups."""
+    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums of
+    each warpgroup. `q_ready` and `done`: of both warpgroups."""
 
     q: gl.shared_memory_descriptor
     k: tuple[gl.shared_memory_descriptor, ...]
     full: tuple[gl.shared_memory_descriptor, ...]
     empty: tuple[gl.shared_memory_descriptor, ...]
-    p: tuple[gl.shared_memory_descriptor, ...]
-    m: tuple[gl.shared_memory_descriptor, ...]
+    p: gl.shared_memory_descriptor
+    m: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     l: gl.shared_memory_descriptor
     q_ready: gl.shared_memory_descriptor
@@ -215,7 +215,7 @@ def write_half(shared, cache, offset, exists, use, HALF: gl.constexpr, LAYOUT: g
     mbarrier.wait(shared.empty[HALF].index(stage), phase(use, 2) ^ 1)
     for n in gl.static_range(4):
         tile = shared.k[HALF].index(stage).slice(n * 64, 64, dim=1)
-        tile.store(downcast(x.to(gl.float32) * scale[:, None], shared.q.dtype))
+        tile.store(downcast(x.to(gl.float32) * scale[:, None], shared.p.dtype))
         x = y
         if n < 2:
             y = load_numbers(cache, offset, exists, N + n + 2, LAYOUT)
