@@ -16,13 +16,15 @@ GARBAGE = 2147480000  # an unused entry of a page table
 
 @dataclass(frozen=True)
 class MlaCase:
-    """`packed`: DeepSeek's fp8 format. page 0: a dense cache."""
+    """`packed`: DeepSeek's fp8 format, `exact`: with scales that are powers of two, so that bfloat16 holds the numbers.
+    page 0: a dense cache."""
 
     lengths: tuple[int, ...]
     heads: int = 4
     queries: int = 1
     page: int = 16
     packed: bool = False
+    exact: bool = False
 
 
 @dataclass
@@ -42,7 +44,7 @@ def inputs(case: MlaCase, dtype: torch.dtype, device: str = "cpu", seed: int = 0
     pages = 1 if not case.page else max(-(-n // page) for n in case.lengths) + 1
     tokens = torch.randn(batch * pages + 1, page, 1, 576, generator=g).to(dtype)
     tokens[..., 128:256] *= 8.0
-    cache = tilewise.pack_mla(tokens) if case.packed else tokens
+    cache = tilewise.pack_mla(tokens, power_of_two=case.exact) if case.packed else tokens
     order = torch.randperm(len(cache), generator=g)[: batch * pages].int().view(batch, pages)
     exact = unpack_latent(cache, torch.float64) if case.packed else cache.double()
     keys, used = [], torch.zeros(cache.shape[:2], dtype=torch.bool)
@@ -84,12 +86,15 @@ def truncation(q: Tensor, keys: list[Tensor]) -> float:
     return 576 / 16 * torch.finfo(torch.float32).eps / 2 * largest * 576**-0.5
 
 
-def compare(found: tuple[Tensor, Tensor], q: Tensor, keys: list[Tensor], causal: bool = True) -> None:
-    """Errors against float64 are at most twice those of torch in q's dtype, and a rounding."""
+def compare(
+    found: tuple[Tensor, Tensor], q: Tensor, keys: list[Tensor], causal: bool = True, rounded: bool = False
+) -> None:
+    """Errors against float64 are at most twice those of torch in q's dtype, and a rounding. `rounded`: the kernel
+    rounds keys of DeepSeek's fp8 format to q's dtype, and so does torch."""
     out, lse = found
     exact, logs = answer(q, keys, torch.float64, causal)
     plain, _ = answer(q, keys, q.dtype, causal)
-    _, plain_lse = answer(q, keys, torch.float32, causal)
+    _, plain_lse = answer(q, [k.to(q.dtype) for k in keys] if rounded else keys, torch.float32, causal)
     assert torch.equal(lse.isfinite(), logs.isfinite())
     assert out.isfinite().all()
     size = exact.abs().max().item()

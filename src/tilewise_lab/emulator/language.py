@@ -262,6 +262,7 @@ NAMES: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": lambda: None,
     "tma_stores_done": lambda: machine.store_wait(0),
+    "prefetch_l2": lambda p: None,
     "opaque": lambda x: x,
     "opaque64": lambda x: x,
     "fast_tanh": _unary(torch.tanh, "exp2"),

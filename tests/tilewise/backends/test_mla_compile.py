@@ -21,9 +21,10 @@ ON_90: tuple[dict[str, Any], ...] = (
     {"heads": 16, "queries": 4, "kernel": "repair"},
     {"heads": 128, "hopper": True},
     {"heads": 16, "queries": 4, "page": 16, "hopper": True},
+    {"heads": 16, "packed": True, "hopper": True},
 )
 # Bytes that a thread stores to local memory and loads again. To shrink, never to grow.
-SPILLS = {"portable": 4096, "hopper": 1300}  # hopper: some in the loop over keys of warpgroup 0
+SPILLS = {"portable": 4096, "hopper": 500}  # hopper: in the loop over keys only of DeepSeek's fp8 format
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -19,6 +19,9 @@ CASES = {
     "pages of 16": MlaCase((130, 37), heads=20, page=16),
     "pages of 24": MlaCase((130,), heads=64, page=24),
     "dense": MlaCase((200, 63), heads=70, page=0),
+    "fp8": MlaCase((200, 0, 63, 400), heads=64, page=64, packed=True),
+    "fp8, pages of 24": MlaCase((130, 37), heads=20, queries=3, page=24, packed=True, exact=True),
+    "fp8, dense": MlaCase((100,), heads=16, page=0, packed=True),
 }
 
 
@@ -32,8 +35,9 @@ def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(kv_tiles, "INTERPRETER", kv_tiles.KvTile(64, 64, 4, 1, 1))
     monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", processors)
-    x = inputs(CASES[name], torch.float16)
-    request = checks.attend_request(x.q, x.cache, x.cache[..., :512], x.lengths, checks.kv_options(x.options))
+    x = inputs(CASES[name], torch.bfloat16 if CASES[name].packed else torch.float16)
+    cache = x.cache.view(torch.float8_e4m3fn) if CASES[name].packed else x.cache
+    request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, checks.kv_options(x.options))
     batch, n_q, heads, _ = x.q.shape
     out = torch.full((batch, n_q, heads, 512), torch.nan, dtype=x.q.dtype)
     lse = torch.full((batch, heads, n_q), torch.nan)
@@ -48,4 +52,4 @@ def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> Non
         launch(first.kernel, first.programs, first.args, first.options, seed=seed)
     for job in rest:
         job()
-    compare((out, lse), x.q, x.keys)
+    compare((out, lse), x.q, x.keys, rounded=CASES[name].packed and not CASES[name].exact)

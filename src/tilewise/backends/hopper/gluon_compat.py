@@ -93,6 +93,14 @@ def gdc_wait():
 
 
 @gluon.jit
+def prefetch_l2(p):
+    """Brings the lines at these addresses into L2."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tma_stores_done():
     """Waits until the TMA stores of this thread are in memory. (tma.store_wait only says that their shared memory was
     read.)"""

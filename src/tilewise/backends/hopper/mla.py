@@ -1,26 +1,25 @@
 """Decode of multi-head latent attention on Hopper, for tiles of 64 rows (queries times heads): two consumer warpgroups
-and a producer warp.
+and a producer (`mla_producers`).
 
 O, 64 x 512 in float32, is half of an SM's registers: each warpgroup accumulates 256 of its columns. Scores of the tiles
 of 64 keys are computed in turn, even tiles by warpgroup 0, odd ones by warpgroup 1, and P goes through shared memory:
 
-    issue O += P_{j-1} V_{j-1} (P of the other warpgroup);  issue S_j = Q K_j^T;  wait O, release V_{j-1};  wait S_j;
-    P_j = softmax(S_j);  hand over P_j and its maximum;  O += P_j V_j, release V_j
+    warpgroup 0, even j:  O += P_{j-1} V_{j-1} (P of the other warpgroup), release V_{j-1};  S_j = Q K_j^T;
+                          P_j = softmax(S_j);  hand over P_j and its maximum;  O += P_j V_j, release V_j
+    warpgroup 1, odd j:   issue S_j;  issue O += P_{j-1} V_{j-1};  wait S_j;  P_j = softmax(S_j);  hand over P_j;
+                          wait O, release V_{j-1};  O += P_j V_j, release V_j
 
-V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which warpgroup 1
-releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so what matters
-is to release one early. With S_j first, O += P_{j-1} V_{j-1} would wait for K_j, and the load of K_{j+1} for both.
+So S_j of an odd tile is computed during the softmax of the tile before, and its own softmax during the products of that
+tile. V_j is the first 512 columns of K_j: columns 0 to 255, which warpgroup 0 releases, and 256 to 575, which
+warpgroup 1 releases, since scores need them no longer than P V. There is shared memory for two tiles of keys only, so
+what matters is to release one early: warpgroup 0 does not wait for tile j before it has released tile j - 1.
 
 The schedule of keys and the workspace are those of the portable kernels, which also combine and repair.
 """
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
 from ..common.device.softmax import log2_scale, row_logsumexp
-from ..common.device.tile_range import clamp
 from ..common.kv.combine import (
     Partial,
     SplitSizes,
@@ -33,8 +32,7 @@ from ..common.kv.combine import (
     store_rows,
     tile_rows,
 )
-from ..common.kv.decode import pages_of, visible_keys
-from ..common.kv.schedule import RUNTIME_SIZES, load_item, load_split, split_record
+from ..common.kv.schedule import RUNTIME_SIZES
 from .forward_tiles import finite_max, rescale_part, row_max
 from .gluon_compat import (
     arrive,
@@ -47,20 +45,27 @@ from .gluon_compat import (
     gluon,
     keep_column_range,
     mbarrier,
-    tma_load,
+    opaque,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .pipeline import Tokens, allocate_tiles, make_mbarriers, phase, stage_tile, tma_coordinates
-
-LATENT_ROWS: gl.constexpr = gl.constexpr(64)
-LATENT_KEYS: gl.constexpr = gl.constexpr(64)
-HALF_LATENT: gl.constexpr = gl.constexpr(256)
-REST_COLUMNS: gl.constexpr = gl.constexpr(64)
+from .mla_producers import (
+    HALF_LATENT,
+    LATENT_KEYS,
+    LATENT_ROWS,
+    REST_COLUMNS,
+    LatentParams,
+    LatentShared,
+    LatentTokens,
+    produce_latent,
+    produce_packed,
+    split_of_program,
+)
+from .pipeline import allocate_tiles, make_mbarriers, phase, stage_tile
 
 
 class HopperLatentConfig(NamedTuple):
-    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN: as in
+    """What the kernel is compiled for. BOX: rows of a TMA box, which lies within one page. FLAG_NAN, PACKED: as in
     `LatentConfig`. LARGE_SCORES, FIXED_SPLIT, MERGE_PREFIX: as in `DecodeConfig`."""
 
     GROUP: int
@@ -71,62 +76,10 @@ class HopperLatentConfig(NamedTuple):
     PAGE_SIZE: int | None
     KV_HEADS: int
     FLAG_NAN: bool
+    PACKED: bool
     LARGE_SCORES: bool = False
     FIXED_SPLIT: bool = False
     MERGE_PREFIX: bool = False
-
-
-class LatentTokens(NamedTuple):
-    """Where the tokens of sequences are, as in `KvCacheView`; page_stride: tokens from a page to the next."""
-
-    page_table: tl.tensor
-    indptr: tl.tensor
-    rows: tl.tensor
-    table_stride: tl.tensor
-    num_pages: tl.tensor
-    page_stride: tl.tensor
-
-
-class LatentParams(NamedTuple):
-    """What all warps read."""
-
-    tokens: tl.tuple
-    after: tl.tensor
-    scale: tl.tensor
-    chunk_size: tl.tensor
-    sizes: tl.tuple
-    sinks: tl.tuple
-
-
-class LatentShared(NamedTuple):
-    """All of shared memory. `k`: columns 0 to 255, 256 to 511 and 512 to 575 of two tiles of keys; `full` and `empty`
-    of the first, and of the other two. `m`: the maximum that was subtracted in P of each warpgroup; `l`: row sums of
-    each warpgroup. `q_ready` and `done`: of both warpgroups."""
-
-    q: gl.shared_memory_descriptor
-    k: tuple[gl.shared_memory_descriptor, ...]
-    full: tuple[gl.shared_memory_descriptor, ...]
-    empty: tuple[gl.shared_memory_descriptor, ...]
-    p: gl.shared_memory_descriptor
-    m: gl.shared_memory_descriptor
-    p_full: gl.shared_memory_descriptor
-    l: gl.shared_memory_descriptor
-    q_ready: gl.shared_memory_descriptor
-    done: gl.shared_memory_descriptor
-
-
-class LatentSplit(NamedTuple):
-    """The split of a program: its number, the work item and its number, the KV head; the keys [lo, hi) in so many
-    tiles, none if there is no such split; whether they are all keys of the work item."""
-
-    number: tl.tensor
-    item: tl.tuple
-    item_number: tl.tensor
-    head: tl.tensor
-    lo: tl.tensor
-    hi: tl.tensor
-    tiles: tl.tensor
-    is_whole: tl.tensor
 
 
 @gluon.constexpr_function
@@ -137,22 +90,6 @@ def score_layout():
 @gluon.constexpr_function
 def output_layout():
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-
-
-@triton.jit
-def split_of_program(schedule, params, CONFIG: tl.constexpr):
-    program = tl.program_id(0)
-    number = program // CONFIG.KV_HEADS
-    record = split_record(schedule, number)
-    item = load_item(record)
-    split = load_split(record)
-    _first_key, hi = visible_keys(item, None, params.after, CONFIG)
-    lo = (item.first_chunk + split.chunk) * params.chunk_size
-    hi = tl.minimum(hi, (item.first_chunk + split.stop) * params.chunk_size)
-    tiles = tl.maximum((hi - lo + LATENT_KEYS - 1) // LATENT_KEYS, 1)
-    tiles = tl.where(split.chunk < split.stop, tiles, 0)
-    is_whole = (split.chunk == 0) & (split.stop == item.num_chunks)
-    return LatentSplit(number, item, split.item, program % CONFIG.KV_HEADS, lo, hi, tiles, is_whole)
 
 
 @gluon.jit
@@ -189,12 +126,13 @@ def load_latent_rows(shared, q, part, WG: gl.constexpr, CONFIG: gl.constexpr):
 def issue_scores(shared, q_rest, use):
     """Issues S = Q K^T of a tile, part by part as its columns arrive."""
     zero = gl.zeros([LATENT_ROWS, LATENT_KEYS], gl.float32, score_layout())
+    first = opaque(gl.to_tensor(0))  # with a known 0 the compiler keeps the descriptors of Q in registers
     mbarrier.wait(shared.full[0].index(use % 2), phase(use, 2))
     s = warpgroup_mma(
-        shared.q.index(0), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
+        shared.q.index(first), stage_tile(shared.k[0], use, 2).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     mbarrier.wait(shared.full[1].index(use % 2), phase(use, 2))
-    s = warpgroup_mma(shared.q.index(1), stage_tile(shared.k[1], use, 2).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(shared.q.index(first + 1), stage_tile(shared.k[1], use, 2).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(q_rest, stage_tile(shared.k[2], use, 2).permute((1, 0)), s, is_async=True)
 
 
@@ -225,6 +163,14 @@ def issue_other_values(shared, state, use, WG: gl.constexpr):
     acc = rescale_part(acc, alpha, True)
     acc = warpgroup_mma(shared.p.index(1 - WG), stage_tile(shared.k[WG], use, 2), acc, is_async=True)
     return acc, m_new, l * alpha
+
+
+@gluon.jit
+def other_values_done(shared, acc, use, WG: gl.constexpr):
+    """Waits for the product of `issue_other_values`, and all before it, and releases the tile."""
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    arrive(shared.empty[WG].index(use % 2))
+    return acc
 
 
 @gluon.jit
@@ -296,19 +242,23 @@ def attend_latent_keys(shared, q_rest, part, params, WG: gl.constexpr, CONFIG: g
         hand_over(shared, p, m, WG)
         acc = own_values(shared, acc, p, alpha, gl.to_tensor(0), WG)
     for j in range(2 - WG, part.tiles, 2):
-        acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
-        s = issue_scores(shared, q_rest, j)
-        acc = warpgroup_mma_wait(3, deps=(acc,))
-        arrive(shared.empty[WG].index((j - 1) % 2))
-        s = warpgroup_mma_wait(0, deps=(s,))
+        if WG == 1:
+            s = issue_scores(shared, q_rest, j)
+            acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
+            s = warpgroup_mma_wait(1, deps=(s,))
+        else:
+            acc, m, l = issue_other_values(shared, (acc, m, l), j - 1, WG)
+            acc = other_values_done(shared, acc, j - 1, WG)
+            s = warpgroup_mma_wait(0, deps=(issue_scores(shared, q_rest, j),))
         p, alpha, m, l = own_softmax(s, m, l, part, part.lo + j * LATENT_KEYS, params, CONFIG)
         p = downcast(p, DTYPE)
         hand_over(shared, p, m, WG)
+        if WG == 1:
+            acc = other_values_done(shared, acc, j - 1, WG)
         acc = own_values(shared, acc, p, alpha, j, WG)
     if part.tiles % 2 == WG:
         acc, m, l = issue_other_values(shared, (acc, m, l), part.tiles - 1, WG)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        arrive(shared.empty[WG].index((part.tiles - 1) % 2))
+        acc = other_values_done(shared, acc, part.tiles - 1, WG)
     return acc, m, l
 
 
@@ -336,65 +286,12 @@ def store_latent(acc, m, l, part, buffers, params, WG: gl.constexpr, CONFIG: gl.
         store_partial(rows_of_partial(partials, slot, r, d, CONFIG.DV), partial, CONFIG.LARGE_SCORES)
 
 
-@gluon.jit
-def produce_latent(shared, k_wide, k_rest, schedule, params, CONFIG: gl.constexpr):
-    """Producer warp: loads the tiles of keys, columns 0 to 255 first."""
-    part = split_of_program(schedule, params, CONFIG)
-    tokens = params.tokens
-    b = gl.minimum(part.item.b, params.sizes.batch - 1)
-    pages = pages_of(tokens, b, tokens.table_stride, tokens.num_pages)
-    for j in range(part.tiles):
-        load_latent_tile(shared, (k_wide, k_rest), pages, part, j, tokens, CONFIG)
-
-
-@gluon.jit
-def box_of(pages, part, first, tokens, CONFIG: gl.constexpr):
-    """The tokens of a TMA box from key `first` on; those past the end of the sequence are read as 0."""
-    left = clamp(part.item.n_k - first, 0, CONFIG.BOX)
-    if CONFIG.PAGE_SIZE is None:
-        start = pages * tokens.page_stride + first
-    else:
-        page = gl.load(pages + first // CONFIG.PAGE_SIZE, mask=left > 0, other=0)
-        start = clamp(page, 0, tokens.num_pages - 1) * tokens.page_stride + first % CONFIG.PAGE_SIZE
-    return Tokens(0, part.head, start, left)
-
-
-@gluon.jit
-def load_latent_tile(shared, k, pages, part, use, tokens, CONFIG: gl.constexpr):
-    """Producer: loads a tile of keys, as its stage becomes empty. `k`: descriptors of 256 and of 64 columns."""
-    k_wide = k[0]
-    k_rest = k[1]
-    first = part.lo + use * LATENT_KEYS
-    BOX: gl.constexpr = CONFIG.BOX
-    BOXES: gl.constexpr = LATENT_KEYS // BOX
-    stage = use % 2
-    full = shared.full[0].index(stage)
-    starts = ()
-    left = ()
-    for i in gl.static_range(BOXES):  # page numbers are loaded before the stage is empty, to hide their latency
-        box = box_of(pages, part, first + i * BOX, tokens, CONFIG)
-        starts = starts + (box.start,)  # noqa: RUF005
-        left = left + (box.n,)  # noqa: RUF005
-    mbarrier.wait(shared.empty[0].index(stage), phase(use, 2) ^ 1)
-    mbarrier.expect(full, k_wide.block_type.nbytes * BOXES)
-    for i in gl.static_range(BOXES):
-        at = tma_coordinates(k_wide, Tokens(0, part.head, starts[i], left[i]), 0)
-        tma_load(k_wide, at, full, shared.k[0].index(stage).slice(i * BOX, BOX, dim=3))
-    full = shared.full[1].index(stage)
-    mbarrier.wait(shared.empty[1].index(stage), phase(use, 2) ^ 1)
-    mbarrier.expect(full, (k_wide.block_type.nbytes + k_rest.block_type.nbytes) * BOXES)
-    for i in gl.static_range(BOXES):
-        at = tma_coordinates(k_wide, Tokens(0, part.head, starts[i], left[i]), 0, HALF_LATENT)
-        tma_load(k_wide, at, full, shared.k[1].index(stage).slice(i * BOX, BOX, dim=3))
-        at = tma_coordinates(k_rest, Tokens(0, part.head, starts[i], left[i]), 0, 2 * HALF_LATENT)
-        tma_load(k_rest, at, full, shared.k[2].index(stage).slice(i * BOX, BOX, dim=3))
-
-
 @gluon.jit(do_not_specialize=[*RUNTIME_SIZES, "page_stride"])
 def hopper_mla_kernel(
     q,
     k_wide,
     k_rest,
+    packed,
     places,
     buffers,
     after,
@@ -415,10 +312,15 @@ def hopper_mla_kernel(
     CONFIG: gl.constexpr,
 ):
     BOXES: gl.constexpr = LATENT_KEYS // CONFIG.BOX
-    DTYPE: gl.constexpr = k_wide.dtype
+    DTYPE: gl.constexpr = q.ptr.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    keys = (allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_rest, 2, BOXES))
+    if not CONFIG.PACKED:
+        keys = (allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_wide, 2, BOXES), allocate_tiles(k_rest, 2, BOXES))
+    else:
+        left = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
+        right = gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, HALF_LATENT], TILE)
+        keys = (left, right, gl.allocate_shared_memory(DTYPE, [2, LATENT_KEYS, REST_COLUMNS], TILE))
     shared = LatentShared(
         gl.allocate_shared_memory(DTYPE, [2, LATENT_ROWS, HALF_LATENT], TILE),
         keys,
@@ -439,12 +341,23 @@ def hopper_mla_kernel(
         gl.store(partials_of(buffers.workspace, sizes, CONFIG.DV).flags + gl.program_id(0), 0.0)
     tokens = LatentTokens(places[0], places[1], places[2], table_stride, num_pages, page_stride)
     params = LatentParams(tokens, after, scale, chunk_size, sizes, sinks)
-    gl.warp_specialize(
-        [
-            (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
-            (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
-            (produce_latent, (shared, k_wide, k_rest, buffers.schedule, params, CONFIG)),
-        ],
-        [4, 1],
-        [240, 24] if BOXES == 1 else [232, 40],
-    )
+    if not CONFIG.PACKED:
+        gl.warp_specialize(
+            [
+                (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
+                (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
+                (produce_latent, (shared, k_wide, k_rest, buffers.schedule, params, CONFIG)),
+            ],
+            [4, 1],
+            [240, 24] if BOXES == 1 else [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_latent, (shared, q, buffers, params, 1, CONFIG)),
+                (consume_latent, (shared, q, buffers, params, 0, CONFIG)),
+                (produce_packed, (shared, packed, buffers.schedule, params, CONFIG)),
+            ],
+            [4, 4],
+            [216, 64],
+        )

@@ -7,14 +7,17 @@ import math
 
 from torch import Tensor
 
+from ...kv_latent import is_packed
 from ...kv_request import KvCall
+from ..common.device.structs import View
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
-from ..common.kv.mla_launches import mla_launches
+from ..common.kv.mla_launches import cache_views, mla_launches
 from ..common.launch import Launch, Memory, Target
 from ..common.score_terms import device_terms
 from ..common.shapes import view
 from .descriptors import packed_descriptor
 from .mla import HopperLatentConfig, hopper_mla_kernel
+from .mla_producers import PackedViews
 
 BLOCK = 64  # rows of a tile, and keys
 
@@ -30,6 +33,7 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
     terms = device_terms(call, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
+    packed = packed_views(k) if is_packed(k) else None
     config = HopperLatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],
@@ -39,11 +43,13 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
         PAGE_SIZE=None if places.table is None else k.shape[1],
         KV_HEADS=k.shape[-2],
         FLAG_NAN=rows_differ,
+        PACKED=packed is not None,
     )
     args = (
         view(q),
-        packed_descriptor(k, box, 256),
-        packed_descriptor(k, box, 64),
+        None if packed else packed_descriptor(k, box, 256),
+        None if packed else packed_descriptor(k, box, 64),
+        packed,
         (places.table, places.indptr, places.rows),
         buffers_of(kv),
         *(spec.after, spec.scale),
@@ -57,6 +63,12 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
     if rows_differ:
         launches.append(mla_launches(kv, target, memory)[1])
     return [*launches, combine_launch(kv, terms, partition, target)]
+
+
+def packed_views(k: Tensor) -> PackedViews:
+    """The e4m3 numbers of a cache in DeepSeek's fp8 format, the bfloat16 ones, the scales."""
+    stored, rest, _v, scales = cache_views(k, k, True)
+    return PackedViews(View(k, stored.strides), rest, scales)
 
 
 def token_stride(x: Tensor) -> int:

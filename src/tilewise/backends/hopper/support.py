@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_latent import is_latent, shares_memory
+from ...kv_latent import is_latent, is_packed, shares_memory
 from ...mods.program import rows
 from ...request import Request, Spec
 from ...torch_internals import has_address
@@ -69,9 +69,10 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
 def unsupported_latent(request: Any) -> str | None:
     """Returns why a call with an MLA cache is not supported, or None."""
     q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.cache_index
-    if k.dtype != q.dtype or v.dtype != q.dtype:
+    packed = is_packed(k) and q.dtype == torch.bfloat16
+    if not packed and (k.dtype != q.dtype or v.dtype != q.dtype):
         return f"a cache of {k.dtype} and {v.dtype}, of q's {q.dtype}"
-    if has_address(k) and not shares_memory(k, v):
+    if has_address(k) and not packed and not shares_memory(k, v):
         return "values that are not the first columns of the keys"
     if places.by_token or places.starts is not None or request.tree is not None or request.split is not None:
         return "a token table, starts, a tree of drafts or a split of the keys"
@@ -82,6 +83,8 @@ def unsupported_latent(request: Any) -> str | None:
     tile = latent_tile(90, q.element_size(), request.max_seqlen_q * (q.shape[-2] // k.shape[-2]), False)
     if tile[:2] != MLA_TILE:
         return f"a tile of {tile.block_m} rows (queries times heads) by {tile.block_n} keys, of {MLA_TILE}"
+    if packed:
+        return None
     if places.table is not None and k.shape[1] % MIN_PAGE:
         return f"pages of {k.shape[1]} tokens, of multiples of {MIN_PAGE}"
     *outer, inner = k.stride()

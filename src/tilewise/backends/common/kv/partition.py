@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ....kv_formats import format_of, has_token_scales, head_dim
 from ....kv_latent import is_latent, is_packed
 from ..gpu import Gpu
@@ -76,7 +78,9 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
-        tile = latent_tile(gpu.arch, q.element_size(), max_rows, is_packed(k) or request.cache_index.by_token)
+        portable = is_packed(k) and (q.dtype != torch.bfloat16 or request.split is not None)
+        portable = portable or request.cache_index.by_token
+        tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
         tile = kv_tiles.tile(
             gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
