@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
+from ..validation.dense import checked_request
+from .block_attention import attend_dense
 from .topk import topk
 
+_library = torch.library.Library("tilewise_sparse", "FRAGMENT")
+_library.define("block_weights(Tensor q, Tensor keys, Tensor lse, SymInt block_size, float scale) -> Tensor")
+_library.define("gated_sum(Tensor[] outs, Tensor[] gates) -> Tensor")
+_library.define("gated_sum_backward(Tensor dout, Tensor[] outs, Tensor[] gates) -> Tensor[]")
 CHUNK = 1 << 24  # weights of the compressed branch that are computed at a time to select blocks
 
 
@@ -82,12 +89,12 @@ def nsa(
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
     if blocks is None:
         blocks = selected_blocks(q, keys, lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
-    chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    total: Any = 0.0
-    for out, gate in zip((coarse, chosen, near), gates, strict=True):
-        total = total + out.to(dtype) * gate.to(dtype)[..., None]
-    found: Tensor = total.to(q.dtype)
+        spec = checked_request(q, k, v, (), (), options | {"causal": True}).spec
+        others = blocks[..., 1:] if blocks.shape[3] > 1 else None
+        chosen = attend_dense(q, k, v, others, block_size, spec)
+    else:
+        chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
+    found: Tensor = GatedSum.apply(coarse, chosen, near, *gates)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -107,28 +114,109 @@ def selected_blocks(
         scale: of the compressed branch. Default 1 / sqrt(D).
 
     Returns:
-        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is first.
+        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is
+        first, the others in any order.
     """
-    batch, n, heads, d = q.shape
+    batch, n = q.shape[:2]
+    others = min(num_blocks, keys.shape[1]) - 1
+    own = torch.arange(n, device=q.device)[None, :, None, None] // block_size
+    found = own.expand(batch, n, keys.shape[2], 1)
+    if others < 1:
+        return found
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    weight = torch.ops.tilewise_sparse.block_weights(q, keys, lse, block_size, scale)
+    best = weight.topk(others, -1, sorted=False).indices
+    return torch.cat([found, torch.where(best < own, best, -1)], -1)
+
+
+@torch.library.impl(_library, "block_weights", "CompositeExplicitAutograd")
+def _block_weights(q: Tensor, keys: Tensor, lse: Tensor, block_size: int, scale: float) -> Tensor:
+    """(B, S, Hk, blocks): the weights of blocks before a query's own, -1 for the others."""
+    gpu = gpu_of(q.device)
+    if gpu is not None and q.is_cuda and q.dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.block_weights(q, keys, lse.contiguous(), block_size, scale, gpu)
+    batch, n, heads, _ = q.shape
     count, kv_heads = keys.shape[1], keys.shape[2]
-    scale = d**-0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    others = min(num_blocks, count) - 1
     own = torch.arange(n, device=q.device) // block_size
-    found = [own[None, :, None, None].expand(batch, n, kv_heads, 1)]
     step = max(1, CHUNK // max(1, batch * heads * count))
-    best = []
-    for first in range(0, n if others > 0 else 0, step):
+    found = []
+    for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
         grouped = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
         scores = scale * torch.einsum("bshgd,bchd->bshgc", grouped, keys.to(dtype))
         sums = lse[:, :, rows].transpose(1, 2).unflatten(2, (kv_heads, -1)).to(dtype)[..., None]
         weight = torch.exp(scores - sums.masked_fill(sums == -torch.inf, torch.inf)).sum(3)  # (B, rows, Hk, blocks)
         before = torch.arange(count, device=q.device) < own[rows, None]  # (rows, blocks)
-        weight = weight.masked_fill(~before[None, :, None], -1.0)
-        chosen = weight.topk(others, -1).indices
-        best.append(torch.where(chosen < own[rows, None, None], chosen, -1))
-    return torch.cat([*found, torch.cat(best, 1)], -1) if best else found[0]
+        found.append(weight.masked_fill(~before[None, :, None], -1.0))
+    return torch.cat(found, 1)
+
+
+@torch.library.register_fake("tilewise_sparse::block_weights", lib=_library)
+def _block_weights_fake(q: Tensor, keys: Tensor, *_: Any) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:2], keys.shape[2], keys.shape[1]), dtype=dtype)
+
+
+class GatedSum(torch.autograd.Function):
+    """The sum of out * gate over three branches, in float32 before it is rounded to the dtype of out."""
+
+    @staticmethod
+    def forward(ctx: Any, *branches: Tensor) -> Tensor:
+        ctx.save_for_backward(*branches)
+        total: Tensor = torch.ops.tilewise_sparse.gated_sum(branches[:3], branches[3:])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
+
+
+@torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")
+def _gated_sum(outs: list[Tensor], gates: list[Tensor]) -> Tensor:
+    if outs[0].is_cuda and outs[0].dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        total = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+        rows, weights = (tuple(x.contiguous() for x in some) for some in (outs, gates))
+        with torch.cuda.device_of(total):
+            kernels.gated_launch(kernels.GateTensors(rows, weights, None, None, total))()
+        return total
+    dtype = torch.promote_types(outs[0].dtype, torch.float32)
+    parts = [out.to(dtype) * gate.to(dtype)[..., None] for out, gate in zip(outs, gates, strict=True)]
+    return sum(parts[1:], parts[0]).to(outs[0].dtype)
+
+
+@torch.library.impl(_library, "gated_sum_backward", "CompositeExplicitAutograd")
+def _gated_sum_backward(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
+    if dout.is_cuda and dout.dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        rows, weights = (tuple(x.contiguous() for x in some) for some in (outs, gates))
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*rows, *weights)]
+        given = dout.contiguous()
+        with torch.cuda.device_of(dout):
+            kernels.gated_launch(kernels.GateTensors(rows, weights, tuple(grads[:3]), tuple(grads[3:]), given))()
+        return grads
+    dtype = torch.promote_types(dout.dtype, torch.float32)
+    wide = dout.to(dtype)
+    douts = [(wide * gate.to(dtype)[..., None]).to(out.dtype) for out, gate in zip(outs, gates, strict=True)]
+    dgates = [(wide * out.to(dtype)).sum(-1).to(gate.dtype) for out, gate in zip(outs, gates, strict=True)]
+    return [*douts, *dgates]
+
+
+@torch.library.register_fake("tilewise_sparse::gated_sum", lib=_library)
+def _gated_sum_fake(outs: list[Tensor], gates: list[Tensor]) -> Tensor:
+    return outs[0].new_empty(outs[0].shape)
+
+
+@torch.library.register_fake("tilewise_sparse::gated_sum_backward", lib=_library)
+def _gated_sum_backward_fake(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*outs, *gates)]
 
 
 def _tokens(blocks: Tensor, q: Tensor, k: Tensor, block_size: int) -> Tensor:
