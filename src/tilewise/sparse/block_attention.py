@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.common.gpu import gpu_of
+from ..backends.common.gpu import Gpu, gpu_of
 from ..ops.dense import registered
 from ..request import Request, Spec, arguments
 
@@ -23,6 +23,12 @@ _library.define(
     "combine(Tensor base, Tensor? lse, Tensor parts, Tensor? part_lse, Tensor positions, ScalarType dtype)"
     " -> (Tensor, Tensor)"
 )
+_choices = "Tensor lines, Tensor cu_q, Tensor starts, SymInt choosers, SymInt block_size, float scale"
+_library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor)")
+_library.define(
+    f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
+)
+FUSED = "auto", "triton"  # backends of calls whose small blocks have kernels of their own
 
 
 class Sorted(NamedTuple):
@@ -64,6 +70,15 @@ def sorted_choices(chosen: Tensor, kv_heads: int, starts: Tensor, count: int | N
     return Sorted(torch.div(order, most, rounding_mode="floor"), positions.view(-1, most), cu_q, cu_k)
 
 
+class Sizes(NamedTuple):
+    """block_size: the largest size of a block, and that of all if `even`; count: the number of choices, if known."""
+
+    spec: Spec
+    block_size: int
+    even: bool
+    count: int | None
+
+
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_size: int, spec: Spec) -> Tensor:
     """out (B, S, H, Dv); S is a multiple of block_size. `chosen` (B, S, C, most): for each head or KV head of a query
     the blocks before its own, counted in its batch row: as many as there are, up to `most`, and -1."""
@@ -75,8 +90,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_s
         row = torch.arange(batch, device=q.device).view(-1, 1, 1, 1) * blocks
         chosen = torch.where(chosen < 0, -1, chosen + row).flatten(0, 1)
     starts = torch.arange(0, batch * n + 1, block_size, dtype=torch.int32, device=q.device)
-    tokens = (x.flatten(0, 1) for x in (q, k, v))
-    out: Tensor = BlockAttention.apply(*tokens, chosen, starts, (spec, block_size, count))  # type: ignore[no-untyped-call]
+    tokens, sizes = (x.flatten(0, 1) for x in (q, k, v)), Sizes(spec, block_size, True, count)
+    out: Tensor = BlockAttention.apply(*tokens, chosen, starts, sizes)  # type: ignore[no-untyped-call]
     return out.unflatten(0, (batch, n))
 
 
@@ -88,15 +103,13 @@ class BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Any, sizes: Any) -> Tensor:
-        """`sizes`: the spec, block_size if all blocks have as many tokens, and the number of choices if known."""
-        spec, block_size, count = sizes
-        run, lists = registered("forward"), None
-        out, lse = run(*arguments(_own_blocks(q, k, v, starts, block_size, spec)))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
+        lists = None
+        out, lse = registered("forward")(*arguments(_own_blocks(q, k, v, starts, sizes, sizes.spec)))
         out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.transpose(-1, -2).reshape(q.shape[:2])
         if chosen is not None:
-            lists = sorted_choices(chosen, k.shape[1], starts, count)
-            part, part_lse = run(*arguments(_other_blocks(q, k, v, lists, spec)))
+            lists = sorted_choices(chosen, k.shape[1], starts, sizes.count)
+            part, part_lse = _parts(q, k, v, lists, starts, sizes)
             base = out.reshape(len(lists.positions), -1, v.shape[2])
             base, base_lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
             out, lse = base.reshape(out.shape), base_lse.reshape(lse.shape)
@@ -108,37 +121,105 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse, starts, *lists = ctx.saved_tensors
-        spec, block_size, _ = ctx.sizes
-        run, spec = registered("backward"), spec._replace(partial=True)
-        dout = dout.contiguous()
-        own = _own_blocks(q, k, v, starts, block_size, spec)
-        of_blocks = [_by_block(x, block_size) for x in (out, lse, dout)]
-        of_blocks[1] = of_blocks[1].transpose(-1, -2).contiguous()
-        grads = run(*of_blocks, None, *arguments(own))
+        sizes, dout = ctx.sizes, dout.contiguous()
+        own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
+        own_out, own_lse, own_dout = (_by_block(x, sizes) for x in (out, lse, dout))
+        grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
         dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
         if lists:
-            by_block = Sorted(*lists)
-            wide = lse.dtype
-            delta = (out.to(wide) * dout.to(wide)).sum(-1, keepdim=True)
-            rows_lse, rows_delta = (by_block.rows(x)[:, :, 0].mT.contiguous() for x in (lse[..., None], -delta))
-            nothing = out.new_zeros(1).expand(len(by_block.lines), q.shape[1] * len(q) // len(by_block.positions), v.shape[2])
-            request = _other_blocks(q, k, v, by_block, spec)
-            part = run(nothing, rows_lse, by_block.rows(dout), rows_delta, *arguments(request))
-            base = dq.reshape(len(by_block.positions), -1, q.shape[2])
-            dq = combined(base, None, part[0], None, by_block.positions, q.dtype)[0].reshape(q.shape)
-            dk, dv = (g + p.view(k.shape[1], len(k), -1).transpose(0, 1) for g, p in zip((dk, dv), part[1:], strict=True))
+            choices = Sorted(*lists)
+            part, dk, dv = _part_gradients((q, k, v), (out, lse, dout, dk, dv), choices, starts, sizes)
+            base = dq.reshape(len(choices.positions), -1, q.shape[2])
+            dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
         return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
 
 
-def _by_block(x: Tensor, block_size: int | None) -> Tensor:
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the choices, (count, G, Dv) and (G, count)."""
+    found: tuple[Tensor, Tensor]
+    if _is_fused(q, v, lists, sizes):
+        found = torch.ops.tilewise_sparse.block_parts(q, k, v, *_choices_of(q, lists, starts, sizes))
+    else:
+        found = registered("forward")(*arguments(_other_blocks(q, k, v, lists, sizes.spec)))
+    return found
+
+
+def _part_gradients(
+    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, starts: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq of the choices, dk, dv). `saved`: out, lse and dout; dk and dv of the own blocks, to which those are added."""
+    q, k, v = inputs
+    out, lse, dout, dk, dv = saved
+    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    if _is_fused(q, v, lists, sizes):
+        given = [dout, lse.contiguous(), delta, dk.contiguous(), dv.contiguous()]
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise_sparse.block_parts_backward(
+            given, q, k, v, *_choices_of(q, lists, starts, sizes)
+        )
+        return found
+    rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
+    rows_dout = lists.rows(dout)
+    nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
+    request = _other_blocks(q, k, v, lists, sizes.spec._replace(partial=True))
+    dq, *part = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
+    dk, dv = (g + p.view(k.shape[1], len(k), -1).transpose(0, 1) for g, p in zip((dk, dv), part, strict=True))
+    return dq, dk, dv
+
+
+def _is_fused(q: Tensor, v: Tensor, lists: Sorted, sizes: Sizes) -> bool:
+    """Whether the kernels of small blocks run the choices."""
+    group = q.shape[0] * q.shape[1] // lists.positions.shape[0]
+    small = sizes.block_size <= 128 and max(q.shape[2], v.shape[2]) <= 128 and group <= 64
+    halves = q.dtype in (torch.float16, torch.bfloat16)
+    return small and halves and sizes.spec.backend in FUSED and gpu_of(q.device) == Gpu("cuda", 90)
+
+
+def _choices_of(q: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Any, ...]:
+    choosers = lists.positions.shape[0] // q.shape[0]
+    return lists.lines, lists.cu_q, starts, choosers, sizes.block_size, sizes.spec.scale
+
+
+@torch.library.impl(_library, "block_parts", "CompositeExplicitAutograd")
+def _block_parts(q: Tensor, k: Tensor, v: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
+    from ..backends.common import block_parts
+
+    with torch.cuda.device_of(q):
+        return block_parts.forward(q, k, v, block_parts.Choices(*choices))
+
+
+@torch.library.impl(_library, "block_parts_backward", "CompositeExplicitAutograd")
+def _block_parts_backward(
+    saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, *choices: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from ..backends.common import block_parts
+
+    with torch.cuda.device_of(q):
+        return block_parts.backward(q, k, v, block_parts.Choices(*choices), tuple(saved))
+
+
+@torch.library.register_fake("tilewise_sparse::block_parts", lib=_library)
+def _block_parts_fake(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
+    count, group = lines.shape[0], q.shape[1] // choices[2]
+    return q.new_empty(count, group, v.shape[2]), q.new_empty(group, count, dtype=torch.float32)
+
+
+@torch.library.register_fake("tilewise_sparse::block_parts_backward", lib=_library)
+def _block_parts_backward_fake(saved: Any, q: Tensor, k: Tensor, v: Tensor, lines: Tensor, *choices: Any) -> Any:
+    dq = q.new_empty(lines.shape[0], q.shape[1] // choices[2], q.shape[2])
+    return dq, k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _by_block(x: Tensor, sizes: Sizes) -> Tensor:
     """(T, ...) -> (blocks, block_size, ...), if blocks have equal sizes."""
-    return x if block_size is None else x.reshape(-1, block_size, *x.shape[1:])
+    return x.reshape(-1, sizes.block_size, *x.shape[1:]) if sizes.even else x
 
 
-def _own_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, block_size: int | None, spec: Spec) -> Request:
+def _own_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Sizes, spec: Spec) -> Request:
     """Every block is a batch row, or a packed sequence if their sizes differ."""
-    cu = starts if block_size is None else None
-    return Request(*(_by_block(x, block_size) for x in (q, k, v)), spec, cu_q=cu, cu_k=cu)
+    cu = None if sizes.even else starts
+    return Request(*(_by_block(x, sizes) for x in (q, k, v)), spec, cu_q=cu, cu_k=cu)
 
 
 def _other_blocks(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> Request:

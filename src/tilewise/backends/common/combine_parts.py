@@ -62,7 +62,7 @@ def combine_kernel(tensors, rows, count, most, CONFIG: tl.constexpr):
             acc = acc * a[:, None] + part.to(tl.float32) * b[:, None]
             m, l = top, l * a + b
     if tensors.lse is not None:
-        acc = acc / l[:, None]
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         tl.store(tensors.out_lse + r, (m + tl.log2(l)) * LN2, mask=exists)
     tl.store(tensors.out + r[:, None] * CONFIG.D + d, acc.to(tensors.out.dtype.element_ty), mask=inside)
 
