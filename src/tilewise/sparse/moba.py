@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..options import Options
 from ..validation.dense import checked_request
-from .block_attention import attend_dense
+from .block_attention import BlockAttention, Sizes, attend_dense
+from .packed import best_of, block_means, packed_blocks
 
 Gate = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -42,6 +43,7 @@ def moba(
     top_k: int,
     scale: float | None = None,
     gate: Gate | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
@@ -53,22 +55,27 @@ def moba(
     Blocks are chosen for each query head, with fewer where fewer are before a query. The choice has no gradient.
 
     Args:
-        q: queries (B, S, H, D).
-        k: keys (B, S, Hk, D).
-        v: values (B, S, Hk, Dv).
-        block_size: keys of a block. S must be a multiple of it.
+        q: queries (B, S, H, D), or (T, H, D) of packed sequences.
+        k: keys (B, S, Hk, D), or (T, Hk, D).
+        v: values (B, S, Hk, Dv), or (T, Hk, Dv).
+        block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         top_k: blocks of a query, its own included.
         scale: as in `tilewise.attention`.
         gate: gate(q, k, block_size) returns how much each query wants each block, (B, S, H, blocks). Default
-            `mean_key_gate`. Called without gradients.
+            `mean_key_gate`. Called without gradients. Not for packed sequences.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`.
         backend: as in `tilewise.attention`.
 
     Returns:
-        out (B, S, H, Dv) in q's dtype, differentiable.
+        out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable.
 
     Raises:
         AttentionError: an argument is not as above.
     """
+    if cu_seqlens is not None:
+        if gate is not None:
+            raise AttentionError("gate of moba", "one with cu_seqlens", "None: packed sequences have the mean key's")
+        return _packed(q, k, v, cu_seqlens, (block_size, top_k), {"causal": True, "scale": scale, "backend": backend})
     _check(q, k, v, block_size, top_k)
     blocks = q.shape[1] // block_size
     chosen = None
@@ -82,6 +89,27 @@ def moba(
     return attend_dense(q, k, v, chosen, block_size, spec)
 
 
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options
+) -> Tensor:
+    block_size, top_k = _checked_numbers(*numbers)
+    request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
+    if len(q) != len(k):
+        raise AttentionError("tokens of k of moba", len(k), f"q's {len(q)}")
+    blocks = packed_blocks(cu_seqlens, len(q), block_size)
+    chosen, most = None, min(top_k, len(blocks.starts) - 1) - 1
+    if most > 0:
+        with torch.no_grad():
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            means = block_means(k.detach(), blocks, block_size)
+            grouped = q.detach().to(dtype).unflatten(1, (k.shape[1], -1))
+            wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
+            chosen = best_of(wanted, blocks, most, -torch.inf)
+    sizes = Sizes(request.spec, block_size, False, None)
+    out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
+    return out
+
+
 def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
     """(B, S, H, most) int64: the blocks with the largest numbers in `wanted`, (B, S, H, blocks), among those wholly
     before the query; -1 where there are fewer."""
@@ -92,10 +120,15 @@ def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
     return torch.where(found < own[:, None, None], found, -1)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
+def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:
     for name, number in (("block_size", block_size), ("top_k", top_k)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1")
+    return block_size, top_k
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
+    _checked_numbers(block_size, top_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -9,17 +9,19 @@ The selection is by query and KV head, so all query heads of a group read the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attention, attention_varlen
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
 from ..validation.dense import checked_request
-from .block_attention import attend_dense
+from .block_attention import BlockAttention, Sizes, attend_dense
+from .packed import best_of, block_means, packed_blocks
 from .topk import topk
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
@@ -46,6 +48,7 @@ def nsa(
     compressed: tuple[Tensor, Tensor] | None = None,
     blocks: Tensor | None = None,
     scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Native sparse attention: gates[0] * compressed + gates[1] * selected + gates[2] * window, all causal.
@@ -59,11 +62,11 @@ def nsa(
     selected, up to the query. A query before the end of the first block gets 0 from the compressed branch.
 
     Args:
-        q: queries (B, S, H, D).
-        k: keys (B, S, Hk, D).
-        v: values (B, S, Hk, Dv).
-        gates: of the compressed, the selected and the window branch, (B, S, H) each, after their activation.
-        block_size: keys of a block. S must be a multiple of it.
+        q: queries (B, S, H, D), or (T, H, D) of packed sequences.
+        k: keys (B, S, Hk, D), or (T, Hk, D).
+        v: values (B, S, Hk, Dv), or (T, Hk, Dv).
+        gates: of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their activation.
+        block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         num_blocks: selected blocks of a query, its own included.
         window: tokens of the window branch, the query included.
         compressed: the keys (B, S / block_size, Hk, D) and values of the blocks. Default: the means of their keys and
@@ -71,15 +74,22 @@ def nsa(
         blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query, -1 for none, no block twice. Default
             `selected_blocks`.
         scale: as in `tilewise.attention`.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. The
+            default compression and selection only: `compressed` and `blocks` must be None.
         backend: as in `tilewise.attention`; "reference" or "triton" if named.
 
     Returns:
-        out (B, S, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The selection has
-        no gradient.
+        out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The
+        selection has no gradient.
 
     Raises:
         AttentionError: an argument is not as above.
     """
+    if cu_seqlens is not None:
+        if compressed is not None or blocks is not None:
+            raise AttentionError("compressed and blocks of nsa", "given with cu_seqlens", "None for packed sequences")
+        numbers = {"block_size": block_size, "num_blocks": num_blocks, "window": window}
+        return _packed((q, k, v), gates, cu_seqlens, numbers, {"scale": scale, "backend": backend})
     _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
     if compressed is None:
         compressed = _means(k, block_size), _means(v, block_size)
@@ -96,6 +106,45 @@ def nsa(
         chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
     found: Tensor = GatedSum.apply(coarse, chosen, near, *gates)  # type: ignore[no-untyped-call]
     return found
+
+
+def _packed(
+    inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
+) -> Tensor:
+    q, k, v = inputs
+    spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
+    if len(q) != len(k):
+        raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")
+    _check_numbers(numbers)
+    _check_gates(gates, q.shape[:2])
+    block_size, num_blocks, window = numbers.values()
+    blocks = packed_blocks(cu_seqlens, len(q), block_size)
+    keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
+    near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
+    mod, offsets = _ended_blocks(block_size), (cu_seqlens, blocks.cu_blocks.to(cu_seqlens.dtype))
+    coarse, lse = attention_varlen(q, keys, values, *offsets, mask_mod=mod, return_lse=True, **options)
+    most, chosen = min(num_blocks, len(keys)) - 1, None
+    if most > 0:
+        with torch.no_grad():
+            weight = _packed_weights(q, keys, lse, spec.scale)
+            chosen = best_of(weight, blocks, most, -1.0)
+    sizes = Sizes(spec, block_size, False, None)
+    selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
+    found: Tensor = GatedSum.apply(coarse, selected, near, *gates)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _packed_weights(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """(T, Hk, blocks): of all blocks, also those of other sequences. Some tokens at a time."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    found = []
+    step = max(1, CHUNK // max(1, q.shape[1] * len(keys)))
+    for rows in range(0, len(q), step):
+        grouped = q[rows : rows + step].to(dtype).unflatten(1, (keys.shape[1], -1))
+        sums = lse[:, rows : rows + step].mT.unflatten(1, (keys.shape[1], -1)).to(dtype)[..., None]
+        scores = scale * torch.einsum("thgd,nhd->thgn", grouped, keys.to(dtype))
+        found.append(torch.exp(scores - sums.masked_fill(sums == -torch.inf, torch.inf)).sum(2))
+    return torch.cat(found) if found else q.new_zeros((0, keys.shape[1], len(keys)), dtype=dtype)
 
 
 @torch.no_grad()
@@ -247,9 +296,7 @@ def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Te
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int]) -> None:
-    for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+    _check_numbers(numbers)
     for name, y in (("q", q), ("k", k), ("v", v)):
         if not isinstance(y, Tensor) or y.dim() != 4 or y.shape[:2] != q.shape[:2]:
             found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -258,6 +305,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int])
         raise AttentionError(
             "block_size of nsa", numbers["block_size"], f"a number that divides the {q.shape[1]} tokens"
         )
+    _check_gates(gates, q.shape[:3])
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for name, x in numbers.items():
+        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+
+
+def _check_gates(gates: Any, shape: Sequence[int]) -> None:
     is_three = isinstance(gates, (tuple, list)) and len(gates) == 3
-    if not is_three or any(not isinstance(g, Tensor) or g.shape != q.shape[:3] for g in gates):
-        raise AttentionError("gates of nsa", type(gates).__name__, f"three tensors (B, S, H), {tuple(q.shape[:3])}")
+    if not is_three or any(not isinstance(g, Tensor) or g.shape != shape for g in gates):
+        raise AttentionError("gates of nsa", type(gates).__name__, f"three tensors {tuple(shape)}")

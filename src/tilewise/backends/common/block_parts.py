@@ -220,7 +220,7 @@ def backward(
     kv_heads, blocks = k.shape[1], len(choices.starts) - 1
     config = _config(q, v, choices)
     dq = torch.empty((len(choices.lines), config.GROUP, q.shape[2]), dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))  # tokens past the last block: 0
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
     gradients = ChoiceGradients(view(dout), *statistics, dq, dk, dv)
     numbers = blocks, kv_heads, choices.choosers, choices.scale
