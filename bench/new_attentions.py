@@ -76,7 +76,9 @@ def flex(mask: Any, n: int) -> Callable[..., Tensor]:
 def timed(what: str, calls: Calls, bars: dict[str, float], **more: Any) -> list[Row]:
     """A row for each peer, whose bar is its own."""
     times = interleave(calls)
-    return [row(f"{what}, {name}", {OURS: times[OURS], name: times[name]}, bar=bar, **more) for name, bar in bars.items()]
+    return [
+        row(f"{what}, {name}", {OURS: times[OURS], name: times[name]}, bar=bar, **more) for name, bar in bars.items()
+    ]
 
 
 def tree() -> Callable[[], list[Row]]:

@@ -71,12 +71,12 @@ def sorted_choices(chosen: Tensor, kv_heads: int, starts: Tensor, count: int | N
 
 
 class Sizes(NamedTuple):
-    """block_size: the largest size of a block, and that of all if `even`; count: the number of choices, if known."""
+    """block_size: the largest size of a block, and that of all if `even`; choices: their number, if known."""
 
     spec: Spec
     block_size: int
     even: bool
-    count: int | None
+    choices: int | None
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_size: int, spec: Spec) -> Tensor:
@@ -92,7 +92,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_s
     starts = torch.arange(0, batch * n + 1, block_size, dtype=torch.int32, device=q.device)
     tokens, sizes = (x.flatten(0, 1) for x in (q, k, v)), Sizes(spec, block_size, True, count)
     out: Tensor = BlockAttention.apply(*tokens, chosen, starts, sizes)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, (batch, n))
+    found: Tensor = out.unflatten(0, (batch, n))
+    return found
 
 
 class BlockAttention(torch.autograd.Function):
@@ -108,7 +109,7 @@ class BlockAttention(torch.autograd.Function):
         out, lse = registered("forward")(*arguments(_own_blocks(q, k, v, starts, sizes, sizes.spec)))
         out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.transpose(-1, -2).reshape(q.shape[:2])
         if chosen is not None:
-            lists = sorted_choices(chosen, k.shape[1], starts, sizes.count)
+            lists = sorted_choices(chosen, k.shape[1], starts, sizes.choices)
             part, part_lse = _parts(q, k, v, lists, starts, sizes)
             base = out.reshape(len(lists.positions), -1, v.shape[2])
             base, base_lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
@@ -134,9 +135,7 @@ class BlockAttention(torch.autograd.Function):
         return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
 
 
-def _parts(
-    q: Tensor, k: Tensor, v: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes
-) -> tuple[Tensor, Tensor]:
+def _parts(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     """(out, lse) of the choices, (count, G, Dv) and (G, count)."""
     found: tuple[Tensor, Tensor]
     if _is_fused(q, v, lists, sizes):
@@ -149,7 +148,7 @@ def _parts(
 def _part_gradients(
     inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, starts: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of the choices, dk, dv). `saved`: out, lse and dout; dk and dv of the own blocks, to which those are added."""
+    """(dq of the choices, dk, dv). `saved`: out, lse, dout; dk and dv of the own blocks, to which these are added."""
     q, k, v = inputs
     out, lse, dout, dk, dv = saved
     delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
@@ -219,7 +218,7 @@ def _by_block(x: Tensor, sizes: Sizes) -> Tensor:
 def _own_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Sizes, spec: Spec) -> Request:
     """Every block is a batch row, or a packed sequence if their sizes differ."""
     cu = None if sizes.even else starts
-    return Request(*(_by_block(x, sizes) for x in (q, k, v)), spec, cu_q=cu, cu_k=cu)
+    return Request(_by_block(q, sizes), _by_block(k, sizes), _by_block(v, sizes), spec, cu_q=cu, cu_k=cu)
 
 
 def _other_blocks(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> Request:
@@ -244,9 +243,10 @@ def _combine(
     if base.is_cuda and gpu_of(base.device) is not None and base.dtype != torch.float64:
         from ..backends.common import combine_parts
 
-        tensors = (None if x is None else x.contiguous() for x in (base, lse, parts, part_lse, positions))
+        own_lse, parts_lse = (None if x is None else x.contiguous() for x in (lse, part_lse))
         with torch.cuda.device_of(base):
-            return combine_parts.combine(*tensors, dtype)  # type: ignore[arg-type]
+            rows, others = base.contiguous(), parts.contiguous()
+            return combine_parts.combine(rows, own_lse, others, parts_lse, positions.contiguous(), dtype)
     wide = torch.promote_types(base.dtype, torch.float32)
     total, padded = base.to(wide), torch.cat([parts, parts.new_zeros(1, *parts.shape[1:])])
     if lse is None or part_lse is None:

@@ -1,4 +1,4 @@
-"""Mixture of block attention (MoBA): causal attention over a query's own block of keys and the best blocks before it."""
+"""Mixture of block attention (MoBA): causal, over a query's own block of keys and the best blocks before it."""
 
 from __future__ import annotations
 
@@ -89,9 +89,7 @@ def moba(
     return attend_dense(q, k, v, chosen, block_size, spec)
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options
-) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options) -> Tensor:
     block_size, top_k = _checked_numbers(*numbers)
     request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
     if len(q) != len(k):

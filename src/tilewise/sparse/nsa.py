@@ -97,6 +97,7 @@ def nsa(
     options: Any = {"scale": scale, "backend": backend}
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
+    chosen: Any
     if blocks is None:
         blocks = selected_blocks(q, keys, lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
         spec = checked_request(q, k, v, (), (), options | {"causal": True}).spec

@@ -101,7 +101,11 @@ def test_gated_sum() -> None:
     from tilewise.backends.common import nsa
 
     torch.manual_seed(0)
-    outs, gates, dout = [torch.randn(5, 7, 20) for _ in range(3)], [torch.rand(5, 7) for _ in range(3)], torch.randn(5, 7, 20)
+    outs, gates, dout = (
+        [torch.randn(5, 7, 20) for _ in range(3)],
+        [torch.rand(5, 7) for _ in range(3)],
+        torch.randn(5, 7, 20),
+    )
     total, grads = torch.empty(5, 7, 20), [torch.empty(x.shape) for x in (*outs, *gates)]
     nsa.gated_launch(nsa.GateTensors(tuple(outs), tuple(gates), None, None, total))()
     nsa.gated_launch(nsa.GateTensors(tuple(outs), tuple(gates), tuple(grads[:3]), tuple(grads[3:]), dout))()

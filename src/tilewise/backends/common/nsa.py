@@ -77,7 +77,9 @@ def block_weights(q: Tensor, keys: Tensor, lse: Tensor, block_size: int, scale: 
     each = padded(group, 1)
     rows = 16 if INTERPRETED else 128 if columns * q.element_size() <= 256 else 64
     queries = max(1, rows // each)
-    tile = WeightConfig(d, columns, group, max(each, 16 // queries), queries, 16 if INTERPRETED else 64, precision(q, gpu))
+    tile = WeightConfig(
+        d, columns, group, max(each, 16 // queries), queries, 16 if INTERPRETED else 64, precision(q, gpu)
+    )
     numbers = n, count, kv_heads, block_size, scale
     options = {"CONFIG": tile, "num_warps": 8 if rows == 128 else 4, "num_stages": 2}
     tensors = WeightTensors(view(q), view(keys), lse, out)
@@ -105,7 +107,7 @@ class GateConfig(NamedTuple):
 
 @triton.jit(**ANY_SIZE)
 def gated_sum_kernel(tensors, rows, CONFIG: tl.constexpr):
-    """The sum of gate * out, or with gradients: dout = gate * d, dgate = rowsum(out * d), where d is that of the sum."""
+    """The sum of gate * out; or dout = gate * d and dgate = rowsum(out * d), where d is the gradient of the sum."""
     BRANCHES: tl.constexpr = CONFIG.BRANCHES
     r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
     d = tl.arange(0, CONFIG.BLOCK_D)[None, :]

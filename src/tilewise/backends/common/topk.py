@@ -133,7 +133,7 @@ def head_chunks(x, at, END: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constex
     """The first WIDTH * COUNT columns of the rows of a tile, as COUNT tiles."""
     tiles = ()
     for c in tl.static_range(COUNT):
-        tiles = tiles + (load_heads(x, at, c * WIDTH, END, WIDTH),)
+        tiles = tiles + (load_heads(x, at, c * WIDTH, END, WIDTH),)  # noqa: RUF005 (Triton has no starred tuples)
     return tiles
 
 
@@ -142,7 +142,7 @@ def key_chunks(x, at, j, seen, END: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl
     """The same of the keys j."""
     tiles = ()
     for c in tl.static_range(COUNT):
-        tiles = tiles + (load_named(x, at, j, seen, c * WIDTH, END, WIDTH),)
+        tiles = tiles + (load_named(x, at, j, seen, c * WIDTH, END, WIDTH),)  # noqa: RUF005
     return tiles
 
 
@@ -150,7 +150,7 @@ def key_chunks(x, at, j, seen, END: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl
 def zero_chunks(ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
     tiles = ()
     for _ in tl.static_range(COUNT):
-        tiles = tiles + (tl.full([ROWS, WIDTH], 0.0, tl.float32),)
+        tiles = tiles + (tl.full([ROWS, WIDTH], 0.0, tl.float32),)  # noqa: RUF005
     return tiles
 
 
@@ -267,7 +267,8 @@ def topk_backward_kernel(tensors, gradients, n_q, n_k, kv_heads, count, scale, C
             if CONFIG.SUMMED:
                 dk_tile = tl.dot(tl.trans(do_tiles[c]), p, dk_tile, input_precision=CONFIG.PRECISION)
             add_rows(gradients.dk, at, j, seen, tl.trans(dk_tile), c * CONFIG.WIDTH, CONFIG.D, CONFIG.WIDTH)
-            sums = sums + (tl.dot(ds, k_main[c], dq_main[c], input_precision=CONFIG.PRECISION),)
+            dq_tile = tl.dot(ds, k_main[c], dq_main[c], input_precision=CONFIG.PRECISION)
+            sums = sums + (dq_tile,)  # noqa: RUF005
         dq_main = sums
         if CONFIG.REST > 0:
             dk_tile = tl.dot(tl.trans(q_rest), ds, input_precision=CONFIG.PRECISION)
