@@ -23,6 +23,7 @@ _library.define(
     "combine(Tensor base, Tensor? lse, Tensor parts, Tensor? part_lse, Tensor positions, ScalarType dtype)"
     " -> (Tensor, Tensor)"
 )
+_library.define("row_dots(Tensor a, Tensor b) -> Tensor")
 _choices = "Tensor lines, Tensor cu_q, Tensor starts, SymInt choosers, SymInt block_size, float scale"
 _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor)")
 _library.define(
@@ -151,7 +152,7 @@ def _part_gradients(
     """(dq of the choices, dk, dv). `saved`: out, lse, dout; dk and dv of the own blocks, to which these are added."""
     q, k, v = inputs
     out, lse, dout, dk, dv = saved
-    delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    delta = torch.ops.tilewise_sparse.row_dots(out, dout)
     if _is_fused(q, v, lists, sizes):
         given = [dout, lse.contiguous(), delta, dk.contiguous(), dv.contiguous()]
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise_sparse.block_parts_backward(
@@ -261,6 +262,22 @@ def _combine(
     for slot in range(positions.shape[1]):
         total = total + padded.index_select(0, positions[:, slot]).to(wide) * weights[:, 1 + slot]
     return total.to(dtype), merged
+
+
+@torch.library.impl(_library, "row_dots", "CompositeExplicitAutograd")
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda and a.dtype != torch.float64:
+        from ..backends.common import combine_parts
+
+        with torch.cuda.device_of(a):
+            return combine_parts.row_dots(a.contiguous(), b.contiguous())
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(dtype) * b.to(dtype)).sum(-1)
+
+
+@torch.library.register_fake("tilewise_sparse::row_dots", lib=_library)
+def _row_dots_fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[:-1], dtype=torch.promote_types(a.dtype, torch.float32))
 
 
 @torch.library.register_fake("tilewise_sparse::combine", lib=_library)

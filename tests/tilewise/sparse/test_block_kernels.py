@@ -113,3 +113,12 @@ def test_gated_sum() -> None:
     torch.testing.assert_close(total.double(), _gated_sum(*wide), rtol=1e-5, atol=1e-6)
     for a, b in zip(grads, _gated_sum_backward(dout.double(), *wide), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 20), (40, 1, 16)])
+def test_row_dots(shape: tuple[int, ...]) -> None:
+    from tilewise.backends.common import combine_parts
+
+    a, b = torch.randn(shape), torch.randn(shape)
+    expected = (a.double() * b.double()).sum(-1)
+    torch.testing.assert_close(combine_parts.row_dots(a, b).double(), expected, rtol=1e-5, atol=1e-5)

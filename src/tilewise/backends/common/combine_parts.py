@@ -1,4 +1,5 @@
-"""Sums of the rows of parts that belong to one row of a result: outputs weighted by their lse, or gradients."""
+"""Sums of the rows of parts that belong to one row of a result: outputs weighted by their lse, or gradients. And the
+products of rows, rowsum(dO * O)."""
 
 from typing import NamedTuple
 
@@ -84,3 +85,23 @@ def combine(
     out_lse = torch.empty(0 if lse is None else base.shape[:2], dtype=torch.float32, device=base.device)
     combine_launch(PartTensors(base, lse, parts, part_lse, positions, out, out_lse))()
     return out, out_lse
+
+
+@triton.jit(**ANY_SIZE)
+def row_dots_kernel(a, b, out, rows, CONFIG: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_R + tl.arange(0, CONFIG.BLOCK_R)
+    d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
+    inside, at = (r < rows)[:, None] & (d < CONFIG.D), r[:, None] * CONFIG.D + d
+    x = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + r, tl.sum(x * y, 1), mask=r < rows)
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """The sums of a * b over the last axis, in float32. Both are contiguous."""
+    out = torch.empty(a.shape[:-1], dtype=torch.float32, device=a.device)
+    d, rows = a.shape[-1], out.numel()
+    block = max(1, (256 if INTERPRETED else ELEMENTS) // padded(d))
+    config = PartConfig(1, d, block, padded(d))
+    Launch(row_dots_kernel, -(-rows // block), (a, b, out, rows), {"CONFIG": config, "num_warps": 4})()
+    return out
