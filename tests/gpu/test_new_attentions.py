@@ -156,6 +156,37 @@ def test_moba() -> None:
     check(lambda q, k, v: sparse.moba(q, k, v, block_size=128, top_k=3), x, seen)
 
 
+@pytest.mark.parametrize("block", [64, 256])
+def test_packed_sequences(block: int) -> None:
+    """MoBA and NSA of packed sequences are those of each alone."""
+    torch.manual_seed(block)
+    cu = torch.tensor([0, 768, 768, 2048, 2100], dtype=torch.int32, device="cuda")
+    x = [randn(2110, heads, 128).requires_grad_() for heads in (16, 2, 2)]
+    gates = [torch.rand(2110, 16, device="cuda").bfloat16() for _ in range(3)]
+    sizes = {"block_size": block, "num_blocks": 3, "window": 64}
+
+    def moba(q: Tensor, k: Tensor, v: Tensor, *gates: Any, **more: Any) -> Tensor:
+        return sparse.moba(q, k, v, block_size=block, top_k=3, **more)
+
+    def nsa(q: Tensor, k: Tensor, v: Tensor, *gates: Any, **more: Any) -> Tensor:
+        return sparse.nsa(q, k, v, gates, **sizes, **more)
+
+    for f in (moba, nsa):
+        together = f(*x, *gates, cu_seqlens=cu)
+        assert not together[2100:].any()
+        weights = torch.randn_like(together)
+        grads = torch.autograd.grad((together * weights).sum(), x)
+        for a, b in ((0, 768), (768, 2048)):
+            own = [t[a:b].detach()[None].requires_grad_() for t in x]
+            alone = f(*own, *(g[a:b][None] for g in gates))
+            pairs = [(together[a:b], alone[0])]
+            for g, h in zip(grads, torch.autograd.grad((alone[0] * weights[a:b]).sum(), own), strict=True):
+                pairs.append((g[a:b], h[0]))
+            for ours, theirs in pairs:
+                away = ((ours - theirs).float().norm() / theirs.float().norm()).item()
+                assert away < 2e-2, f"{f.__name__}: {away:.1e}"
+
+
 def test_neighborhood() -> None:
     torch.manual_seed(0)
     x = [randn(1, 40 * 36, heads, 64) for heads in (4, 2, 2)]

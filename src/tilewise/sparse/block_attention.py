@@ -20,9 +20,10 @@ from ..request import Request, Spec, arguments
 
 _library = torch.library.Library("tilewise_sparse", "FRAGMENT")
 _library.define(
-    "combine(Tensor base, Tensor? lse, Tensor parts, Tensor? part_lse, Tensor positions, ScalarType dtype)"
+    "combine(Tensor? base, Tensor? lse, Tensor parts, Tensor? part_lse, Tensor positions, ScalarType dtype)"
     " -> (Tensor, Tensor)"
 )
+_library.define("gather(Tensor x, Tensor lines) -> Tensor")
 _library.define("row_dots(Tensor a, Tensor b) -> Tensor")
 _choices = "Tensor lines, Tensor cu_q, Tensor starts, SymInt choosers, SymInt block_size, float scale"
 _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor)")
@@ -47,7 +48,9 @@ class Sorted(NamedTuple):
     def rows(self, x: Tensor) -> Tensor:
         """(T, H, D) -> (choices, G, D): the heads of each chooser."""
         choosers = self.positions.shape[0] // x.shape[0]
-        return x.reshape(x.shape[0] * choosers, -1, x.shape[-1]).index_select(0, self.lines)
+        lines = x.reshape(x.shape[0] * choosers, -1, x.shape[-1])
+        found: Tensor = torch.ops.tilewise_sparse.gather(lines, self.lines)
+        return found
 
 
 def sorted_choices(chosen: Tensor, kv_heads: int, starts: Tensor, count: int | None) -> Sorted:
@@ -106,71 +109,76 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
-        lists = None
-        out, lse = registered("forward")(*arguments(_own_blocks(q, k, v, starts, sizes, sizes.spec)))
-        out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.transpose(-1, -2).reshape(q.shape[:2])
-        if chosen is not None:
-            lists = sorted_choices(chosen, k.shape[1], starts, sizes.choices)
-            part, part_lse = _parts(q, k, v, lists, starts, sizes)
-            base = out.reshape(len(lists.positions), -1, v.shape[2])
-            base, base_lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
-            out, lse = base.reshape(out.shape), base_lse.reshape(lse.shape)
-        ctx.save_for_backward(q, k, v, out, lse, starts, *(lists or ()))
+        lists: Any = ()
+        if chosen is not None and _is_fused(q, v, chosen.shape[1], sizes):
+            lists = _with_own(chosen, k, starts, sizes)
+            numbers = _choices_of(q, lists, starts, sizes)
+            part, part_lse = torch.ops.tilewise_sparse.block_parts(q, k, v, *numbers)
+            out, lse = combined(None, None, part, part_lse, lists.positions, q.dtype)
+        else:
+            out, lse = registered("forward")(*arguments(_own_blocks(q, k, v, starts, sizes, sizes.spec)))
+            lse = lse.transpose(-1, -2)
+            if chosen is not None:
+                lists = sorted_choices(chosen, k.shape[1], starts, sizes.choices)
+                part, part_lse = registered("forward")(*arguments(_other_blocks(q, k, v, lists, sizes.spec)))
+                base = out.reshape(len(lists.positions), -1, v.shape[2])
+                out, lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
+        out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.reshape(q.shape[:2])
+        ctx.save_for_backward(q, k, v, out, lse, starts, *lists)
         ctx.sizes = sizes
-        found: Tensor = out
-        return found
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse, starts, *lists = ctx.saved_tensors
         sizes, dout = ctx.sizes, dout.contiguous()
+        choices = Sorted(*lists) if lists else None
+        if choices is not None and _is_fused(q, v, choices.positions.shape[0] // q.shape[0], sizes):
+            saved = [dout, lse, torch.ops.tilewise_sparse.row_dots(out, dout)]
+            numbers = _choices_of(q, choices, starts, sizes)
+            part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(saved, q, k, v, *numbers)
+            dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+            return dq, dk, dv, None, None, None
         own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
         own_out, own_lse, own_dout = (_by_block(x, sizes) for x in (out, lse, dout))
         grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
         dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
-        if lists:
-            choices = Sorted(*lists)
-            part, dk, dv = _part_gradients((q, k, v), (out, lse, dout, dk, dv), choices, starts, sizes)
+        if choices is not None:
+            part, *others = _part_gradients((q, k, v), (out, lse, dout), choices, sizes)
             base = dq.reshape(len(choices.positions), -1, q.shape[2])
             dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+            dk, dv = (a + b for a, b in zip((dk, dv), others, strict=True))
         return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the choices, (count, G, Dv) and (G, count)."""
-    found: tuple[Tensor, Tensor]
-    if _is_fused(q, v, lists, sizes):
-        found = torch.ops.tilewise_sparse.block_parts(q, k, v, *_choices_of(q, lists, starts, sizes))
-    else:
-        found = registered("forward")(*arguments(_other_blocks(q, k, v, lists, sizes.spec)))
-    return found
+def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted:
+    """The choices, and the block of each token as one more."""
+    tokens, choosers, _ = chosen.shape
+    own = torch.searchsorted(starts, torch.arange(tokens, device=k.device, dtype=starts.dtype), right=True) - 1
+    own = torch.where(own < len(starts) - 1, own, -1)[:, None, None].expand(tokens, choosers, 1)
+    count = None if sizes.choices is None else sizes.choices + tokens * choosers
+    return sorted_choices(torch.cat([own, chosen], 2), k.shape[1], starts, count)
 
 
 def _part_gradients(
-    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, starts: Tensor, sizes: Sizes
+    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of the choices, dk, dv). `saved`: out, lse, dout; dk and dv of the own blocks, to which these are added."""
+    """(dq of the choices, dk, dv). `saved`: out, lse and dout."""
     q, k, v = inputs
-    out, lse, dout, dk, dv = saved
+    out, lse, dout = saved
     delta = torch.ops.tilewise_sparse.row_dots(out, dout)
-    if _is_fused(q, v, lists, sizes):
-        given = [dout, lse.contiguous(), delta, dk.contiguous(), dv.contiguous()]
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tilewise_sparse.block_parts_backward(
-            given, q, k, v, *_choices_of(q, lists, starts, sizes)
-        )
-        return found
     rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
     rows_dout = lists.rows(dout)
     nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
     request = _other_blocks(q, k, v, lists, sizes.spec._replace(partial=True))
     dq, *part = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
-    dk, dv = (g + p.view(k.shape[1], len(k), -1).transpose(0, 1) for g, p in zip((dk, dv), part, strict=True))
+    dk, dv = (p.view(k.shape[1], len(k), -1).transpose(0, 1) for p in part)
     return dq, dk, dv
 
 
-def _is_fused(q: Tensor, v: Tensor, lists: Sorted, sizes: Sizes) -> bool:
+def _is_fused(q: Tensor, v: Tensor, choosers: int, sizes: Sizes) -> bool:
     """Whether the kernels of small blocks run the choices."""
-    group = q.shape[0] * q.shape[1] // lists.positions.shape[0]
+    group = q.shape[1] // choosers
     small = sizes.block_size <= 128 and max(q.shape[2], v.shape[2]) <= 128 and group <= 64
     halves = q.dtype in (torch.float16, torch.bfloat16)
     return small and halves and sizes.spec.backend in FUSED and gpu_of(q.device) == Gpu("cuda", 90)
@@ -229,39 +237,73 @@ def _other_blocks(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, spec: Spec) ->
 
 
 def combined(
-    base: Tensor, lse: Tensor | None, parts: Tensor, part_lse: Tensor | None, positions: Tensor, dtype: torch.dtype
+    base: Tensor | None,
+    lse: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    positions: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """base (lines, G, D) and the parts (count, G, D) of each line, merged by their lse (lines, G) and (G, count), or
-    added. Returns (out in `dtype`, lse)."""
+    """base (lines, G, D), if any, and the parts (count, G, D) of each line, merged by their lse (lines, G) and
+    (G, count), or added. Returns (out in `dtype`, lse)."""
     found: tuple[Tensor, Tensor] = torch.ops.tilewise_sparse.combine(base, lse, parts, part_lse, positions, dtype)
     return found
 
 
 @torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
 def _combine(
-    base: Tensor, lse: Tensor | None, parts: Tensor, part_lse: Tensor | None, positions: Tensor, dtype: torch.dtype
+    base: Tensor | None,
+    lse: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    positions: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    if base.is_cuda and gpu_of(base.device) is not None and base.dtype != torch.float64:
+    if parts.is_cuda and parts.dtype != torch.float64:
         from ..backends.common import combine_parts
 
-        own_lse, parts_lse = (None if x is None else x.contiguous() for x in (lse, part_lse))
-        with torch.cuda.device_of(base):
-            rows, others = base.contiguous(), parts.contiguous()
-            return combine_parts.combine(rows, own_lse, others, parts_lse, positions.contiguous(), dtype)
-    wide = torch.promote_types(base.dtype, torch.float32)
-    total, padded = base.to(wide), torch.cat([parts, parts.new_zeros(1, *parts.shape[1:])])
-    if lse is None or part_lse is None:
+        own, own_lse, parts_lse = (None if x is None else x.contiguous() for x in (base, lse, part_lse))
+        with torch.cuda.device_of(parts):
+            return combine_parts.combine(own, own_lse, parts.contiguous(), parts_lse, positions.contiguous(), dtype)
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    shape = len(positions), *parts.shape[1:]
+    total = parts.new_zeros(shape, dtype=wide) if base is None else base.to(wide)
+    padded = torch.cat([parts, parts.new_zeros(1, *shape[1:])])
+    if part_lse is None:
         for slot in range(positions.shape[1]):
             total = total + padded.index_select(0, positions[:, slot]).to(wide)
         return total.to(dtype), total.new_empty(0)
+    first = part_lse.new_full(shape[:2], -torch.inf) if lse is None else lse
     logs = torch.cat([part_lse.mT, part_lse.new_full((1, len(part_lse)), -torch.inf)])[positions.long()]
-    logs = torch.cat([lse[:, None], logs], 1)  # (lines, 1 + most, G)
+    logs = torch.cat([first[:, None], logs], 1)  # (lines, 1 + most, G)
     merged = torch.logsumexp(logs, 1)
     weights = torch.exp(logs - merged.masked_fill(merged == -torch.inf, 0.0)[:, None])[..., None]
     total = total * weights[:, 0]
     for slot in range(positions.shape[1]):
         total = total + padded.index_select(0, positions[:, slot]).to(wide) * weights[:, 1 + slot]
     return total.to(dtype), merged
+
+
+@torch.library.register_fake("tilewise_sparse::combine", lib=_library)
+def _combine_fake(base: Any, lse: Any, parts: Tensor, part_lse: Tensor | None, positions: Tensor, dtype: Any) -> Any:
+    shape = positions.shape[0], *parts.shape[1:]
+    logs = parts.new_empty(0) if part_lse is None else part_lse.new_empty(shape[:2])
+    return parts.new_empty(shape, dtype=dtype), logs
+
+
+@torch.library.impl(_library, "gather", "CompositeExplicitAutograd")
+def _gather(x: Tensor, lines: Tensor) -> Tensor:
+    if x.is_cuda and x.numel():
+        from ..backends.common import combine_parts
+
+        with torch.cuda.device_of(x):
+            return combine_parts.gather(x.contiguous(), lines)
+    return x.index_select(0, lines)
+
+
+@torch.library.register_fake("tilewise_sparse::gather", lib=_library)
+def _gather_fake(x: Tensor, lines: Tensor) -> Tensor:
+    return x.new_empty((lines.shape[0], *x.shape[1:]))
 
 
 @torch.library.impl(_library, "row_dots", "CompositeExplicitAutograd")
@@ -278,8 +320,3 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 @torch.library.register_fake("tilewise_sparse::row_dots", lib=_library)
 def _row_dots_fake(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[:-1], dtype=torch.promote_types(a.dtype, torch.float32))
-
-
-@torch.library.register_fake("tilewise_sparse::combine", lib=_library)
-def _combine_fake(base: Tensor, lse: Tensor | None, parts: Any, part_lse: Any, positions: Any, dtype: Any) -> Any:
-    return torch.empty_like(base, dtype=dtype), base.new_empty(0) if lse is None else torch.empty_like(lse)

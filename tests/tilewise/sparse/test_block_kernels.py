@@ -37,11 +37,12 @@ def test_combine(weighted: bool, group: int, d: int, most: int) -> None:
     positions[0] = count  # nothing at all for this line
     positions = positions.clamp(max=count)
     logs = (lse, part_lse) if weighted else (None, None)
-    ours = combine_parts.combine(base, logs[0], parts, logs[1], positions, torch.float32)
-    wide = [None if x is None else x.double() for x in (base, logs[0], parts, logs[1])]
-    expected = _combine(*wide, positions, torch.float64)
-    torch.testing.assert_close(ours[0].double(), expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours[1].double(), expected[1], rtol=1e-5, atol=1e-5)
+    for given in ((base, logs[0], parts, logs[1]), (None, None, parts, logs[1])):
+        ours = combine_parts.combine(*given, positions, torch.float32)
+        wide = [None if x is None else x.double() for x in given]
+        expected = _combine(*wide, positions, torch.float64)
+        torch.testing.assert_close(ours[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours[1].double(), expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -52,20 +53,21 @@ def test_block_parts(kv_heads: int, choosers: int, group: int, d: int, dv: int) 
 
     starts = torch.tensor([0, 10, 20, 23, 33, 36], dtype=torch.int32)
     chosen = drawn(starts, kv_heads, choosers, 2)
-    chosen[chosen == 2] = -1  # a short block is chosen by nobody
+    own = torch.searchsorted(starts, torch.arange(36), right=True) - 1
+    chosen = torch.cat([chosen, own[:, None, None].expand(36, choosers, 1)], 2)
     lists = sorted_choices(chosen, kv_heads, starts, None)
     tokens, heads = 36, choosers * group
     q, k, v = torch.randn(tokens, heads, d), torch.randn(tokens, kv_heads, d), torch.randn(tokens, kv_heads, dv)
     choices = block_parts.Choices(lists.lines, lists.cu_q, starts, choosers, 10, 0.3)
     out, lse = block_parts.forward(q, k, v, choices)
     total, dout = torch.randn(tokens, heads) + 3, torch.randn(tokens, heads, dv)
-    delta, own = torch.randn(tokens, heads), [torch.randn(x.shape) for x in (k, v)]
-    dq, dk, dv_ = block_parts.backward(q, k, v, choices, (dout, total, delta, *own))
-    expected = [x.double() for x in own]
+    delta = torch.randn(tokens, heads)
+    dq, dk, dv_ = block_parts.backward(q, k, v, choices, (dout, total, delta))
+    expected = [torch.zeros(x.shape, dtype=torch.float64) for x in (k, v)]
     seen = 0
     for block in range(5):
-        j = slice(int(starts[block]), int(starts[block + 1]))
         for t, c in (chosen == block).any(-1).nonzero().tolist():
+            j = slice(int(starts[block]), min(int(starts[block + 1]), t + 1))
             slot = chosen[t, c].tolist().index(block)
             at, h = int(lists.positions[t * choosers + c, slot]), slice(c * group, (c + 1) * group)
             kv = c // (choosers // kv_heads)
@@ -122,3 +124,10 @@ def test_row_dots(shape: tuple[int, ...]) -> None:
     a, b = torch.randn(shape), torch.randn(shape)
     expected = (a.double() * b.double()).sum(-1)
     torch.testing.assert_close(combine_parts.row_dots(a, b).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gather() -> None:
+    from tilewise.backends.common import combine_parts
+
+    x, lines = torch.randn(9, 3, 20), torch.randint(0, 9, (31,))
+    assert torch.equal(combine_parts.gather(x, lines), x[lines])

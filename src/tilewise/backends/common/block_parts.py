@@ -1,4 +1,4 @@
-"""Attention of the queries that chose a block of keys over this block, for blocks that are one tile of keys.
+"""Causal attention of the queries that chose a block of keys over this block, for blocks that are one tile of keys.
 
 A program keeps one block of one KV head and loops over its choices, which are sorted by block: it gathers QUERIES of
 them at a time, with the HEADS query heads of each. The forward stores (out, lse) of every choice, to be merged by
@@ -35,14 +35,12 @@ class ChoiceTensors(NamedTuple):
 
 
 class ChoiceGradients(NamedTuple):
-    """A view of do; lse and delta (tokens, heads); own_dk and own_dv, to which the sums are added, and the results: dq
-    by choice, dk and dv. All but do are contiguous."""
+    """A view of do; lse and delta (tokens, heads), and the results: dq by choice, dk and dv. All but do are
+    contiguous."""
 
     do: tl.tuple
     lse: tl.tensor
     delta: tl.tensor
-    own_dk: tl.tensor
-    own_dv: tl.tensor
     dq: tl.tensor
     dk: tl.tensor
     dv: tl.tensor
@@ -121,13 +119,14 @@ def block_forward_kernel(
     block = chosen_block(tensors, pid // SPLITS, blocks, kv_heads)
     k_tile = load_block(tensors.k, block, CONFIG.BLOCK_N, CONFIG.D, CONFIG.BLOCK_D)
     v_tile = load_block(tensors.v, block, CONFIG.BLOCK_N, CONFIG.DV, CONFIG.BLOCK_DV)
-    visible = (tl.arange(0, CONFIG.BLOCK_N) < block.size)[None, :]
+    j = tl.arange(0, CONFIG.BLOCK_N)[None, :]
     d = tl.arange(0, CONFIG.BLOCK_DV)[None, :]
     ROWS: tl.constexpr = CONFIG.QUERIES * CONFIG.HEADS
     STEP: tl.constexpr = CONFIG.QUERIES * SPLITS
     for start in tl.range(block.begin + pid % SPLITS * CONFIG.QUERIES, block.end, STEP):
         at = choice_rows(tensors, start, block.end, choosers, CONFIG)
         q_tile = load_choices(tensors.q, at, CONFIG.D, CONFIG.BLOCK_D)
+        visible = (j < block.size) & (block.first + j <= at.token[:, None])
         s = tl.where(visible, tl.dot(q_tile, tl.trans(k_tile)) * scale, float("-inf"))
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.full([ROWS], 0.0, tl.float32)
@@ -140,12 +139,10 @@ def block_forward_kernel(
 
 
 @triton.jit
-def store_block(x, own, block, tile, kv_heads, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store tile + own."""
+def store_block(x, block, tile, kv_heads, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
     j, d = tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
     at = ((block.first + j)[:, None] * kv_heads + block.h_kv) * D + d
     inside = (j < block.size)[:, None] & (d < D)
-    tile += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(x + at, tile.to(x.dtype.element_ty), mask=inside)
 
 
@@ -155,7 +152,7 @@ def block_backward_kernel(tensors, gradients, blocks, kv_heads, choosers, scale,
     block = chosen_block(tensors, tl.program_id(0), blocks, kv_heads)
     k_tile = load_block(tensors.k, block, CONFIG.BLOCK_N, CONFIG.D, CONFIG.BLOCK_D)
     v_tile = load_block(tensors.v, block, CONFIG.BLOCK_N, CONFIG.DV, CONFIG.BLOCK_DV)
-    visible = (tl.arange(0, CONFIG.BLOCK_N) < block.size)[None, :]
+    j = tl.arange(0, CONFIG.BLOCK_N)[None, :]
     dk = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([CONFIG.BLOCK_N, CONFIG.BLOCK_DV], 0.0, tl.float32)
     d = tl.arange(0, CONFIG.BLOCK_D)[None, :]
@@ -167,6 +164,7 @@ def block_backward_kernel(tensors, gradients, blocks, kv_heads, choosers, scale,
         lse = tl.load(gradients.lse + statistic, mask=at.exists, other=float("inf"))
         delta = tl.load(gradients.delta + statistic, mask=at.exists, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile)) * scale
+        visible = (j < block.size) & (block.first + j <= at.token[:, None])
         p = tl.where(visible, tl.exp2((s - lse[:, None]) * LOG2E), 0.0)
         dp = tl.dot(do_tile, tl.trans(v_tile))
         ds = (p * (dp - delta[:, None]) * scale).to(q_tile.dtype)
@@ -175,8 +173,8 @@ def block_backward_kernel(tensors, gradients, blocks, kv_heads, choosers, scale,
         dq = tl.dot(ds, k_tile)
         row = (at.choice * CONFIG.GROUP + at.g)[:, None] * CONFIG.D + d
         tl.store(gradients.dq + row, dq.to(gradients.dq.dtype.element_ty), mask=at.exists[:, None] & (d < CONFIG.D))
-    store_block(gradients.dk, gradients.own_dk, block, dk, kv_heads, CONFIG.D, CONFIG.BLOCK_D, CONFIG.BLOCK_N)
-    store_block(gradients.dv, gradients.own_dv, block, dv, kv_heads, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BLOCK_N)
+    store_block(gradients.dk, block, dk, kv_heads, CONFIG.D, CONFIG.BLOCK_D, CONFIG.BLOCK_N)
+    store_block(gradients.dv, block, dv, kv_heads, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BLOCK_N)
 
 
 class Choices(NamedTuple):
@@ -194,7 +192,7 @@ class Choices(NamedTuple):
 def _config(q: Tensor, v: Tensor, choices: Choices) -> ChoiceConfig:
     group = q.shape[1] // choices.choosers
     heads = padded(group, 1)
-    rows = 16 if INTERPRETED else 128
+    rows = 16 if INTERPRETED else 64
     sizes = q.shape[2], v.shape[2], padded(q.shape[2]), padded(v.shape[2])
     return ChoiceConfig(group, heads, max(1, rows // heads), padded(choices.block_size), *sizes)
 
@@ -207,7 +205,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, choices: Choices) -> tuple[Tensor, 
     lse = torch.empty((config.GROUP, count), dtype=torch.float32, device=q.device)
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
     numbers = blocks, kv_heads, choices.choosers, count, choices.scale
-    options = {"CONFIG": config, "SPLITS": SPLITS, "num_warps": 8, "num_stages": 3}
+    options = {"CONFIG": config, "SPLITS": SPLITS, "num_warps": 4, "num_stages": 2}
     Launch(block_forward_kernel, blocks * kv_heads * SPLITS, (tensors, out, lse, *numbers), options)()
     return out, lse
 
@@ -215,7 +213,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, choices: Choices) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, choices: Choices, saved: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of the choices, dk, dv). `saved`: dout, lse, delta, and the gradients of k and v to which these are added."""
+    """(dq of the choices, dk, dv). `saved`: dout, and lse and delta of the merged result."""
     dout, *statistics = saved
     kv_heads, blocks = k.shape[1], len(choices.starts) - 1
     config = _config(q, v, choices)
@@ -224,6 +222,6 @@ def backward(
     tensors = ChoiceTensors(view(q), view(k), view(v), *choices[:3])
     gradients = ChoiceGradients(view(dout), *statistics, dq, dk, dv)
     numbers = blocks, kv_heads, choices.choosers, choices.scale
-    options = {"CONFIG": config, "num_warps": 8, "num_stages": 2}
+    options = {"CONFIG": config, "num_warps": 4, "num_stages": 2}
     Launch(block_backward_kernel, blocks * kv_heads, (tensors, gradients, *numbers), options)()
     return dq, dk, dv

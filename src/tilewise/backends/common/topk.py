@@ -207,13 +207,16 @@ def topk_forward_kernel(tensors, n_q, n_k, kv_heads, count, scale, CONFIG: tl.co
     m = tl.full([CONFIG.BLOCK_M], float("-inf"), tl.float32)
     l = tl.full([CONFIG.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([CONFIG.BLOCK_M, CONFIG.V_WIDTH], 0.0, tl.float32)
+    j, seen = named_keys(tensors, at, n_q, kv_heads, 0, count, n_k, CONFIG.BLOCK_N)
     for first in tl.range(0, count, CONFIG.BLOCK_N):
-        j, seen = named_keys(tensors, at, n_q, kv_heads, first, count, n_k, CONFIG.BLOCK_N)
+        # indices are loaded an iteration ahead: else the loads of keys, which need them, begin after the products
+        j_next, seen_next = named_keys(tensors, at, n_q, kv_heads, first + CONFIG.BLOCK_N, count, n_k, CONFIG.BLOCK_N)
         k_main, k_rest = load_key_columns(tensors.k, at, j, seen, CONFIG)
         s = named_scores(q_main, q_rest, k_main, k_rest, scale, seen, CONFIG)
         p, alpha, m, l = softmax_step(m, l, s, LOG2E, 1, False)  # 1: m is a score, not in log2 units
         v_tile = load_values(tensors, at, j, seen, k_main, CONFIG)[0]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=CONFIG.PRECISION)
+        j, seen = j_next, seen_next
     pointers, mask = head_rows(tensors.o, at, 0, CONFIG.DV, CONFIG.V_WIDTH)
     out = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(pointers, out.to(tensors.o.ptr.dtype.element_ty), mask=mask)
@@ -296,10 +299,10 @@ def _config(q: Tensor, k: Tensor, v: Tensor, backward: bool, summed: bool, gpu: 
     rows, warps, stages = min(32 if wide else 64, padded(group)), 8 if wide else 4, 1 if wide or bits > 16 else 2
     columns = 16 if INTERPRETED else 16 if wide and backward else 32 if wide or backward else 64
     width, v_width = main, padded(dv)
-    if wide and group > 32 and bits == 16 and gpu == Gpu("cuda", 90):  # wgmma, which has 64 rows
-        rows, columns, stages = 64, 64 if shared else 32, 3
+    if wide and group > 32 and bits == 16 and gpu == Gpu("cuda", 90) and (shared or not backward):  # wgmma: 64 rows
+        rows, columns, stages = 64, 64 if shared else 32, 2
         if backward:  # chunks: the results of dK are converted one after another in less shared memory
-            columns, stages, width, v_width = 32 if shared else 16, 1, min(128, width), min(128, v_width)
+            columns, stages, width, v_width = 32, 1, min(128, width), min(128, v_width)
     chunks = main // width, padded(dv) // v_width
     sizes = width, chunks[0], rest, v_width, chunks[1], rows, columns
     return TopkConfig(group, d, dv, *sizes, shared, summed and shared, precision(q, gpu)), warps, stages
