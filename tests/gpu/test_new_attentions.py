@@ -115,8 +115,9 @@ def test_topk_of_latent_keys() -> None:
         assert error <= 2 * theirs + 2e-3 * truth.abs().max().item(), f"{name}: {error:.1e}, torch's {theirs:.1e}"
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize(("block", "heads", "kv_heads"), [(64, 32, 2), (16, 6, 2)])
-def test_nsa(block: int, heads: int, kv_heads: int) -> None:
+def test_nsa(block: int, heads: int, kv_heads: int, backend: str) -> None:
     torch.manual_seed(0)
     n, sizes = 512, {"block_size": block, "num_blocks": 4, "window": 100}
     x = [randn(2, n, heads, 128), randn(2, n, kv_heads, 128), randn(2, n, kv_heads, 128)]
@@ -129,7 +130,7 @@ def test_nsa(block: int, heads: int, kv_heads: int) -> None:
     assert (blocks.sort(-1).values == fast.sort(-1).values).float().mean() > 0.999
     weights, found = randn(2, n, heads, 128), []
     for dtype, more in (
-        (torch.bfloat16, {}),
+        (torch.bfloat16, {"backend": backend}),
         (torch.bfloat16, {"blocks": blocks, "backend": "reference"}),
         (torch.float64, {"blocks": blocks, "backend": "reference"}),
     ):

@@ -30,7 +30,9 @@ _library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tens
 _library.define(
     f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
 )
-FUSED = "auto", "triton"  # backends of calls whose small blocks have kernels of their own
+FUSED = (
+    "triton",
+)  # backends whose small blocks have kernels of their own; "auto" when these have been compared on a GPU
 
 
 class Sorted(NamedTuple):

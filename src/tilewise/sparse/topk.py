@@ -4,8 +4,7 @@ The portable kernels gather the named keys tile by tile; the reference gathers t
 The gradients of keys are sums over the queries that name them: by atomics, or with deterministic=True by a sorted
 scatter in torch. docs/how-to/sparse.md has an indexer that chooses the keys, and its training loss.
 
-"auto" takes the kernels where they ran right on a GPU: on sm_90 in float16 and bfloat16, for head dims up to 128, and
-for values that are columns of the keys.
+"auto" takes the kernels where they ran right on a GPU: on sm_90 in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from ..errors import AttentionError
 from ..validation.dense import CHECK_CONTENTS
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
-NARROW = 128  # head dims of the calls that "auto" gives to the kernels
 GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
 _library = torch.library.Library("tilewise_sparse", "DEF")
 _inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
@@ -65,7 +63,7 @@ def topk(
         deterministic: if True, the gradients have the same bits in every run, by a slower sum. Default: as
             torch.use_deterministic_algorithms says.
         backend: "reference" (torch, any device), "triton" (kernels), or "auto": the kernels on sm_90 in float16 and
-            bfloat16 if D and Dv are at most 128 or v is an int, else the reference.
+            bfloat16, else the reference.
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype, or (out, lse). Both are differentiable with respect to q, k and v. A query
@@ -83,8 +81,7 @@ def topk(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     given = v if isinstance(v, Tensor) else None
-    narrow = max(q.shape[3], values.shape[3]) <= NARROW or given is None
-    settings = values.shape[3], float(scale), deterministic, _backend(q, backend, narrow)
+    settings = values.shape[3], float(scale), deterministic, _backend(q, backend)
     out, lse = Topk.apply(q, k, given, indices.contiguous(), settings)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
@@ -227,10 +224,10 @@ def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(s - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]), lse
 
 
-def _backend(q: Tensor, name: str, narrow: bool) -> str:
+def _backend(q: Tensor, name: str) -> str:
     if name == "auto":
         halves = q.dtype in (torch.float16, torch.bfloat16)
-        return "triton" if narrow and halves and gpu_of(q.device) == Gpu("cuda", 90) else "reference"
+        return "triton" if halves and gpu_of(q.device) == Gpu("cuda", 90) else "reference"
     if name not in ("reference", "triton"):
         raise AttentionError("backend of topk", repr(name), "'auto', 'reference' or 'triton'")
     if name == "triton" and (gpu_of(q.device) is None or q.dtype == torch.float64):
