@@ -36,6 +36,9 @@ if INTERPRETED:
             "tilewise.backends.hopper.kv_launches",
             "tilewise.backends.common.merge_kernel",
             "tilewise.backends.common.topk",
+            "tilewise.backends.common.block_parts",
+            "tilewise.backends.common.combine_parts",
+            "tilewise.backends.common.nsa",
             "tests.tilewise.backends.probes",
             "triton.experimental.gluon.language",
         ):

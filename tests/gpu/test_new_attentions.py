@@ -98,6 +98,51 @@ def test_topk(heads: int, kv_heads: int, d: int, dv: int, backend: str) -> None:
     check(lambda q, k, v: sparse.topk(q, k, v, indices, backend=backend), x, seen)
 
 
+def test_topk_of_latent_keys() -> None:
+    """The values are the first columns of the keys: their gradients are one sum."""
+    torch.manual_seed(0)
+    x = [randn(2, 64, 128, 576), randn(2, 300, 1, 576)]
+    indices = torch.rand(2, 64, 1, 300, device="cuda").argsort(-1)[..., :100].int()
+    weights, found = randn(2, 64, 128, 512), []
+    for dtype, backend in ((torch.bfloat16, "triton"), (torch.bfloat16, "reference"), (torch.float64, "reference")):
+        q, k = (t.to(dtype).requires_grad_() for t in x)
+        out = sparse.topk(q, k, 512, indices, backend=backend)
+        apart = sparse.topk(q, k, k[..., :512], indices, backend=backend)
+        grads = [torch.autograd.grad((y * weights.to(dtype)).sum(), (q, k)) for y in (out, apart)]
+        found.append((out, *grads[0], apart, *grads[1]))
+    for name, ours, torchs, truth in zip(("out", "dq", "dk") * 2, *found, strict=True):
+        error, theirs = ((y.double() - truth).abs().max().item() for y in (ours, torchs))
+        assert error <= 2 * theirs + 2e-3 * truth.abs().max().item(), f"{name}: {error:.1e}, torch's {theirs:.1e}"
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize(("block", "heads", "kv_heads"), [(64, 32, 2), (16, 6, 2)])
+def test_nsa(block: int, heads: int, kv_heads: int, backend: str) -> None:
+    torch.manual_seed(0)
+    n, sizes = 512, {"block_size": block, "num_blocks": 4, "window": 100}
+    x = [randn(2, n, heads, 128), randn(2, n, kv_heads, 128), randn(2, n, kv_heads, 128)]
+    x += [torch.rand(2, n, heads, device="cuda").bfloat16() for _ in range(3)]
+    x += [t.unflatten(1, (-1, block)).mean(2) for t in x[1:3]]
+    ended = (torch.arange(n // block, device="cuda") + 1) * block <= torch.arange(n, device="cuda")[:, None] + 1
+    lse = scores(x[0], x[6], ended).logsumexp(-1)
+    blocks = sparse.selected_blocks(x[0].double(), x[6].double(), lse, block_size=block, num_blocks=4)
+    fast = sparse.selected_blocks(x[0], x[6], lse.float(), block_size=block, num_blocks=4)
+    assert (blocks.sort(-1).values == fast.sort(-1).values).float().mean() > 0.999
+    weights, found = randn(2, n, heads, 128), []
+    for dtype, more in (
+        (torch.bfloat16, {"backend": backend}),
+        (torch.bfloat16, {"blocks": blocks, "backend": "reference"}),
+        (torch.float64, {"blocks": blocks, "backend": "reference"}),
+    ):
+        leaves = [t.to(dtype).requires_grad_() for t in x]
+        out = sparse.nsa(*leaves[:3], tuple(leaves[3:6]), compressed=tuple(leaves[6:]), **sizes, **more)
+        found.append((out, *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)))
+    for n, (ours, torchs, truth) in enumerate(zip(*found, strict=True)):
+        # a few blocks differ where weights are equal within their rounding: the norms are compared
+        error, theirs = ((y.double() - truth).norm().item() for y in (ours, torchs))
+        assert error <= 2 * theirs + 1e-3 * truth.norm().item(), f"result {n}: {error:.1e}, torch's {theirs:.1e}"
+
+
 def test_moba() -> None:
     from tilewise.sparse.moba import best_before, mean_key_gate
 
@@ -110,6 +155,37 @@ def test_moba() -> None:
     blocks |= own[None, :, None, None] == torch.arange(8, device="cuda")
     seen = blocks.repeat_interleave(128, 3).transpose(1, 2) & causal(1024, 1024)
     check(lambda q, k, v: sparse.moba(q, k, v, block_size=128, top_k=3), x, seen)
+
+
+@pytest.mark.parametrize("block", [64, 256])
+def test_packed_sequences(block: int) -> None:
+    """MoBA and NSA of packed sequences are those of each alone."""
+    torch.manual_seed(block)
+    cu = torch.tensor([0, 768, 768, 2048, 2100], dtype=torch.int32, device="cuda")
+    x = [randn(2110, heads, 128).requires_grad_() for heads in (16, 2, 2)]
+    gates = [torch.rand(2110, 16, device="cuda").bfloat16() for _ in range(3)]
+    sizes = {"block_size": block, "num_blocks": 3, "window": 64}
+
+    def moba(q: Tensor, k: Tensor, v: Tensor, *gates: Any, **more: Any) -> Tensor:
+        return sparse.moba(q, k, v, block_size=block, top_k=3, **more)
+
+    def nsa(q: Tensor, k: Tensor, v: Tensor, *gates: Any, **more: Any) -> Tensor:
+        return sparse.nsa(q, k, v, gates, **sizes, **more)
+
+    for f in (moba, nsa):
+        together = f(*x, *gates, cu_seqlens=cu)
+        assert not together[2100:].any()
+        weights = torch.randn_like(together)
+        grads = torch.autograd.grad((together * weights).sum(), x)
+        for a, b in ((0, 768), (768, 2048)):
+            own = [t[a:b].detach()[None].requires_grad_() for t in x]
+            alone = f(*own, *(g[a:b][None] for g in gates))
+            pairs = [(together[a:b], alone[0])]
+            for g, h in zip(grads, torch.autograd.grad((alone[0] * weights[a:b]).sum(), own), strict=True):
+                pairs.append((g[a:b], h[0]))
+            for ours, theirs in pairs:
+                away = ((ours - theirs).float().norm() / theirs.float().norm()).item()
+                assert away < 2e-2, f"{f.__name__}: {away:.1e}"
 
 
 def test_neighborhood() -> None:

@@ -1,23 +1,18 @@
-"""Mixture of block attention (MoBA): causal attention over a query's own block of keys and the best blocks before it.
-
-The queries that chose a block become one packed sequence, whose keys are the block. Packed attention gives (out, lse)
-of every query over each of its blocks, and the results of a query merge by their lse (as in `tilewise.merge`): exact
-attention over the union of the blocks. The products are in proportion to the chosen blocks, forward and backward.
-"""
+"""Mixture of block attention (MoBA): causal, over a query's own block of keys and the best blocks before it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import AttentionError
-from ..ops.dense import registered
 from ..options import Options
-from ..request import Request, Spec, arguments
 from ..validation.dense import checked_request
+from .block_attention import BlockAttention, Sizes, attend_dense
+from .packed import best_of, block_means, packed_blocks
 
 Gate = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -48,6 +43,7 @@ def moba(
     top_k: int,
     scale: float | None = None,
     gate: Gate | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention of each query over its own block of keys and the top_k - 1 best blocks before it.
@@ -59,22 +55,27 @@ def moba(
     Blocks are chosen for each query head, with fewer where fewer are before a query. The choice has no gradient.
 
     Args:
-        q: queries (B, S, H, D).
-        k: keys (B, S, Hk, D).
-        v: values (B, S, Hk, Dv).
-        block_size: keys of a block. S must be a multiple of it.
+        q: queries (B, S, H, D), or (T, H, D) of packed sequences.
+        k: keys (B, S, Hk, D), or (T, Hk, D).
+        v: values (B, S, Hk, Dv), or (T, Hk, Dv).
+        block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         top_k: blocks of a query, its own included.
         scale: as in `tilewise.attention`.
         gate: gate(q, k, block_size) returns how much each query wants each block, (B, S, H, blocks). Default
-            `mean_key_gate`. Called without gradients.
+            `mean_key_gate`. Called without gradients. Not for packed sequences.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`.
         backend: as in `tilewise.attention`.
 
     Returns:
-        out (B, S, H, Dv) in q's dtype, differentiable.
+        out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable.
 
     Raises:
         AttentionError: an argument is not as above.
     """
+    if cu_seqlens is not None:
+        if gate is not None:
+            raise AttentionError("gate of moba", "one with cu_seqlens", "None: packed sequences have the mean key's")
+        return _packed(q, k, v, cu_seqlens, (block_size, top_k), {"causal": True, "scale": scale, "backend": backend})
     _check(q, k, v, block_size, top_k)
     blocks = q.shape[1] // block_size
     chosen = None
@@ -84,9 +85,26 @@ def moba(
             _check_gate(wanted, (*q.shape[:3], blocks))
             chosen = best_before(wanted, block_size, min(top_k, blocks) - 1)
     options: Options = {"causal": True, "scale": scale, "backend": backend}
-    q_blocks, k_blocks, v_blocks = (_by_block(x, block_size) for x in (q, k, v))
-    spec = checked_request(q_blocks, k_blocks, v_blocks, (), (), options).spec
-    out: Tensor = BlockAttention.apply(q, k, v, chosen, block_size, spec)  # type: ignore[no-untyped-call]
+    spec = checked_request(q, k, v, (), (), options).spec
+    return attend_dense(q, k, v, chosen, block_size, spec)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options) -> Tensor:
+    block_size, top_k = _checked_numbers(*numbers)
+    request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
+    if len(q) != len(k):
+        raise AttentionError("tokens of k of moba", len(k), f"q's {len(q)}")
+    blocks = packed_blocks(cu_seqlens, len(q), block_size)
+    chosen, most = None, min(top_k, len(blocks.starts) - 1) - 1
+    if most > 0:
+        with torch.no_grad():
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            means = block_means(k.detach(), blocks, block_size)
+            grouped = q.detach().to(dtype).unflatten(1, (k.shape[1], -1))
+            wanted = torch.einsum("thgd,nhd->thgn", grouped, means).flatten(1, 2)
+            chosen = best_of(wanted, blocks, most, -torch.inf)
+    sizes = Sizes(request.spec, block_size, False, None)
+    out: Tensor = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -100,123 +118,15 @@ def best_before(wanted: Tensor, block_size: int, most: int) -> Tensor:
     return torch.where(found < own[:, None, None], found, -1)
 
 
-class Sorted(NamedTuple):
-    """The queries that chose blocks, sorted by KV head and block: the packed sequences that they and the blocks are.
-
-    order: the number of each, (query of a head) * most + slot; positions: where each slot of each query of a head is
-    among them, (B S H, most), or past the end; cu_q, cu_k.
-    """
-
-    order: Tensor
-    positions: Tensor
-    cu_q: Tensor
-    cu_k: Tensor
-
-    def rows(self, x: Tensor) -> Tensor:
-        """(B, S, H, D) -> (queries, 1, D), a row for each."""
-        most = self.positions.shape[1]
-        return x.reshape(-1, x.shape[-1]).index_select(0, torch.div(self.order, most, rounding_mode="floor"))[:, None]
-
-    def sums(self, total: Tensor, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """total (B S H, D) + the sum of the rows (queries, 1, D) of each query, times weights (B S H, most). In a fixed
-        order, without atomics."""
-        padded = torch.cat([rows[:, 0], rows.new_zeros(1, rows.shape[2])])
-        for slot in range(self.positions.shape[1]):
-            part = padded.index_select(0, self.positions[:, slot]).to(total.dtype)
-            total = total + (part if weights is None else part * weights[:, slot, None])
-        return total
-
-
-def _sorted(chosen: Tensor, kv_heads: int, block_size: int) -> Sorted:
-    batch, n, heads, most = chosen.shape
-    blocks, device = n // block_size, chosen.device
-    line = torch.arange(batch, device=device)[:, None] * kv_heads
-    line = line + torch.arange(heads, device=device) // (heads // kv_heads)
-    sequences = batch * kv_heads * blocks
-    sequence = torch.where(chosen < 0, sequences, line[:, None, :, None] * blocks + chosen).flatten()
-    ordered, order = sequence.sort(stable=True)
-    # a query in block b has min(b, most) others: how many there are in all is known without reading them
-    count = batch * heads * block_size * sum(min(b, most) for b in range(blocks))
-    ends = torch.arange(sequences + 1, device=device)
-    numbers = torch.arange(count, device=device)
-    positions = torch.full_like(order, count).index_copy(0, order[:count], numbers)
-    cu_q, cu_k = torch.searchsorted(ordered, ends).int(), (ends * block_size).int()
-    return Sorted(order[:count], positions.view(-1, most), cu_q, cu_k)
-
-
-def _by_block(x: Tensor, block_size: int) -> Tensor:
-    """(B, S, H, D) -> (B blocks, block_size, H, D)"""
-    return x.reshape(-1, block_size, *x.shape[2:])
-
-
-def _own_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, spec: Spec) -> Request:
-    """The request of every block as a batch row."""
-    return Request(_by_block(q, block_size), _by_block(k, block_size), _by_block(v, block_size), spec)
-
-
-def _keys(x: Tensor) -> Tensor:
-    """(B, S, Hk, D) -> (B Hk S, 1, D)"""
-    return x.transpose(1, 2).reshape(-1, 1, x.shape[-1])
-
-
-class BlockAttention(torch.autograd.Function):
-    """out (B, S, H, Dv) over a query's own block and the chosen ones.
-
-    The backward has no pass for the merge: with out and lse of the union, the backward of each part gives its share of
-    the gradients, because p = exp(s - lse) and rowsum(dO * O) are those of the union.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, block_size: int, spec: Spec) -> Tensor:
-        run, shape = registered("forward"), (*q.shape[:3], v.shape[3])
-        out, lse = run(*arguments(_own_blocks(q, k, v, block_size, spec)))
-        out, lse = out.reshape(shape), lse.mT.reshape(-1)  # by query and head
-        if chosen is not None:
-            by_block = _sorted(chosen, k.shape[2], block_size)
-            request = _other_blocks(q, k, v, by_block, spec)
-            part, part_lse = run(*arguments(request))
-            nothing = part_lse.new_full((1,), -torch.inf)
-            logs = torch.cat([part_lse[0], nothing])[by_block.positions]  # (B S H, most)
-            total = torch.logsumexp(torch.cat([lse[:, None], logs], 1), 1)
-            merged = out.reshape(-1, v.shape[3]).to(lse.dtype) * torch.exp(lse - total)[:, None]
-            merged = by_block.sums(merged, part, torch.exp(logs - total[:, None]))
-            out, lse = merged.to(q.dtype).reshape(shape), total
-        ctx.save_for_backward(q, k, v, chosen, out, lse)
-        ctx.block_size, ctx.spec = block_size, spec
-        found: Tensor = out
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, chosen, out, lse = ctx.saved_tensors
-        block_size, run = ctx.block_size, registered("backward")
-        dout = dout.contiguous()
-        own = _own_blocks(q, k, v, block_size, ctx.spec._replace(partial=True))
-        own_out, own_dout = _by_block(out, block_size), _by_block(dout, block_size)
-        own_lse = lse.view(-1, block_size, q.shape[2]).mT.contiguous()
-        dq, dk, dv = run(own_out, own_lse, own_dout, None, *arguments(own))
-        dq, dk, dv = (g.reshape(x.shape) for g, x in zip((dq, dk, dv), (q, k, v), strict=True))
-        if chosen is not None:
-            by_block = _sorted(chosen, k.shape[2], block_size)
-            request = _other_blocks(q, k, v, by_block, ctx.spec._replace(partial=True))
-            rows_lse = by_block.rows(lse.view(*q.shape[:3], 1))[:, :, 0].mT.contiguous()
-            part = run(by_block.rows(out), rows_lse, by_block.rows(dout), None, *arguments(request))
-            dq = by_block.sums(dq.reshape(-1, q.shape[3]), part[0]).view(q.shape)
-            heads_first = k.shape[0], k.shape[2], k.shape[1], -1
-            dk, dv = (g + p.view(heads_first).transpose(1, 2) for g, p in zip((dk, dv), part[1:], strict=True))
-        return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
-
-
-def _other_blocks(q: Tensor, k: Tensor, v: Tensor, by_block: Sorted, spec: Spec) -> Request:
-    """The request of the packed sequences."""
-    spec = spec._replace(after=None)
-    return Request(by_block.rows(q), _keys(k), _keys(v), spec, cu_q=by_block.cu_q, cu_k=by_block.cu_k)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
+def _checked_numbers(block_size: int, top_k: int) -> tuple[int, int]:
     for name, number in (("block_size", block_size), ("top_k", top_k)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise AttentionError(f"{name} of moba", repr(number), "an int, at least 1")
+    return block_size, top_k
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block_size: int, top_k: int) -> None:
+    _checked_numbers(block_size, top_k)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -9,16 +9,25 @@ The selection is by query and KV head, so all query heads of a group read the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attention, attention_varlen
+from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
+from ..validation.dense import checked_request
+from .block_attention import BlockAttention, Sizes, attend_dense
+from .packed import best_of, block_means, packed_blocks
 from .topk import topk
 
+_library = torch.library.Library("tilewise_sparse", "FRAGMENT")
+_library.define("block_weights(Tensor q, Tensor keys, Tensor lse, SymInt block_size, float scale) -> Tensor")
+_library.define("gated_sum(Tensor[] outs, Tensor[] gates) -> Tensor")
+_library.define("gated_sum_backward(Tensor dout, Tensor[] outs, Tensor[] gates) -> Tensor[]")
 CHUNK = 1 << 24  # weights of the compressed branch that are computed at a time to select blocks
 
 
@@ -39,6 +48,7 @@ def nsa(
     compressed: tuple[Tensor, Tensor] | None = None,
     blocks: Tensor | None = None,
     scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Native sparse attention: gates[0] * compressed + gates[1] * selected + gates[2] * window, all causal.
@@ -52,11 +62,11 @@ def nsa(
     selected, up to the query. A query before the end of the first block gets 0 from the compressed branch.
 
     Args:
-        q: queries (B, S, H, D).
-        k: keys (B, S, Hk, D).
-        v: values (B, S, Hk, Dv).
-        gates: of the compressed, the selected and the window branch, (B, S, H) each, after their activation.
-        block_size: keys of a block. S must be a multiple of it.
+        q: queries (B, S, H, D), or (T, H, D) of packed sequences.
+        k: keys (B, S, Hk, D), or (T, Hk, D).
+        v: values (B, S, Hk, Dv), or (T, Hk, Dv).
+        gates: of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their activation.
+        block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         num_blocks: selected blocks of a query, its own included.
         window: tokens of the window branch, the query included.
         compressed: the keys (B, S / block_size, Hk, D) and values of the blocks. Default: the means of their keys and
@@ -64,15 +74,22 @@ def nsa(
         blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query, -1 for none, no block twice. Default
             `selected_blocks`.
         scale: as in `tilewise.attention`.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. The
+            default compression and selection only: `compressed` and `blocks` must be None.
         backend: as in `tilewise.attention`; "reference" or "triton" if named.
 
     Returns:
-        out (B, S, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The selection has
-        no gradient.
+        out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The
+        selection has no gradient.
 
     Raises:
         AttentionError: an argument is not as above.
     """
+    if cu_seqlens is not None:
+        if compressed is not None or blocks is not None:
+            raise AttentionError("compressed and blocks of nsa", "given with cu_seqlens", "None for packed sequences")
+        numbers = {"block_size": block_size, "num_blocks": num_blocks, "window": window}
+        return _packed((q, k, v), gates, cu_seqlens, numbers, {"scale": scale, "backend": backend})
     _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
     if compressed is None:
         compressed = _means(k, block_size), _means(v, block_size)
@@ -80,15 +97,55 @@ def nsa(
     options: Any = {"scale": scale, "backend": backend}
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)
+    chosen: Any
     if blocks is None:
         blocks = selected_blocks(q, keys, lse, block_size=block_size, num_blocks=num_blocks, scale=scale)
-    chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    total: Any = 0.0
-    for out, gate in zip((coarse, chosen, near), gates, strict=True):
-        total = total + out.to(dtype) * gate.to(dtype)[..., None]
-    found: Tensor = total.to(q.dtype)
+        spec = checked_request(q, k, v, (), (), options | {"causal": True}).spec
+        others = blocks[..., 1:] if blocks.shape[3] > 1 else None
+        chosen = attend_dense(q, k, v, others, block_size, spec)
+    else:
+        chosen = topk(q, k, v, _tokens(blocks, q, k, block_size), **options)
+    found: Tensor = GatedSum.apply(coarse, chosen, near, *gates)  # type: ignore[no-untyped-call]
     return found
+
+
+def _packed(
+    inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
+) -> Tensor:
+    q, k, v = inputs
+    spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
+    if len(q) != len(k):
+        raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")
+    _check_numbers(numbers)
+    _check_gates(gates, q.shape[:2])
+    block_size, num_blocks, window = numbers.values()
+    blocks = packed_blocks(cu_seqlens, len(q), block_size)
+    keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
+    near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
+    mod, offsets = _ended_blocks(block_size), (cu_seqlens, blocks.cu_blocks.to(cu_seqlens.dtype))
+    coarse, lse = attention_varlen(q, keys, values, *offsets, mask_mod=mod, return_lse=True, **options)
+    most, chosen = min(num_blocks, len(keys)) - 1, None
+    if most > 0:
+        with torch.no_grad():
+            weight = _packed_weights(q, keys, lse, spec.scale)
+            chosen = best_of(weight, blocks, most, -1.0)
+    sizes = Sizes(spec, block_size, False, None)
+    selected = BlockAttention.apply(q, k, v, chosen, blocks.starts, sizes)  # type: ignore[no-untyped-call]
+    found: Tensor = GatedSum.apply(coarse, selected, near, *gates)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _packed_weights(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """(T, Hk, blocks): of all blocks, also those of other sequences. Some tokens at a time."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    found = []
+    step = max(1, CHUNK // max(1, q.shape[1] * len(keys)))
+    for rows in range(0, len(q), step):
+        grouped = q[rows : rows + step].to(dtype).unflatten(1, (keys.shape[1], -1))
+        sums = lse[:, rows : rows + step].mT.unflatten(1, (keys.shape[1], -1)).to(dtype)[..., None]
+        scores = scale * torch.einsum("thgd,nhd->thgn", grouped, keys.to(dtype))
+        found.append(torch.exp(scores - sums.masked_fill(sums == -torch.inf, torch.inf)).sum(2))
+    return torch.cat(found) if found else q.new_zeros((0, keys.shape[1], len(keys)), dtype=dtype)
 
 
 @torch.no_grad()
@@ -107,28 +164,109 @@ def selected_blocks(
         scale: of the compressed branch. Default 1 / sqrt(D).
 
     Returns:
-        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is first.
+        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is
+        first, the others in any order.
     """
-    batch, n, heads, d = q.shape
+    batch, n = q.shape[:2]
+    others = min(num_blocks, keys.shape[1]) - 1
+    own = torch.arange(n, device=q.device)[None, :, None, None] // block_size
+    found = own.expand(batch, n, keys.shape[2], 1)
+    if others < 1:
+        return found
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    weight = torch.ops.tilewise_sparse.block_weights(q, keys, lse, block_size, scale)
+    best = weight.topk(others, -1, sorted=False).indices
+    return torch.cat([found, torch.where(best < own, best, -1)], -1)
+
+
+@torch.library.impl(_library, "block_weights", "CompositeExplicitAutograd")
+def _block_weights(q: Tensor, keys: Tensor, lse: Tensor, block_size: int, scale: float) -> Tensor:
+    """(B, S, Hk, blocks): the weights of blocks before a query's own, -1 for the others."""
+    gpu = gpu_of(q.device)
+    if gpu is not None and q.is_cuda and q.dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.block_weights(q, keys, lse.contiguous(), block_size, scale, gpu)
+    batch, n, heads, _ = q.shape
     count, kv_heads = keys.shape[1], keys.shape[2]
-    scale = d**-0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    others = min(num_blocks, count) - 1
     own = torch.arange(n, device=q.device) // block_size
-    found = [own[None, :, None, None].expand(batch, n, kv_heads, 1)]
     step = max(1, CHUNK // max(1, batch * heads * count))
-    best = []
-    for first in range(0, n if others > 0 else 0, step):
+    found = []
+    for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
         grouped = q[:, rows].to(dtype).unflatten(2, (kv_heads, -1))
         scores = scale * torch.einsum("bshgd,bchd->bshgc", grouped, keys.to(dtype))
         sums = lse[:, :, rows].transpose(1, 2).unflatten(2, (kv_heads, -1)).to(dtype)[..., None]
         weight = torch.exp(scores - sums.masked_fill(sums == -torch.inf, torch.inf)).sum(3)  # (B, rows, Hk, blocks)
         before = torch.arange(count, device=q.device) < own[rows, None]  # (rows, blocks)
-        weight = weight.masked_fill(~before[None, :, None], -1.0)
-        chosen = weight.topk(others, -1).indices
-        best.append(torch.where(chosen < own[rows, None, None], chosen, -1))
-    return torch.cat([*found, torch.cat(best, 1)], -1) if best else found[0]
+        found.append(weight.masked_fill(~before[None, :, None], -1.0))
+    return torch.cat(found, 1)
+
+
+@torch.library.register_fake("tilewise_sparse::block_weights", lib=_library)
+def _block_weights_fake(q: Tensor, keys: Tensor, *_: Any) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:2], keys.shape[2], keys.shape[1]), dtype=dtype)
+
+
+class GatedSum(torch.autograd.Function):
+    """The sum of out * gate over three branches, in float32 before it is rounded to the dtype of out."""
+
+    @staticmethod
+    def forward(ctx: Any, *branches: Tensor) -> Tensor:
+        ctx.save_for_backward(*branches)
+        total: Tensor = torch.ops.tilewise_sparse.gated_sum(branches[:3], branches[3:])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
+
+
+@torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")
+def _gated_sum(outs: list[Tensor], gates: list[Tensor]) -> Tensor:
+    if outs[0].is_cuda and outs[0].dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        total = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+        rows, weights = (tuple(x.contiguous() for x in some) for some in (outs, gates))
+        with torch.cuda.device_of(total):
+            kernels.gated_launch(kernels.GateTensors(rows, weights, None, None, total))()
+        return total
+    dtype = torch.promote_types(outs[0].dtype, torch.float32)
+    parts = [out.to(dtype) * gate.to(dtype)[..., None] for out, gate in zip(outs, gates, strict=True)]
+    return sum(parts[1:], parts[0]).to(outs[0].dtype)
+
+
+@torch.library.impl(_library, "gated_sum_backward", "CompositeExplicitAutograd")
+def _gated_sum_backward(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
+    if dout.is_cuda and dout.dtype != torch.float64:
+        from ..backends.common import nsa as kernels
+
+        rows, weights = (tuple(x.contiguous() for x in some) for some in (outs, gates))
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*rows, *weights)]
+        given = dout.contiguous()
+        with torch.cuda.device_of(dout):
+            kernels.gated_launch(kernels.GateTensors(rows, weights, tuple(grads[:3]), tuple(grads[3:]), given))()
+        return grads
+    dtype = torch.promote_types(dout.dtype, torch.float32)
+    wide = dout.to(dtype)
+    douts = [(wide * gate.to(dtype)[..., None]).to(out.dtype) for out, gate in zip(outs, gates, strict=True)]
+    dgates = [(wide * out.to(dtype)).sum(-1).to(gate.dtype) for out, gate in zip(outs, gates, strict=True)]
+    return [*douts, *dgates]
+
+
+@torch.library.register_fake("tilewise_sparse::gated_sum", lib=_library)
+def _gated_sum_fake(outs: list[Tensor], gates: list[Tensor]) -> Tensor:
+    return outs[0].new_empty(outs[0].shape)
+
+
+@torch.library.register_fake("tilewise_sparse::gated_sum_backward", lib=_library)
+def _gated_sum_backward_fake(dout: Tensor, outs: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (*outs, *gates)]
 
 
 def _tokens(blocks: Tensor, q: Tensor, k: Tensor, block_size: int) -> Tensor:
@@ -159,9 +297,7 @@ def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Te
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int]) -> None:
-    for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+    _check_numbers(numbers)
     for name, y in (("q", q), ("k", k), ("v", v)):
         if not isinstance(y, Tensor) or y.dim() != 4 or y.shape[:2] != q.shape[:2]:
             found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -170,6 +306,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int])
         raise AttentionError(
             "block_size of nsa", numbers["block_size"], f"a number that divides the {q.shape[1]} tokens"
         )
+    _check_gates(gates, q.shape[:3])
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for name, x in numbers.items():
+        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+
+
+def _check_gates(gates: Any, shape: Sequence[int]) -> None:
     is_three = isinstance(gates, (tuple, list)) and len(gates) == 3
-    if not is_three or any(not isinstance(g, Tensor) or g.shape != q.shape[:3] for g in gates):
-        raise AttentionError("gates of nsa", type(gates).__name__, f"three tensors (B, S, H), {tuple(q.shape[:3])}")
+    if not is_three or any(not isinstance(g, Tensor) or g.shape != shape for g in gates):
+        raise AttentionError("gates of nsa", type(gates).__name__, f"three tensors {tuple(shape)}")

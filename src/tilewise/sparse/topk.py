@@ -4,7 +4,7 @@ The portable kernels gather the named keys tile by tile; the reference gathers t
 The gradients of keys are sums over the queries that name them: by atomics, or with deterministic=True by a sorted
 scatter in torch. docs/how-to/sparse.md has an indexer that chooses the keys, and its training loss.
 
-"auto" is the reference: the kernels have run in Triton's interpreter, and compile for sm_90, but have not run on a GPU.
+"auto" takes the kernels where they ran right on a GPU: on sm_90 in float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.common.gpu import gpu_of
+from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError
 from ..validation.dense import CHECK_CONTENTS
 
@@ -26,7 +26,7 @@ _library = torch.library.Library("tilewise_sparse", "DEF")
 _inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
 _library.define(f"topk({_inputs}) -> (Tensor, Tensor)")
 _library.define(
-    f"topk_backward(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool deterministic, {_inputs})"
+    f"topk_backward(Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool deterministic, bool summed, {_inputs})"
     " -> (Tensor, Tensor, Tensor)"
 )
 
@@ -34,7 +34,7 @@ _library.define(
 def topk(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | int,
     indices: Tensor,
     *,
     scale: float | None = None,
@@ -53,7 +53,8 @@ def topk(
     Args:
         q: queries (B, Sq, H, D). D is at most 576 and Dv at most 512, as in multi-head latent attention.
         k: keys (B, Sk, Hk, D). H is a multiple of Hk.
-        v: values (B, Sk, Hk, Dv).
+        v: values (B, Sk, Hk, Dv). Or an int Dv: the values are the first Dv columns of k, as in multi-head latent
+            attention; the gradients of both are then one sum.
         indices: (B, Sq, Hk, K) int32 or int64: the keys of each query, shared by the query heads of a KV head; -1 for
             none. A query names no key twice. On a GPU that is not checked (TILEWISE_CHECK=1 does), and an index past
             the end names none.
@@ -61,8 +62,8 @@ def topk(
         return_lse: if True, lse (B, H, Sq) is returned too.
         deterministic: if True, the gradients have the same bits in every run, by a slower sum. Default: as
             torch.use_deterministic_algorithms says.
-        backend: "reference" (torch, any device), "triton" (kernels that have not been measured on a GPU yet), or
-            "auto", which is the reference.
+        backend: "reference" (torch, any device), "triton" (kernels), or "auto": the kernels on sm_90 in float16 and
+            bfloat16, else the reference.
 
     Returns:
         out (B, Sq, H, Dv) in q's dtype, or (out, lse). Both are differentiable with respect to q, k and v. A query
@@ -71,14 +72,17 @@ def topk(
     Raises:
         AttentionError: an argument is not as above.
     """
-    _check(q, k, v, indices)
+    values = v if isinstance(v, Tensor) else _first_columns(k, v)
+    _check(q, k, values, indices)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not isfinite(scale):
         raise AttentionError("scale of topk", repr(scale), "a finite number, or None for 1/sqrt(D)")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse = Topk.apply(q, k, v, indices.contiguous(), float(scale), deterministic, _backend(q, backend))  # type: ignore[no-untyped-call]
+    given = v if isinstance(v, Tensor) else None
+    settings = values.shape[3], float(scale), deterministic, _backend(q, backend)
+    out, lse = Topk.apply(q, k, given, indices.contiguous(), settings)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -86,21 +90,25 @@ class Topk(torch.autograd.Function):
     """(out, lse), both differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, indices: Any, scale: Any, deterministic: Any, backend: Any) -> Any:
-        out, lse = torch.ops.tilewise_sparse.topk(q, k, v, indices, scale, backend)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, settings: Any) -> Any:
+        columns, scale, _, backend = settings
+        values = k[..., :columns] if v is None else v
+        out, lse = torch.ops.tilewise_sparse.topk(q, k, values, indices, scale, backend)
         ctx.save_for_backward(q, k, v, indices, out, lse)
-        ctx.scale, ctx.deterministic, ctx.backend = scale, deterministic, backend
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, indices, out, lse = ctx.saved_tensors
+        columns, scale, deterministic, backend = ctx.settings
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = torch.ops.tilewise_sparse.topk_backward(
-            out, lse, dout, dlse, ctx.deterministic, q, k, v, indices, ctx.scale, ctx.backend
+        values = k[..., :columns] if v is None else v
+        dq, dk, dv = torch.ops.tilewise_sparse.topk_backward(
+            out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend
         )
-        return *grads, None, None, None, None
+        return dq, dk, None if v is None else dv, None, None
 
 
 @torch.library.impl(_library, "topk", "CompositeExplicitAutograd")
@@ -111,7 +119,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, bac
         gpu = gpu_of(q.device)
         assert gpu is not None
         with torch.cuda.device_of(q):
-            return kernels.forward(q, k, v, indices, scale, gpu)
+            return kernels.forward(kernels.Inputs(q, k, v, indices, scale), gpu)
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
@@ -129,6 +137,7 @@ def _backward(
     dout: Tensor,
     dlse: Tensor | None,
     deterministic: bool,
+    summed: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -143,7 +152,7 @@ def _backward(
         assert gpu is not None
         saved = out, lse.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous()
         with torch.cuda.device_of(q):
-            return kernels.backward(q, k, v, indices, scale, saved, gpu)
+            return kernels.backward(kernels.Inputs(q, k, v, indices, scale), saved, gpu, summed)
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
@@ -162,7 +171,9 @@ def _backward(
         # a sum over equal indices in a fixed order, on a GPU too: index_put_ sorts them
         dk.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", ds, part.q), accumulate=True)
         dv.index_put_(part.at, torch.einsum("bchgk,bchgd->bchkd", p, do), accumulate=True)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    if summed:
+        dk[..., : v.shape[3]] += dv
+    return dq, dk.to(k.dtype), dv[..., :0].to(v.dtype) if summed else dv.to(v.dtype)
 
 
 @torch.library.register_fake("tilewise_sparse::topk", lib=_library)
@@ -172,8 +183,11 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 @torch.library.register_fake("tilewise_sparse::topk_backward", lib=_library)
-def _backward_fake(out: Tensor, lse: Tensor, dout: Any, dlse: Any, deterministic: bool, *inputs: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in inputs[:3])
+def _backward_fake(
+    out: Tensor, lse: Tensor, dout: Any, dlse: Any, deterministic: bool, summed: bool, *inputs: Any
+) -> Any:
+    q, k, v = (x.new_empty(x.shape) for x in inputs[:3])
+    return q, k, v[..., :0].clone() if summed else v
 
 
 class Part:
@@ -212,12 +226,21 @@ def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
 
 def _backend(q: Tensor, name: str) -> str:
     if name == "auto":
-        return "reference"
+        halves = q.dtype in (torch.float16, torch.bfloat16)
+        return "triton" if halves and gpu_of(q.device) == Gpu("cuda", 90) else "reference"
     if name not in ("reference", "triton"):
         raise AttentionError("backend of topk", repr(name), "'auto', 'reference' or 'triton'")
     if name == "triton" and (gpu_of(q.device) is None or q.dtype == torch.float64):
         raise AttentionError("backend='triton' of topk", f"{q.dtype} on {q.device}", "a GPU, and no float64")
     return name
+
+
+def _first_columns(k: Tensor, columns: Any) -> Tensor:
+    """Columns of k that are the values."""
+    most = k.shape[-1] if isinstance(k, Tensor) and k.dim() else 0
+    if isinstance(columns, bool) or not isinstance(columns, int) or not 1 <= columns <= most:
+        raise AttentionError("v of topk", repr(columns), f"a tensor, or the number of k's columns: 1 to {most}")
+    return k[..., :columns]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:

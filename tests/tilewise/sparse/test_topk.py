@@ -133,6 +133,49 @@ def test_deterministic_and_compiled() -> None:
         torch.testing.assert_close(grads(*found, x), expected)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_values_are_columns_of_the_keys(kernels: bool, request: pytest.FixtureRequest) -> None:
+    if kernels:
+        request.getfixturevalue("triton_runs")
+    dtype, backend = (torch.float32, "triton") if kernels else (torch.float64, "reference")
+    x, indices = inputs(5, 14, 6, 2, 24, 16, dtype)[:2], drawn(3, 5, 14, 2, 5)
+    for columns in (16, 5, 24):
+        ours = sparse.topk(*x, columns, indices, return_lse=True, backend=backend)
+        wide = [t.detach().double().requires_grad_() for t in x]
+        expected = loop(*wide, wide[1][..., :columns], indices)
+        for a, b in zip((*ours, *grads(*ours, x)), (*expected, *grads(*expected, wide)), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
+    with pytest.raises(
+        AttentionError, match="v of topk: found 25; expected a tensor, or the number of k's columns: 1 to 24"
+    ):
+        sparse.topk(*x, 25, indices)
+    with pytest.raises(AttentionError, match="v of topk: found True"):
+        sparse.topk(*x, True, indices)
+
+
+def test_columns_in_chunks(triton_runs: None) -> None:
+    """The launch of a Hopper GPU has its columns in chunks: the same kernel with narrow ones, interpreted."""
+    from tilewise.backends.common import topk as kernels
+    from tilewise.backends.common.gpu import INTERPRETER
+    from tilewise.backends.common.shapes import view
+
+    q, k = (t.detach() for t in inputs(3, 14, 4, 2, 48, 32, torch.float32)[:2])
+    indices, v = drawn(3, 3, 14, 2, 5), k[..., :32]
+    given = kernels.Inputs(q, k, v, indices, 0.2)
+    out, lse = kernels.forward(given, INTERPRETER)
+    dout = torch.randn_like(out)
+    expected = kernels.backward(given, (out, lse, dout, None), INTERPRETER, summed=True)
+    dq, dk = torch.full_like(q, torch.nan), torch.zeros_like(k)
+    tensors = kernels.TopkTensors(view(q), view(k), view(v), view(out), lse, indices)
+    gradients = kernels.TopkGradients(view(dout), view(dq), view(dk), view(dk), None)
+    launch = kernels._launch(kernels.topk_backward_kernel, (tensors, gradients), given, INTERPRETER, True)
+    config = launch.options["CONFIG"]
+    assert config.SUMMED
+    assert config.WIDTH == config.V_WIDTH == 32
+    launch._replace(options={"CONFIG": config._replace(WIDTH=16, CHUNKS=2, V_WIDTH=16, V_CHUNKS=2)})()
+    torch.testing.assert_close((dq, dk), expected[:2])
+
+
 def test_no_keys() -> None:
     q, k = torch.randn(1, 3, 2, 4, requires_grad=True), torch.randn(1, 0, 1, 4, requires_grad=True)
     out, lse = sparse.topk(q, k, k, torch.full((1, 3, 1, 2), -1), return_lse=True)

@@ -1,0 +1,324 @@
+"""Causal attention of each query over its own block of keys and over chosen blocks before it.
+
+The queries that chose a block become one packed sequence, whose keys are the block. Packed attention gives (out, lse)
+of every query over each of its blocks, and the results of a query merge by their lse (as in `tilewise.merge`): exact
+attention over the union of the blocks. The products are in proportion to the chosen blocks, forward and backward.
+
+Tokens are packed here, (T, heads, dim), and blocks are numbered through all sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.common.gpu import Gpu, gpu_of
+from ..ops.dense import registered
+from ..request import Request, Spec, arguments
+
+_library = torch.library.Library("tilewise_sparse", "FRAGMENT")
+_library.define(
+    "combine(Tensor? base, Tensor? lse, Tensor parts, Tensor? part_lse, Tensor positions, ScalarType dtype)"
+    " -> (Tensor, Tensor)"
+)
+_library.define("gather(Tensor x, Tensor lines) -> Tensor")
+_library.define("row_dots(Tensor a, Tensor b) -> Tensor")
+_choices = "Tensor lines, Tensor cu_q, Tensor starts, SymInt choosers, SymInt block_size, float scale"
+_library.define(f"block_parts(Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor)")
+_library.define(
+    f"block_parts_backward(Tensor[] saved, Tensor q, Tensor k, Tensor v, {_choices}) -> (Tensor, Tensor, Tensor)"
+)
+FUSED = (
+    "triton",
+)  # backends whose small blocks have kernels of their own; "auto" when these have been compared on a GPU
+
+
+class Sorted(NamedTuple):
+    """The choices of blocks, sorted by KV head and block: the packed sequences that the queries and the blocks are.
+
+    A line is a token and one of the C choosers of a token: its heads, or its KV heads. lines: of each choice, (count,);
+    positions: the choices of each line, (T C, most), `count` where there is none; cu_q, cu_k.
+    """
+
+    lines: Tensor
+    positions: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(T, H, D) -> (choices, G, D): the heads of each chooser."""
+        choosers = self.positions.shape[0] // x.shape[0]
+        lines = x.reshape(x.shape[0] * choosers, -1, x.shape[-1])
+        found: Tensor = torch.ops.tilewise_sparse.gather(lines, self.lines)
+        return found
+
+
+def sorted_choices(chosen: Tensor, kv_heads: int, starts: Tensor, count: int | None) -> Sorted:
+    """`chosen` (T, C, most), blocks or -1; `starts` (blocks + 1,); `count`: how many are not -1, if it is known."""
+    tokens, choosers, most = chosen.shape
+    blocks, device = len(starts) - 1, chosen.device
+    sequences = blocks * kv_heads
+    dtype = torch.int16 if sequences < 2**15 else torch.int32  # a radix sort takes time by the bytes of its keys
+    head = torch.arange(choosers, device=device) // (choosers // kv_heads)
+    sequence = torch.where(chosen < 0, sequences, head[:, None] * blocks + chosen).to(dtype).flatten()
+    ordered, order = sequence.sort(stable=True)
+    count = len(order) if count is None else count
+    order = order[:count]
+    positions = torch.full(sequence.shape, count, dtype=torch.int32, device=device)
+    positions[order] = torch.arange(count, dtype=torch.int32, device=device)
+    positions = positions.masked_fill_(sequence == sequences, count)
+    ends = torch.arange(sequences + 1, device=device)
+    cu_q = torch.searchsorted(ordered, ends.to(dtype)).int()
+    first = torch.arange(kv_heads, device=device)[:, None] * tokens + starts[:-1]
+    cu_k = torch.cat([first.flatten(), first.new_full((1,), kv_heads * tokens)]).int()
+    return Sorted(torch.div(order, most, rounding_mode="floor"), positions.view(-1, most), cu_q, cu_k)
+
+
+class Sizes(NamedTuple):
+    """block_size: the largest size of a block, and that of all if `even`; choices: their number, if known."""
+
+    spec: Spec
+    block_size: int
+    even: bool
+    choices: int | None
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, block_size: int, spec: Spec) -> Tensor:
+    """out (B, S, H, Dv); S is a multiple of block_size. `chosen` (B, S, C, most): for each head or KV head of a query
+    the blocks before its own, counted in its batch row: as many as there are, up to `most`, and -1."""
+    batch, n, *_ = q.shape
+    blocks, count = n // block_size, 0
+    if chosen is not None:
+        most = chosen.shape[3]
+        count = batch * chosen.shape[2] * block_size * sum(min(b, most) for b in range(blocks))
+        row = torch.arange(batch, device=q.device).view(-1, 1, 1, 1) * blocks
+        chosen = torch.where(chosen < 0, -1, chosen + row).flatten(0, 1)
+    starts = torch.arange(0, batch * n + 1, block_size, dtype=torch.int32, device=q.device)
+    tokens, sizes = (x.flatten(0, 1) for x in (q, k, v)), Sizes(spec, block_size, True, count)
+    out: Tensor = BlockAttention.apply(*tokens, chosen, starts, sizes)  # type: ignore[no-untyped-call]
+    found: Tensor = out.unflatten(0, (batch, n))
+    return found
+
+
+class BlockAttention(torch.autograd.Function):
+    """out (T, H, Dv) over a query's own block and the chosen ones.
+
+    The backward has no pass for the merge: with out and lse of the union, the backward of each part gives its share of
+    the gradients, because p = exp(s - lse) and rowsum(dO * O) are those of the union.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
+        lists: Any = ()
+        if chosen is not None and _is_fused(q, v, chosen.shape[1], sizes):
+            lists = _with_own(chosen, k, starts, sizes)
+            numbers = _choices_of(q, lists, starts, sizes)
+            part, part_lse = torch.ops.tilewise_sparse.block_parts(q, k, v, *numbers)
+            out, lse = combined(None, None, part, part_lse, lists.positions, q.dtype)
+        else:
+            out, lse = registered("forward")(*arguments(_own_blocks(q, k, v, starts, sizes, sizes.spec)))
+            lse = lse.transpose(-1, -2)
+            if chosen is not None:
+                lists = sorted_choices(chosen, k.shape[1], starts, sizes.choices)
+                part, part_lse = registered("forward")(*arguments(_other_blocks(q, k, v, lists, sizes.spec)))
+                base = out.reshape(len(lists.positions), -1, v.shape[2])
+                out, lse = combined(base, lse.reshape(base.shape[:2]), part, part_lse, lists.positions, q.dtype)
+        out, lse = out.reshape(*q.shape[:2], v.shape[2]), lse.reshape(q.shape[:2])
+        ctx.save_for_backward(q, k, v, out, lse, starts, *lists)
+        ctx.sizes = sizes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, out, lse, starts, *lists = ctx.saved_tensors
+        sizes, dout = ctx.sizes, dout.contiguous()
+        choices = Sorted(*lists) if lists else None
+        if choices is not None and _is_fused(q, v, choices.positions.shape[0] // q.shape[0], sizes):
+            saved = [dout, lse, torch.ops.tilewise_sparse.row_dots(out, dout)]
+            numbers = _choices_of(q, choices, starts, sizes)
+            part, dk, dv = torch.ops.tilewise_sparse.block_parts_backward(saved, q, k, v, *numbers)
+            dq = combined(None, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+            return dq, dk, dv, None, None, None
+        own = _own_blocks(q, k, v, starts, sizes, sizes.spec._replace(partial=True))
+        own_out, own_lse, own_dout = (_by_block(x, sizes) for x in (out, lse, dout))
+        grads = registered("backward")(own_out, own_lse.transpose(-1, -2).contiguous(), own_dout, None, *arguments(own))
+        dq, dk, dv = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v), strict=True))
+        if choices is not None:
+            part, *others = _part_gradients((q, k, v), (out, lse, dout), choices, sizes)
+            base = dq.reshape(len(choices.positions), -1, q.shape[2])
+            dq = combined(base, None, part, None, choices.positions, q.dtype)[0].reshape(q.shape)
+            dk, dv = (a + b for a, b in zip((dk, dv), others, strict=True))
+        return *(g.to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
+
+
+def _with_own(chosen: Tensor, k: Tensor, starts: Tensor, sizes: Sizes) -> Sorted:
+    """The choices, and the block of each token as one more."""
+    tokens, choosers, _ = chosen.shape
+    own = torch.searchsorted(starts, torch.arange(tokens, device=k.device, dtype=starts.dtype), right=True) - 1
+    own = torch.where(own < len(starts) - 1, own, -1)[:, None, None].expand(tokens, choosers, 1)
+    count = None if sizes.choices is None else sizes.choices + tokens * choosers
+    return sorted_choices(torch.cat([own, chosen], 2), k.shape[1], starts, count)
+
+
+def _part_gradients(
+    inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...], lists: Sorted, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq of the choices, dk, dv). `saved`: out, lse and dout."""
+    q, k, v = inputs
+    out, lse, dout = saved
+    delta = torch.ops.tilewise_sparse.row_dots(out, dout)
+    rows_lse, rows_delta = (lists.rows(x[..., None])[:, :, 0].mT.contiguous() for x in (lse, -delta))
+    rows_dout = lists.rows(dout)
+    nothing = out.new_zeros(1).expand_as(rows_dout)  # rowsum(dO * O) is given as a gradient of lse
+    request = _other_blocks(q, k, v, lists, sizes.spec._replace(partial=True))
+    dq, *part = registered("backward")(nothing, rows_lse, rows_dout, rows_delta, *arguments(request))
+    dk, dv = (p.view(k.shape[1], len(k), -1).transpose(0, 1) for p in part)
+    return dq, dk, dv
+
+
+def _is_fused(q: Tensor, v: Tensor, choosers: int, sizes: Sizes) -> bool:
+    """Whether the kernels of small blocks run the choices."""
+    group = q.shape[1] // choosers
+    small = sizes.block_size <= 128 and max(q.shape[2], v.shape[2]) <= 128 and group <= 64
+    halves = q.dtype in (torch.float16, torch.bfloat16)
+    return small and halves and sizes.spec.backend in FUSED and gpu_of(q.device) == Gpu("cuda", 90)
+
+
+def _choices_of(q: Tensor, lists: Sorted, starts: Tensor, sizes: Sizes) -> tuple[Any, ...]:
+    choosers = lists.positions.shape[0] // q.shape[0]
+    return lists.lines, lists.cu_q, starts, choosers, sizes.block_size, sizes.spec.scale
+
+
+@torch.library.impl(_library, "block_parts", "CompositeExplicitAutograd")
+def _block_parts(q: Tensor, k: Tensor, v: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
+    from ..backends.common import block_parts
+
+    with torch.cuda.device_of(q):
+        return block_parts.forward(q, k, v, block_parts.Choices(*choices))
+
+
+@torch.library.impl(_library, "block_parts_backward", "CompositeExplicitAutograd")
+def _block_parts_backward(
+    saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, *choices: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from ..backends.common import block_parts
+
+    with torch.cuda.device_of(q):
+        return block_parts.backward(q, k, v, block_parts.Choices(*choices), tuple(saved))
+
+
+@torch.library.register_fake("tilewise_sparse::block_parts", lib=_library)
+def _block_parts_fake(q: Tensor, k: Tensor, v: Tensor, lines: Tensor, *choices: Any) -> tuple[Tensor, Tensor]:
+    count, group = lines.shape[0], q.shape[1] // choices[2]
+    return q.new_empty(count, group, v.shape[2]), q.new_empty(group, count, dtype=torch.float32)
+
+
+@torch.library.register_fake("tilewise_sparse::block_parts_backward", lib=_library)
+def _block_parts_backward_fake(saved: Any, q: Tensor, k: Tensor, v: Tensor, lines: Tensor, *choices: Any) -> Any:
+    dq = q.new_empty(lines.shape[0], q.shape[1] // choices[2], q.shape[2])
+    return dq, k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _by_block(x: Tensor, sizes: Sizes) -> Tensor:
+    """(T, ...) -> (blocks, block_size, ...), if blocks have equal sizes."""
+    return x.reshape(-1, sizes.block_size, *x.shape[1:]) if sizes.even else x
+
+
+def _own_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Sizes, spec: Spec) -> Request:
+    """Every block is a batch row, or a packed sequence if their sizes differ."""
+    cu = None if sizes.even else starts
+    return Request(_by_block(q, sizes), _by_block(k, sizes), _by_block(v, sizes), spec, cu_q=cu, cu_k=cu)
+
+
+def _other_blocks(q: Tensor, k: Tensor, v: Tensor, lists: Sorted, spec: Spec) -> Request:
+    """The request of the packed sequences."""
+    keys, values = (x.transpose(0, 1).reshape(-1, 1, x.shape[2]) for x in (k, v))
+    return Request(lists.rows(q), keys, values, spec._replace(after=None), cu_q=lists.cu_q, cu_k=lists.cu_k)
+
+
+def combined(
+    base: Tensor | None,
+    lse: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """base (lines, G, D), if any, and the parts (count, G, D) of each line, merged by their lse (lines, G) and
+    (G, count), or added. Returns (out in `dtype`, lse)."""
+    found: tuple[Tensor, Tensor] = torch.ops.tilewise_sparse.combine(base, lse, parts, part_lse, positions, dtype)
+    return found
+
+
+@torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
+def _combine(
+    base: Tensor | None,
+    lse: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor | None,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    if parts.is_cuda and parts.dtype != torch.float64:
+        from ..backends.common import combine_parts
+
+        own, own_lse, parts_lse = (None if x is None else x.contiguous() for x in (base, lse, part_lse))
+        with torch.cuda.device_of(parts):
+            return combine_parts.combine(own, own_lse, parts.contiguous(), parts_lse, positions.contiguous(), dtype)
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    shape = len(positions), *parts.shape[1:]
+    total = parts.new_zeros(shape, dtype=wide) if base is None else base.to(wide)
+    padded = torch.cat([parts, parts.new_zeros(1, *shape[1:])])
+    if part_lse is None:
+        for slot in range(positions.shape[1]):
+            total = total + padded.index_select(0, positions[:, slot]).to(wide)
+        return total.to(dtype), total.new_empty(0)
+    first = part_lse.new_full(shape[:2], -torch.inf) if lse is None else lse
+    logs = torch.cat([part_lse.mT, part_lse.new_full((1, len(part_lse)), -torch.inf)])[positions.long()]
+    logs = torch.cat([first[:, None], logs], 1)  # (lines, 1 + most, G)
+    merged = torch.logsumexp(logs, 1)
+    weights = torch.exp(logs - merged.masked_fill(merged == -torch.inf, 0.0)[:, None])[..., None]
+    total = total * weights[:, 0]
+    for slot in range(positions.shape[1]):
+        total = total + padded.index_select(0, positions[:, slot]).to(wide) * weights[:, 1 + slot]
+    return total.to(dtype), merged
+
+
+@torch.library.register_fake("tilewise_sparse::combine", lib=_library)
+def _combine_fake(base: Any, lse: Any, parts: Tensor, part_lse: Tensor | None, positions: Tensor, dtype: Any) -> Any:
+    shape = positions.shape[0], *parts.shape[1:]
+    logs = parts.new_empty(0) if part_lse is None else part_lse.new_empty(shape[:2])
+    return parts.new_empty(shape, dtype=dtype), logs
+
+
+@torch.library.impl(_library, "gather", "CompositeExplicitAutograd")
+def _gather(x: Tensor, lines: Tensor) -> Tensor:
+    if x.is_cuda and x.numel():
+        from ..backends.common import combine_parts
+
+        with torch.cuda.device_of(x):
+            return combine_parts.gather(x.contiguous(), lines)
+    return x.index_select(0, lines)
+
+
+@torch.library.register_fake("tilewise_sparse::gather", lib=_library)
+def _gather_fake(x: Tensor, lines: Tensor) -> Tensor:
+    return x.new_empty((lines.shape[0], *x.shape[1:]))
+
+
+@torch.library.impl(_library, "row_dots", "CompositeExplicitAutograd")
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda and a.dtype != torch.float64:
+        from ..backends.common import combine_parts
+
+        with torch.cuda.device_of(a):
+            return combine_parts.row_dots(a.contiguous(), b.contiguous())
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(dtype) * b.to(dtype)).sum(-1)
+
+
+@torch.library.register_fake("tilewise_sparse::row_dots", lib=_library)
+def _row_dots_fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[:-1], dtype=torch.promote_types(a.dtype, torch.float32))
