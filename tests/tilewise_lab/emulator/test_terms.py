@@ -37,6 +37,15 @@ ONE = {
     "256 softcap": {"softcap": True, "d": 256, "dv": 256, "band": (False, True)},
     "256 alibi": {"alibi": "h", "d": 256, "dv": 128},
     "256 mod": {"mod": "gated", "d": 192, "dv": 128, "band": (True, True), "packed": True},
+    "dropout": {"dropout": True, "band": (False, True), "dtype": "float16"},
+    "dropout, packed": {"dropout": True, "packed": True, "d": 128, "dv": 128, "sinks": True},
+    "dropout, 96": {"dropout": True, "d": 96, "dv": 64, "mask": "document"},
+    "dropout, tile lists": {"dropout": True, "mask": "prefix_lm", "blocks": 128, "band": (True, True)},
+    "256 dropout": {"dropout": True, "d": 256, "dv": 128, "band": (False, True), "packed": True},
+    "packed tile lists": {"mask": "prefix_lm", "blocks": 128, "packed": True, "band": (True, True)},
+    "packed tile lists, softcap": {"mask": "document", "blocks": 128, "packed": True, "softcap": True, "d": 128},
+    "256 tile lists": {"mask": "prefix_lm", "blocks": 128, "band": (False, True), "d": 256, "dv": 256},
+    "192 tile lists, mod": {"mask": "document", "blocks": 128, "d": 192, "dv": 128, "mod": "gated", "packed": True},
     "256 mask": {"mask": "document", "bias": "ij", "sinks": True, "d": 256, "dv": 256},
 }
 

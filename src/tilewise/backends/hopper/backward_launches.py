@@ -145,8 +145,9 @@ def preprocess_launch(call: Backward) -> Launch:
 
 def backward_config(request: Request, space: Workspace, fold_scale: bool) -> BackwardConfig:
     d, dv = space.widths
-    has_terms, deterministic = not request.is_plain, request.spec.deterministic
-    tile = backward_tile(sum(d), sum(dv), plain=not has_terms, deterministic=deterministic)
+    plain, deterministic = request.is_plain, request.spec.deterministic
+    has_terms = not request._replace(seed=None).is_plain
+    tile = backward_tile(sum(d), sum(dv), plain=plain, deterministic=deterministic)
     wide = tile.block_n == 64
     return BackwardConfig(
         d,
@@ -161,7 +162,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and sum(d) > 64,
         IN_HALVES=sum(d) > 128 and not wide,
-        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and not has_terms,  # with terms 172 bytes would spill
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )

@@ -149,13 +149,14 @@ class QueryRange(NamedTuple):
 
 class KeyRows(NamedTuple):
     """The keys of a warpgroup: their tile; the query on whose diagonal the first one is; how many exist; the tile's
-    number among those of this program; and, with V_IN_REGISTERS, V."""
+    number among those of this program; with V_IN_REGISTERS, V; and with dropout what the seed is mixed into."""
 
     work: tl.tuple
     diagonal: tl.tensor
     left: tl.tensor
     t: tl.tensor
     v: tl.tuple
+    word: tl.tensor
 
 
 class QueryBlock(NamedTuple):
@@ -213,8 +214,8 @@ def tile_work(tile_id, params, CONFIG: tl.constexpr):
 @gluon.jit
 def query_range(w, params, CONFIG: tl.constexpr):
     """The queries that the key tile w visits. A tile starts with the first query that sees it; in the wide kernel with
-    the queries at its own positions, so that the tiles of one head add to different parts of dQ at any time;
-    DETERMINISTIC with the last query, or ascending with the first."""
+    the queries at its own positions, so that the tiles of one head add to different parts of dQ at any time (not with
+    a block mask); DETERMINISTIC with the last query, or ascending with the first."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     at = w.first + opaque(w.n_q) - opaque(w.n_k)
     # the forward's band with its sides swapped
@@ -243,7 +244,7 @@ def query_range(w, params, CONFIG: tl.constexpr):
         ascending = is_ascending(row, params, CONFIG)
         start = tl.where(ascending, start, hi - step)
         step = tl.where(ascending, step, -step)
-    elif CONFIG.WIDE:
+    elif CONFIG.WIDE and params.terms.blocks.offsets is None:
         if CONFIG.SPLIT:
             start = tl.maximum(tl.minimum(lo + (at - lo) // step * step, hi - step), start)
         else:

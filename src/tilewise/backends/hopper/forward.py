@@ -19,9 +19,11 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .dropout import kept_weights, query_words
 from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
+    acc_layout,
     broadcast_rows,
     epilogue,
     finish_pv,
@@ -212,6 +214,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
     factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
+    words = query_words(w, first, gl.SliceLayout(1, acc_layout(BLOCK_N)), ROWS, terms)
     mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
     wait_full(shared.k, start, STAGES)
     q = q_operands(shared.q, SLOT, CONFIG)
@@ -223,6 +226,8 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     p_left = softmax_p(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
     p_right = softmax_p(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
     l_i = lane_sums(p_left) + lane_sums(p_right)
+    p_left = kept_weights(p_left, words, key, terms)
+    p_right = kept_weights(p_right, words, key + BLOCK_N // 2, terms)
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
     if CONFIG.RESCALE_LATE:
@@ -258,11 +263,13 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         left, right = split_columns(s)
         p_left = softmax_p(left, pivot, scale_log2, terms)
         l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
+        p_left = kept_weights(p_left, words, key, terms)
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
         acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
         release(shared.v, use - 1, STAGES)
         p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
         l_i += lane_sums(p_right)
+        p_right = kept_weights(p_right, words, key + BLOCK_N // 2, terms)
         if CONFIG.FP8:
             rescaling = alpha * (v_factor_old / v_factor)
         elif not CONFIG.RESCALE_LATE:

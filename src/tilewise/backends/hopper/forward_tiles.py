@@ -321,6 +321,8 @@ def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
     w, first, first_column = tile
     terms = params.terms
     total = gl.sum(l_i, 1)
+    if terms.seed is not None:
+        factor *= terms.rescale
     alpha = factor
     if outputs.max_logit is not None:
         store_max_logit(m_i, w, first, outputs.max_logit, params)
