@@ -86,16 +86,37 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     return grads
 
 
+ORDERED = {
+    "tile lists": {"mask": "document", "blocks": 128, "band": (False, True)},
+    "packed tile lists": {"mask": "prefix_lm", "blocks": 128, "packed": True, "d": 128, "softcap": True},
+    "large tile lists": {"mask": "prefix_lm", "blocks": 256, "dropout": True},
+    "256 tile lists": {"mask": "document", "blocks": 128, "d": 256},
+}
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_within_budget(name, monkeypatch):
+    judge(ONE[name], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_sums_with_tile_lists(name, monkeypatch):
+    torch.use_deterministic_algorithms(True)
+    try:
+        judge(ORDERED[name], monkeypatch, longest=400)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def judge(chosen, monkeypatch, longest=None):
     monkeypatch.setattr(ReferenceBackend, "forward", lambda self, r: lambda x: forward(Request.of(r.spec, x)))
     monkeypatch.setattr(
         ReferenceBackend,
         "backward",
         lambda self, r, bwd_inputs: lambda x: backward(Request.of(r.spec, x[:-4]), BackwardInputs(*x[-4:])),
     )
-    chosen = features.replace(PLAIN, **ONE[name])
-    call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
+    chosen = features.replace(PLAIN, **chosen)
+    call = features.make(chosen, 5, longest=longest or (200 if chosen.d <= 128 or chosen.blocks else 90), device="cpu")
     _, faults = features_budget.judge(call, "reference")
     assert not faults, "\n".join(faults)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
-from ..common.device.structs import LOG2E, PAD, View
+from ..common.device.structs import LOG2E, PAD, Blocks, View
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
@@ -229,6 +229,7 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
         ),
         *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
+        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
     )
     options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
     options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..common.device.score import scores_and_derivative
 from ..common.device.softmax import exponent
-from ..common.device.structs import PAD, Grid, Pairs, Sequences, Work
+from ..common.device.structs import PAD, Grid, Pairs, Sequences, Span, Work
 from ..common.device.tile_range import band, block_at, locate, loop_range
 from .column_parts import allocate_boxes, allocate_parts, expect_boxes, load_parts
 from .gluon_compat import (
@@ -91,7 +91,7 @@ class Params(NamedTuple):
     """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `scale_log2` is log2(e),
     times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC:
     the tiles of the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see
-    `is_ascending`)."""
+    `is_ascending`), and with a block mask `query_lists` are its lists by queries; `terms` has those by keys."""
 
     outputs: tl.tuple
     cu_q: tl.tensor
@@ -105,6 +105,7 @@ class Params(NamedTuple):
     padded_tokens: tl.tensor
     ascending_rows: tl.tensor
     terms: tl.tuple
+    query_lists: tl.tuple
     parts: tl.tuple
     scheduler: tl.tuple
     SCORE_MOD: tl.constexpr
@@ -235,7 +236,10 @@ def query_range(w, params, CONFIG: tl.constexpr):
         dq_row = row * CONFIG.GROUP
         shift = 0
         step = BLOCK_M
-    lo, hi = loop_range(span, w, head, params.terms.blocks, BLOCK_M)
+    visited = span
+    if CONFIG.DETERMINISTIC and params.terms.blocks.offsets is not None:
+        visited = Span(0, 0, 0, w.n_q)  # all of each listed tile, so that `num_earlier_tiles` follows from the lists
+    lo, hi = loop_range(visited, w, head, params.terms.blocks, BLOCK_M)
     hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     if CONFIG.SPLIT:
         lo, hi = own_blocks(lo, hi, w.h, params.parts, BLOCK_M)
