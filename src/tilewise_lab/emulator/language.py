@@ -117,7 +117,11 @@ def _keep_column_range(s: Value, lo: Value | None, hi: Value) -> Value:
 
 
 def _mix(x: Any) -> Any:
-    return Value(dropout.mix(x.data & dropout.LOW)) if isinstance(x, Value) else Int(dropout.mix(torch.tensor(x & dropout.LOW)))
+    return (
+        Value(dropout.mix(x.data & dropout.LOW))
+        if isinstance(x, Value)
+        else Int(dropout.mix(torch.tensor(x & dropout.LOW)))
+    )
 
 
 def _half_mix(x: Value, factor: int) -> Value:

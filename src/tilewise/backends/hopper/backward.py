@@ -55,8 +55,8 @@ from .column_parts import (
     wait_parts,
     zero_acc,
 )
-from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, reduce_dq
+from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
     bar_arrive_dynamic,
@@ -396,7 +396,20 @@ def backward_kernel(
                 *(dq_acc, dq_acc_desc, column_parts(dk, dk_rest), column_parts(dv, dv_rest)),
                 *(dk_parts, dv_parts, flag, semaphores),
             ),
-            *(cu_q, cu_k, n_q, n_k, before, after, scale_log2, scale, padded_tokens, ascending_rows, terms, query_lists),
+            *(
+                cu_q,
+                cu_k,
+                n_q,
+                n_k,
+                before,
+                after,
+                scale_log2,
+                scale,
+                padded_tokens,
+                ascending_rows,
+                terms,
+                query_lists,
+            ),
             Parts(group, query_shift, query_step, padded_keys),
             TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2),
             SCORE_MOD,

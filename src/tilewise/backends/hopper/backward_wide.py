@@ -50,8 +50,8 @@ from .column_parts import (
     zero_acc,
     zero_part,
 )
-from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .dq_accumulation import atomic_add_dq, make_order, order_dq
+from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
     bar_arrive,

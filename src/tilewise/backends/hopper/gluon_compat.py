@@ -216,7 +216,9 @@ def _negate_dropped() -> str:
     lines = ["{ .reg .pred p; .reg .b32 x, y, t; .reg .f32 n;"]
     for e in (0, 1):
         lines.append(f"shr.u32 t, ${16 + e}, 16; xor.b32 x, ${16 + e}, t; mul.lo.u32 x, x, 0x7FEB352D;")
-        lines.append("shr.u32 t, x, 15; xor.b32 x, x, t; mul.lo.u32 x, x, 0x846CA68B; shr.u32 t, x, 16; xor.b32 x, x, t;")
+        lines.append(
+            "shr.u32 t, x, 15; xor.b32 x, x, t; mul.lo.u32 x, x, 0x846CA68B; shr.u32 t, x, 16; xor.b32 x, x, t;"
+        )
         lines.append("mul.lo.u32 y, x, 0x2C1B3C6D; shr.u32 t, y, 16; xor.b32 y, y, t;")
         for bits, register in (("x", e), ("y", e + 4)):
             for upper, r in ((True, register), (False, register + 2)):
