@@ -109,7 +109,7 @@ def prepare_mask(name: str) -> Callable[[], list[Row]]:
     leaves = leaves_of(batch, n, heads, dim)
     grad = torch.randn_like(leaves[0])
     mod, function, edges, cu = masks(name, n)
-    mask = tilewise.block_mask(mod, n, n, **edges)
+    mask = tilewise.block_mask(mod, n, n, device=DEVICE, **edges)
     compiled = flex_attention
     if not SMALL:
         torch._functorch.config.donated_buffer = False  # the backward is called again and again

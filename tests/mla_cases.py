@@ -77,6 +77,13 @@ def answer(q: Tensor, keys: list[Tensor], dtype: torch.dtype, causal: bool = Tru
     return torch.stack(outs), torch.stack(logs)
 
 
+def truncation(q: Tensor, keys: list[Tensor]) -> float:
+    """What tensor cores may lose of a score: they add 16 products of the 576 at a time to a float32 sum and truncate
+    it, by half a unit in the last place on average."""
+    largest = max(((x.double() @ k.mT).abs().max().item() for x, k in zip(q, keys, strict=True) if len(k)), default=0.0)
+    return 576 / 16 * torch.finfo(torch.float32).eps / 2 * largest * 576**-0.5
+
+
 def compare(found: tuple[Tensor, Tensor], q: Tensor, keys: list[Tensor], causal: bool = True) -> None:
     """Errors against float64 are at most twice those of torch in q's dtype, and a rounding."""
     out, lse = found
@@ -90,5 +97,6 @@ def compare(found: tuple[Tensor, Tensor], q: Tensor, keys: list[Tensor], causal:
     assert error <= 2 * theirs + 2 * torch.finfo(q.dtype).eps * size, f"out: error {error:.1e}, torch's {theirs:.1e}"
     some = logs.isfinite()
     error, theirs = ((x.double() - logs)[some].abs().max().item() if some.any() else 0.0 for x in (lse, plain_lse))
-    assert error <= 2 * theirs + 4e-6, f"lse: error {error:.1e}, torch's {theirs:.1e}"
+    rounding = 4e-6 + truncation(q, keys)
+    assert error <= 2 * theirs + rounding, f"lse: error {error:.1e}, torch's {theirs:.1e}, rounding {rounding:.1e}"
     assert (out.transpose(1, 2)[~some] == 0).all()

@@ -22,6 +22,12 @@ def relative(error: Tensor, of: Tensor) -> float:
     return float(error.double().pow(2).mean().sqrt() / of.double().pow(2).mean().sqrt())
 
 
+def lse_tolerance(q: Tensor, k: Tensor, scale: float) -> float:
+    """Hopper's fp8 products are truncated to 13 bits below the largest of 32 before they are added: an error of at most
+    2 ** -13 of the largest product for each of D, and as much again for the sums."""
+    return float(2 * q.shape[-1] * 2.0**-13 * abs(scale) * q.abs().max() * k.abs().max())
+
+
 def skip_unless_hopper(backend: str) -> None:
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -51,7 +57,8 @@ def test_as_the_reference(name: str, backend: str) -> None:
     again, _ = tilewise.attention(q, k, v, backend=backend, **options)
     expected, expected_lse = tilewise.attention(q, k, v, backend="reference", **options)
     assert relative(out - expected, expected) < 0.035  # P in fp8
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-2)
+    atol = lse_tolerance(q, k, options.get("scale", d**-0.5))
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=atol)
     assert torch.equal(out, again)
 
 
@@ -65,7 +72,7 @@ def test_packed(backend: str) -> None:
     out, lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **options)
     expected, expected_lse = tilewise.attention_varlen(q, k, v, cu_q, cu_k, backend="reference", **options)
     assert relative(out - expected, expected) < 0.035
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=lse_tolerance(q, k, 128**-0.5))
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -188,7 +188,7 @@ def test_distributed_calls_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("d", "mask", "expected"), [(128, False, "reference"), (256, False, "reference"), (128, True, "reference")]
+    ("d", "mask", "expected"), [(128, False, "hopper"), (256, False, "triton"), (128, True, "hopper")]
 )
 def test_auto_takes_what_has_run_on_a_gpu(d: int, mask: bool, expected: str) -> None:
     shape = 1, 4096, 8, d
@@ -199,5 +199,5 @@ def test_auto_takes_what_has_run_on_a_gpu(d: int, mask: bool, expected: str) -> 
 def test_explain_says_that_its_times_are_others() -> None:
     shape = 1, 4096, 8, 128
     found = tilewise.explain(shape, shape, shape, device="H200", precision="fp8")
-    assert found.backend == "reference"
+    assert found.backend == "hopper"
     assert "does not know precision='fp8'" in found.reason

@@ -123,3 +123,18 @@ def test_dropout_is_the_references() -> None:
     q = integers(1, 20, 2, 16)
     with pytest.raises(tilewise.AttentionError, match="dropout with precision='fp8'"):
         tilewise.attention(q, q, q, dropout_p=0.5, precision="fp8", backend="triton")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 5)}], ids=str)
+def test_kernels_have_all_parameters_that_launches_name(options: dict[str, Any]) -> None:
+    """The interpreter ignores an unknown keyword; the compiler raises KeyError."""
+    from tilewise.backends.common.gpu import Gpu
+    from tilewise.backends.triton.launches import offline_launches
+
+    x = torch.empty(1, 100, 2, 64, dtype=torch.bfloat16, device="meta")
+    request = Request(x, x, x, Spec.of(head_dim=64, precision="fp8", **options))
+    launches = offline_launches(request, Gpu("cuda", 90), False)
+    assert "fp8 quantise" in launches
+    for name, launch in launches.items():
+        known = {*launch.kernel.arg_names, "num_warps", "num_stages", "maxnreg", "launch_pdl"}
+        assert set(launch.options) <= known, name

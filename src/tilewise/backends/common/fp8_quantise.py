@@ -37,15 +37,19 @@ class Fp8Config(NamedTuple):
     BLOCK_DV: int
     CHUNKS: int  # programs that sum the keys of one sequence and head, a power of two
     MEAN_KEYS: int
-    ORDER: bool  # the values of 16 keys are stored in the order of `stored_key`
+    ORDER: bool  # values are stored in the order of `stored_key`
     OVERLAP: bool
 
 
 @triton.jit
-def stored_key(r):
-    """The key at position r. Of 16 scores of a row, a lane has 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 in its registers
-    after S = Q K^T, and must have the positions 4 t .. 4 t + 3 for P V: the values are stored in that order."""
-    return r // 16 * 16 + r % 4 // 2 * 8 + r % 16 // 4 * 2 + r % 2
+def stored_key(i, C: tl.constexpr, ORDER: tl.constexpr):
+    """The key at position 4 i + C. Of 16 scores of a row, a lane has 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 in its
+    registers after S = Q K^T, and must have the positions 4 t .. 4 t + 3 for P V: with ORDER the values are stored so.
+    """
+    if ORDER:
+        return i // 4 * 16 + i % 4 * 2 + C // 2 * 8 + C % 2
+    else:
+        return 4 * i + C
 
 
 @triton.jit
@@ -54,13 +58,29 @@ def mean_step(n, MEAN_KEYS: tl.constexpr):
 
 
 @triton.jit
+def finite_size(x):
+    """abs(x), or 0 where x is not finite."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def stored(x, largest):
+    """x in fp8, where `largest` is the largest of its block."""
+    factor = tl.div_rn(MAX_FP8 + largest * 0.0, largest)
+    return tl.where(tl.abs(x) < float("inf"), x * factor, float("nan")).to(tl.float8e4nv)
+
+
+@triton.jit
 def quantised(x):
     """x in fp8, and its scale."""
-    size = tl.abs(x)
-    finite = size < float("inf")
-    largest = tl.maximum(tl.max(tl.max(tl.where(finite, size, 0.0), 1), 0), LEAST)
-    factor = tl.div_rn(MAX_FP8 + largest * 0.0, largest)
-    return tl.where(finite, x * factor, float("nan")).to(tl.float8e4nv), tl.div_rn(largest, MAX_FP8 + largest * 0.0)
+    largest = tl.maximum(tl.max(finite_size(x)), LEAST)
+    return stored(x, largest), scale_of(largest)
+
+
+@triton.jit
+def scale_of(largest):
+    return tl.div_rn(largest, MAX_FP8 + largest * 0.0)
 
 
 @triton.jit
@@ -170,15 +190,35 @@ def quantise_keys(tensors, w, line, kv_heads, CONFIG: tl.constexpr):
 
 @triton.jit
 def quantise_values(tensors, w, line, CONFIG: tl.constexpr):
-    """A block of values, transposed: tensor cores read fp8 operands along the keys."""
-    r = tl.arange(0, PAD)
+    """A block of values, transposed: tensor cores read fp8 operands along the keys. The four values of a word are in
+    four tensors, so that words and not bytes are transposed."""
+    a = load_values(tensors.v, w, 0, CONFIG)
+    b = load_values(tensors.v, w, 1, CONFIG)
+    c = load_values(tensors.v, w, 2, CONFIG)
+    d = load_values(tensors.v, w, 3, CONFIG)
+    sizes = tl.maximum(tl.maximum(finite_size(a), finite_size(b)), tl.maximum(finite_size(c), finite_size(d)))
+    largest = tl.maximum(tl.max(sizes), LEAST)
+    words = byte(a, largest, 0) | byte(b, largest, 1) | byte(c, largest, 2) | byte(d, largest, 3)
+    i = tl.arange(0, PAD // 4)
     e = tl.arange(0, CONFIG.BLOCK_DV)
-    v = tensors.v
-    key = stored_key(r) if CONFIG.ORDER else r
+    p = tensors.v8.to(tl.pointer_type(tl.int32)) + (line * CONFIG.BLOCK_DV + e[:, None]) * (PAD // 4) + i[None, :]
+    tl.store(p, tl.trans(words))
+    tl.store(tensors.scales.v + line, scale_of(largest))
+
+
+@triton.jit
+def load_values(v, w, C: tl.constexpr, CONFIG: tl.constexpr):
+    """The values at the positions C, 4 + C, .. of a block, in float32."""
+    key = stored_key(tl.arange(0, PAD // 4), C, CONFIG.ORDER)
+    e = tl.arange(0, CONFIG.BLOCK_DV)
     p = v.ptr + tl.cast(w.b, tl.int64) * v.strides[0] + tl.cast(w.h, tl.int64) * v.strides[2]
     p += tl.cast(w.k0 + w.first, tl.int64) * v.strides[1]
     p = p + index(v, key)[:, None] * v.strides[1] + index(v, e)[None, :] * v.strides[3]
     seen = (w.first + key < w.n_k)[:, None] & (e < CONFIG.DV)[None, :]
-    y, factor = quantised(tl.load(p, mask=seen, other=0.0).to(tl.float32))
-    tl.store(tensors.v8 + (line * CONFIG.BLOCK_DV + e[:, None]) * PAD + r[None, :], tl.trans(y))
-    tl.store(tensors.scales.v + line, factor)
+    return tl.load(p, mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def byte(x, largest, C: tl.constexpr):
+    """x in fp8, as byte C of int32 words."""
+    return stored(x, largest).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * C)

@@ -180,8 +180,9 @@ def columns_before(limit, s):
 
 @gluon.constexpr_function
 def registers(results, operands):
-    """Constraints of inline assembly: all operands are 32-bit registers."""
-    return ",".join(["=r"] * results + ["r"] * operands)
+    """Constraints of inline assembly: all operands are 32-bit registers. &: results are written before all operands are
+    read, so that they must not share a register with one."""
+    return ",".join(["=&r"] * results + ["r"] * operands)
 
 
 @gluon.constexpr_function

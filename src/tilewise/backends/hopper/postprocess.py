@@ -132,7 +132,7 @@ def round_queries(tensors, w, first, grid, scale, PACKED: tl.constexpr, CONFIG: 
         column = i * CONFIG.D_PARTS[0]
         x = load_register_order(tensors.dq_acc, row, column, CONFIG.D_PARTS[i], CONFIG.D_COLUMNS) * scale
         store_columns(rows, x, column, CONFIG.D)
-        bad += tl.sum(x - x)
+        bad += tl.sum(x * 0.0)  # x - x would be fma(acc, scale, -x): the rounding of x, and not 0
     return bad == 0.0
 
 

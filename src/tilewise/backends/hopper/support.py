@@ -152,16 +152,12 @@ def unsupported_cache(request: Any) -> str | None:
 def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
-    if isinstance(request, Request) and request.spec.precision is not None:
-        return "precision='fp8', which these kernels have not computed on a GPU in their present form"
-    if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
-        return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
     if not isinstance(request, Request):
         places = getattr(request, "cache_index", None)
         if places is None:
             return "new tokens alone, which wait for memory"
         if is_latent(request):
-            return "an MLA cache, with which these kernels have not been right on a GPU in their present form"
+            return None
         most = request.max_seqlen_q or q.shape[0] // max(places.batch, 1)  # unknown: the average
         return "few queries, which wait for memory" if most < MIN_PREFILL_QUERIES else None
     if q.dim() == 4 and q.shape[1] <= FEW_QUERIES and k.shape[1] >= MANY_KEYS:

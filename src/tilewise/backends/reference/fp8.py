@@ -27,8 +27,9 @@ def quantised(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     finite = parts.isfinite()
     largest = parts.abs().masked_fill(~finite, 0.0).amax((1, 3), keepdim=True)
     largest = largest.clamp_min(LEAST_MAXIMUM)
-    stored = (parts * (LARGEST_FP8 / largest)).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
-    return stored.to(torch.float8_e4m3fn), largest / LARGEST_FP8
+    top = torch.full_like(largest, LARGEST_FP8)  # torch multiplies by a reciprocal where one operand is a number
+    stored = (parts * (top / largest)).clamp(-LARGEST_FP8, LARGEST_FP8).masked_fill(~finite, torch.nan)
+    return stored.to(torch.float8_e4m3fn), largest / top
 
 
 def dequantised(x: Tensor, block: int) -> Tensor:

@@ -70,6 +70,6 @@ def fp8_forward_launches(
         named("(forward max logit)", clear_max_logit(max_logit))
         | dict(zip(names, quantised.launches, strict=True))
         | {"forward": first}
-        | named("(forward repair)", repairs(repair_forward_kernel, plain, target, EACH=True))
+        | named("(forward repair)", repairs(repair_forward_kernel, plain, target))
         | named("(forward clear)", cleared)
     )

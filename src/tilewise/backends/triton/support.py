@@ -69,12 +69,6 @@ def unsupported_latent(k: Tensor, v: Tensor) -> str | None:
 
 
 def declines(request: Any, gpu: Gpu | None) -> str | None:
-    if not isinstance(request, Request) and getattr(request, "spec", None) is not None and request.spec.max_logit:
-        return "return_max_logit with a KV cache, which these kernels have not computed on a GPU yet"
-    if getattr(request, "cache_index", None) is not None and hasattr(request, "v") and is_latent(request):
-        return "an MLA cache, with which these kernels have not been right on a GPU in their present form"
-    if isinstance(request, Request) and request.spec.precision is not None:
-        return "precision='fp8', which these kernels have not computed on a GPU yet"
     if gpu is not None and gpu.kind == "interpreter":
         return "the interpreter runs only when it is asked for by name"
     return None

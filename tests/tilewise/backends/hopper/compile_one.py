@@ -12,6 +12,7 @@ import sys
 import torch
 import triton
 
+import tilewise
 import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.forward import forward_kernel
@@ -26,11 +27,17 @@ from tilewise_lab.costs.compiled import compile_for
 SCORE = {"softcap": lambda heads: softcap(30.0), "alibi": lambda heads: alibi(torch.empty(heads))}
 
 
+@tilewise.mask_mod
+def one_hidden(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return kv_idx != 150
+
+
 def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
-    """A call with these terms; `names`, of softcap alibi document sinks bias lists dropout."""
+    """A call with these terms; `names`, of softcap alibi document hidden sinks bias lists dropout."""
     heads = request.q.shape[-2]
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
+    mask = bound([one_hidden()]) if "hidden" in names else mask
     spec = request.spec._replace(
         score_mod=score and score.key,
         score_numbers=score.numbers if score else (),
@@ -52,6 +59,19 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
         if "lists" in names
         else (),
     )
+
+
+def overwritten(ptx: str) -> list[str]:
+    """Lines of inline assembly that read a register which a line before has written as a result. `keep_column_range`
+    has many results, and without early-clobber constraints one of them may share the register of an operand."""
+    found = []
+    for block in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.DOTALL):
+        written: set[str] = set()
+        for bits, result, score in re.findall(r"and\.b32 t, (%\w+), .*?selp\.f32 (%\w+), (%\w+),", block):
+            if {bits, score} & written:
+                found.append(f"{bits} {score} {result}")
+            written.add(result)
+    return found
 
 
 def main(
@@ -108,6 +128,7 @@ def main(
                 "products": made.instructions["HGMMA" if precision is None else "QGMMA"],
                 "copies": made.instructions["UTMALDG"],
                 "waits": made.sass.count("WARPGROUP.DEPBAR"),
+                "overwritten": overwritten(made.asm["ptx"]),
                 "griddepcontrol": re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"]),
             }
         )

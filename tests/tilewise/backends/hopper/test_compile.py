@@ -38,6 +38,7 @@ CALLS = {
     "64 sinks": {"d": 64, "after": 0, "terms": "sinks"},
     "128 softcap": {"d": 128, "terms": "softcap"},
     "128 alibi": {"d": 128, "after": 0, "terms": "alibi"},
+    "64 one hidden key": {"d": 64, "after": 0, "terms": "hidden"},
     "128 document": {"d": 128, "terms": "document"},
     "64 document lists": {"d": 64, "terms": "document lists"},
     "128 document lists": {"d": 128, "terms": "document lists"},
@@ -105,6 +106,7 @@ def test_no_spills_and_nothing_serialised(name, triton):
     made = compiled(CALLS[name], triton)
     assert made["spills"] <= SPILLS.get(name, 0)
     assert made["warnings"] == []
+    assert made["overwritten"] == []
     assert made["copies"] > 0
     assert made["products"] > made["waits"] > 0
     assert made["shared"] <= 227 * 1024
