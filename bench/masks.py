@@ -38,6 +38,7 @@ MASKS = {
     "documents": (2, 8192, 16, 128),
     "prefix_lm": (2, 8192, 16, 128),
     "globals": (2, 8192, 16, 128),
+    "documents, even": (1, 65536, 16, 128),  # 64 of 1024 tokens, not causal
     "documents 64": (2, 8192, 32, 64),
     "documents 256": (2, 8192, 8, 256),
 }
@@ -68,6 +69,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, function: Any, mask: Any) -> Tensor:
 
 def masks(name: str, n: int) -> tuple[Any, Any, dict[str, Any], Tensor | None]:
     """tilewise's mod, FlexAttention's function, the band, and the offsets of documents."""
+    if name == "documents, even":
+        each = max(n // 64, 16)
+        cu = torch.arange(0, n + 1, each, device=DEVICE, dtype=torch.int32)
+        return mods.document(cu_seqlens=cu, tokens=n), lambda b, h, i, j: i // each == j // each, {}, cu
     if name.startswith("documents"):
         starts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[: DOCUMENTS - 1] + 1
         cu = torch.cat([torch.tensor([0]), starts.sort()[0], torch.tensor([n])]).to(DEVICE, torch.int32)
@@ -127,7 +132,7 @@ def prepare_mask(name: str) -> Callable[[], list[Row]]:
         longest = int(cu.diff().max())
         packed = partial(
             tilewise.attention_varlen, *flat, cu_seqlens_q=all_cu, cu_seqlens_k=all_cu,
-            max_seqlen_q=longest, max_seqlen_k=longest, causal=True,
+            max_seqlen_q=longest, max_seqlen_k=longest, **edges,
         )  # fmt: skip
         makes["packed"] = packed
     calls: dict[str, tuple[Call, Call]] = {}

@@ -90,7 +90,7 @@ SPILLS |= {
     "192 by 128 split, packed": 548,
     "128 dropout": 16,
     "128 dropout, packed": 32,
-    "128 dropout, ordered": 32,
+    "128 dropout, ordered": 76,
     "256 dropout": 8,
     "128 document lists, packed": 96,
     "128 lists, ordered": 104,

@@ -11,7 +11,7 @@ from tests.tilewise.mods.test_rows import product
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.hopper import support, tiles
 from tilewise.backends.registry import choose
-from tilewise.mods import block_diagonal, softcap
+from tilewise.mods import alibi, block_diagonal, softcap
 from tilewise.request import Request, Spec
 
 pytest.importorskip("triton")
@@ -152,14 +152,24 @@ def test_what_goes_to_the_portable_kernels():
         (call, "hopper"),
         (call._replace(sinks=torch.zeros(4)), "hopper"),
         (call._replace(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
-        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "hopper"),
+        (dropped(position_offsets=torch.zeros(2, 7, dtype=torch.int32)), "triton"),
+        (dropped(score_mod=softcap(30.0).key), "triton"),
+        (dropped(score_mod=alibi(torch.zeros(4)).key), "hopper"),
+        (dropped(q=torch.empty(2, 64, 4, 512, dtype=torch.bfloat16)), "triton"),
         (listed((128, 256, 1, 1)), "hopper"),
         (listed((128, 64, 1, 1)), "triton"),
         (listed((384, 128, 1, 1)), "triton"),
-        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "triton"),
+        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "hopper"),
         (listed((128, 128, 1, 1), q=torch.empty(2, 64, 4, 512, dtype=torch.bfloat16)), "triton"),
     ):
         assert choose(request, Gpu("cuda", 90)).backend.name == backend
+
+
+def dropped(score_mod: str | None = None, **others: Any) -> Request:
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    spec = Spec(0.1, dropout_p=0.1, score_mod=score_mod)
+    return Request(q, q, q, spec, seed=torch.zeros((), dtype=torch.int64))._replace(**others)
 
 
 def listed(block: tuple[int, ...], **others: Any) -> Request:
