@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from tests import features, features_budget
 from tilewise.backends.triton import TritonBackend
 
@@ -47,3 +48,24 @@ def test_within_budget(name: str, deterministic: bool, monkeypatch: pytest.Monke
     """The portable backward must not be asked."""
     monkeypatch.setattr(TritonBackend, "backward", None)
     assert not (wrong := judge(name, deterministic)), "\n".join(wrong)
+
+
+@tilewise.mask_mod
+def every_other_block(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+    return (q_idx // 128 + kv_idx // 128 + h) % 2 == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_heads_of_a_group_with_lists_of_their_own(d: int, deterministic: bool) -> None:
+    torch.manual_seed(0)
+    q, dout = (torch.randn(2, 700, 4, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, 700, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = tilewise.block_mask(every_other_block(), 700, 700, heads=4, device="cuda")
+    found = []
+    for backend in ("hopper", "triton"):
+        out = tilewise.attention(*leaves, mask_mod=mask, deterministic=deterministic, backend=backend)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
