@@ -46,11 +46,11 @@ import tilewise
 from tilewise_lab.costs.cost import Call, naive_steps, traffic
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import measured, picture, say, show
-from tilewise_lab.machine import budget
 
 
 def attention(q, k, v):
-    s = q @ k.T / math.sqrt(q.shape[-1])  # (N, N): every question with every label
+    # (N, N): every question with every label
+    s = q @ k.T / math.sqrt(q.shape[-1])
     p = torch.softmax(s, -1)  # (N, N): each row is a distribution
     return s, p, p @ v  # (N, D): the answers, mixed
 
@@ -60,12 +60,24 @@ q, k, v = (torch.randn(8, 4) for _ in range(3))
 s, p, o = attention(q, k, v)
 show(
     say(["matrix", "shape"], ["矩阵", "形状"]),
-    [["Q", tuple(q.shape)], ["S", tuple(s.shape)], ["P", tuple(p.shape)], ["O", tuple(o.shape)]],
+    [
+        ["Q", tuple(q.shape)],
+        ["S", tuple(s.shape)],
+        ["P", tuple(p.shape)],
+        ["O", tuple(o.shape)],
+    ],
 )
+
+# %% tags=["check"]
 assert s.shape == p.shape == (8, 8)
 assert o.shape == q.shape
-assert torch.allclose(p.sum(-1), torch.ones(8))  # softmax works row by row: each row of P is a distribution
-assert torch.allclose(o, tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0], atol=1e-6)
+# softmax works row by row: each row of P is a distribution
+assert torch.allclose(p.sum(-1), torch.ones(8))
+assert torch.allclose(
+    o,
+    tilewise.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0],
+    atol=1e-6,
+)
 
 # %% [markdown]
 # ## Many heads, and the part that matters
@@ -96,19 +108,25 @@ class MultiHeadAttention(torch.nn.Module):
         self.out = torch.nn.Linear(width, width)
 
     def forward(self, x):  # (B, N, width)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # each (B, N, H, d)
+        # each (B, N, H, d)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return self.out(tilewise.attention(q, k, v).flatten(2))
 
 
 theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
 ours = MultiHeadAttention(32, 4)
-ours.qkv.weight.data, ours.qkv.bias.data = theirs.in_proj_weight.data, theirs.in_proj_bias.data
+ours.qkv.weight.data, ours.qkv.bias.data = (
+    theirs.in_proj_weight.data,
+    theirs.in_proj_bias.data,
+)
 ours.out = theirs.out_proj
 x = torch.randn(2, 10, 32)
 x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
 a, (b, _) = ours(x_ours), theirs(x_theirs, x_theirs, x_theirs)
 a.sum().backward()
 b.sum().backward()
+
+# %% tags=["check"]
 assert torch.allclose(a, b, atol=1e-5)
 assert torch.allclose(x_ours.grad, x_theirs.grad, atol=1e-4)
 
@@ -135,21 +153,38 @@ for n in (512, 2048, 8192, 32768):
     )
 show(
     say(
-        ["N", "projections (GFLOP)", "attention (GFLOP)", "attention's share"],
+        [
+            "N",
+            "projections (GFLOP)",
+            "attention (GFLOP)",
+            "attention's share",
+        ],
         ["N", "投影 (GFLOP)", "注意力 (GFLOP)", "注意力的占比"],
     ),
     rows,
 )
 half = Call(1, 2 * width, 2 * width, 16, 16, 128, 128).flops()
-assert half == 8 * (2 * width) * width**2
 
 layer = measured("layer")
 if layer:
     show(
-        say(["N", "projections (ms)", "attention (ms)"], ["N", "投影 (ms)", "注意力 (ms)"]),
-        [[n, f"{t['projections_ms']:.2f}", f"{t['attention_ms']:.2f}"] for n, t in layer.items() if n.isdigit()],
-        say(f"one layer on an {layer['device']}", f"一层在 {layer['device']} 上"),
+        say(
+            ["N", "projections (ms)", "attention (ms)"],
+            ["N", "投影 (ms)", "注意力 (ms)"],
+        ),
+        [
+            [n, f"{t['projections_ms']:.2f}", f"{t['attention_ms']:.2f}"]
+            for n, t in layer.items()
+            if n.isdigit()
+        ],
+        say(
+            f"one layer on an {layer['device']}",
+            f"一层在 {layer['device']} 上",
+        ),
     )
+
+# %% tags=["check"]
+assert half == 8 * (2 * width) * width**2
 
 # %% [markdown]
 # ## The bill for memory
@@ -165,26 +200,47 @@ if layer:
 # 这里要紧的是 GPU 的两种存储。**HBM**（显存）就是包装盒上写的那个：80 GB，但离得远。**共享内存**紧挨着运算单元：每个处理器分到的容量小得多，速度却快一个数量级。教科书式的实现每一步启动一个 kernel，每个 kernel 都从 HBM 读入、再写回 HBM。4096 个 token 时，光 $P$ 就有 1680 万个元素，float32 下 64 MiB，而且是*每个头*这么多，还要来回读写好几遍。
 
 # %%
-assert budget.weights(4096) == (16_777_216, 64 * 2**20)
-gpt2 = Call(batch=64, n_q=1024, n_k=1024, heads=16, kv_heads=16, d=64, dv=64, dtype="float16")
+gpt2 = Call(
+    batch=64,
+    n_q=1024,
+    n_k=1024,
+    heads=16,
+    kv_heads=16,
+    d=64,
+    dv=64,
+    dtype="float16",
+)
+rows = []
+for step in naive_steps(backward=True):
+    moved = step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))
+    rows.append([step.name, step.passes, f"{moved / 1e9:.1f}"])
 show(
-    say(["step", "passes over (N, N)", "GB"], ["步骤", "遍历 (N, N) 的次数", "GB"]),
-    [
-        [step.name, step.passes, f"{(step.passes * gpt2.score_bytes + sum(map(gpt2.rows, step.rows))) / 1e9:.1f}"]
-        for step in naive_steps(backward=True)
-    ],
     say(
-        "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook moves, forward and backward",
-        "GPT-2 medium，64 条 1024 token 的序列：教科书式实现在前向和反向中搬运多少",
+        ["step", "passes over (N, N)", "GB"],
+        ["步骤", "遍历 (N, N) 的次数", "GB"],
+    ),
+    rows,
+    say(
+        "GPT-2 medium, 64 sequences of 1024 tokens: what the textbook "
+        "moves, forward and backward",
+        "GPT-2 medium，64 条 1024 token 的序列："
+        "教科书式实现在前向和反向中搬运多少",
     ),
 )
 bill = traffic(gpt2, backward=True)
 print(
     say(
-        f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the chip: {bill.least / 1e9:.1f} GB",
-        f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片：{bill.least / 1e9:.1f} GB",
+        f"naive {bill.naive / 1e9:.1f} GB; if the scores never left the "
+        f"chip: {bill.least / 1e9:.1f} GB",
+        f"朴素实现 {bill.naive / 1e9:.1f} GB；如果分数从不离开芯片："
+        f"{bill.least / 1e9:.1f} GB",
     )
 )
+
+# %% tags=["check"]
+from tilewise_lab.machine import budget
+
+assert budget.weights(4096) == (16_777_216, 64 * 2**20)
 assert bill.naive > 15 * bill.least
 
 # %% [markdown]
@@ -202,38 +258,78 @@ assert bill.naive > 15 * bill.least
 
 # %%
 call = Call(4, 4096, 4096, 16, 16, 64, 64)
-points = {"naive": call.flops() / traffic(call).naive, "tiled": call.flops() / traffic(call).tiled}
+points = {
+    "naive": call.flops() / traffic(call).naive,
+    "tiled": call.flops() / traffic(call).tiled,
+}
 for name in ("A100", "H100", "H200"):
     ridge = device(name).ridge("bfloat16")
     print(
         say(
-            f"{name}: ridge at {ridge:.0f} FLOP/byte; naive {points['naive']:.0f}, tiled {points['tiled']:.0f}",
-            f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 {points['naive']:.0f}，分块 {points['tiled']:.0f}",
+            f"{name}: ridge at {ridge:.0f} FLOP/byte; naive "
+            f"{points['naive']:.0f}, tiled {points['tiled']:.0f}",
+            f"{name}：屋脊在 {ridge:.0f} FLOP/字节；朴素 "
+            f"{points['naive']:.0f}，分块 {points['tiled']:.0f}",
         )
     )
-    assert points["naive"] < ridge < points["tiled"]
 
 roofs = measured("roofs")
 
 
+# %% tags=["figure"]
 def draw(axes):
     from tilewise_lab.costs.roofline import attainable, curve
 
     h200 = device("H200")
     line = curve(h200, "bfloat16")
-    axes.loglog([x for x, _ in line], [y / 1e12 for _, y in line], color="black", label="H200, by its data sheet")
+    axes.loglog(
+        [x for x, _ in line],
+        [y / 1e12 for _, y in line],
+        color="black",
+        label="H200, by its data sheet",
+    )
     if roofs:
         peak, slope = roofs["tflops"], roofs["gbps"] / 1e3
         axes.loglog(
-            [x for x, _ in line], [min(peak, x * slope) for x, _ in line], ":", color="gray", label="as measured"
+            [x for x, _ in line],
+            [min(peak, x * slope) for x, _ in line],
+            ":",
+            color="gray",
+            label="as measured",
         )
     for name, x in points.items():
-        axes.plot(x, attainable(x, h200, "bfloat16") / 1e12, "o", markersize=9, label=f"{name}: {x:.0f} FLOP/byte")
-    axes.set(xlabel="FLOPs per byte of HBM traffic", ylabel="TFLOP/s at most", title="Attention under the roofline")
+        axes.plot(
+            x,
+            attainable(x, h200, "bfloat16") / 1e12,
+            "o",
+            markersize=9,
+            label=f"{name}: {x:.0f} FLOP/byte",
+        )
+    axes.set(
+        xlabel="FLOPs per byte of HBM traffic",
+        ylabel="TFLOP/s at most",
+        title="Attention under the roofline",
+    )
     axes.legend()
 
 
-picture("01_roofline", draw)
+picture(
+    "01_roofline",
+    draw,
+    alt=say(
+        "Attainable TFLOP/s over FLOPs per byte on an H200, on two "
+        "logarithmic axes: the naive forward lies on the slope, "
+        "limited by memory, the tiled one on the flat roof, limited "
+        "by arithmetic.",
+        "H200 的 roofline（双对数坐标）：横轴是每字节的 FLOP，纵轴是"
+        "可达的 TFLOP/s。朴素前向落在斜坡上，受内存限制；分块的前向落"
+        "在平顶上，受计算限制。",
+    ),
+)
+
+# %% tags=["check"]
+for name in ("A100", "H100", "H200"):
+    assert points["naive"] < device(name).ridge("bfloat16") < points["tiled"]
 
 # %% [markdown]
 # ## The obstacle
@@ -251,21 +347,25 @@ picture("01_roofline", draw)
 half_a_row = torch.softmax(s[:, :4], -1)
 print(
     say(
-        "largest difference between weights from half a row and from all of it:",
+        "largest difference between weights from half a row and from all "
+        "of it:",
         "只用半行与用整行算出的权重，最大相差：",
     ),
     f"{(half_a_row - p[:, :4]).abs().max():.2f}",
 )
+
+# %% tags=["check"]
 assert (half_a_row - p[:, :4]).abs().max() > 0.1
 assert math.isclose(float(p[0, :4].sum() + p[0, 4:].sum()), 1.0, rel_tol=1e-5)
 
 # %% [markdown]
 # The next lessons take softmax apart until it can be computed block by block, exactly.
 #
-# **Exercise.** Write `intensity(n, d, itemsize)`: FLOPs per byte of one head's naive forward, from scratch. Count the
-# two products (2 FLOPs per multiply-add) and every matrix that each of the three kernels reads or writes.
+# **Exercises.** Three, of rising difficulty: write `attention(q, k, v)` in two lines; `intensity(n, d, itemsize)`, the
+# FLOPs per byte of the naive forward; and `seconds(n, d, itemsize, peak, rate)`, its time by the roofline, kernel by
+# kernel. Get them with `tilewise learn 1 --exercise`.
 
 # %% [markdown] lang="zh"
 # 接下来的几课把 softmax 拆开，直到它可以一块一块地、精确地算出来。
 #
-# **练习。** 从零写出 `intensity(n, d, itemsize)`：单个头的朴素前向的算术强度（FLOP/字节）。数清两个矩阵乘法（一次乘加算 2 FLOP），以及三个 kernel 各自读写的每个矩阵。
+# **练习。** 三道，由易到难：用两行写出 `attention(q, k, v)`；写出 `intensity(n, d, itemsize)`，即朴素前向每字节的 FLOP；再写出 `seconds(n, d, itemsize, peak, rate)`，用 roofline 逐个 kernel 算出它的时间。用 `tilewise learn 1 --exercise` 取得它们。

@@ -23,9 +23,7 @@ import math
 
 import torch
 
-from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say, show
-from tilewise_lab.trace.softmax import loads
 
 
 def naive(x):
@@ -41,16 +39,22 @@ def safe(x):
         m = torch.maximum(m, x[..., i])  # first pass: the maximum
     for i in range(n):
         l = l + torch.exp(x[..., i] - m)  # second pass: the denominator
-    return torch.stack([torch.exp(x[..., i] - m) / l for i in range(n)], -1)  # third pass: the weights
+    # third pass: the weights
+    return torch.stack([torch.exp(x[..., i] - m) / l for i in range(n)], -1)
 
 
 x = torch.tensor([3.0, 2.0, 5.0, 1.0])
 p = naive(x)
 print(p)
+
+# %% tags=["check"]
+from tilewise_lab.derivation import softmax as reference
+
 assert bool((p > 0).all())
 assert bool((p <= 1).all())
 assert math.isclose(float(p.sum()), 1.0, rel_tol=1e-6)
-assert torch.equal(safe(x), reference.safe(x))  # the library's reference, against which its kernels are tested
+# the library's reference, against which its kernels are tested
+assert torch.equal(safe(x), reference.safe(x))
 
 # %% [markdown]
 # ## Where it breaks
@@ -68,9 +72,23 @@ for dtype in (torch.float32, torch.float16):
     limit = math.log(torch.finfo(dtype).max)
     for value in (limit - 0.1, limit + 0.1, 100.0):
         y = torch.tensor([1.0, value], dtype=dtype)
-        rows.append([str(dtype)[6:], f"{value:.2f}", naive(y).tolist()[1], round(safe(y).tolist()[1], 4)])
-show(say(["dtype", "x", "naive", "safe"], ["dtype", "x", "朴素", "安全"]), rows)
-assert [round(math.log(torch.finfo(t).max), 2) for t in (torch.float32, torch.float16)] == [88.72, 11.09]
+        rows.append(
+            [
+                str(dtype)[6:],
+                f"{value:.2f}",
+                naive(y).tolist()[1],
+                round(safe(y).tolist()[1], 4),
+            ]
+        )
+show(
+    say(["dtype", "x", "naive", "safe"], ["dtype", "x", "朴素", "安全"]), rows
+)
+
+# %% tags=["check"]
+assert [
+    round(math.log(torch.finfo(t).max), 2)
+    for t in (torch.float32, torch.float16)
+] == [88.72, 11.09]
 assert naive(torch.tensor([1.0, 100.0])).isnan().any()
 assert safe(torch.tensor([1.0, 100.0])).isfinite().all()
 
@@ -106,25 +124,48 @@ def shifted(k):
 
 
 errors = [float((shifted(k) - exact).abs().max()) for k in ks]
-assert float((shifted(x.max()) - exact).abs().max()) < 1e-7
 e = torch.exp(x - x.max())
-assert bool(((e > 0) & (e <= 1)).all())
-assert float(e.max()) == 1.0
-for k in (-30.0, 7.0, 30.0):  # in float64 there is room for any of these shifts
-    y = torch.exp(x.double() - k)
-    assert torch.allclose(y / y.sum(), exact, rtol=1e-12)
 
 
+# %% tags=["figure"]
 def draw(axes):
-    axes.semilogy(ks, [max(err, 1e-9) if err == err else 1.0 for err in errors], ".")
+    axes.semilogy(
+        ks, [max(err, 1e-9) if err == err else 1.0 for err in errors], "."
+    )
     axes.axvline(float(x.max()), color="green", label="k = max x")
     axes.set(
-        xlabel="k", ylabel="error in float32 (1 = not a number)", title="Any shift is right, until the numbers run out"
+        xlabel="k",
+        ylabel="error in float32 (1 = not a number)",
+        title="Any shift is right, until the numbers run out",
     )
     axes.legend()
 
 
-picture("02_shift", draw)
+picture(
+    "02_shift",
+    draw,
+    alt=say(
+        "Error of softmax in float32 over the shift k: small in a "
+        "wide range around the maximum, where a green line stands, "
+        "and 1, for not a number, where exp overflows or every exp "
+        "underflows.",
+        "float32 下 softmax 的误差随平移量 k 的变化：绿线标出最大值，"
+        "在它周围很宽的范围内误差都很小；exp 上溢或全部下溢时误差记为 "
+        "1，即不是数。",
+    ),
+)
+
+# %% tags=["check"]
+for k in (
+    -30.0,
+    7.0,
+    30.0,
+):  # in float64 there is room for any of these shifts
+    y = torch.exp(x.double() - k)
+    assert torch.allclose(y / y.sum(), exact, rtol=1e-12)
+assert float((shifted(x.max()) - exact).abs().max()) < 1e-7
+assert bool(((e > 0) & (e <= 1)).all())
+assert float(e.max()) == 1.0
 
 # %% [markdown]
 # ## Three passes
@@ -147,13 +188,24 @@ picture("02_shift", draw)
 # 第二个循环需要第一个循环得到的 $m$，第三个需要第二个的 $l$：顺序不能换。每个循环的时间是 $O(N)$，每个元素读一次：访存*次数*是 $O(N)$（额外的存储只有两个数）。加起来每个元素要读三遍。下面的 `loads` 盯着我们自己写的 `safe` 来数。
 
 # %%
-assert loads(safe, torch.randn(100)) == 3
 y = safe(x)
 print(y)
-assert torch.allclose(y, torch.tensor([0.112457, 0.041371, 0.830953, 0.015219]), atol=1e-6)
 m, l = x.double().max(), torch.exp(x.double() - x.max()).sum()
-print(f"m = {m:.0f}, l = e⁻² + e⁻³ + e⁰ + e⁻⁴ = {l:.6f}, m + log l = {m + l.log():.6f}")
-assert math.isclose(l, math.exp(-2) + math.exp(-3) + 1 + math.exp(-4), rel_tol=1e-6)
+print(
+    f"m = {m:.0f}, l = e⁻² + e⁻³ + e⁰ + e⁻⁴ = {l:.6f}, m + log l = "
+    f"{m + l.log():.6f}"
+)
+
+# %% tags=["check"]
+from tilewise_lab.trace.softmax import loads
+
+assert loads(safe, torch.randn(100)) == 3
+assert torch.allclose(
+    y, torch.tensor([0.112457, 0.041371, 0.830953, 0.015219]), atol=1e-6
+)
+assert math.isclose(
+    l, math.exp(-2) + math.exp(-3) + 1 + math.exp(-4), rel_tol=1e-6
+)
 assert round(float(l), 6) == 1.203438
 assert round(float(m + l.log()), 6) == 5.185182
 
@@ -171,10 +223,13 @@ for x_i in x:
     l_early = l_early + torch.exp(x_i - m)
 print(
     say(
-        f"with the maximum of the moment: l = {l_early:.6f} instead of {l:.6f}",
+        f"with the maximum of the moment: l = {l_early:.6f} instead of "
+        f"{l:.6f}",
         f"用当时的最大值：l = {l_early:.6f}，而不是 {l:.6f}",
     )
 )
+
+# %% tags=["check"]
 assert not math.isclose(l_early, float(l), rel_tol=0.1)
 
 # %% [markdown]
@@ -189,12 +244,15 @@ assert not math.isclose(l_early, float(l), rel_tol=0.1)
 
 # %%
 matrix = torch.randn(5, 7)
+
+# %% tags=["check"]
 assert torch.allclose(safe(matrix), torch.softmax(matrix, -1), atol=1e-6)
 assert torch.equal(safe(matrix)[2], safe(matrix[2]))
 
 # %% [markdown]
-# **Exercise.** Write `log_softmax(x)`, the logarithm of softmax, so that it survives $x = [0, -1000]$: the softmax of
-# the second element is 0 in any float, but its logarithm is $-1000$.
+# **Exercises.** Three, of rising difficulty: write `softmax(x)`, safe for $x = [1000, 0]$; `log_softmax(x)`, so that
+# it survives $x = [0, -1000]$: the softmax of the second element is 0 in any float, but its logarithm is $-1000$; and
+# `masked_softmax(x, seen)`, in which a row may see nothing at all. Get them with `tilewise learn 2 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `log_softmax(x)`，即 softmax 的对数，要经得起 $x = [0, -1000]$ 的考验：第二个元素的 softmax 在任何浮点格式里都是 0，但它的对数是 $-1000$。
+# **练习。** 三道，由易到难：写出 `softmax(x)`，$x = [1000, 0]$ 时也安全；写出 `log_softmax(x)`，要经得起 $x = [0, -1000]$ 的考验：第二个元素的 softmax 在任何浮点格式里都是 0，但它的对数是 $-1000$；再写出 `masked_softmax(x, seen)`，其中一行可能一个元素也看不到。用 `tilewise learn 2 --exercise` 取得它们。

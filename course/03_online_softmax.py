@@ -22,7 +22,6 @@ from torch import Tensor
 
 from tilewise.merge import union
 from tilewise_lab import trace
-from tilewise_lab.derivation import softmax as reference
 from tilewise_lab.learn import picture, say
 from tilewise_lab.trace.command import show_softmax
 
@@ -33,7 +32,8 @@ class State(NamedTuple):
 
 
 def correction(old, new):
-    """exp(old - new), and 0 where nothing has been seen yet (-inf - (-inf) would be no number)."""
+    """exp(old - new), and 0 where nothing has been seen yet (-inf - (-inf)
+    would be no number)."""
     return torch.exp(old - new.masked_fill(new == -torch.inf, 0.0))
 
 
@@ -53,11 +53,14 @@ def online_states(x):
 
 
 x = [3, 2, 5, 1]
-told = trace.softmax(x)  # the same steps, as the library's tracer records them
+# the same steps, as the library's tracer records them
+told = trace.softmax(x)
 show_softmax(told)
-assert [float(l) for _, l in online_states(torch.tensor(x, dtype=torch.float64))] == [
-    step["l"] for step in told["right"]["steps"]
-]
+
+# %% tags=["check"]
+assert [
+    float(l) for _, l in online_states(torch.tensor(x, dtype=torch.float64))
+] == [step["l"] for step in told["right"]["steps"]]
 
 # %% [markdown]
 # Look at element 3. Until then the maximum was 3, and $l_2 = e^{3-3} + e^{2-3}$ was right for it. Now 5 arrives.
@@ -78,19 +81,21 @@ assert [float(l) for _, l in online_states(torch.tensor(x, dtype=torch.float64))
 
 # %%
 right, wrong = told["right"]["steps"], told["wrong"]["steps"]
-assert [step["m"] for step in right] == [3, 3, 5, 5]
-assert [round(step["factor"], 6) for step in right] == [0, 1, round(math.exp(-2), 6), 1]
-assert round(wrong[2]["l"], 6) == 2.367879
-assert round(right[2]["l"], 6) == 1.185122
-assert round(right[3]["l"], 6) == 1.203438
-assert [step["ok"] for step in wrong] == [True, True, False, False]
-assert told["loads"] == {"safe": 3, "online": 2}  # one pass for (m, l), one for the outputs
 
 
+# %% tags=["figure"]
 def draw(axes):
     for name, color in (("right", "green"), ("wrong", "red")):
-        axes.plot(range(1, 5), [step["l"] for step in told[name]["steps"]], "o-", color=color, label=name)
-    exact = [sum(math.exp(v - max(x[:n])) for v in x[:n]) for n in range(1, 5)]
+        axes.plot(
+            range(1, 5),
+            [step["l"] for step in told[name]["steps"]],
+            "o-",
+            color=color,
+            label=name,
+        )
+    exact = [
+        sum(math.exp(v - max(x[:n])) for v in x[:n]) for n in range(1, 5)
+    ]
     axes.plot(range(1, 5), exact, "k_", markersize=18, label="exact")
     axes.set(
         xticks=range(1, 5),
@@ -101,7 +106,32 @@ def draw(axes):
     axes.legend()
 
 
-picture("03_online", draw)
+picture(
+    "03_online",
+    draw,
+    alt=say(
+        "The denominator after each of the numbers 3, 2, 5, 1: with "
+        "the correction it equals the exact one at every step, "
+        "without it the line leaves at the third number.",
+        "依次读入 3、2、5、1 之后的分母：有修正时每一步都等于精确值；"
+        "没有修正时从第三个数起偏离。",
+    ),
+)
+
+# %% tags=["check"]
+assert [step["m"] for step in right] == [3, 3, 5, 5]
+assert [round(step["factor"], 6) for step in right] == [
+    0,
+    1,
+    round(math.exp(-2), 6),
+    1,
+]
+assert round(wrong[2]["l"], 6) == 2.367879
+assert round(right[2]["l"], 6) == 1.185122
+assert round(right[3]["l"], 6) == 1.203438
+assert [step["ok"] for step in wrong] == [True, True, False, False]
+# one pass for (m, l), one for the outputs
+assert told["loads"] == {"safe": 3, "online": 2}
 
 # %% [markdown]
 # ## The proof, and its execution
@@ -134,20 +164,35 @@ try:
     import sympy
 
     x_j, m_n, m_next = sympy.symbols("x_j m_n m_next", real=True)
-    assert sympy.simplify(sympy.exp(x_j - m_n) * sympy.exp(m_n - m_next) - sympy.exp(x_j - m_next)) == 0
-    print("e^(x - m_n) · e^(m_n - m_{n+1}) = e^(x - m_{n+1}):", say("sympy agrees", "sympy 同意"))
+    corrected = sympy.exp(x_j - m_n) * sympy.exp(m_n - m_next)
+    difference = sympy.simplify(corrected - sympy.exp(x_j - m_next))
+    print("e^(x - m_n) · e^(m_n - m_{n+1}) - e^(x - m_{n+1}) =", difference)
 except ModuleNotFoundError:
     print(
-        say("(sympy is not installed: take the exponents' sum on trust)", "（没有安装 sympy：指数相加这一步请先相信）")
+        say(
+            "(sympy is not installed: take the exponents' sum on trust)",
+            "（没有安装 sympy：指数相加这一步请先相信）",
+        )
     )
 
 random.seed(0)
+print(
+    say(
+        "invariant held after every prefix of 300 vectors",
+        "300 个向量的每一个前缀之后，不变式都成立",
+    )
+)
+
+# %% tags=["check"]
 for _ in range(300):
-    y = torch.tensor([random.uniform(-50, 50) for _ in range(random.randint(1, 8))], dtype=torch.float64)
+    y = torch.tensor(
+        [random.uniform(-50, 50) for _ in range(random.randint(1, 8))],
+        dtype=torch.float64,
+    )
     for n, (m, l) in enumerate(online_states(y), 1):
         assert m == y[:n].max()
         assert torch.isclose(l, torch.exp(y[:n] - m).sum(), rtol=1e-12)
-print(say("invariant held after every prefix of 300 vectors", "300 个向量的每一个前缀之后，不变式都成立"))
+
 
 # %% [markdown]
 # ## What was really proved
@@ -178,10 +223,24 @@ for order in itertools.permutations(states):
     a, b, c, d, e, f = order
     pairs = merge(merge(merge(a, b), merge(c, d)), merge(e, f))
     results.add((round(float(pairs.m), 12), round(float(pairs.l), 12)))
-print(say(f"720 orders, {len(results)} result:", f"720 种顺序，{len(results)} 个结果："), results.pop())
-assert not results
+print(
+    say(
+        f"720 orders, {len(results)} result:",
+        f"720 种顺序，{len(results)} 个结果：",
+    ),
+    results.pop(),
+)
 nothing = State(y.new_tensor(-torch.inf), y.new_tensor(0.0))
-assert merge(nothing, states[0]) == states[0] == reference.merge(nothing, states[0])
+
+# %% tags=["check"]
+from tilewise_lab.derivation import softmax as reference
+
+assert not results
+assert (
+    merge(nothing, states[0])
+    == states[0]
+    == reference.merge(nothing, states[0])
+)
 
 # %% [markdown]
 # A state that has seen nothing is $(-\infty, 0)$, and merging two of those meets $-\infty - (-\infty)$, which is no
@@ -193,11 +252,15 @@ assert merge(nothing, states[0]) == states[0] == reference.merge(nothing, states
 
 # %%
 empty = merge(nothing, nothing)
-assert (float(empty.m), float(empty.l)) == (-math.inf, 0.0)
 masked = torch.tensor([-math.inf, 1.0, -math.inf, 2.0])
 *_, (m, l) = online_states(masked)
 weights = torch.exp(masked - m) / l  # the second pass
-assert torch.allclose(weights[[1, 3]], torch.softmax(torch.tensor([1.0, 2.0]), -1))
+
+# %% tags=["check"]
+assert (float(empty.m), float(empty.l)) == (-math.inf, 0.0)
+assert torch.allclose(
+    weights[[1, 3]], torch.softmax(torch.tensor([1.0, 2.0]), -1)
+)
 assert not weights[[0, 2]].any()
 
 # %% [markdown]
@@ -207,20 +270,28 @@ assert not weights[[0, 2]].any()
 # `tilewise.merge` 是同一个事实在输出上的样子：一些键的 $(O, L)$ 与另一些键的 $(O, L)$ 合起来，就是全部键的 $(O, L)$。
 
 # %%
-s, v = torch.randn(3, 10, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64)
+s, v = (
+    torch.randn(3, 10, dtype=torch.float64),
+    torch.randn(10, 4, dtype=torch.float64),
+)
 
 
 def part(columns):
-    return torch.softmax(s[:, columns], -1) @ v[columns], s[:, columns].logsumexp(-1)
+    return torch.softmax(s[:, columns], -1) @ v[columns], s[
+        :, columns
+    ].logsumexp(-1)
 
 
 o, lse = union(part(slice(0, 3)), part(slice(3, 10)))
+
+# %% tags=["check"]
 assert torch.allclose(o, torch.softmax(s, -1) @ v)
 assert torch.allclose(lse, s.logsumexp(-1))
 
 # %% [markdown]
-# **Exercise.** Write `merge(a, b)` for states $(m, l)$ yourself, on plain Python floats, so that it is right for two
-# empty states too. Then `denominator(xs)` by folding it over a list in *any* order you like.
+# **Exercises.** Three, of rising difficulty: write `merge(a, b)` for states $(m, l)$, on plain Python floats, so that
+# it is right for two empty states too; `denominator(xs)` of numbers that can be read once; and `weighted_mean(pairs)`,
+# which is attention of one query in one pass. Get them with `tilewise learn 3 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 自己为状态 $(m, l)$ 写出 `merge(a, b)`，用普通的 Python 浮点数，两个空状态也要算对。然后用它把一个列表按*任意*顺序折叠起来，写出 `denominator(xs)`。
+# **练习。** 三道，由易到难：为状态 $(m, l)$ 写出 `merge(a, b)`，用普通的 Python 浮点数，两个空状态也要算对；写出 `denominator(xs)`，这些数只能读一遍；再写出 `weighted_mean(pairs)`，即一个查询的注意力，只扫一遍。用 `tilewise learn 3 --exercise` 取得它们。

@@ -27,7 +27,8 @@ def scores(q, k):
     return q @ k.T / math.sqrt(q.shape[-1])
 
 
-exact = torch.softmax(scores(q, k), -1) @ v  # what every other way is measured against
+# what every other way is measured against
+exact = torch.softmax(scores(q, k), -1) @ v
 
 # %% [markdown]
 # ## softmax without its division
@@ -59,8 +60,13 @@ def softmax_star(s):
 
 a, b, c, d = 2.0, 1.0, 0.0, 3.0
 star = softmax_star(torch.tensor([[a, b], [c, d]], dtype=torch.float64))
-by_hand = [[math.exp(a - a), math.exp(b - a)], [math.exp(c - d), math.exp(d - d)]]
+by_hand = [
+    [math.exp(a - a), math.exp(b - a)],
+    [math.exp(c - d), math.exp(d - d)],
+]
 print(star)
+
+# %% tags=["check"]
 assert torch.allclose(star, torch.tensor(by_hand, dtype=torch.float64))
 
 # %% [markdown]
@@ -81,19 +87,26 @@ def wrong_local_softmax(q, k, v, rows, columns):
         o_i = 0
         for k_j, v_j in zip(k.split(columns), v.split(columns), strict=True):
             p = softmax_star(scores(q_i, k_j))
-            o_i = o_i + (p / p.sum(-1, keepdim=True)) @ v_j  # each block by its own sum: WRONG
+            # each block by its own sum: WRONG
+            o_i = o_i + (p / p.sum(-1, keepdim=True)) @ v_j
         o.append(o_i)
     return torch.cat(o)
 
 
 wrong = wrong_local_softmax(q, k, v, rows=2, columns=2)
-weight = wrong_local_softmax(q, k, torch.ones(8, 1, dtype=torch.float64), rows=2, columns=2)
+weight = wrong_local_softmax(
+    q, k, torch.ones(8, 1, dtype=torch.float64), rows=2, columns=2
+)
 print(
     say(
-        f"weights of a row add up to {weight.mean():.4f}; largest error of the output {(wrong - exact).abs().max():.2f}",
-        f"一行的权重加起来是 {weight.mean():.4f}；输出的最大误差 {(wrong - exact).abs().max():.2f}",
+        f"weights of a row add up to {weight.mean():.4f}; largest error of "
+        f"the output {(wrong - exact).abs().max():.2f}",
+        f"一行的权重加起来是 {weight.mean():.4f}；输出的最大误差 "
+        f"{(wrong - exact).abs().max():.2f}",
     )
 )
+
+# %% tags=["check"]
 assert torch.allclose(weight, torch.full((8, 1), 4.0, dtype=torch.float64))
 assert (wrong - exact).abs().max() > 1
 
@@ -109,7 +122,7 @@ assert (wrong - exact).abs().max() > 1
 # numerator too. $\mathrm{diag}(\alpha) O$ scales each row by its own number; its inverse divides.
 #
 # This is the whole algorithm. Read it line by line beside the formulas, and change it: leave out an $\alpha$, and the
-# assertions below tell you.
+# checks below fail.
 
 # %% [markdown] lang="zh"
 # ## 正确的做法
@@ -120,7 +133,7 @@ assert (wrong - exact).abs().max() > 1
 #
 # 最后一块之后，$O \leftarrow \mathrm{diag}(l)^{-1} O$。修正因子 $\alpha$ 就是第 3 课的那个，只是现在也用到分子上。$\mathrm{diag}(\alpha) O$ 让每一行乘上自己的数；取逆就是除。
 #
-# 这就是整个算法。请对照公式逐行阅读，也请动手改：漏掉一个 $\alpha$，下面的断言就会告诉你。
+# 这就是整个算法。请对照公式逐行阅读，也请动手改：漏掉一个 $\alpha$，下面的检查就会失败。
 
 
 # %%
@@ -149,25 +162,23 @@ def tiled_attention(q, k, v, rows, columns):
     return torch.cat(out)
 
 
-assert torch.allclose(tiled_attention(q, k, v, rows=2, columns=2), exact)
-assert torch.allclose(tiled_attention(q, k, v, rows=3, columns=5), rung.fa2(q, k, v, rows=4, columns=2)[0])
-
-x, o = torch.rand(2, dtype=torch.float64) + 0.5, torch.randn(2, 4, dtype=torch.float64)
-assert torch.allclose(torch.diag(x) @ o, x[:, None] * o)
-assert torch.allclose(torch.linalg.inv(torch.diag(x)), torch.diag(1 / x))
-
 state = nothing(q[:2], v)
-assert state[0].tolist() == [-math.inf] * 2
-assert state[1].tolist() == [0, 0]
-assert state[2].abs().sum() == 0
-
-rows = []
+rows, apart = [], []
 for j in range(1, 5):
-    state = m, l, o = step(state, q[:2], k[2 * j - 2 : 2 * j], v[2 * j - 2 : 2 * j])
+    state = m, l, o = step(
+        state, q[:2], k[2 * j - 2 : 2 * j], v[2 * j - 2 : 2 * j]
+    )
     seen = rung.naive(q[:2], k[: 2 * j], v[: 2 * j])
     so_far = o / l[:, None]
-    assert torch.allclose(so_far, seen)  # the invariant: O / l is attention over the keys seen so far
-    rows.append([j, *(f"{value:.3f}" for value in (*m, *l)), f"{(so_far - exact[:2]).abs().max():.3f}"])
+    # O / l is attention over the keys seen so far
+    apart.append((so_far - seen).abs().max())
+    rows.append(
+        [
+            j,
+            *(f"{value:.3f}" for value in (*m, *l)),
+            f"{(so_far - exact[:2]).abs().max():.3f}",
+        ]
+    )
 show(
     say(
         ["block", "m₁", "m₂", "l₁", "l₂", "distance to the final output"],
@@ -175,6 +186,21 @@ show(
     ),
     rows,
 )
+
+# %% tags=["check"]
+m_0, l_0, o_0 = nothing(q[:2], v)
+assert m_0.tolist() == [-math.inf] * 2
+assert l_0.tolist() == [0, 0]
+assert o_0.abs().sum() == 0
+x = torch.rand(2, dtype=torch.float64) + 0.5
+assert torch.allclose(torch.diag(x) @ o, x[:, None] * o)
+assert max(apart) < 1e-6
+assert torch.allclose(tiled_attention(q, k, v, rows=2, columns=2), exact)
+assert torch.allclose(
+    tiled_attention(q, k, v, rows=3, columns=5),
+    rung.fa2(q, k, v, rows=4, columns=2)[0],
+)
+assert torch.allclose(torch.linalg.inv(torch.diag(x)), torch.diag(1 / x))
 assert torch.allclose(so_far, exact[:2])
 
 # %% [markdown]
@@ -196,26 +222,54 @@ assert torch.allclose(so_far, exact[:2])
 
 # %%
 told = trace.attention(8, 8, d=4, rows=2, columns=2)
-assert told["error"] < 1e-12
 moved = {**told["totals"]["loaded"], **told["totals"]["stored"]}
 print(say("bytes moved:", "搬运的字节："), moved)
-print(say("most bytes in SRAM at once:", "SRAM 里同时最多有几个字节："), told["totals"]["peak"])
-assert not {"s", "p"} & set(moved)
+print(
+    say("most bytes in SRAM at once:", "SRAM 里同时最多有几个字节："),
+    told["totals"]["peak"],
+)
 longer = trace.attention(64, 64, d=4, rows=2, columns=2)
-assert longer["totals"]["peak"] == told["totals"]["peak"]  # eight times the length, the same SRAM
 
 
+# %% tags=["figure"]
 def draw(left, right):
     for axes, title, values in (
         (left, "wrong: local softmax", (wrong - exact).abs()),
-        (right, "right: online softmax", (tiled_attention(q, k, v, 2, 2) - exact).abs()),
+        (
+            right,
+            "right: online softmax",
+            (tiled_attention(q, k, v, 2, 2) - exact).abs(),
+        ),
     ):
-        image = axes.imshow(values.log10().clamp(-17, 1), vmin=-17, vmax=1, cmap="RdYlGn_r", aspect="auto")
+        image = axes.imshow(
+            values.log10().clamp(-17, 1),
+            vmin=-17,
+            vmax=1,
+            cmap="RdYlGn_r",
+            aspect="auto",
+        )
         axes.set(title=title, xlabel="column of O", ylabel="token")
         axes.figure.colorbar(image, ax=axes, label="log₁₀ error")
 
 
-picture("05_wrong_and_right", draw, panels=(1, 2))
+picture(
+    "05_wrong_and_right",
+    draw,
+    alt=say(
+        "Two maps of the error of O, token by column: a softmax of "
+        "each block alone is wrong everywhere, by about 1; the "
+        "online softmax is exact to about 1e-16.",
+        "O 的误差的两张图，行是 token，列是 O 的列：每块各自做 softmax "
+        "时处处都错，误差约为 1；在线 softmax 精确到约 1e-16。",
+    ),
+    panels=(1, 2),
+)
+
+# %% tags=["check"]
+assert told["error"] < 1e-12
+assert not {"s", "p"} & set(moved)
+# eight times the length, the same SRAM
+assert longer["totals"]["peak"] == told["totals"]["peak"]
 
 # %% [markdown]
 # ## Who can work at the same time?
@@ -232,14 +286,23 @@ picture("05_wrong_and_right", draw, panels=(1, 2))
 from concurrent.futures import ThreadPoolExecutor
 
 with ThreadPoolExecutor() as processors:
-    parts = list(processors.map(lambda q_i: tiled_attention(q_i, k, v, rows=2, columns=2), q.split(2)))
-assert torch.allclose(torch.cat(parts), exact)
+    parts = list(
+        processors.map(
+            lambda q_i: tiled_attention(q_i, k, v, rows=2, columns=2),
+            q.split(2),
+        )
+    )
 o, lse = rung.split_keys(q, k, v, rows=2, columns=2, chunk=4)
+
+# %% tags=["check"]
+assert torch.allclose(torch.cat(parts), exact)
 assert torch.allclose(o, exact)
 
 # %% [markdown]
-# **Exercise.** Write `step(state, s, v)`: one block of the loop above. Scores come in as `s` (some of them may be
-# $-\infty$: masked), and a row that has seen nothing but masked keys must stay $(-\infty, 0, 0)$, without a NaN.
+# **Exercises.** Three, of rising difficulty: write `first_block(s, v)`, the state after one block;
+# `step(state, s, v)`, one block of the loop above, where scores may be $-\infty$ and a row that has seen nothing but
+# masked keys must stay $(-\infty, 0, 0)$; and `lazy_step(state, s, v, threshold)`, which rescales only when the
+# maximum grows by more than a threshold. Get them with `tilewise learn 5 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `step(state, s, v)`：上面循环中的一块。分数由 `s` 传入（有些可能是 $-\infty$：被遮住了），一行如果只见过被遮住的键，必须保持 $(-\infty, 0, 0)$，不能出现 NaN。
+# **练习。** 三道，由易到难：写出 `first_block(s, v)`，即看过一块之后的状态；写出 `step(state, s, v)`，即上面循环中的一块，分数可能是 $-\infty$，一行如果只见过被遮住的键，必须保持 $(-\infty, 0, 0)$；再写出 `lazy_step(state, s, v, threshold)`，只有最大值的增长超过阈值时才重新缩放。用 `tilewise learn 5 --exercise` 取得它们。

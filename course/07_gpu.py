@@ -37,26 +37,55 @@ from tilewise_lab.machine import coalesce, warps
 # 四个任务，每个先计算 2 个节拍，再等内存 4 个节拍，如此两次。守着一个任务不放的核，最早完成第一个任务。一等就切换的核，完成全部四个任务的时间不到前者的一半。
 
 # %%
-alone, together = (f(4, compute=2, wait=4) for f in (warps.run_to_completion, warps.switch_on_wait))
+alone, together = (
+    f(4, compute=2, wait=4)
+    for f in (warps.run_to_completion, warps.switch_on_wait)
+)
 print(
     say(
-        f"one after the other: {warps.finish(alone)} ticks; switching: {warps.finish(together)} ticks",
-        f"一个接一个：{warps.finish(alone)} 拍；轮换着来：{warps.finish(together)} 拍",
+        f"one after the other: {warps.finish(alone)} ticks; switching: "
+        f"{warps.finish(together)} ticks",
+        f"一个接一个：{warps.finish(alone)} 拍；轮换着来："
+        f"{warps.finish(together)} 拍",
     )
 )
-assert (warps.finish(alone), warps.finish(together)) == (48, 20)
 
 
+# %% tags=["figure"]
 def draw(left, right):
-    for axes, title, plan in ((left, "CPU: latency", alone), (right, "GPU: throughput", together)):
+    for axes, title, plan in (
+        (left, "CPU: latency", alone),
+        (right, "GPU: throughput", together),
+    ):
         for segment in plan:
             color = "tab:blue" if segment.doing == "compute" else "lightgray"
-            axes.barh(f"T{segment.task + 1}", segment.stop - segment.start, left=segment.start, color=color)
+            axes.barh(
+                f"T{segment.task + 1}",
+                segment.stop - segment.start,
+                left=segment.start,
+                color=color,
+            )
         axes.set(title=title, xlabel="ticks", xlim=(0, 50))
         axes.invert_yaxis()
 
 
-picture("07_latency_throughput", draw, panels=(1, 2))
+picture(
+    "07_latency_throughput",
+    draw,
+    alt=say(
+        "Two timelines of four tasks that compute (blue) and wait "
+        "(gray). The CPU finishes each task early, one after the "
+        "other; the GPU switches while a task waits and finishes all "
+        "four sooner.",
+        "四个任务的两条时间线，蓝色是计算，灰色是等待。CPU 一个接一个，"
+        "让每个任务尽早完成；GPU 在一个任务等待时换到另一个，四个任务"
+        "全部完成得更早。",
+    ),
+    panels=(1, 2),
+)
+
+# %% tags=["check"]
+assert (warps.finish(alone), warps.finish(together)) == (48, 20)
 
 # %% [markdown]
 # ## Threads come in warps
@@ -75,9 +104,11 @@ picture("07_latency_throughput", draw, panels=(1, 2))
 print(
     say("lanes:", "各 lane："),
     "█" * warp.active + "░" * warp.masked,
-    say(f"{warp.active} active, {warp.masked} masked", f"{warp.active} 个在工作，{warp.masked} 个被屏蔽"),
+    say(
+        f"{warp.active} active, {warp.masked} masked",
+        f"{warp.active} 个在工作，{warp.masked} 个被屏蔽",
+    ),
 )
-assert (warp.active, warp.masked) == (8, 24)
 
 if has_triton("adding vectors and matrices in Triton"):
     import triton
@@ -87,18 +118,26 @@ if has_triton("adding vectors and matrices in Triton"):
 
     @triton.jit
     def vector_add(a, b, c, n, BLOCK: tl.constexpr):
-        """c = a + b: program p owns the elements p · BLOCK .. (p + 1) · BLOCK, and leaves those past n alone."""
+        """c = a + b: program p owns the elements p · BLOCK .. (p + 1) ·
+        BLOCK, and leaves those past n alone."""
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
         total = tl.load(a + i, mask=inside) + tl.load(b + i, mask=inside)
         tl.store(c + i, total, mask=inside)
 
-    a, b = torch.tensor([1, 4, 3, 9, 5, 11, 7, 2]), torch.tensor([3, 2, 6, 1, 2, 5, 6, 9])
+    a, b = (
+        torch.tensor([1, 4, 3, 9, 5, 11, 7, 2]),
+        torch.tensor([3, 2, 6, 1, 2, 5, 6, 9]),
+    )
     c = torch.zeros(32, dtype=torch.int64)
     vector_add[(1,)](a, b, c, 8, BLOCK=32)
     print(c.tolist())
+
+# %% tags=["check"]
+if has_triton():
     assert c[:8].tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     assert not c[8:].any()  # the masked lanes wrote nothing
+assert (warp.active, warp.masked) == (8, 24)
 
 # %% [markdown]
 # ## More elements than threads: blocks
@@ -121,21 +160,34 @@ if has_triton("adding vectors and matrices in Triton"):
 # 8 个元素、每块 2 个，就是 4 块；一百万个元素、每块 32 个，就是 31,250 块。每个线程块从头到尾在一个处理器（SM）上运行；块比位置多时，就排队等着。
 
 # %%
-assert warps.grid(8, block=2) == 4
-print([[warps.element(block, 2, thread) for thread in range(2)] for block in range(4)])
-assert [warps.element(block, 2, thread) for block in range(4) for thread in range(2)] == list(range(8))
-assert warps.grid(1_000_000, block=32) == 31_250
+print(
+    [
+        [warps.element(block, 2, thread) for thread in range(2)]
+        for block in range(4)
+    ]
+)
 
 if has_triton("the same on a grid"):
     c = torch.zeros(8, dtype=torch.int64)
     vector_add[(4,)](a, b, c, 8, BLOCK=2)
-    assert c.tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     x, y = torch.randn(5, 7), torch.randn(5, 7)
-    z = torch.empty(5, 7)
+    z, w = torch.empty(5, 7), torch.empty(5, 7)
     matrix_add[(3, 2)](x, y, z, 5, 7, BLOCK_M=2, BLOCK_N=4)
+    # one program per row: lesson 2's three passes, one trip to memory
+    softmax_rows[(5,)](x, w, 7, BLOCK=8)
+
+# %% tags=["check"]
+if has_triton():
+    assert c.tolist() == [4, 6, 9, 10, 7, 16, 13, 11]
     assert torch.equal(z, x + y)
-    softmax_rows[(5,)](x, z, 7, BLOCK=8)  # one program per row: lesson 2's three passes, one trip to memory
-    assert torch.allclose(z, torch.softmax(x, -1), atol=1e-6)
+    assert torch.allclose(w, torch.softmax(x, -1), atol=1e-6)
+assert warps.grid(8, block=2) == 4
+assert [
+    warps.element(block, 2, thread)
+    for block in range(4)
+    for thread in range(2)
+] == list(range(8))
+assert warps.grid(1_000_000, block=32) == 31_250
 
 # %% [markdown]
 # ## When lanes disagree
@@ -151,25 +203,42 @@ if has_triton("the same on a grid"):
 
 # %%
 def branch(condition, then, otherwise):
-    """Cycles of one warp: the sides that any of its lanes takes, one after the other."""
+    """Cycles of one warp: the sides that any of its lanes takes, one after
+    the other."""
     return then * any(condition) + otherwise * (not all(condition))
 
 
 def branches(condition, then, otherwise):
-    return sum(branch(condition[i : i + 32], then, otherwise) for i in range(0, len(condition), 32))
+    return sum(
+        branch(condition[i : i + 32], then, otherwise)
+        for i in range(0, len(condition), 32)
+    )
 
 
 mixed = [lane % 2 == 0 for lane in range(128)]
-print(say("if 10, else 7 cycles:", "if 要 10 个周期，else 要 7 个："), branch(mixed[:32], 10, 7))
-assert branch(mixed[:32], 10, 7) == warps.branch(mixed[:32], 10, 7).taken == 17
-assert branch([True] * 32, 10, 7) == 10
+print(
+    say("if 10, else 7 cycles:", "if 要 10 个周期，else 要 7 个："),
+    branch(mixed[:32], 10, 7),
+)
 print(
     say(
-        f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: {branches(sorted(mixed), 10, 7)}",
-        f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序：{branches(sorted(mixed), 10, 7)}",
+        f"128 mixed lanes: {branches(mixed, 10, 7)} cycles; sorted: "
+        f"{branches(sorted(mixed), 10, 7)}",
+        f"128 个混杂的 lane：{branches(mixed, 10, 7)} 个周期；排好序："
+        f"{branches(sorted(mixed), 10, 7)}",
     )
 )
-assert branches(sorted(mixed), 10, 7) == branches(mixed, 10, 7) / 2 == warps.branches(sorted(mixed), 10, 7)
+
+# %% tags=["check"]
+assert (
+    branch(mixed[:32], 10, 7) == warps.branch(mixed[:32], 10, 7).taken == 17
+)
+assert branch([True] * 32, 10, 7) == 10
+assert (
+    branches(sorted(mixed), 10, 7)
+    == branches(mixed, 10, 7) / 2
+    == warps.branches(sorted(mixed), 10, 7)
+)
 
 # %% [markdown]
 # On a real GPU: the same arithmetic on either side of an `if`, in CUDA. When every other *warp* goes right the time is
@@ -188,8 +257,12 @@ if times:
         "by lane": say("every other lane", "每隔一个 lane"),
     }
     show(
-        say(["who goes right", "ms"], ["谁走右边", "ms"]), [[who, f"{times[side]:.2f}"] for side, who in sides.items()]
+        say(["who goes right", "ms"], ["谁走右边", "ms"]),
+        [[who, f"{times[side]:.2f}"] for side, who in sides.items()],
     )
+
+# %% tags=["check"]
+if times:
     assert times["by lane"] > 1.3 * max(times["right"], times["by warp"])
 
 # %% [markdown]
@@ -207,7 +280,15 @@ if times:
 # %%
 show(
     say(
-        ["", "SMs", "HBM", "GB/s", "L2", "shared memory per block", "16-bit TFLOP/s"],
+        [
+            "",
+            "SMs",
+            "HBM",
+            "GB/s",
+            "L2",
+            "shared memory per block",
+            "16-bit TFLOP/s",
+        ],
         ["", "SM 数", "HBM", "GB/s", "L2", "每块的共享内存", "16 位 TFLOP/s"],
     ),
     [
@@ -223,6 +304,8 @@ show(
         for d in DEVICES.values()
     ],
 )
+
+# %% tags=["check"]
 assert DEVICES["A100"].sms == 108
 assert DEVICES["H200"].sms == 132
 
@@ -242,10 +325,16 @@ assert DEVICES["H200"].sms == 132
 
 # %%
 show(
-    say(["memory", "whose", "cycles (rule of thumb)"], ["存储", "属于谁", "周期（经验值）"]),
+    say(
+        ["memory", "whose", "cycles (rule of thumb)"],
+        ["存储", "属于谁", "周期（经验值）"],
+    ),
     [
         say(["registers", "one thread", "1"], ["寄存器", "一个线程", "1"]),
-        say(["shared memory, L1", "one block", "20-30"], ["共享内存、L1", "一个块", "20-30"]),
+        say(
+            ["shared memory, L1", "one block", "20-30"],
+            ["共享内存、L1", "一个块", "20-30"],
+        ),
         say(["L2", "all", "~200"], ["L2", "所有", "~200"]),
         say(["HBM", "all", "300+"], ["HBM", "所有", "300+"]),
     ],
@@ -253,9 +342,15 @@ show(
 chased = measured("latency")
 if chased:
     print(
-        say("nanoseconds per dependent load:", "每次依赖前一次的读取要几纳秒："),
+        say(
+            "nanoseconds per dependent load:",
+            "每次依赖前一次的读取要几纳秒：",
+        ),
         {name: round(chased[name]) for name in ("L1", "L2", "HBM")},
     )
+
+# %% tags=["check"]
+if chased:
     assert chased["L1"] < chased["L2"] < chased["HBM"]
 
 # %% [markdown]
@@ -275,27 +370,32 @@ if chased:
 # %%
 for name, pattern in (
     (say("lanes share a row", "各 lane 同读一行"), coalesce.row_per_warp),
-    (say("each lane walks its own row", "每个 lane 沿自己的一行走"), coalesce.row_per_thread),
+    (
+        say("each lane walks its own row", "每个 lane 沿自己的一行走"),
+        coalesce.row_per_thread,
+    ),
 ):
     found = coalesce.touched(pattern(4096, 0), itemsize=4)
     print(
         say(
-            f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the bytes used",
+            f"{name}: {found.lines} line(s), {found.efficiency:.0%} of the "
+            "bytes used",
             f"{name}：{found.lines} 行，用上的字节 {found.efficiency:.0%}",
         )
     )
-assert coalesce.touched(coalesce.contiguous(), 4).lines == 1
-assert coalesce.touched(coalesce.strided(4096), 4).lines == 32
-assert coalesce.touched(coalesce.row_per_thread(4096, 0), 4).lines == 32
 
 strides = [1, 2, 4, 8, 16, 32, 64]
 rates = measured("coalescing")
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.plot(
         strides,
-        [coalesce.touched(coalesce.strided(s), 4).efficiency for s in strides],
+        [
+            coalesce.touched(coalesce.strided(s), 4).efficiency
+            for s in strides
+        ],
         "o-",
         label="bytes used / fetched",
     )
@@ -303,14 +403,37 @@ def draw(axes):
         best = rates["1"]
         kept = [int(s) for s in rates if s.isdigit() and int(s) <= 64]
         axes.plot(
-            kept, [rates[str(s)] / best for s in kept], "s--", label=f"bandwidth on an {rates['device']}, of its best"
+            kept,
+            [rates[str(s)] / best for s in kept],
+            "s--",
+            label=f"bandwidth on an {rates['device']}, of its best",
         )
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="distance between the elements of neighbouring lanes", ylim=(0, 1.05), title="Coalescing")
+    axes.set(
+        xlabel="distance between the elements of neighbouring lanes",
+        ylim=(0, 1.05),
+        title="Coalescing",
+    )
     axes.legend()
 
 
-picture("07_coalescing", draw)
+picture(
+    "07_coalescing",
+    draw,
+    alt=say(
+        "Share of the fetched bytes that is used, over the distance "
+        "between the elements of neighbouring lanes: 1 for "
+        "neighbours, half at distance 2, an eighth from distance 8 "
+        "on; the measured bandwidth falls with it.",
+        "读取的字节中用到的比例，随相邻 lane 的元素间距的变化：相邻时"
+        "为 1，间距 2 时为一半，间距 8 起为八分之一；实测带宽随之下降。",
+    ),
+)
+
+# %% tags=["check"]
+assert coalesce.touched(coalesce.contiguous(), 4).lines == 1
+assert coalesce.touched(coalesce.strided(4096), 4).lines == 32
+assert coalesce.touched(coalesce.row_per_thread(4096, 0), 4).lines == 32
 if rates:
     assert rates["1"] > 3 * rates["32"]
 
@@ -319,10 +442,12 @@ if rates:
 # at the same power (Dennard scaling); since then speed comes from doing more at once. That is why this machine looks
 # the way it does.
 #
-# **Exercise.** Write `lines(columns, itemsize, lane_axis)`: the memory lines that one warp touches when its 32 lanes
-# read neighbouring elements along a row (`lane_axis=1`) or along a column (`lane_axis=0`) of a row-major matrix.
+# **Exercises.** Three, of rising difficulty: write `launch(n, block)`, the blocks and the idle threads of a launch;
+# `lines(columns, itemsize, lane_axis)`, the memory lines that one warp touches along a row or a column; and
+# `branch_cycles(taken, then, other)`, the cost of an `if` whose lanes disagree. Get them with
+# `tilewise learn 7 --exercise`.
 
 # %% [markdown] lang="zh"
 # 一点历史：晶体管数量大约每*两*年翻一番。2005 年前后为止，更小的晶体管在同样功耗下也跑得更快（Dennard 缩放）；此后，速度只能来自同时做更多的事。这台机器长成这个样子，原因就在这里。
 #
-# **练习。** 写出 `lines(columns, itemsize, lane_axis)`：warp 的 32 个 lane 在一个行主序矩阵里，沿着行（`lane_axis=1`）或沿着列（`lane_axis=0`）读取相邻元素时，一共碰到多少内存行。
+# **练习。** 三道，由易到难：写出 `launch(n, block)`，即一次启动的块数和空闲线程数；写出 `lines(columns, itemsize, lane_axis)`，即一个 warp 沿着行或列读取时碰到多少内存行；再写出 `branch_cycles(taken, then, other)`，即 lane 走向不一致的 `if` 的代价。用 `tilewise learn 7 --exercise` 取得它们。

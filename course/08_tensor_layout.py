@@ -29,7 +29,8 @@ from tilewise_lab.machine.layout import Layout
 
 
 def strides(shape):
-    """Row-major: the last axis is contiguous, and each axis steps over all that come after it."""
+    """Row-major: the last axis is contiguous, and each axis steps over all
+    that come after it."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -52,12 +53,21 @@ def offset(index, strides):
 # %%
 memory = [1, 2, 3, 5, 8, 13]
 x = torch.tensor(memory).view(2, 3)
-show(say(["shape", "strides"], ["形状", "步长"]), [[shape, strides(shape)] for shape in ([7], [2, 3], [2, 4, 3])])
+show(
+    say(["shape", "strides"], ["形状", "步长"]),
+    [[shape, strides(shape)] for shape in ([7], [2, 3], [2, 4, 3])],
+)
+
+# %% tags=["check"]
 assert strides([7]) == [1]
 assert strides([2, 3]) == [3, 1] == list(x.stride())
 assert strides([2, 4, 3]) == [12, 3, 1]
 for shape in ([7], [2, 3], [2, 4, 3], [5, 1, 2, 3]):
-    assert strides(shape) == list(torch.empty(shape).stride()) == Layout.row_major(shape).strides
+    assert (
+        strides(shape)
+        == list(torch.empty(shape).stride())
+        == Layout.row_major(shape).strides
+    )
 assert memory[offset([1, 2], strides([2, 3]))] == x[1, 2] == 13
 assert Layout.column_major([2, 3]).strides == [1, 2]
 
@@ -81,23 +91,21 @@ assert Layout.column_major([2, 3]).strides == [1, 2]
 reshaped, transposed = x.reshape(3, 2), x.T
 print(say("reshaped  ", "变形"), reshaped.tolist(), reshaped.stride())
 print(say("transposed", "转置"), transposed.tolist(), transposed.stride())
-assert reshaped.stride() == (2, 1)
-assert transposed.stride() == (1, 3)
-assert x.data_ptr() == reshaped.data_ptr() == transposed.data_ptr()
-assert not transposed.is_contiguous()
 try:
     transposed.view(6)
 except RuntimeError as error:
     print(say("view refuses:", "view 拒绝："), str(error)[:75], "...")
-assert transposed.reshape(6).data_ptr() != x.data_ptr()  # a copy
-assert Layout.row_major([2, 3]).transpose() == Layout([3, 2], [1, 3])
-assert not Layout([3, 2], [1, 3]).contiguous
 
 
+# %% tags=["figure"]
 def draw(*panels):
     for axes, layout, title in zip(
         panels,
-        (Layout.row_major([2, 3]), Layout.row_major([3, 2]), Layout.row_major([2, 3]).transpose()),
+        (
+            Layout.row_major([2, 3]),
+            Layout.row_major([3, 2]),
+            Layout.row_major([2, 3]).transpose(),
+        ),
         ("x (2, 3)", "x.reshape(3, 2)", "x.T (3, 2)"),
         strict=True,
     ):
@@ -106,12 +114,41 @@ def draw(*panels):
         for i in range(layout.shape[0]):
             for j in range(layout.shape[1]):
                 axes.text(
-                    j, i, f"{memory[offsets[i, j]]}\ncell {offsets[i, j]}", ha="center", va="center", color="white"
+                    j,
+                    i,
+                    f"{memory[offsets[i, j]]}\ncell {offsets[i, j]}",
+                    ha="center",
+                    va="center",
+                    color="white",
                 )
-        axes.set(title=f"{title}\nstrides {layout.strides}", xticks=[], yticks=[])
+        axes.set(
+            title=f"{title}\nstrides {layout.strides}", xticks=[], yticks=[]
+        )
 
 
-picture("08_layouts", draw, panels=(1, 3), size=(9, 3.6))
+picture(
+    "08_layouts",
+    draw,
+    alt=say(
+        "Three grids over the same six cells of memory: x with "
+        "strides 3, 1; its reshape with strides 2, 1; its transpose "
+        "with strides 1, 3. Each entry is labelled with the memory "
+        "cell that it is read from.",
+        "同样六个内存单元上的三个网格：x 的步长是 3、1；reshape 之后"
+        "是 2、1；转置之后是 1、3。每个元素都标出它从哪个内存单元读取。",
+    ),
+    panels=(1, 3),
+    size=(9, 3.6),
+)
+
+# %% tags=["check"]
+assert reshaped.stride() == (2, 1)
+assert transposed.stride() == (1, 3)
+assert x.data_ptr() == reshaped.data_ptr() == transposed.data_ptr()
+assert not transposed.is_contiguous()
+assert transposed.reshape(6).data_ptr() != x.data_ptr()  # a copy
+assert Layout.row_major([2, 3]).transpose() == Layout([3, 2], [1, 3])
+assert not Layout([3, 2], [1, 3]).contiguous
 
 # %% [markdown]
 # ## Why attention cares
@@ -132,13 +169,21 @@ b, n, h, d = 2, 10, 3, 8
 packed = torch.randn(b, n, 3, h, d)
 q, k, v = packed.unbind(2)  # views
 out = tilewise.attention(q, k, v, causal=True)
-contiguous = say("contiguous", "连续") if q.is_contiguous() else say("not contiguous", "不连续")
-print(say("q of a packed projection:", "合并投影里的 q："), tuple(q.shape), q.stride(), contiguous)
-assert torch.equal(out, tilewise.attention(*(x.contiguous() for x in (q, k, v)), causal=True))
-heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]  # (B, H, N, d) in memory
-assert torch.allclose(tilewise.attention(*(x.transpose(1, 2) for x in heads_first), causal=True), out)
-grown = torch.randn(b, 1, 1, d).expand(b, n, h, d)  # stride 0: one row for all tokens and heads
-assert tilewise.attention(q, grown, v).shape == (b, n, h, d)
+contiguous = (
+    say("contiguous", "连续")
+    if q.is_contiguous()
+    else say("not contiguous", "不连续")
+)
+print(
+    say("q of a packed projection:", "合并投影里的 q："),
+    tuple(q.shape),
+    q.stride(),
+    contiguous,
+)
+# (B, H, N, d) in memory
+heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+# stride 0: one row for all tokens and heads
+grown = torch.randn(b, 1, 1, d).expand(b, n, h, d)
 
 # the gradient of the output may arrive in any layout too
 q_ = q.clone().requires_grad_()
@@ -146,6 +191,18 @@ o = tilewise.attention(q_, k, v)
 dout = torch.randn(b, h, n, d).transpose(1, 2)
 (dq,) = torch.autograd.grad(o, q_, dout, retain_graph=True)
 (dq2,) = torch.autograd.grad(o, q_, dout.contiguous())
+
+# %% tags=["check"]
+assert torch.equal(
+    out, tilewise.attention(*(x.contiguous() for x in (q, k, v)), causal=True)
+)
+assert torch.allclose(
+    tilewise.attention(
+        *(x.transpose(1, 2) for x in heads_first), causal=True
+    ),
+    out,
+)
+assert tilewise.attention(q, grown, v).shape == (b, n, h, d)
 assert torch.equal(dq, dq2)
 
 # %% [markdown]
@@ -158,15 +215,22 @@ assert torch.equal(dq, dq2)
 # %%
 largest = Layout.row_major([64, 8192, 64, 128])
 print(
-    say("last offset of (64, 8192, 64, 128):", "(64, 8192, 64, 128) 的最后一个偏移："),
+    say(
+        "last offset of (64, 8192, 64, 128):",
+        "(64, 8192, 64, 128) 的最后一个偏移：",
+    ),
     largest.offset([63, 8191, 63, 127]),
 )
+
+# %% tags=["check"]
 assert largest.offset([63, 8191, 63, 127]) > 2**31
 assert math.prod(largest.shape) - 1 == largest.offset([63, 8191, 63, 127])
 
 # %% [markdown]
-# **Exercise.** Write `split_heads(shape, strides, heads)`: shape and strides of the view (B, N, H, D) of a (B, N, H·D)
-# tensor with any strides, and `swap(shape, strides, a, b)`: the transpose. No data, only arithmetic.
+# **Exercises.** Three, of rising difficulty: write `swap(shape, strides, a, b)`, the transpose;
+# `split_heads(shape, strides, heads)`, the view (B, N, H, D) of a (B, N, H·D) tensor with any strides; and
+# `merge_axes(shape, strides)`, which finds out whether a tensor can be flattened without a copy. No data, only
+# arithmetic. Get them with `tilewise learn 8 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `split_heads(shape, strides, heads)`：步长任意的 (B, N, H·D) 张量，看成 (B, N, H, D) 的视图时的形状和步长；再写出 `swap(shape, strides, a, b)`：转置。不碰数据，只做算术。
+# **练习。** 三道，由易到难：写出 `swap(shape, strides, a, b)`，即转置；写出 `split_heads(shape, strides, heads)`，即步长任意的 (B, N, H·D) 张量看成 (B, N, H, D) 的视图；再写出 `merge_axes(shape, strides)`，判断一个张量能否不复制就展平。不碰数据，只做算术。用 `tilewise learn 8 --exercise` 取得它们。

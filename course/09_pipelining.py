@@ -22,12 +22,19 @@ from tilewise_lab.machine.pipeline import Slot
 
 def sequential(iterations, stages=4):
     """Iteration i occupies unit s in slot i · stages + s."""
-    return [Slot(s, i, i * stages + s) for i in range(iterations) for s in range(stages)]
+    return [
+        Slot(s, i, i * stages + s)
+        for i in range(iterations)
+        for s in range(stages)
+    ]
 
 
 def pipelined(iterations, stages=4):
-    """The next iteration enters a unit as soon as the one before has left it: slot i + s."""
-    return [Slot(s, i, i + s) for i in range(iterations) for s in range(stages)]
+    """The next iteration enters a unit as soon as the one before has left it:
+    slot i + s."""
+    return [
+        Slot(s, i, i + s) for i in range(iterations) for s in range(stages)
+    ]
 
 
 # %% [markdown]
@@ -46,20 +53,24 @@ def pipelined(iterations, stages=4):
 one, overlapped = sequential(7), pipelined(7)
 print(
     say(
-        f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; {pipeline.slots(overlapped)} at {pipeline.utilisation(overlapped):.0%}",
-        f"{pipeline.slots(one)} 个时隙，利用率 {pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，{pipeline.utilisation(overlapped):.0%}",
+        f"{pipeline.slots(one)} slots at {pipeline.utilisation(one):.0%}; "
+        f"{pipeline.slots(overlapped)} at "
+        f"{pipeline.utilisation(overlapped):.0%}",
+        f"{pipeline.slots(one)} 个时隙，利用率 "
+        f"{pipeline.utilisation(one):.0%}；{pipeline.slots(overlapped)} 个，"
+        f"{pipeline.utilisation(overlapped):.0%}",
     )
 )
-assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
-assert pipeline.slots(pipeline.pipelined(7)) == 10
-assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
 busy = [len(list(pipeline.at(overlapped, t))) for t in range(10)]
-assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
 
 
+# %% tags=["figure"]
 def draw(top, bottom):
     colors = [f"C{i}" for i in range(7)]
-    for axes, plan, title in ((top, one, "one at a time"), (bottom, overlapped, "pipelined")):
+    for axes, plan, title in (
+        (top, one, "one at a time"),
+        (bottom, overlapped, "pipelined"),
+    ):
         for slot in plan:
             axes.barh(
                 pipeline.STAGES[slot.unit],
@@ -69,13 +80,39 @@ def draw(top, bottom):
                 edgecolor="white",
             )
             axes.text(
-                slot.start + 0.5, slot.unit, slot.iteration + 1, ha="center", va="center", color="white", fontsize=7
+                slot.start + 0.5,
+                slot.unit,
+                slot.iteration + 1,
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=7,
             )
         axes.set(title=f"{title}: {pipeline.slots(plan)} slots", xlim=(0, 28))
         axes.invert_yaxis()
 
 
-picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
+picture(
+    "09_pipeline",
+    draw,
+    alt=say(
+        "Two timelines of seven iterations on four units. One "
+        "iteration at a time takes 28 slots, with one unit busy in "
+        "each; pipelined, the iterations form a staircase of 10 "
+        "slots.",
+        "七次迭代在四个单元上的两条时间线。一次一个迭代要 28 个时隙，"
+        "每个时隙只有一个单元忙；流水化之后，迭代排成阶梯，只要 10 个"
+        "时隙。",
+    ),
+    panels=(2, 1),
+    size=(9, 5),
+)
+
+# %% tags=["check"]
+assert (pipeline.slots(one), pipeline.slots(overlapped)) == (28, 10)
+assert pipeline.slots(pipeline.pipelined(7)) == 10
+assert all(len(list(pipeline.at(one, t))) == 1 for t in range(28))
+assert busy == [1, 2, 3, 4, 4, 4, 4, 3, 2, 1]
 
 # %% [markdown]
 # ## What it takes
@@ -94,17 +131,26 @@ picture("09_pipeline", draw, panels=(2, 1), size=(9, 5))
 # $$\text{kept} + \text{num\_stages} \cdot \text{streamed} \le \text{shared memory}$$
 
 # %%
-assert pipeline.in_flight(one) == 1
-assert pipeline.in_flight(overlapped) == 4
-q_tile, kv_tiles = 128 * 128 * 2, 2 * 128 * 128 * 2  # bf16, D 128: a Q tile is kept, K and V tiles stream
+# bf16, D 128: a Q tile is kept, K and V tiles stream
+q_tile, kv_tiles = (128 * 128 * 2, 2 * 128 * 128 * 2)
 show(
     say(
-        ["device", "shared memory", "stages of 128-row K and V tiles that fit"],
+        [
+            "device",
+            "shared memory",
+            "stages of 128-row K and V tiles that fit",
+        ],
         ["设备", "共享内存", "放得下几级 128 行的 K、V 块"],
     ),
-    [[d.name, f"{d.shared // KB} KB", pipeline.stages_that_fit(d.shared, q_tile, kv_tiles)] for d in DEVICES.values()],
+    [
+        [
+            d.name,
+            f"{d.shared // KB} KB",
+            pipeline.stages_that_fit(d.shared, q_tile, kv_tiles),
+        ]
+        for d in DEVICES.values()
+    ],
 )
-assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 if has_triton("a kernel with more stages than fit"):
     from tilewise.backends.common.gpu import Gpu
@@ -113,17 +159,32 @@ if has_triton("a kernel with more stages than fit"):
     from tilewise_lab.costs.compiled import compile_for
 
     q = torch.empty(1, 512, 4, 128, dtype=torch.bfloat16, device="meta")
-    request, lse = Request(q, q, q, Spec(0.1)), torch.empty(1, 4, 512, device="meta")
+    request, lse = (
+        Request(q, q, q, Spec(0.1)),
+        torch.empty(1, 4, 512, device="meta"),
+    )
     forward = launch.forward_launch(request, q, lse, Gpu("cuda", 90))
     for stages in (1, 3, 9):
-        made = compile_for(90, forward.kernel, forward.args, forward.options | {"num_stages": stages})
+        made = compile_for(
+            90,
+            forward.kernel,
+            forward.args,
+            forward.options | {"num_stages": stages},
+        )
         fits = made.shared <= DEVICES["H200"].shared
         print(
             f"num_stages {stages}:",
-            say(f"{made.shared // KB} KB of shared memory", f"共享内存 {made.shared // KB} KB"),
-            "" if fits else say("(more than an H200 has: it would not launch)", "（比 H200 有的还多：启动不了）"),
+            say(
+                f"{made.shared // KB} KB of shared memory",
+                f"共享内存 {made.shared // KB} KB",
+            ),
+            ""
+            if fits
+            else say(
+                "(more than an H200 has: it would not launch)",
+                "（比 H200 有的还多：启动不了）",
+            ),
         )
-    assert made.shared > DEVICES["H200"].shared
 
 times = measured("stages")
 if times:
@@ -131,6 +192,13 @@ if times:
         say("forward, by num_stages (ms):", "前向，按 num_stages（ms）："),
         {n: t and round(t, 2) for n, t in times.items() if n.isdigit()},
     )
+
+# %% tags=["check"]
+if has_triton():
+    assert made.shared > DEVICES["H200"].shared
+assert pipeline.in_flight(one) == 1
+assert pipeline.in_flight(overlapped) == 4
+assert pipeline.stages_that_fit(DEVICES["H200"].shared, q_tile, kv_tiles) == 3
 
 # %% [markdown]
 # ## What Triton does with a loop
@@ -151,12 +219,23 @@ if times:
 if has_triton("the compiler's stages"):
     from tilewise_lab.explain.stages import stages, text
 
+    found = {}
     for capability in (80, 90):
-        one_kernel = launch.forward_launch(request, q, lse, Gpu("cuda", capability))
-        made = compile_for(capability, one_kernel.kernel, one_kernel.args, one_kernel.options)
+        one_kernel = launch.forward_launch(
+            request, q, lse, Gpu("cuda", capability)
+        )
+        made = compile_for(
+            capability, one_kernel.kernel, one_kernel.args, one_kernel.options
+        )
         print(f"\nsm_{capability}\n{text(made)}")
-        seen = {s.operation for s in stages(made)}
-        assert {"async_copy", "async_wait", "cp.async", "LDGSTS"} <= seen  # HBM → SRAM, while the matrix units work
+        found[capability] = {s.operation for s in stages(made)}
+
+# %% tags=["check"]
+
+if has_triton():
+    for capability, seen in found.items():
+        # HBM → SRAM, while the matrix units work
+        assert {"async_copy", "async_wait", "cp.async", "LDGSTS"} <= seen
         assert ("warp_group_dot" in seen) == (capability == 90)
 
 # %% [markdown]
@@ -186,16 +265,13 @@ print(
         for unit, batch in pipeline.at(pipeline.forward_only(3, 5), 2)
     },
 )
-assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [(0, 2), (1, 1), (2, 0)]
 show(
     say(["batches", "bubble on 4 devices"], ["批数", "4 个设备上的气泡"]),
     [[m, f"{pipeline.bubble(4, m):.0%}"] for m in (1, 4, 16, 64)],
 )
-for m in (1, 4, 16):
-    both = pipeline.forward_backward(4, m)
-    assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12
 
 
+# %% tags=["figure"]
 def draw_devices(axes):
     for slot in pipeline.forward_backward(3, 4):
         is_forward = slot.iteration < 4
@@ -214,21 +290,46 @@ def draw_devices(axes):
             va="center",
             color="white",
         )
-    axes.set(title="Forward and backward of 4 batches on 3 devices: the white is the bubble", xlabel="time")
+    axes.set(
+        title="4 batches, forward and backward: white is the bubble",
+        xlabel="time",
+    )
     axes.invert_yaxis()
 
 
-picture("09_bubble", draw_devices, size=(8, 2.6))
+picture(
+    "09_bubble",
+    draw_devices,
+    alt=say(
+        "Timeline of the forwards F0 to F3 and the backwards B0 to "
+        "B3 of four batches on three GPUs: a staircase down and one "
+        "up, with white gaps, the bubble, at both ends and in the "
+        "middle.",
+        "四个 batch 的前向 F0 到 F3 和反向 B0 到 B3 在三块 GPU 上的时"
+        "间线：先下后上的两段阶梯，两端和中间的空白就是气泡。",
+    ),
+    size=(8, 2.6),
+)
+
+# %% tags=["check"]
+for m in (1, 4, 16):
+    both = pipeline.forward_backward(4, m)
+    assert abs(1 - pipeline.utilisation(both) - pipeline.bubble(4, m)) < 1e-12
+assert list(pipeline.at(pipeline.forward_only(3, 5), 2)) == [
+    (0, 2),
+    (1, 1),
+    (2, 0),
+]
 
 # %% [markdown]
 # FlashAttention's loop is such a pipeline: while block $j$ is multiplied, block $j + 1$ of $K$ and $V$ is already on
 # its way from HBM. On Hopper (lesson 14) the stages are even done by different warps.
 #
-# **Exercise.** Write `finish(iterations, durations)`: when the last iteration leaves a pipeline whose stages take
-# different times. Each unit serves one iteration at a time, in order; an iteration enters a stage when it has left the
-# one before.
+# **Exercises.** Three, of rising difficulty: write `slots(iterations, stages)` for stages of equal length;
+# `most_stages(tile, kept, shared)`, the stages that fit in shared memory; and `finish(iterations, durations)` for
+# stages that take different times. Get them with `tilewise learn 9 --exercise`.
 
 # %% [markdown] lang="zh"
 # FlashAttention 的循环就是这样一条流水线：第 $j$ 块还在相乘，$K$ 和 $V$ 的第 $j + 1$ 块已经在从 HBM 来的路上。在 Hopper 上（第 14 课），各阶段甚至由不同的 warp 来做。
 #
-# **练习。** 写出 `finish(iterations, durations)`：各阶段耗时不同的流水线，最后一次迭代何时离开。每个单元一次只服务一个迭代，按顺序来；一个迭代离开前一阶段后才进入下一阶段。
+# **练习。** 三道，由易到难：写出 `slots(iterations, stages)`，各阶段等长；写出 `most_stages(tile, kept, shared)`，即共享内存放得下几个阶段；再写出 `finish(iterations, durations)`，各阶段耗时不同。用 `tilewise learn 9 --exercise` 取得它们。

@@ -22,8 +22,7 @@ import torch
 import tilewise
 from tilewise_lab.costs.cost import Call, traffic
 from tilewise_lab.costs.devices import DEVICES, device
-from tilewise_lab.costs.roofline import attainable
-from tilewise_lab.costs.waves import cliffs, matmul_blocks, waves
+from tilewise_lab.costs.waves import matmul_blocks, waves
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 from tilewise_lab.machine import budget
 
@@ -49,26 +48,38 @@ def roof(intensity, device, dtype="bfloat16"):
 
 h200 = device("H200")
 ridge = h200.ridge("bfloat16")
+decode = Call(64, 1, 8192, 32, 32, 128, 128)
+for name, call in (
+    (
+        say("training, 4096 tokens", "训练，4096 个 token"),
+        Call(4, 4096, 4096, 16, 16, 128, 128),
+    ),
+    (say("decoding one token", "解码一个 token"), decode),
+):
+    intensity = call.flops() / traffic(call).tiled
+    bound = (
+        say("arithmetic", "算术")
+        if intensity > ridge
+        else say("memory", "内存")
+    )
+    print(
+        say(
+            f"{name}: {intensity:.0f} FLOP/byte against a ridge of "
+            f"{ridge:.0f}: bound by {bound}",
+            f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}："
+            f"受限于{bound}",
+        )
+    )
+
+# %% tags=["check"]
+from tilewise_lab.costs.roofline import attainable
+
 assert roof(ridge / 2, h200) == h200.flops("bfloat16") / 2
 assert roof(2 * ridge, h200) == h200.flops("bfloat16")
 for intensity in (1, ridge, 1000):
     assert roof(intensity, h200) == attainable(intensity, h200, "bfloat16")
-decode = Call(64, 1, 8192, 32, 32, 128, 128)
-for name, call in (
-    (say("training, 4096 tokens", "训练，4096 个 token"), Call(4, 4096, 4096, 16, 16, 128, 128)),
-    (say("decoding one token", "解码一个 token"), decode),
-):
-    intensity = call.flops() / traffic(call).tiled
-    bound = say("arithmetic", "算术") if intensity > ridge else say("memory", "内存")
-    print(
-        say(
-            f"{name}: {intensity:.0f} FLOP/byte against a ridge of {ridge:.0f}: bound by {bound}",
-            f"{name}：{intensity:.0f} FLOP/字节，屋脊在 {ridge:.0f}：受限于{bound}",
-        )
-    )
-assert (
-    decode.flops() / traffic(decode).tiled < 2
-)  # every K and V byte is used for one token: nothing to be saved by tiling
+# every K and V byte is used for one token: nothing to be saved by tiling
+assert decode.flops() / traffic(decode).tiled < 2
 
 # %% [markdown]
 # ## Fewer bits
@@ -92,16 +103,30 @@ for x in ones[0]:
 in_float = ones.float().sum()
 print(
     say(
-        f"10,000 times 0.01: {in_half:.1f} when summed in float16, {in_float:.1f} in float32",
-        f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 {in_float:.1f}",
+        f"10,000 times 0.01: {in_half:.1f} when summed in float16, "
+        f"{in_float:.1f} in float32",
+        f"10,000 个 0.01 相加：用 float16 得 {in_half:.1f}，用 float32 得 "
+        f"{in_float:.1f}",
     )
 )
-assert abs(in_half - 100) > 20 * abs(in_float - 100)
-out, lse = tilewise.attention(*(torch.randn(1, 8, 1, 16, dtype=torch.float16) for _ in range(3)), return_lse=True)
-assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)  # m, l and O are float32 inside, and L stays so
+out, lse = tilewise.attention(
+    *(torch.randn(1, 8, 1, 16, dtype=torch.float16) for _ in range(3)),
+    return_lse=True,
+)
 rates = measured("precision")
 if rates:
-    show(["dtype", "TFLOP/s"], [[t, f"{rates[t]:.0f}"] for t in ("float32", "tf32", "bfloat16", "float16")])
+    show(
+        ["dtype", "TFLOP/s"],
+        [
+            [t, f"{rates[t]:.0f}"]
+            for t in ("float32", "tf32", "bfloat16", "float16")
+        ],
+    )
+
+# %% tags=["check"]
+assert abs(in_half - 100) > 20 * abs(in_float - 100)
+# m, l and O are float32 inside, and L stays so
+assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
 
 # %% [markdown]
 # ## Fusion
@@ -123,7 +148,6 @@ def fused_bytes(n):
     return 2 * n * 4
 
 
-assert eager_bytes(1000) == 5 * fused_bytes(1000)
 if has_triton("the fused kernel"):
     import triton
     import triton.language as tl
@@ -140,11 +164,22 @@ if has_triton("the fused kernel"):
 
     x, y = torch.randn(1000), torch.empty(1000)
     chain[(4,)](x, y, 1000, BLOCK=256)
-    assert torch.allclose(y, (2 * x + 1).relu().square() - 3, atol=1e-5)
 times = measured("fusion")
 if times:
-    print({name: round(t, 2) for name, t in times.items() if isinstance(t, float)})
+    print(
+        {
+            name: round(t, 2)
+            for name, t in times.items()
+            if isinstance(t, float)
+        }
+    )
+
+# %% tags=["check"]
+if times:
     assert times["triton_ms"] < times["eager_ms"] / 3
+if has_triton():
+    assert torch.allclose(y, (2 * x + 1).relu().square() - 3, atol=1e-5)
+assert eager_bytes(1000) == 5 * fused_bytes(1000)
 
 # %% [markdown]
 # ## Recomputation
@@ -161,27 +196,42 @@ if times:
 
 # %%
 call = Call(1, 4096, 4096, 16, 16, 64, 64)
-kept, recomputed = traffic(call, backward=True).naive, traffic(call, backward=True).tiled
+kept, recomputed = (
+    traffic(call, backward=True).naive,
+    traffic(call, backward=True).tiled,
+)
 print(
     say(
-        f"keep P: {kept / 1e9:.1f} GB moved, {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute it again: {recomputed / 1e9:.2f} GB, 0 MiB",
-        f"保存 P：搬运 {kept / 1e9:.1f} GB，占用 {budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB；重新计算：{recomputed / 1e9:.2f} GB，0 MiB",
+        f"keep P: {kept / 1e9:.1f} GB moved, "
+        f"{budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB held; compute "
+        f"it again: {recomputed / 1e9:.2f} GB, 0 MiB",
+        f"保存 P：搬运 {kept / 1e9:.1f} GB，占用 "
+        f"{budget.weights(4096, 2, 16).bytes / 2**20:.0f} MiB；重新计算："
+        f"{recomputed / 1e9:.2f} GB，0 MiB",
     )
 )
 extra = 2 * call.pairs * call.d / h200.flops("bfloat16")
 saved = (kept - recomputed) / h200.bandwidth
 print(
     say(
-        f"the extra product costs {extra * 1e6:.0f} us, the traffic saved {saved * 1e6:.0f} us on an H200",
-        f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 {saved * 1e6:.0f} us",
+        f"the extra product costs {extra * 1e6:.0f} us, the traffic saved "
+        f"{saved * 1e6:.0f} us on an H200",
+        f"在 H200 上，多做的乘法花 {extra * 1e6:.0f} us，省下的搬运值 "
+        f"{saved * 1e6:.0f} us",
     )
 )
-assert extra < saved / 5
 
-layer = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+layer = torch.nn.Sequential(
+    torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+)
 x = torch.randn(8, 64, requires_grad=True)
 (plain,) = torch.autograd.grad(layer(x).sum(), x)
-(checkpointed,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum(), x)
+(checkpointed,) = torch.autograd.grad(
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum(), x
+)
+
+# %% tags=["check"]
+assert extra < saved / 5
 assert torch.equal(plain, checkpointed)
 
 # %% [markdown]
@@ -211,27 +261,39 @@ def blocks_of(n, tile=(256, 128)):
 
 
 rows = []
-for sms, n in ((108, 1792), (108, 1793), (132, 1793), (132, 2048), (132, 2049)):
+for sms, n in (
+    (108, 1792),
+    (108, 1793),
+    (132, 1793),
+    (132, 2048),
+    (132, 2049),
+):
     blocks = blocks_of(n)
     in_waves = -(-blocks // sms)
-    rows.append([sms, n, blocks, in_waves, f"{blocks / (in_waves * sms):.1%}"])
-    found = waves(matmul_blocks(n, n, (256, 128)), sms)
-    assert (found.blocks, found.waves) == (blocks, in_waves)
-show(say(["SMs", "n", "blocks", "waves", "busy"], ["SM 数", "n", "块数", "波数", "忙的比例"]), rows)
-assert rows[0][2:] == [98, 1, "90.7%"]
-assert rows[1][2:] == [120, 2, "55.6%"]
-assert rows[2][3] == 1
-assert [n for n, _, _ in cliffs(range(1500, 2900), (256, 128), 132)] == [2049, 2817]
+    rows.append(
+        [sms, n, blocks, in_waves, f"{blocks / (in_waves * sms):.1%}"]
+    )
+show(
+    say(
+        ["SMs", "n", "blocks", "waves", "busy"],
+        ["SM 数", "n", "块数", "波数", "忙的比例"],
+    ),
+    rows,
+)
 timed = measured("waves")
 
 
+# %% tags=["figure"]
 def draw(axes):
     ns = [*range(1024, 3073, 8), 1793, 2049, 2817]
     for name, color in (("A100", "tab:orange"), ("H200", "tab:green")):
         sms = DEVICES[name].sms
         axes.plot(
             sorted(ns),
-            [waves(matmul_blocks(n, n, (256, 128)), sms).efficiency for n in sorted(ns)],
+            [
+                waves(matmul_blocks(n, n, (256, 128)), sms).efficiency
+                for n in sorted(ns)
+            ],
             color=color,
             label=f"{name}, {sms} SMs",
         )
@@ -239,7 +301,10 @@ def draw(axes):
         best = max(v for k, v in timed.items() if k.isdigit())
         kept = [int(k) for k in timed if k.isdigit()]
         axes.plot(
-            kept, [timed[str(n)] / best for n in kept], "k.", label=f"measured on an {timed['device']}, of its best"
+            kept,
+            [timed[str(n)] / best for n in kept],
+            "k.",
+            label=f"measured on an {timed['device']}, of its best",
         )
     axes.set(
         xlabel="n of an n × n product",
@@ -250,7 +315,33 @@ def draw(axes):
     axes.legend()
 
 
-picture("10_waves", draw)
+picture(
+    "10_waves",
+    draw,
+    alt=say(
+        "Busy share of the SMs over the size n of an n by n product: "
+        "it rises in steps to above 0.9 and drops when a new wave "
+        "begins, at other sizes for an A100 than for an H200; the "
+        "measured points show the drops at the H200's sizes.",
+        "SM 的忙碌比例随 n × n 矩阵乘法的 n 的变化：一级一级升到 0.9 "
+        "以上，新的一波开始时突然下降；A100 与 H200 下降的位置不同；"
+        "实测的点在 H200 的位置下降。",
+    ),
+)
+
+# %% tags=["check"]
+from tilewise_lab.costs.waves import cliffs
+
+for sms, n, blocks, in_waves, _ in rows:
+    found = waves(matmul_blocks(n, n, (256, 128)), sms)
+    assert (found.blocks, found.waves) == (blocks, in_waves)
+assert rows[0][2:] == [98, 1, "90.7%"]
+assert rows[1][2:] == [120, 2, "55.6%"]
+assert rows[2][3] == 1
+assert [n for n, _, _ in cliffs(range(1500, 2900), (256, 128), 132)] == [
+    2049,
+    2817,
+]
 
 # %% [markdown]
 # Attention has the same tails: its blocks are (tokens / tile) · heads · batch. `tilewise explain` counts them.
@@ -259,7 +350,11 @@ picture("10_waves", draw)
 # 注意力也有同样的尾巴：它的块数是（token 数 / 块大小）· 头数 · batch。`tilewise explain` 会替你数。
 
 # %%
-told = tilewise.explain((1, 2049, 16, 100), (1, 2049, 16, 100), (1, 2049, 16, 100), device="H200")
+told = tilewise.explain(
+    (1, 2049, 16, 100), (1, 2049, 16, 100), (1, 2049, 16, 100), device="H200"
+)
+
+# %% tags=["check"]
 assert any("2049" in advice.text for advice in told.advice)
 assert any("pad D 100 to 128" in advice.text for advice in told.advice)
 
@@ -279,16 +374,20 @@ assert any("pad D 100 to 128" in advice.text for advice in told.advice)
 # 把矩阵乘法的速度对大小作图，点会落成几条带：大小能被 2 整除的次数越多，越快。这样每一行的起始地址才能让硬件一次读 16 字节，块也才会是完整的。GPT-2 的词表从 50257 补到 50304 = 64 · 786 = 128 · 393，训练就变快了（按 Karpathy 的说法是 25 %），原因就在这里。
 
 # %%
-assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393
 words = measured("vocabulary")
 if words:
     print(
         say(
-            f"last layer: {words['50257']:.2f} ms with 50257 words, {words['50304']:.2f} ms with 50304",
-            f"最后一层：50257 个词 {words['50257']:.2f} ms，50304 个词 {words['50304']:.2f} ms",
+            f"last layer: {words['50257']:.2f} ms with 50257 words, "
+            f"{words['50304']:.2f} ms with 50304",
+            f"最后一层：50257 个词 {words['50257']:.2f} ms，50304 个词 "
+            f"{words['50304']:.2f} ms",
         )
     )
 bands = measured("alignment")
+
+
+# %% tags=["figure"]
 if bands:
 
     def draw_bands(axes):
@@ -299,12 +398,32 @@ if bands:
             c=[budget.alignment(n).bit_length() - 1 for n in sizes],
             cmap="viridis",
         )
-        axes.figure.colorbar(dots, label="n is divisible by 2 to the power of")
+        axes.figure.colorbar(
+            dots, label="n is divisible by 2 to the power of"
+        )
         axes.set(
-            xlabel="n", ylabel="TFLOP/s", ylim=(0, None), title=f"torch's n × n × n product on an {bands['device']}"
+            xlabel="n",
+            ylabel="TFLOP/s",
+            ylim=(0, None),
+            title=f"torch's n × n × n product on an {bands['device']}",
         )
 
-    picture("10_alignment", draw_bands)
+    picture(
+        "10_alignment",
+        draw_bands,
+        alt=say(
+            "TFLOP/s of torch's n by n by n product over n, one dot a "
+            "size, coloured by the power of two that divides n: sizes "
+            "that are divisible by 8 or more form the upper band, odd "
+            "sizes the lowest.",
+            "torch 的 n × n × n 矩阵乘法的 TFLOP/s，每个点是一个 n，颜色"
+            "表示整除 n 的 2 的幂：能被 8 及以上整除的构成上面的带，奇数"
+            "在最下面。",
+        ),
+    )
+
+# %% tags=["check"]
+assert budget.pad_to_multiple(50257, 64) == 50304 == 64 * 786 == 128 * 393
 
 # %% [markdown]
 # ## A riddle for the road
@@ -323,15 +442,17 @@ power = measured("zeros")
 if power:
     print(
         say(
-            f"{power['random']:.0f} TFLOP/s on random data, {power['zeros']:.0f} on zeros",
-            f"随机数据上 {power['random']:.0f} TFLOP/s，全零数据上 {power['zeros']:.0f}",
+            f"{power['random']:.0f} TFLOP/s on random data, "
+            f"{power['zeros']:.0f} on zeros",
+            f"随机数据上 {power['random']:.0f} TFLOP/s，全零数据上 "
+            f"{power['zeros']:.0f}",
         )
     )
 
 # %% [markdown]
-# **Exercise.** Write `best_batch(tokens, heads, tile, slots, limit)`: the batch size up to `limit` for which
-# attention's grid
-# keeps the largest share of the slots busy (the smallest such batch).
+# **Exercises.** Three, of rising difficulty: write `attainable(flops, moved, peak, rate)`, the roofline;
+# `best_batch(tokens, heads, tile, slots, limit)`, the batch size for which attention's grid keeps the largest share of
+# the slots busy; and `makespan(work, slots)` for blocks of unequal work. Get them with `tilewise learn 10 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出 `best_batch(tokens, heads, tile, slots, limit)`：在不超过 `limit` 的 batch 大小里，让注意力的网格最充分占用 slot 的那一个（有多个时取最小的）。
+# **练习。** 三道，由易到难：写出 `attainable(flops, moved, peak, rate)`，即 roofline；写出 `best_batch(tokens, heads, tile, slots, limit)`，即让注意力的网格最充分占用 slot 的 batch 大小；再写出 `makespan(work, slots)`，块的工作量不等。用 `tilewise learn 10 --exercise` 取得它们。

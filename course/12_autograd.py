@@ -49,18 +49,41 @@ def slope(x):
 steps = [2.0**-i for i in range(1, 12)]
 errors = [abs(f(1.5 + d) - (f(1.5) + slope(1.5) * d)) for d in steps]
 ratios = [a / b for a, b in pairwise(errors)]
-print(say("each halving of the step divides the error by", "步长每减半，误差除以"), [round(r, 2) for r in ratios[-3:]])
-assert abs(ratios[-1] - 4) < 0.05
+print(
+    say(
+        "each halving of the step divides the error by",
+        "步长每减半，误差除以",
+    ),
+    [round(r, 2) for r in ratios[-3:]],
+)
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.loglog(steps, errors, "o-", label="|f(x + Δ) - (f(x) + f'(x)Δ)|")
-    axes.loglog(steps, [errors[-1] * (d / steps[-1]) ** 2 for d in steps], "--", label="Δ²")
+    axes.loglog(
+        steps,
+        [errors[-1] * (d / steps[-1]) ** 2 for d in steps],
+        "--",
+        label="Δ²",
+    )
     axes.set(xlabel="Δ", title="A derivative is right to first order")
     axes.legend()
 
 
-picture("12_first_order", draw)
+picture(
+    "12_first_order",
+    draw,
+    alt=say(
+        "Error of the first-order approximation over the step, on "
+        "two logarithmic axes: it runs parallel to the square of the "
+        "step.",
+        "一阶近似的误差随步长 Δ 的变化（双对数坐标）：与 Δ² 平行。",
+    ),
+)
+
+# %% tags=["check"]
+assert abs(ratios[-1] - 4) < 0.05
 
 # %% [markdown]
 # ## A chain
@@ -89,7 +112,10 @@ class Value:
         return Value(self.value + other.value, ((self, 1.0), (other, 1.0)))
 
     def __mul__(self, other):
-        return Value(self.value * other.value, ((self, other.value), (other, self.value)))
+        return Value(
+            self.value * other.value,
+            ((self, other.value), (other, self.value)),
+        )
 
     def __pow__(self, n):
         return Value(self.value**n, ((self, n * self.value ** (n - 1)),))
@@ -110,7 +136,8 @@ class Value:
         self.gradient = 1.0
         for value in reversed(self.order()):
             for source, local in value.made_from:
-                source.gradient += value.gradient * local  # along a path: times; where paths meet: plus
+                # along a path: times; where paths meet: plus
+                source.gradient += value.gradient * local
 
 
 a, w1, b1 = Value(2.0), Value(3.0), Value(1.0)
@@ -119,21 +146,33 @@ y2 = y1 + b1
 phi = y2**2
 phi.backward()
 names = {"a": a, "w₁": w1, "b₁": b1, "y₁": y1, "y₂": y2, "φ": phi}
-show(say(["", "value", "∂φ/∂"], ["", "值", "∂φ/∂"]), [[name, x.value, x.gradient] for name, x in names.items()])
-assert phi.value == 49
-assert w1.gradient == 2 * 2 * (2 * 3 + 1) == 28
+show(
+    say(["", "value", "∂φ/∂"], ["", "值", "∂φ/∂"]),
+    [[name, x.value, x.gradient] for name, x in names.items()],
+)
 
 x, y = Value(0.7), Value(-0.3)
 z = (x * y).exp() * (x * x + Value(1.0)) ** -1
 z.backward()
-tx, ty = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.7, -0.3))
+tx, ty = (
+    torch.tensor(v, dtype=torch.float64, requires_grad=True)
+    for v in (0.7, -0.3)
+)
 tz = (tx * ty).exp() / (tx * tx + 1)
 tz.backward()
-gx, gy = graph.Value(0.7), graph.Value(-0.3)  # the library's own, which draws its graph on the page
+# the library's own, which draws its graph on the page
+gx, gy = (graph.Value(0.7), graph.Value(-0.3))
 ((gx * gy).exp() / (gx * gx + 1.0)).backward()
+
+# %% tags=["check"]
+assert phi.value == 49
+assert w1.gradient == 2 * 2 * (2 * 3 + 1) == 28
 assert abs(x.gradient - tx.grad.item()) < 1e-12
 assert abs(y.gradient - ty.grad.item()) < 1e-12
-assert abs(gx.gradient - tx.grad.item()) + abs(gy.gradient - ty.grad.item()) < 1e-12
+assert (
+    abs(gx.gradient - tx.grad.item()) + abs(gy.gradient - ty.grad.item())
+    < 1e-12
+)
 
 # %% [markdown]
 # ## Many in, one out: the gradient
@@ -159,10 +198,14 @@ for _ in range(60):
     w = w - 0.1 * gradient
 print(
     say(
-        f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = {[round(v, 3) for v in w.tolist()]}",
-        f"损失 {losses[0]:.1f} → {losses[-1]:.1e}；w = {[round(v, 3) for v in w.tolist()]}",
+        f"loss {losses[0]:.1f} → {losses[-1]:.1e}; w = "
+        f"{[round(v, 3) for v in w.tolist()]}",
+        f"损失 {losses[0]:.1f} → {losses[-1]:.1e}；w = "
+        f"{[round(v, 3) for v in w.tolist()]}",
     )
 )
+
+# %% tags=["check"]
 assert torch.allclose(w, target, atol=1e-4)
 assert losses == sorted(losses, reverse=True)
 
@@ -186,10 +229,14 @@ def g(x):
 
 x = torch.tensor([1.3, 0.4], dtype=torch.float64)
 jacobian = torch.autograd.functional.jacobian(g, x)
-by_hand = torch.tensor([[x[1], x[0]], [0.0, x[1].cos()], [2 * x[0], 0.0]], dtype=torch.float64)
+by_hand = torch.tensor(
+    [[x[1], x[0]], [0.0, x[1].cos()], [2 * x[0], 0.0]], dtype=torch.float64
+)
+small = torch.tensor([1e-6, -2e-6], dtype=torch.float64)
+
+# %% tags=["check"]
 assert jacobian.shape == (3, 2)
 assert torch.allclose(jacobian, by_hand)
-small = torch.tensor([1e-6, -2e-6], dtype=torch.float64)
 assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 
 # %% [markdown]
@@ -212,30 +259,49 @@ assert torch.allclose(g(x + small) - g(x), jacobian @ small, atol=1e-10)
 
 # %%
 entries = 1024 * 2048 * 1024 * 1024
-print(say(f"{entries:.1e} entries, {4 * entries / 1e12:.1f} TB", f"{entries:.1e} 个元素，{4 * entries / 1e12:.1f} TB"))
-assert round(4 * entries / 1e12, 1) == 8.8
-X, W, dY = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (3, 4), (2, 4)))
-full = torch.autograd.functional.jacobian(lambda t: t @ W, X)  # (2, 4, 2, 3): tiny, so it can be built
-assert full.shape == (2, 4, 2, 3)
+print(
+    say(
+        f"{entries:.1e} entries, {4 * entries / 1e12:.1f} TB",
+        f"{entries:.1e} 个元素，{4 * entries / 1e12:.1f} TB",
+    )
+)
+X, W, dY = (
+    torch.randn(*shape, dtype=torch.float64)
+    for shape in ((2, 3), (3, 4), (2, 4))
+)
+# (2, 4, 2, 3): tiny, so it can be built
+full = torch.autograd.functional.jacobian(lambda t: t @ W, X)
 contracted = torch.einsum("nd,ndij->ij", dY, full)
 dX, dW = matmul.gradients(X, W, dY)
-assert torch.allclose(contracted, dX)
-assert torch.allclose(dX, dY @ W.T)
 full_w = torch.autograd.functional.jacobian(lambda t: X @ t, W)
-assert torch.allclose(torch.einsum("nd,ndij->ij", dY, full_w), dW)
-assert torch.allclose(dW, X.T @ dY)
 
-row, weights = torch.randn(1, 3), torch.randn(3, 4)  # the worked example: X 1 × 3, W 3 × 4
+# the worked example: X 1 × 3, W 3 × 4
+row, weights = (torch.randn(1, 3), torch.randn(3, 4))
 one = torch.autograd.functional.jacobian(lambda t: t @ weights, row).squeeze()
-assert torch.allclose(one, weights.T)
 show(
     say(["", "shape"], ["", "形状"]),
-    [["X", (1, 3)], ["W", (3, 4)], ["dY/dX = Wᵀ", tuple(one.shape)], ["dX = dY Wᵀ", (1, 3)], ["dW = Xᵀ dY", (3, 4)]],
+    [
+        ["X", (1, 3)],
+        ["W", (3, 4)],
+        ["dY/dX = Wᵀ", tuple(one.shape)],
+        ["dX = dY Wᵀ", (1, 3)],
+        ["dW = Xᵀ dY", (3, 4)],
+    ],
 )
 
+# %% tags=["check"]
+assert round(4 * entries / 1e12, 1) == 8.8
+assert full.shape == (2, 4, 2, 3)
+assert torch.allclose(contracted, dX)
+assert torch.allclose(dX, dY @ W.T)
+assert torch.allclose(torch.einsum("nd,ndij->ij", dY, full_w), dW)
+assert torch.allclose(dW, X.T @ dY)
+assert torch.allclose(one, weights.T)
+
 # %% [markdown]
-# **Exercise.** Add two operations to the library's small autograd: `tanh` and `maximum` (of two values; the larger one
-# gets the gradient). Return the value and the local derivatives.
+# **Exercises.** Three, of rising difficulty: add two operations to the library's small autograd, `tanh` and `maximum`
+# (of two values; the larger one gets the gradient); then write `linear_backward(x, w, dy)`, the gradients of
+# $Y = X W + b$. Get them with `tilewise learn 12 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 给库里的微型自动求导加两个运算：`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）。返回数值和局部导数。
+# **练习。** 三道，由易到难：给库里的微型自动求导加两个运算，`tanh` 和 `maximum`（两个值取较大者，梯度也归较大者）；再写出 `linear_backward(x, w, dy)`，即 $Y = X W + b$ 的梯度。用 `tilewise learn 12 --exercise` 取得它们。

@@ -23,7 +23,6 @@ import torch
 import tilewise
 from tilewise_lab import trace
 from tilewise_lab.derivation import attention as rung
-from tilewise_lab.derivation import gradient
 from tilewise_lab.learn import has_triton, measured, picture, say, show
 
 torch.manual_seed(0)
@@ -66,13 +65,22 @@ def softmax_vjp(p, dp):
 s = torch.randn(5, dtype=torch.float64)
 p = torch.softmax(s, -1)
 jacobian = softmax_jacobian(p)
-assert torch.allclose(jacobian, torch.autograd.functional.jacobian(lambda t: torch.softmax(t, -1), s))
+dp = torch.randn(5, dtype=torch.float64)
+
+# %% tags=["check"]
+from tilewise_lab.derivation import gradient
+
+assert torch.allclose(
+    jacobian,
+    torch.autograd.functional.jacobian(lambda t: torch.softmax(t, -1), s),
+)
 assert torch.allclose(jacobian, gradient.softmax_jacobian(p))
 assert torch.allclose(jacobian, jacobian.T)
-assert torch.allclose(jacobian.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-15)
+assert torch.allclose(
+    jacobian.sum(-1), torch.zeros(5, dtype=torch.float64), atol=1e-15
+)
 assert torch.isclose(jacobian[1, 1], p[1] * (1 - p[1]))
 assert torch.isclose(jacobian[0, 2], -p[0] * p[2])
-dp = torch.randn(5, dtype=torch.float64)
 assert torch.allclose(softmax_vjp(p, dp), jacobian @ dp)
 
 # %% [markdown]
@@ -104,8 +112,11 @@ def by_hand(q, k, v, do):
 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 expected = torch.autograd.grad(rung.naive(*leaves), leaves, do)
 found = by_hand(q, k, v, do)
-for name, a, b, c in zip(("dQ", "dK", "dV"), found, expected, gradient.naive(q, k, v, do), strict=True):
+for name, a, b in zip(("dQ", "dK", "dV"), found, expected, strict=True):
     print(name, f"{(a - b).abs().max():.1e}")
+
+# %% tags=["check"]
+for a, b, c in zip(found, expected, gradient.naive(q, k, v, do), strict=True):
     assert torch.allclose(a, b)
     assert torch.allclose(a, c)
 
@@ -147,7 +158,8 @@ def tiled_backward(q, k, v, o, lse, do, rows, columns):
         j = slice(first_j, first_j + columns)
         for first_i in range(0, len(q), rows):
             i = slice(first_i, first_i + rows)
-            p = torch.exp(q[i] @ k[j].T * scale - lse[i, None])  # computed again
+            # computed again
+            p = torch.exp(q[i] @ k[j].T * scale - lse[i, None])
             ds = p * (do[i] @ v[j].T - delta[i, None]) * scale
             dv[j] += p.T @ do[i]
             dk[j] += ds.T @ q[i]
@@ -157,12 +169,22 @@ def tiled_backward(q, k, v, o, lse, do, rows, columns):
 
 o, lse = rung.fa2(q, k, v, rows=4, columns=4)
 P = torch.softmax(rung.scores(q, k), -1)
-assert torch.allclose(torch.exp(rung.scores(q, k) - lse[:, None]), P)
 delta = (do * o).sum(-1)
+
+# %% tags=["check"]
+assert torch.allclose(torch.exp(rung.scores(q, k) - lse[:, None]), P)
 assert torch.allclose(delta, (P * (do @ v.T)).sum(-1))
-for a, b in zip(tiled_backward(q, k, v, o, lse, do, rows=4, columns=4), expected, strict=True):
+for a, b in zip(
+    tiled_backward(q, k, v, o, lse, do, rows=4, columns=4),
+    expected,
+    strict=True,
+):
     assert torch.allclose(a, b)
-for a, b in zip(gradient.tiled(q, k, v, o, lse, do, rows=4, columns=4), expected, strict=True):
+for a, b in zip(
+    gradient.tiled(q, k, v, o, lse, do, rows=4, columns=4),
+    expected,
+    strict=True,
+):
     assert torch.allclose(a, b)
 
 # %% [markdown]
@@ -177,18 +199,39 @@ for a, b in zip(gradient.tiled(q, k, v, o, lse, do, rows=4, columns=4), expected
 
 # %%
 totals = {
-    owners: trace.attention(32, 32, d=4, rows=8, columns=8, backward=True, owners=owners)["totals"]
+    owners: trace.attention(
+        32, 32, d=4, rows=8, columns=8, backward=True, owners=owners
+    )["totals"]
     for owners in ("one", "two")
 }
-words = {"one": say("one loop", "一个循环"), "two": say("two owners", "两个所有者")}
+words = {
+    "one": say("one loop", "一个循环"),
+    "two": say("two owners", "两个所有者"),
+}
 show(
-    say(["", "dQ written", "dQ read back", "FLOPs"], ["", "写出的 dQ", "读回的 dQ", "FLOP"]),
-    [[words[o], t["stored"]["dq"], t["loaded"].get("dq", 0), t["flops"]] for o, t in totals.items()],
-    say("one loop, or two owners (32 tokens in blocks of 8)", "一个循环，或两个所有者（32 个 token，每块 8 个）"),
+    say(
+        ["", "dQ written", "dQ read back", "FLOPs"],
+        ["", "写出的 dQ", "读回的 dQ", "FLOP"],
+    ),
+    [
+        [words[o], t["stored"]["dq"], t["loaded"].get("dq", 0), t["flops"]]
+        for o, t in totals.items()
+    ],
+    say(
+        "one loop, or two owners (32 tokens in blocks of 8)",
+        "一个循环，或两个所有者（32 个 token，每块 8 个）",
+    ),
 )
+
+# %% tags=["check"]
 assert totals["one"]["stored"]["dq"] == 4 * totals["two"]["stored"]["dq"]
 assert "dq" not in totals["two"]["loaded"]
-assert trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)["error"] < 1e-12
+assert (
+    trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)[
+        "error"
+    ]
+    < 1e-12
+)
 
 # %% [markdown]
 # On Hopper there is a third way: a single loop, five products, and $dQ$ summed in HBM after all, by wide atomic
@@ -202,12 +245,17 @@ assert trace.attention(32, 32, rows=8, columns=8, backward=True, causal=True)["e
 times = measured("sums")
 if times:
     ways = {
-        "two kernels": say("two owners, seven products", "两个所有者，七次乘法"),
+        "two kernels": say(
+            "two owners, seven products", "两个所有者，七次乘法"
+        ),
         "atomic": say("one loop, atomic", "一个循环，原子加法"),
         "in order": say("one loop, in order", "一个循环，按固定顺序"),
     }
     show(
-        say(["dQ is summed by", "ms of the backward"], ["dQ 怎样累加", "反向的 ms"]),
+        say(
+            ["dQ is summed by", "ms of the backward"],
+            ["dQ 怎样累加", "反向的 ms"],
+        ),
         [[words, f"{times[way]:.2f}"] for way, words in ways.items()],
     )
 
@@ -224,26 +272,49 @@ if times:
 # `tilewise.attention` 是一个节点：$Q, K, V \to O$，反向就是上面这样。它在 float64 下与有限差分核对过；Triton kernel 在解释器里与 float64 核对过；经过 logsumexp 的梯度也一样，它从 $\delta$ 里减去一项 $dL$。
 
 # %%
-small = [torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-assert torch.autograd.gradcheck(lambda *x: tilewise.attention(*x, causal=True, return_lse=True), small)
+small = [
+    torch.randn(1, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+    for _ in range(3)
+]
 
 if has_triton("the Triton backward"):
-    tensors = [torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3)]
+    tensors = [
+        torch.randn(1, 24, 2, 16, requires_grad=True) for _ in range(3)
+    ]
     exact = [x.detach().double().requires_grad_() for x in tensors]
     grads = []
     for inputs, backend in ((tensors, "triton"), (exact, "reference")):
-        out, lse = tilewise.attention(*inputs, causal=True, backend=backend, return_lse=True)
-        grads.append(torch.autograd.grad((out.sum() + (2 * lse).sum()), inputs))
+        out, lse = tilewise.attention(
+            *inputs, causal=True, backend=backend, return_lse=True
+        )
+        grads.append(
+            torch.autograd.grad((out.sum() + (2 * lse).sum()), inputs)
+        )
     for name, a, b in zip(("dQ", "dK", "dV"), *grads, strict=True):
         print(f"Triton {name}: {(a - b).abs().max():.1e}")
+    again, more = (
+        torch.autograd.grad(
+            tilewise.attention(*tensors, causal=True, backend="triton").sum(),
+            tensors,
+        )
+        for _ in range(2)
+    )
+    equal = all(torch.equal(a, b) for a, b in zip(again, more, strict=True))
+    print(
+        say(
+            f"two runs are equal bit for bit: {equal}",
+            f"两次运行逐位相同：{equal}",
+        )
+    )
+
+# %% tags=["check"]
+if has_triton():
+    for a, b in zip(*grads, strict=True):
         assert torch.allclose(a.double(), b, atol=1e-4)
-    again = torch.autograd.grad(
-        sum(tilewise.attention(*tensors, causal=True, backend="triton", return_lse=True)[0].sum().reshape(1)), tensors
-    )
-    more = torch.autograd.grad(
-        sum(tilewise.attention(*tensors, causal=True, backend="triton", return_lse=True)[0].sum().reshape(1)), tensors
-    )
-    assert all(torch.equal(a, b) for a, b in zip(again, more, strict=True))  # bit for bit
+    assert equal
+assert torch.autograd.gradcheck(
+    lambda *x: tilewise.attention(*x, causal=True, return_lse=True), small
+)
 
 # %% [markdown]
 # ## What is kept
@@ -261,20 +332,48 @@ kept = [4 * m * 64 * 2 + 4 * m for m in lengths]
 stored_p = [m * m * 2 for m in lengths]
 
 
+# %% tags=["figure"]
 def draw(axes):
-    axes.loglog(lengths, [b / 2**20 for b in stored_p], "o-", base=2, label="keep P")
-    axes.loglog(lengths, [b / 2**20 for b in kept], "o-", base=2, label="keep Q, K, V, O and L")
-    axes.set(xlabel="tokens", ylabel="MiB per head (D = 64, 16 bit)", title="What the backward needs")
+    axes.loglog(
+        lengths, [b / 2**20 for b in stored_p], "o-", base=2, label="keep P"
+    )
+    axes.loglog(
+        lengths,
+        [b / 2**20 for b in kept],
+        "o-",
+        base=2,
+        label="keep Q, K, V, O and L",
+    )
+    axes.set(
+        xlabel="tokens",
+        ylabel="MiB per head (D = 64, 16 bit)",
+        title="What the backward needs",
+    )
     axes.legend()
 
 
-picture("13_kept", draw)
+picture(
+    "13_kept",
+    draw,
+    alt=say(
+        "MiB a head that are kept for the backward, over tokens, on "
+        "two logarithmic axes: P grows with the square of the "
+        "length; Q, K, V, O and L grow linearly and stay far below.",
+        "为反向保存的内存（每个头多少 MiB）随 token 数的变化（双对数"
+        "坐标）：P 按长度的平方增长；Q、K、V、O 和 L 按线性增长，少得"
+        "多。",
+    ),
+)
+
+# %% tags=["check"]
 assert math.isclose(kept[3] / kept[2], 4)
 assert stored_p[3] / stored_p[2] == 16
 
 # %% [markdown]
-# **Exercise.** Write `block_gradients(q, k, v, do, lse, delta)` for one block: its contributions to $dQ$, $dK$ and
-# $dV$, from its own rows alone.
+# **Exercises.** Three, of rising difficulty: write `weights(q, k, lse)`, a block of $P$, computed again;
+# `block_gradients(q, k, v, do, lse, delta)`, what one block adds to $dQ$, $dK$ and $dV$; and
+# `backward(q, k, v, o, lse, do, rows, columns)`, FlashAttention's whole backward. Get them with
+# `tilewise learn 13 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 为一块写出 `block_gradients(q, k, v, do, lse, delta)`：只用它自己的那些行，算出它对 $dQ$、$dK$ 和 $dV$ 的贡献。
+# **练习。** 三道，由易到难：写出 `weights(q, k, lse)`，即重新算出 $P$ 的一块；写出 `block_gradients(q, k, v, do, lse, delta)`，即一块对 $dQ$、$dK$ 和 $dV$ 的贡献；再写出 `backward(q, k, v, o, lse, do, rows, columns)`，即 FlashAttention 的整个反向。用 `tilewise learn 13 --exercise` 取得它们。

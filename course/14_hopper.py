@@ -36,18 +36,36 @@ from tilewise_lab.learn import has_triton, picture, say, show
 h200 = device("H200")
 rows = []
 for d in (64, 128, 256):
-    products = 4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
+    products = (
+        4 * 128 * 128 * d / (h200.flops("bfloat16") / h200.sms / h200.clock)
+    )
     exponentials = 128 * 128 / h200.exps
-    rows.append([d, f"{products:.0f}", f"{exponentials:.0f}", f"{products / (products + exponentials):.0%}"])
+    rows.append(
+        [
+            d,
+            f"{products:.0f}",
+            f"{exponentials:.0f}",
+            f"{products / (products + exponentials):.0%}",
+        ]
+    )
 show(
     say(
-        ["D", "cycles of products", "cycles of exponentials", "of the peak, if nothing overlaps"],
+        [
+            "D",
+            "cycles of products",
+            "cycles of exponentials",
+            "of the peak, if nothing overlaps",
+        ],
         ["D", "乘法的周期", "指数的周期", "不重叠时达到峰值的"],
     ),
     rows,
 )
 full = Call(1, 8192, 8192, 16, 16, 64, 64)
-assert full.pairs / (h200.exps * h200.sms * h200.clock) > 0.9 * full.flops() / h200.flops("bfloat16")
+
+# %% tags=["check"]
+assert full.pairs / (
+    h200.exps * h200.sms * h200.clock
+) > 0.9 * full.flops() / h200.flops("bfloat16")
 
 # %% [markdown]
 # ## The flags
@@ -70,36 +88,70 @@ if has_triton("the Hopper forward in the emulator"):
     try:
         from tilewise import attention
         from tilewise.backends.common.launch import DeviceMemory
-        from tilewise.backends.hopper.launches import forward_launches, new_state
+        from tilewise.backends.hopper.launches import (
+            forward_launches,
+            new_state,
+        )
         from tilewise.request import Request, Spec
         from tilewise_lab.emulator import launch
 
         torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, 256, 1, 64, dtype=torch.bfloat16) for _ in range(3)
+        )
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        request, state = Request(q, k, v, Spec(0.125)), new_state(DeviceMemory(torch.device("cpu")))
+        request, state = (
+            Request(q, k, v, Spec(0.125)),
+            new_state(DeviceMemory(torch.device("cpu"))),
+        )
         forward, *_ = forward_launches(request, out, lse, state, 1)
-        timeline = launch(forward.kernel, forward.programs, forward.args, forward.options, latencies=(1.0,)).timeline
+        timeline = launch(
+            forward.kernel,
+            forward.programs,
+            forward.args,
+            forward.options,
+            latencies=(1.0,),
+        ).timeline
         exact = attention(q.double(), k.double(), v.double())
         print(
             say(
-                f"emulated Hopper forward against float64: {(out - exact).abs().max():.1e}",
-                f"模拟的 Hopper 前向与 float64 相比：{(out - exact).abs().max():.1e}",
+                "emulated Hopper forward against float64: "
+                f"{(out - exact).abs().max():.1e}",
+                "模拟的 Hopper 前向与 float64 相比："
+                f"{(out - exact).abs().max():.1e}",
             )
         )
-        assert torch.allclose(out.double(), exact, atol=2e-2)
         units = sorted({span.unit for span in timeline})
         print(say("who is there:", "有谁在场："), ", ".join(units))
     except ImportError as error:
-        print(say(f"(this Triton has no Gluon: {error})", f"（这个 Triton 没有 Gluon：{error}）"))
+        print(
+            say(
+                f"(this Triton has no Gluon: {error})",
+                f"（这个 Triton 没有 Gluon：{error}）",
+            )
+        )
 
 
+# %% tags=["figure"]
 def draw(axes):
     units = sorted({span.unit for span in timeline})
-    palette = {"load": "tab:blue", "wait": "lightgray", "compute": "tab:green", "store": "tab:purple"}
+    palette = {
+        "load": "tab:blue",
+        "wait": "lightgray",
+        "compute": "tab:green",
+        "store": "tab:purple",
+    }
     for span in timeline:
-        color = next((c for key, c in palette.items() if span.what.startswith(key)), "tab:red")
-        axes.barh(units.index(span.unit), span.end - span.start, left=span.start, color=color)
+        color = next(
+            (c for key, c in palette.items() if span.what.startswith(key)),
+            "tab:red",
+        )
+        axes.barh(
+            units.index(span.unit),
+            span.end - span.start,
+            left=span.start,
+            color=color,
+        )
     axes.set(
         yticks=range(len(units)),
         yticklabels=units,
@@ -109,7 +161,24 @@ def draw(axes):
 
 
 if timeline:
-    picture("14_timeline", draw, size=(11, 4))
+    picture(
+        "14_timeline",
+        draw,
+        alt=say(
+            "Timeline of the emulated Hopper forward, a row for each "
+            "unit: copies (loads blue, stores purple), tensor cores "
+            "(products red) and three consumers that compute (green) or "
+            "wait (gray). Copies, products and exponentials overlap.",
+            "模拟的 Hopper 前向的时间线，每个单元一行：拷贝（读取为蓝色，"
+            "写回为紫色）、张量核心（矩阵乘法为红色），以及三个消费者，计"
+            "算为绿色，等待为灰色。拷贝、乘法和指数运算互相重叠。",
+        ),
+        size=(11, 4),
+    )
+
+# %% tags=["check"]
+if "timeline" in globals():
+    assert torch.allclose(out.double(), exact, atol=2e-2)
 
 # %% [markdown]
 # ## A wait too few
@@ -125,10 +194,13 @@ if timeline:
 
 # %%
 def ring(iterations, buffers, wait_for_empty):
-    """A producer is never late, a consumer takes twice as long. Returns what the consumer read."""
+    """A producer is never late, a consumer takes twice as long. Returns what
+    the consumer read."""
     slots, read, produced, consumed = [None] * buffers, [], 0, 0
     for tick in range(4 * iterations):
-        may_fill = produced < iterations and (not wait_for_empty or produced - consumed < buffers)
+        may_fill = produced < iterations and (
+            not wait_for_empty or produced - consumed < buffers
+        )
         if may_fill:
             slots[produced % buffers] = produced
             produced += 1
@@ -140,8 +212,16 @@ def ring(iterations, buffers, wait_for_empty):
     return read
 
 
-print(say("with the empty barrier:   ", "有“空”屏障："), ring(8, 2, wait_for_empty=True))
-print(say("without the empty barrier:", "没有“空”屏障："), ring(8, 2, wait_for_empty=False))
+print(
+    say("with the empty barrier:   ", "有“空”屏障："),
+    ring(8, 2, wait_for_empty=True),
+)
+print(
+    say("without the empty barrier:", "没有“空”屏障："),
+    ring(8, 2, wait_for_empty=False),
+)
+
+# %% tags=["check"]
 assert ring(8, 2, wait_for_empty=True) == list(range(8))
 assert ring(8, 2, wait_for_empty=False) != list(range(8))
 
@@ -150,11 +230,12 @@ assert ring(8, 2, wait_for_empty=False) != list(range(8))
 # the merge of lesson 3: to decoding, to many GPUs, to an attention of your own, and to a kernel that you write
 # yourself. `docs/` tells the rest: what was measured, what was tried, what failed.
 #
-# **Exercise.** Barriers alternate: a wait names the *phase* it waits for. Write `phases(iteration, buffers)`: which
-# buffer an iteration uses, and the phase (0 or 1) in which the consumer waits for it to be full and the producer for
-# it to be empty.
+# **Exercises.** Three, of rising difficulty: write `registers(consumers, producer)`, how the registers of a processor
+# are divided; `phases(iteration, buffers)`, which buffer an iteration uses, and the phase (0 or 1) in which the
+# consumer waits for it to be full and the producer for it to be empty; and `ring_time(n, buffers, load, compute)`, the
+# time of the whole ring. Get them with `tilewise learn 14 --exercise`.
 
 # %% [markdown] lang="zh"
 # 从会溢出的 softmax，到让 GPU 一直忙碌的 kernel，整条路就是这样。后面几课从第 3 课的合并继续往前走：走向解码，走向多个 GPU，走向你自己的注意力，最后是你自己写的 kernel。其余的在 `docs/` 里：测了什么，试了什么，哪些失败了。
 #
-# **练习。** 屏障的相位交替变化：等待时要指明等的是哪个*相位*。写出 `phases(iteration, buffers)`：某次迭代用哪个缓冲区，以及消费者等它变满、生产者等它变空时的相位（0 或 1）。
+# **练习。** 三道，由易到难：写出 `registers(consumers, producer)`，即一个处理器的寄存器怎样分配；写出 `phases(iteration, buffers)`，即某次迭代用哪个缓冲区，以及消费者等它变满、生产者等它变空时的相位（0 或 1）；再写出 `ring_time(n, buffers, load, compute)`，即整个环的耗时。用 `tilewise learn 14 --exercise` 取得它们。

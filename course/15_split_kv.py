@@ -45,28 +45,42 @@ def attend(q, k, v):
 
 
 def combine(parts):
-    """(O, L) of all keys, from those of the parts: one small step at the end."""
-    o, lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+    """(O, L) of all keys, from those of the parts: one small step at the
+    end."""
+    o, lse = (
+        torch.stack([o for o, _ in parts]),
+        torch.stack([lse for _, lse in parts]),
+    )
     most = lse.amax(0)
     pivot = most.masked_fill(most == -torch.inf, 0.0)
     w = torch.exp(lse - pivot)  # what each part weighs
     l = w.sum(0)
-    return (w[..., None] * o).sum(0) / l.masked_fill(l == 0, 1.0)[:, None], pivot + l.log()
+    return (w[..., None] * o).sum(0) / l.masked_fill(l == 0, 1.0)[
+        :, None
+    ], pivot + l.log()
 
 
 def split_kv(q, k, v, parts):
     """Each chunk could be another processor's."""
-    return combine([attend(q, k_a, v_a) for k_a, v_a in zip(k.chunk(parts, 1), v.chunk(parts, 1), strict=True)])
+    return combine(
+        [
+            attend(q, k_a, v_a)
+            for k_a, v_a in zip(
+                k.chunk(parts, 1), v.chunk(parts, 1), strict=True
+            )
+        ]
+    )
 
 
 torch.manual_seed(0)
 heads, n, d = 4, 1000, 32
-q, k, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((heads, d), (heads, n, d), (heads, n, d)))
+q, k, v = (
+    torch.randn(*shape, dtype=torch.float64)
+    for shape in ((heads, d), (heads, n, d), (heads, n, d))
+)
 exact, exact_lse = attend(q, k, v)
 for parts in (1, 2, 7, 64):
     o, lse = split_kv(q, k, v, parts)
-    assert torch.allclose(o, exact)
-    assert torch.allclose(lse, exact_lse)
     print(
         say(
             f"{parts} parts: {(o - exact).abs().max():.1e} from undivided",
@@ -75,11 +89,23 @@ for parts in (1, 2, 7, 64):
     )
 theirs = tilewise.merge(
     *(
-        tilewise.attention(q[None, None], k_a[None].transpose(1, 2), v_a[None].transpose(1, 2), return_lse=True)
+        tilewise.attention(
+            q[None, None],
+            k_a[None].transpose(1, 2),
+            v_a[None].transpose(1, 2),
+            return_lse=True,
+        )
         for k_a, v_a in zip(k.chunk(3, 1), v.chunk(3, 1), strict=True)
     )
 )
-assert torch.allclose(theirs[0][0, 0], exact)  # the library's merge says the same
+
+# %% tags=["check"]
+for parts in (1, 2, 7, 64):
+    o, lse = split_kv(q, k, v, parts)
+    assert torch.allclose(o, exact)
+    assert torch.allclose(lse, exact_lse)
+# the library's merge says the same
+assert torch.allclose(theirs[0][0, 0], exact)
 
 # %% [markdown]
 # ## Two ways to get it wrong
@@ -95,22 +121,39 @@ assert torch.allclose(theirs[0][0, 0], exact)  # the library's merge says the sa
 
 # %%
 sizes = [100, 900]
-pieces = [attend(q, k_a, v_a) for k_a, v_a in zip(k.split(sizes, 1), v.split(sizes, 1), strict=True)]
+pieces = [
+    attend(q, k_a, v_a)
+    for k_a, v_a in zip(k.split(sizes, 1), v.split(sizes, 1), strict=True)
+]
 mean = (pieces[0][0] + pieces[1][0]) / 2
-by_count = sum(size / n * o for size, (o, _) in zip(sizes, pieces, strict=True))
+by_count = sum(
+    size / n * o for size, (o, _) in zip(sizes, pieces, strict=True)
+)
 show(
     say(["", "largest error"], ["", "最大误差"]),
     [
-        [say("mean of the outputs", "输出的平均"), f"{(mean - exact).abs().max():.1e}"],
-        [say("weighed by their keys", "按键的个数加权"), f"{(by_count - exact).abs().max():.1e}"],
-        [say("weighed by exp(L_a - L)", "按 exp(L_a - L) 加权"), f"{(combine(pieces)[0] - exact).abs().max():.1e}"],
+        [
+            say("mean of the outputs", "输出的平均"),
+            f"{(mean - exact).abs().max():.1e}",
+        ],
+        [
+            say("weighed by their keys", "按键的个数加权"),
+            f"{(by_count - exact).abs().max():.1e}",
+        ],
+        [
+            say("weighed by exp(L_a - L)", "按 exp(L_a - L) 加权"),
+            f"{(combine(pieces)[0] - exact).abs().max():.1e}",
+        ],
     ],
 )
+nothing = attend(q, k[:, :0], v[:, :0])
+
+# %% tags=["check"]
 assert (mean - exact).abs().max() > 1e-2
 assert (by_count - exact).abs().max() > 1e-3
-nothing = attend(q, k[:, :0], v[:, :0])
 assert (nothing[1] == -torch.inf).all()
-assert torch.allclose(combine([nothing, *pieces, nothing])[0], exact)  # parts without keys do no harm
+# parts without keys do no harm
+assert torch.allclose(combine([nothing, *pieces, nothing])[0], exact)
 
 # %% [markdown]
 # ## How many parts?
@@ -135,12 +178,24 @@ h200 = device("H200")
 
 
 def seconds(programs, keys, parts, d=128, group=4, itemsize=2):
-    """One query of each head; `group` query heads share a head of keys and values."""
+    """One query of each head; `group` query heads share a head of keys and
+    values."""
     cache = programs * keys * 2 * d * itemsize
     working = min(programs * parts, h200.sms)
-    reading = cache / min(h200.bandwidth, 1.25 * working * h200.bandwidth / h200.sms)
-    in_waves = -(-programs * parts // h200.sms) / (programs * parts / h200.sms) if programs * parts > h200.sms else 1
-    merging = 0 if parts == 1 else 2 * programs * group * parts * (d + 1) * 4 / h200.bandwidth + 4e-6
+    reading = cache / min(
+        h200.bandwidth, 1.25 * working * h200.bandwidth / h200.sms
+    )
+    in_waves = (
+        -(-programs * parts // h200.sms) / (programs * parts / h200.sms)
+        if programs * parts > h200.sms
+        else 1
+    )
+    merging = (
+        0
+        if parts == 1
+        else 2 * programs * group * parts * (d + 1) * 4 / h200.bandwidth
+        + 4e-6
+    )
     return reading * in_waves + merging
 
 
@@ -149,24 +204,63 @@ rows = []
 for batch, keys in ((1, 65536), (4, 8192), (16, 8192)):
     programs = 8 * batch
     chosen = tiles.parts_of_keys(programs, keys, 64, h200.sms)
-    rows.append([batch, keys, *(f"{seconds(programs, keys, p) * 1e6:.0f}" for p in tried), chosen])
-headers = [*say(["batch", "keys"], ["批", "键"]), *(say(f"{p} parts (us)", f"{p} 段 (us)") for p in tried)]
-show([*headers, say("tilewise takes", "tilewise 的选择")], rows, say("the model, on an H200", "模型的预测，H200"))
-assert seconds(8, 65536, 16) < seconds(8, 65536, 1) / 5
-assert tiles.parts_of_keys(8, 65536, 64, 132) == 16  # one program for each processor
-assert tiles.parts_of_keys(128, 8192, 64, 132) == 1  # the batch fills the GPU by itself
+    rows.append(
+        [
+            batch,
+            keys,
+            *(f"{seconds(programs, keys, p) * 1e6:.0f}" for p in tried),
+            chosen,
+        ]
+    )
+headers = [
+    *say(["batch", "keys"], ["批", "键"]),
+    *(say(f"{p} parts (us)", f"{p} 段 (us)") for p in tried),
+]
+show(
+    [*headers, say("tilewise takes", "tilewise 的选择")],
+    rows,
+    say("the model, on an H200", "模型的预测，H200"),
+)
 
 
+# %% tags=["figure"]
 def draw(axes):
     for batch, keys in ((1, 65536), (4, 8192), (16, 8192)):
         axes.loglog(
-            tried, [seconds(8 * batch, keys, p) * 1e6 for p in tried], "o-", base=2, label=f"batch {batch}, {keys} keys"
+            tried,
+            [seconds(8 * batch, keys, p) * 1e6 for p in tried],
+            "o-",
+            base=2,
+            label=f"batch {batch}, {keys} keys",
         )
-    axes.set(xlabel="parts", ylabel="us (model)", title="Decoding on 132 processors: divide until they are busy")
+    axes.set(
+        xlabel="parts",
+        ylabel="us (model)",
+        title="Decoding on 132 processors: divide until they are busy",
+    )
     axes.legend()
 
 
-picture("15_parts", draw)
+picture(
+    "15_parts",
+    draw,
+    alt=say(
+        "Modelled decoding time over the number of parts, on two "
+        "logarithmic axes: batch 1 with 65536 keys gets faster until "
+        "16 parts, batch 4 until 4 parts; batch 16 does not, its "
+        "processors are busy already.",
+        "解码时间（模型）随分段数的变化（双对数坐标）：batch 1、65536 "
+        "个键时，一直快到 16 段；batch 4 时快到 4 段；batch 16 时没有"
+        "变快，处理器本来就是忙的。",
+    ),
+)
+
+# %% tags=["check"]
+assert seconds(8, 65536, 16) < seconds(8, 65536, 1) / 5
+# one program for each processor
+assert tiles.parts_of_keys(8, 65536, 64, 132) == 16
+# the batch fills the GPU by itself
+assert tiles.parts_of_keys(128, 8192, 64, 132) == 1
 
 # %% [markdown]
 # The model is crude, but its order is what was measured on an H200 (32 query heads on 8 of keys, $D = 128$): a batch
@@ -193,17 +287,30 @@ lengths = torch.tensor([300, 17, 120], dtype=torch.int32)
 k_cache, v_cache = torch.randn(2, batch, capacity, kv_heads, d)
 queries = torch.randn(batch, 1, kv_heads * group, d)
 out = tilewise.attention_kv(queries, k_cache, v_cache, lengths)
+together = tilewise.attention_kv(
+    queries, k_cache, v_cache, lengths, split=128
+)
+alone = tilewise.attention_kv(
+    queries[:1], k_cache[:1], v_cache[:1], lengths[:1], split=128
+)
+
+# %% tags=["check"]
 for b, length in enumerate(lengths.tolist()):
-    shared = [x[b, :length].transpose(0, 1).repeat_interleave(group, 0) for x in (k_cache, v_cache)]  # (H, n, D)
-    assert torch.allclose(out[b, 0], split_kv(queries[b, 0], *shared, parts=5)[0], atol=1e-5)
-together = tilewise.attention_kv(queries, k_cache, v_cache, lengths, split=128)
-alone = tilewise.attention_kv(queries[:1], k_cache[:1], v_cache[:1], lengths[:1], split=128)
+    # (H, n, D)
+    shared = [
+        x[b, :length].transpose(0, 1).repeat_interleave(group, 0)
+        for x in (k_cache, v_cache)
+    ]
+    assert torch.allclose(
+        out[b, 0], split_kv(queries[b, 0], *shared, parts=5)[0], atol=1e-5
+    )
 assert torch.equal(together[:1], alone)  # bit for bit
 
 # %% [markdown]
-# **Exercise.** Write `combine(parts)` yourself, for a list of (o, lse) of one query and any number of heads, in which
-# any part may be empty, and all of them; and `bounds(length, parts, block)`: where the parts of a sequence begin and
-# end, in whole blocks of keys, as even as can be.
+# **Exercises.** Three, of rising difficulty: write `bounds(length, parts, block)`, where the parts of a sequence begin
+# and end, in whole blocks; `combine(parts)` for a list of (o, lse) in which any part may be empty, and all of them;
+# and `best_parts(heads, blocks, processors, overhead, limit)`, how many parts are fastest. Get them with
+# `tilewise learn 15 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 自己写出 `combine(parts)`：传入一个查询、任意多个头的 (o, lse) 列表，其中任何一份都可能是空的，也可能全是空的。再写出 `bounds(length, parts, block)`：一个序列的各份从哪里开始、到哪里结束，以整块键为单位，尽量均匀。
+# **练习。** 三道，由易到难：写出 `bounds(length, parts, block)`，即一个序列的各份从哪里开始、到哪里结束，以整块为单位；写出 `combine(parts)`，传入 (o, lse) 的列表，任何一份都可能是空的，也可能全是空的；再写出 `best_parts(heads, blocks, processors, overhead, limit)`，即分几份最快。用 `tilewise learn 15 --exercise` 取得它们。

@@ -30,7 +30,6 @@ import math
 
 import torch
 
-import tilewise
 from tilewise_lab.costs.devices import device
 from tilewise_lab.learn import picture, say, show
 
@@ -49,21 +48,35 @@ def merge(a, b):
     (o_a, lse_a), (o_b, lse_b) = a, b
     lse = torch.logaddexp(lse_a, lse_b)
     pivot = lse.masked_fill(lse == -torch.inf, 0.0)
-    return o_a * torch.exp(lse_a - pivot)[:, None] + o_b * torch.exp(lse_b - pivot)[:, None], lse
+    return o_a * torch.exp(lse_a - pivot)[:, None] + o_b * torch.exp(
+        lse_b - pivot
+    )[:, None], lse
 
 
 def ring(q, k, v, where=None):
-    """q, k, v: a list with the shard of every rank. where: the positions of each shard's tokens, if causal."""
+    """q, k, v: a list with the shard of every rank. where: the positions of
+    each shard's tokens, if causal."""
     ranks = len(q)
-    state = [(torch.zeros_like(x), torch.full((len(x),), -torch.inf, dtype=x.dtype)) for x in q]
+    state = [
+        (
+            torch.zeros_like(x),
+            torch.full((len(x),), -torch.inf, dtype=x.dtype),
+        )
+        for x in q
+    ]
     travelling = list(zip(k, v, range(ranks), strict=True))
     for step in range(ranks):
         for r in range(ranks):  # all at once, on a real machine
             k_a, v_a, a = travelling[r]
-            hide = None if where is None else where[a][None, :] > where[r][:, None]
+            hide = (
+                None
+                if where is None
+                else where[a][None, :] > where[r][:, None]
+            )
             state[r] = merge(state[r], attend(q[r], k_a, v_a, hide))
         if step < ranks - 1:
-            travelling = travelling[-1:] + travelling[:-1]  # rank r sends to r + 1
+            # rank r sends to r + 1
+            travelling = travelling[-1:] + travelling[:-1]
     return state
 
 
@@ -72,13 +85,24 @@ n, d, ranks = 24, 8, 4
 q, k, v = (torch.randn(n, d, dtype=torch.float64) for _ in range(3))
 exact, exact_lse = attend(q, k, v)
 found = ring(q.chunk(ranks), k.chunk(ranks), v.chunk(ranks))
-assert torch.allclose(torch.cat([o for o, _ in found]), exact)
-assert torch.allclose(torch.cat([lse for _, lse in found]), exact_lse)
 show(
     [say("step", "步"), *(f"rank {r}" for r in range(ranks))],
-    [[t, *(say(f"keys of {(r - t) % ranks}", f"{(r - t) % ranks} 的键") for r in range(ranks))] for t in range(ranks)],
+    [
+        [
+            t,
+            *(
+                say(f"keys of {(r - t) % ranks}", f"{(r - t) % ranks} 的键")
+                for r in range(ranks)
+            ),
+        ]
+        for t in range(ranks)
+    ],
     say("who has whose keys", "谁手上有谁的键"),
 )
+
+# %% tags=["check"]
+assert torch.allclose(torch.cat([o for o, _ in found]), exact)
+assert torch.allclose(torch.cat([lse for _, lse in found]), exact_lse)
 
 # %% [markdown]
 # ## Causal: the last rank does all the work
@@ -101,48 +125,85 @@ def contiguous(n, ranks):
 
 def zigzag(n, ranks):
     stretches = torch.arange(n).chunk(2 * ranks)
-    return [torch.cat([stretches[r], stretches[2 * ranks - 1 - r]]) for r in range(ranks)]
+    return [
+        torch.cat([stretches[r], stretches[2 * ranks - 1 - r]])
+        for r in range(ranks)
+    ]
 
 
 def pairs(where):
-    return [int((rows + 1).sum()) for rows in where]  # the query at position i sees i + 1 keys
+    # the query at position i sees i + 1 keys
+    return [int((rows + 1).sum()) for rows in where]
 
 
 layouts = {"contiguous": contiguous(n, ranks), "zigzag": zigzag(n, ranks)}
-names = {"contiguous": say("contiguous", "连续"), "zigzag": say("zigzag", "之字形")}
+names = {
+    "contiguous": say("contiguous", "连续"),
+    "zigzag": say("zigzag", "之字形"),
+}
 show(
-    ["", *(f"rank {r}" for r in range(ranks)), say("all wait for", "大家都要等")],
+    [
+        "",
+        *(f"rank {r}" for r in range(ranks)),
+        say("all wait for", "大家都要等"),
+    ],
     [
         [
             names[name],
             *pairs(where),
             say(
-                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the mean",
-                f"平均的 {max(pairs(where)) * ranks / sum(pairs(where)):.2f} 倍",
+                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} × the "
+                "mean",
+                "平均的 "
+                f"{max(pairs(where)) * ranks / sum(pairs(where)):.2f} 倍",
             ),
         ]
         for name, where in layouts.items()
     ],
     say("pairs that each rank computes", "每个 rank 计算多少对"),
 )
-assert len(set(pairs(layouts["zigzag"]))) == 1
 causal = torch.arange(n)[None, :] > torch.arange(n)[:, None]
 exact, exact_lse = attend(q, k, v, causal)
-for where in layouts.values():
-    found = ring(*([x[rows] for rows in where] for x in (q, k, v)), where=where)
+errors = []
+for name, where in layouts.items():
+    shards = ([x[rows] for rows in where] for x in (q, k, v))
     o = torch.empty_like(exact)
-    o[torch.cat(list(where))] = torch.cat([o for o, _ in found])
-    assert torch.allclose(o, exact)
+    o[torch.cat(where)] = torch.cat(
+        [o for o, _ in ring(*shards, where=where)]
+    )
+    errors.append((o - exact).abs().max())
+    print(names[name], f"{errors[-1]:.1e}")
 
 
+# %% tags=["figure"]
 def draw(axes):
     for name, where in layouts.items():
         axes.plot(range(ranks), pairs(where), "o-", label=name)
-    axes.set(xlabel="rank", ylabel="pairs", ylim=(0, None), xticks=range(ranks), title="Causal work, by who holds what")
+    axes.set(
+        xlabel="rank",
+        ylabel="pairs",
+        ylim=(0, None),
+        xticks=range(ranks),
+        title="Causal work, by who holds what",
+    )
     axes.legend()
 
 
-picture("16_work", draw)
+picture(
+    "16_work",
+    draw,
+    alt=say(
+        "Pairs that each rank computes under a causal mask: with "
+        "contiguous shards the work grows from the first rank to the "
+        "last; with the zigzag layout all ranks have the same.",
+        "因果掩码下每个 rank 计算的对数：连续分片时，从第一个 rank 到"
+        "最后一个不断增加；zigzag 分片时各 rank 相同。",
+    ),
+)
+
+# %% tags=["check"]
+assert max(errors) < 1e-12
+assert len(set(pairs(layouts["zigzag"]))) == 1
 
 # %% [markdown]
 # ## Is the wire fast enough?
@@ -168,9 +229,18 @@ picture("16_work", draw)
 # %%
 flops = 0.6 * device("H200").flops("bfloat16")  # what a good kernel reaches
 rows = []
-for name, bandwidth in (("NVLink, 450 GB/s", 450e9), ("InfiniBand, 50 GB/s", 50e9)):
+for name, bandwidth in (
+    ("NVLink, 450 GB/s", 450e9),
+    ("InfiniBand, 50 GB/s", 50e9),
+):
     for heads, kv_heads in ((32, 32), (32, 8)):
-        rows.append([name, f"{heads} / {kv_heads}", f"{flops / bandwidth * kv_heads / heads:,.0f}"])
+        rows.append(
+            [
+                name,
+                f"{heads} / {kv_heads}",
+                f"{flops / bandwidth * kv_heads / heads:,.0f}",
+            ]
+        )
 show(
     say(
         ["link", "heads of queries / keys", "tokens per rank that hide it"],
@@ -197,32 +267,45 @@ show(
 def ring_backward(q, k, v, state, do, where):
     ranks, scale = len(q), 1 / math.sqrt(q[0].shape[-1])
     dq = [torch.zeros_like(x) for x in q]
-    travelling = [[k[r], v[r], torch.zeros_like(k[r]), torch.zeros_like(v[r]), r] for r in range(ranks)]
+    travelling = [
+        [k[r], v[r], torch.zeros_like(k[r]), torch.zeros_like(v[r]), r]
+        for r in range(ranks)
+    ]
     for _ in range(ranks):
         for r in range(ranks):
             k_a, v_a, dk, dv, a = travelling[r]
             o, lse = state[r]
             p = torch.exp(q[r] @ k_a.T * scale - lse[:, None])
             p = p.masked_fill(where[a][None, :] > where[r][:, None], 0.0)
-            ds = p * (do[r] @ v_a.T - (do[r] * o).sum(-1, keepdim=True)) * scale
+            ds = (
+                p
+                * (do[r] @ v_a.T - (do[r] * o).sum(-1, keepdim=True))
+                * scale
+            )
             dq[r] += ds @ k_a
             dk += ds.T @ q[r]
             dv += p.T @ do[r]
         travelling = travelling[-1:] + travelling[:-1]
-    return dq, [x[2] for x in travelling], [x[3] for x in travelling]  # after R hops everything is home
+    # after R hops everything is home
+    return (dq, [x[2] for x in travelling], [x[3] for x in travelling])
 
 
 where = layouts["zigzag"]
 do = torch.randn(n, d, dtype=torch.float64)
 shards = [[x[rows] for rows in where] for x in (q, k, v)]
-found = ring_backward(*shards, ring(*shards, where=where), [do[rows] for rows in where], where)
+found = ring_backward(
+    *shards, ring(*shards, where=where), [do[rows] for rows in where], where
+)
 leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 expected = torch.autograd.grad(attend(*leaves, causal)[0], leaves, do)
 for name, a, b in zip(("dQ", "dK", "dV"), found, expected, strict=True):
     gathered = torch.empty_like(b)
     gathered[torch.cat(where)] = torch.cat(a)
     print(name, f"{(gathered - b).abs().max():.1e}")
-    assert torch.allclose(gathered, b)
+
+# %% tags=["check"]
+for a, b in zip(found, expected, strict=True):
+    assert torch.allclose(torch.cat(a), b[torch.cat(where)])
 
 # %% [markdown]
 # ## In the library
@@ -241,16 +324,21 @@ from tilewise import distributed
 
 plan = distributed.plan(4, seqlen=n, causal=True, strategy="ring")
 print(plan)
-assert plan.layout == "zigzag"
 batch = [x[None, :, None].float() for x in (q, k, v)]
 out = distributed.rehearse(*batch, plan=plan)
+
+# %% tags=["check"]
+import tilewise
+
+assert plan.layout == "zigzag"
 assert torch.allclose(out, tilewise.attention(*batch, causal=True), atol=1e-6)
 assert torch.allclose(out[0, :, 0].double(), exact, atol=1e-5)
 
 # %% [markdown]
-# **Exercise.** Write the part of *one* rank, as a generator: `rank_attention(q, k, v, ranks)` yields the (keys,
-# values) that it sends to its neighbour, gets what it receives as the value of the `yield`, and returns (o, lse). The
-# checker runs all ranks side by side, and counts the messages.
+# **Exercises.** Three, of rising difficulty: write `zigzag(n, ranks)`, which tokens each rank holds;
+# `rank_attention(q, k, v, ranks)`, the part of *one* rank as a generator, whose `yield` sends keys and values to its
+# neighbour and gives what was received; and `causal_rank(q, k, v, rank, ranks)`, the same with a causal mask. The
+# checker runs all ranks side by side, and counts the messages. Get them with `tilewise learn 16 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 写出*一个* rank 要做的事，写成生成器：`rank_attention(q, k, v, ranks)` 用 yield 交出要发给邻居的 (键, 值)，`yield` 的返回值就是收到的东西，最后返回 (o, lse)。批改程序让所有 rank 一起运行，并清点消息数。
+# **练习。** 三道，由易到难：写出 `zigzag(n, ranks)`，即每个 rank 拿哪些 token；写出 `rank_attention(q, k, v, ranks)`，即*一个* rank 要做的事，写成生成器，`yield` 把键和值发给邻居，返回的是收到的东西；再写出 `causal_rank(q, k, v, rank, ranks)`，加上因果掩码。批改程序让所有 rank 一起运行，并清点消息数。用 `tilewise learn 16 --exercise` 取得它们。

@@ -41,16 +41,22 @@ from tilewise_lab.learn import has_triton, picture, say, show
 
 
 def trusted(q, k, v, score=None, mask=None):
-    """q, k, v (B, N, H, D). Everything is in memory at once: slow, and easy to believe."""
+    """q, k, v (B, N, H, D). Everything is in memory at once: slow, and easy
+    to believe."""
     batch, n, heads, d = q.shape
     s = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(d)
-    b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
+    b, h = (
+        torch.arange(batch)[:, None, None, None],
+        torch.arange(heads)[:, None, None],
+    )
     i, j = torch.arange(n)[:, None], torch.arange(n)
     if score is not None:
         s = score(s, b, h, i, j)
     if mask is not None:
         s = s.masked_fill(~mask(b, h, i, j), -torch.inf)
-    return torch.einsum("bhij,bjhd->bihd", torch.softmax(s, -1).nan_to_num(0.0), v)
+    return torch.einsum(
+        "bhij,bjhd->bihd", torch.softmax(s, -1).nan_to_num(0.0), v
+    )
 
 
 # %% [markdown]
@@ -75,17 +81,25 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(2, 40, 3, 16) for _ in range(3))
 slopes = torch.tensor([0.0, 0.1, 1.0], requires_grad=True)
 out = tilewise.attention(q, k, v, score_mod=fading(slopes))
-expected = trusted(q, k, v, score=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+expected = trusted(
+    q, k, v, score=lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+)
 print(
     say(
-        f"largest difference from the ten lines: {(out - expected).abs().max():.1e}",
+        "largest difference from the ten lines: "
+        f"{(out - expected).abs().max():.1e}",
         f"与那十行的最大差别：{(out - expected).abs().max():.1e}",
     )
 )
-assert torch.allclose(out, expected, atol=1e-5)
 (found,) = torch.autograd.grad(out.square().sum(), slopes)
 (wanted,) = torch.autograd.grad(expected.square().sum(), slopes)
-print(say("gradient of the slopes:", "斜率的梯度："), [round(x, 3) for x in found.tolist()])
+print(
+    say("gradient of the slopes:", "斜率的梯度："),
+    [round(x, 3) for x in found.tolist()],
+)
+
+# %% tags=["check"]
+assert torch.allclose(out, expected, atol=1e-5)
 assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 # %% [markdown]
@@ -103,7 +117,9 @@ assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-3)
 # %%
 @tilewise.mask_mod
 def window_and_anchors(b, h, q_idx, kv_idx, width, anchors, *, q_pos):
-    return (kv_idx <= q_pos) & ((q_pos - kv_idx <= width) | (kv_idx < anchors))
+    return (kv_idx <= q_pos) & (
+        (q_pos - kv_idx <= width) | (kv_idx < anchors)
+    )
 
 
 def seen(i, j, width, anchors):
@@ -111,22 +127,39 @@ def seen(i, j, width, anchors):
 
 
 out = tilewise.attention(q, k, v, mask_mod=window_and_anchors(6, 2))
-assert torch.allclose(out, trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, 6, 2)), atol=1e-5)
 last = tilewise.attention(q[:, -1:], k, v, mask_mod=window_and_anchors(6, 2))
-assert torch.allclose(last, out[:, -1:], atol=1e-5)  # one token alone gets what it got in company
 
 if has_triton("the same mods in a compiled kernel"):
     compiled = tilewise.attention(
-        q, k, v, score_mod=fading(slopes), mask_mod=window_and_anchors(6, 2), backend="triton"
+        q,
+        k,
+        v,
+        score_mod=fading(slopes),
+        mask_mod=window_and_anchors(6, 2),
+        backend="triton",
     )
-    both = trusted(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), lambda b, h, i, j: seen(i, j, 6, 2))
+    both = trusted(
+        q,
+        k,
+        v,
+        lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
+        lambda b, h, i, j: seen(i, j, 6, 2),
+    )
     print(
         say(
             f"in the Triton kernel: {(compiled - both).abs().max():.1e}",
             f"在 Triton kernel 里：{(compiled - both).abs().max():.1e}",
         )
     )
+
+# %% tags=["check"]
+if has_triton():
     assert torch.allclose(compiled, both, atol=1e-5)
+assert torch.allclose(
+    out, trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, 6, 2)), atol=1e-5
+)
+# one token alone gets what it got in company
+assert torch.allclose(last, out[:, -1:], atol=1e-5)
 
 # %% [markdown]
 # ## A block mask: do not even look
@@ -143,7 +176,8 @@ if has_triton("the same mods in a compiled kernel"):
 
 # %%
 def kinds(mask, block):
-    """0 empty, 1 partial, 2 full, for every tile of an (N, N) matrix of bools."""
+    """0 empty, 1 partial, 2 full, for every tile of an (N, N) matrix of
+    bools."""
     n = mask.shape[0] // block
     tiles = mask.view(n, block, n, block).transpose(1, 2).flatten(2)
     return tiles.any(-1).int() + tiles.all(-1).int()
@@ -152,25 +186,48 @@ def kinds(mask, block):
 n, block, width, anchors = 1024, 64, 200, 16
 i, j = torch.arange(n)[:, None], torch.arange(n)
 mine = kinds(seen(i, j, width, anchors), block)
-blocks = tilewise.block_mask(window_and_anchors(width, anchors), n, n, block=(block, block))
+blocks = tilewise.block_mask(
+    window_and_anchors(width, anchors), n, n, block=(block, block)
+)
 print(blocks.tiles[0, 0])
-assert torch.equal(blocks.tiles[0, 0].int(), mine)
 visited = (mine > 0).double().mean()
 print(
     say(
-        f"{visited:.0%} of the tiles are visited, where the causal triangle has {(n // block + 1) / (2 * n // block):.0%}",
-        f"走到了 {visited:.0%} 的块，而因果三角形有 {(n // block + 1) / (2 * n // block):.0%}",
+        f"{visited:.0%} of the tiles are visited, where the causal triangle "
+        f"has {(n // block + 1) / (2 * n // block):.0%}",
+        f"走到了 {visited:.0%} 的块，而因果三角形有 "
+        f"{(n // block + 1) / (2 * n // block):.0%}",
     )
 )
-assert abs(blocks.density() - float(visited)) < 1e-9
 
 
+# %% tags=["figure"]
 def draw(axes):
     axes.imshow(mine, cmap="Blues", vmin=0, vmax=2)
-    axes.set(title="empty, partial and full tiles", xlabel="block of keys", ylabel="block of queries")
+    axes.set(
+        title="empty, partial and full tiles",
+        xlabel="block of keys",
+        ylabel="block of queries",
+    )
 
 
-picture("17_tiles", draw, size=(4.5, 4.5))
+picture(
+    "17_tiles",
+    draw,
+    alt=say(
+        "Grid of blocks of queries by blocks of keys in three "
+        "shades: a band along the diagonal of full tiles between "
+        "partial ones, and a first column of partial tiles for the "
+        "anchors; all other tiles are empty.",
+        "查询块 × 键块的网格，三种深浅：沿对角线的一条带，满的块夹在"
+        "部分的块之间；第一列是部分的块，即锚点；其余的块都是空的。",
+    ),
+    size=(4.5, 4.5),
+)
+
+# %% tags=["check"]
+assert torch.equal(blocks.tiles[0, 0].int(), mine)
+assert abs(blocks.density() - float(visited)) < 1e-9
 
 # %% [markdown]
 # ## Measure it
@@ -187,11 +244,19 @@ picture("17_tiles", draw, size=(4.5, 4.5))
 # %%
 q, k, v = (torch.randn(1, n, 2, 32) for _ in range(3))
 ways = {
-    say("the ten lines", "那十行"): lambda: trusted(q, k, v, mask=lambda b, h, i, j: seen(i, j, width, anchors)),
-    say("mask mod", "掩码函数"): lambda: tilewise.attention(
-        q, k, v, mask_mod=window_and_anchors(width, anchors), backend="reference"
+    say("the ten lines", "那十行"): lambda: trusted(
+        q, k, v, mask=lambda b, h, i, j: seen(i, j, width, anchors)
     ),
-    say("block mask", "块掩码"): lambda: tilewise.attention(q, k, v, mask_mod=blocks, backend="reference"),
+    say("mask mod", "掩码函数"): lambda: tilewise.attention(
+        q,
+        k,
+        v,
+        mask_mod=window_and_anchors(width, anchors),
+        backend="reference",
+    ),
+    say("block mask", "块掩码"): lambda: tilewise.attention(
+        q, k, v, mask_mod=blocks, backend="reference"
+    ),
 }
 rows, results = [], []
 for name, work in ways.items():
@@ -205,8 +270,13 @@ for name, work in ways.items():
 show(
     ["", "ms"],
     rows,
-    say(f"{n} tokens, 2 heads, {visited:.0%} of the tiles", f"{n} 个 token，2 个头，{visited:.0%} 的块"),
+    say(
+        f"{n} tokens, 2 heads, {visited:.0%} of the tiles",
+        f"{n} 个 token，2 个头，{visited:.0%} 的块",
+    ),
 )
+
+# %% tags=["check"]
 for one in results[1:]:
     assert torch.allclose(one, results[0], atol=1e-5)
 
@@ -226,15 +296,20 @@ def even_keys(b, h, q_idx, kv_idx):
 
 x = torch.randn(1, 7, 1, 4, dtype=torch.float64, requires_grad=True)
 out, lse = tilewise.attention(x, x, x, mask_mod=even_keys(), return_lse=True)
+
+# %% tags=["check"]
 assert not out[0, 3].any()
 assert lse[0, 0, 3] == -math.inf
-assert torch.autograd.gradcheck(lambda x: tilewise.attention(x, x, x, mask_mod=even_keys()), x)
+assert torch.autograd.gradcheck(
+    lambda x: tilewise.attention(x, x, x, mask_mod=even_keys()), x
+)
 
 # %% [markdown]
-# **Exercise.** A text of several documents with instructions in front: write the mask mod `mask` in which a token sees
-# the tokens before it *of its own document*, and everybody the first `shared` tokens; the score mod `score`, which
-# takes `tax` from the score of each shared token seen from outside of it; and `tile_kinds(seen, block)` for a mask
-# whose size the block does not divide.
+# **Exercises.** Three, of rising difficulty: a text of several documents with instructions in front. Write the mask
+# mod `mask`, in which a token sees the tokens before it *of its own document* and the first `shared` tokens; the score
+# mod `score`, which takes `tax` from the score of each shared token seen from outside of it; and
+# `tile_kinds(seen, block)` for a mask whose size the block does not divide. Get them with
+# `tilewise learn 17 --exercise`.
 
 # %% [markdown] lang="zh"
-# **练习。** 一篇文本由几个文档组成，最前面有一段公共的指令：写出 mask mod `mask`，让一个 token 看得到*自己那个文档里*它之前的 token，并且人人看得到最前面 `shared` 个 token；写出 score mod `score`，公共部分之外的 token 看公共 token 时，分数要减去 `tax`；再写出 `tile_kinds(seen, block)`，掩码的大小不必被块大小整除。
+# **练习。** 三道，由易到难：一篇文本由几个文档组成，最前面有一段公共的指令。写出 mask mod `mask`，让一个 token 看得到*自己那个文档里*它之前的 token，以及最前面 `shared` 个 token；写出 score mod `score`，公共部分之外的 token 看公共 token 时，分数要减去 `tax`；再写出 `tile_kinds(seen, block)`，掩码的大小不必被块大小整除。用 `tilewise learn 17 --exercise` 取得它们。

@@ -53,8 +53,12 @@ def blocks(first, end, size):
 
 
 def masked(s, i, j, causal):
-    """Scores of the queries i and keys j (slices), -inf where a query comes before the key."""
-    at = torch.arange(i.start, i.start + s.shape[0])[:, None], torch.arange(j.start, j.start + s.shape[1])
+    """Scores of the queries i and keys j (slices), -inf where a query comes
+    before the key."""
+    at = (
+        torch.arange(i.start, i.start + s.shape[0])[:, None],
+        torch.arange(j.start, j.start + s.shape[1]),
+    )
     return s.masked_fill(at[1] > at[0], -torch.inf) if causal else s
 
 
@@ -66,14 +70,22 @@ def forward(program, q, k, v, o, lse, scale, causal):
         s = masked(q[i] @ k[j].T * scale, i, j, causal)
         m_new = torch.maximum(m, s.amax(-1))
         p, alpha = torch.exp(s - m_new[:, None]), torch.exp(m - m_new)
-        m, l, acc = m_new, alpha * l + p.sum(-1), alpha[:, None] * acc + p @ v[j]
+        m, l, acc = (
+            m_new,
+            alpha * l + p.sum(-1),
+            alpha[:, None] * acc + p @ v[j],
+        )
     o[i], lse[i] = acc / l[:, None], m + l.log()
 
 
 def backward_keys(program, q, k, v, do, lse, delta, dk, dv, scale, causal):
     j = slice(program * BLOCK_N, (program + 1) * BLOCK_N)
-    for i in blocks(j.start // BLOCK_M * BLOCK_M if causal else 0, len(q), BLOCK_M):
-        p = torch.exp(masked(q[i] @ k[j].T * scale, i, j, causal) - lse[i, None])
+    for i in blocks(
+        j.start // BLOCK_M * BLOCK_M if causal else 0, len(q), BLOCK_M
+    ):
+        p = torch.exp(
+            masked(q[i] @ k[j].T * scale, i, j, causal) - lse[i, None]
+        )
         ds = p * (do[i] @ v[j].T - delta[i, None])
         dv[j] += p.T @ do[i]
         dk[j] += ds.T @ q[i] * scale
@@ -82,7 +94,9 @@ def backward_keys(program, q, k, v, do, lse, delta, dk, dv, scale, causal):
 def backward_queries(program, q, k, v, do, lse, delta, dq, scale, causal):
     i = slice(program * BLOCK_M, (program + 1) * BLOCK_M)
     for j in blocks(0, min(len(k), i.stop) if causal else len(k), BLOCK_N):
-        p = torch.exp(masked(q[i] @ k[j].T * scale, i, j, causal) - lse[i, None])
+        p = torch.exp(
+            masked(q[i] @ k[j].T * scale, i, j, causal) - lse[i, None]
+        )
         ds = p * (do[i] @ v[j].T - delta[i, None])
         dq[i] += ds @ k[j] * scale
 
@@ -107,7 +121,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, causal):
         scale = 1 / math.sqrt(q.shape[-1])
         o, lse = torch.empty_like(q), q.new_empty(len(q))
-        for program in range(-(-len(q) // BLOCK_M)):  # on a GPU: forward[(programs,)](...)
+        for program in range(
+            -(-len(q) // BLOCK_M)
+        ):  # on a GPU: forward[(programs,)](...)
             forward(program, q, k, v, o, lse, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
@@ -117,26 +133,64 @@ class Attention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         delta = (do * o).sum(-1)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = (
+            torch.zeros_like(q),
+            torch.zeros_like(k),
+            torch.zeros_like(v),
+        )
         for program in range(-(-len(k) // BLOCK_N)):
-            backward_keys(program, q, k, v, do, lse, delta, dk, dv, ctx.scale, ctx.causal)
+            backward_keys(
+                program,
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                dk,
+                dv,
+                ctx.scale,
+                ctx.causal,
+            )
         for program in range(-(-len(q) // BLOCK_M)):
-            backward_queries(program, q, k, v, do, lse, delta, dq, ctx.scale, ctx.causal)
+            backward_queries(
+                program, q, k, v, do, lse, delta, dq, ctx.scale, ctx.causal
+            )
         return dq, dk, dv, None
 
 
 torch.manual_seed(0)
-for n, causal in ((9, True), (5, False)):
-    leaves = [torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradcheck(lambda *x: Attention.apply(*x, causal), leaves)  # noqa: B023
-    theirs = tilewise.attention(*(x[None, :, None] for x in leaves), causal=causal)[0, :, 0]
-    assert torch.allclose(Attention.apply(*leaves, causal), theirs)
-print(
-    say(
-        "forward and backward agree with finite differences, causal or not, and no block divides the lengths",
-        "前向和反向都与有限差分一致，无论是否因果，而且没有一块能整除长度",
+for n, causal in ((9, True), (5, False)):  # no block divides these lengths
+    leaves = [
+        torch.randn(n, 4, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+    ours = Attention.apply(*leaves, causal)
+    theirs = tilewise.attention(
+        *(x[None, :, None] for x in leaves), causal=causal
+    )[0, :, 0]
+    print(
+        say(
+            f"{n} tokens, causal {causal}: "
+            f"{(ours - theirs).abs().max():.1e} from tilewise",
+            f"{n} 个 token，causal {causal}：与 tilewise 相差 "
+            f"{(ours - theirs).abs().max():.1e}",
+        )
     )
-)
+
+# %% tags=["check"]
+for n, causal in ((9, True), (5, False)):
+    leaves = [
+        torch.randn(n, 4, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *x, causal=causal: Attention.apply(*x, causal), leaves
+    )
+    theirs = tilewise.attention(
+        *(x[None, :, None] for x in leaves), causal=causal
+    )[0, :, 0]
+    assert torch.allclose(Attention.apply(*leaves, causal), theirs)
 
 # %% [markdown]
 # ## From slices to pointers
@@ -157,7 +211,12 @@ addresses = i[:, None] * width + c[None, :]
 inside = i[:, None] < n
 print(torch.where(inside, addresses, -1))  # -1: not looked at
 memory = torch.arange(n * width)  # the matrix, as it lies
-assert torch.equal(memory[addresses[inside.expand(4, 4)]].view(-1, 4), memory.view(n, width)[first:])
+
+# %% tags=["check"]
+assert torch.equal(
+    memory[addresses[inside.expand(4, 4)]].view(-1, 4),
+    memory.view(n, width)[first:],
+)
 
 # %% [markdown]
 # ## Run one function alone
@@ -183,13 +242,19 @@ if has_triton("a probe"):
         return e / tl.sum(e, 1)[:, None]
 
     @triton.jit
-    def probe(x, y, ROWS: tl.constexpr, COLS: tl.constexpr, LOOKED_AT: tl.constexpr):
+    def probe(
+        x, y, ROWS: tl.constexpr, COLS: tl.constexpr, LOOKED_AT: tl.constexpr
+    ):
         at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         tl.store(y + at, LOOKED_AT(tl.load(x + at)))
 
     x = torch.randn(4, 8)
-    y = torch.full_like(x, math.nan)  # what is not written stays nan, and is seen
+    # what is not written stays nan, and is seen
+    y = torch.full_like(x, math.nan)
     probe[(1,)](x, y, ROWS=4, COLS=8, LOOKED_AT=row_weights)
+
+# %% tags=["check"]
+if has_triton():
     assert torch.allclose(y, torch.softmax(x, -1), atol=1e-6)
 
 # %% [markdown]
@@ -222,41 +287,70 @@ filled_up = (
 s = q @ filled_up[0].T / 2
 leaking = torch.softmax(s, -1) @ filled_up[1]
 s[:, 5:] = -torch.inf
+right = torch.softmax(s, -1) @ filled_up[1]
 show(
     say(["keys past the end", "error"], ["末尾之外的键", "误差"]),
     [
         [say("score 0", "分数为 0"), f"{(leaking - exact).abs().max():.2f}"],
-        [say("score -inf", "分数为 -inf"), f"{(torch.softmax(s, -1) @ filled_up[1] - exact).abs().max():.1e}"],
+        [
+            say("score -inf", "分数为 -inf"),
+            f"{(right - exact).abs().max():.1e}",
+        ],
     ],
 )
-assert (leaking - exact).abs().max() > 0.05
-assert torch.allclose(torch.softmax(s, -1) @ filled_up[1], exact)
 
 
+# %% tags=["figure"]
 def draw(left, right):
     n, visited = 32, {"forward, backward_queries": [], "backward_keys": []}
     for i in range(0, n, BLOCK_M):
-        visited["forward, backward_queries"].append([j < min(n, i + BLOCK_M) for j in range(0, n, BLOCK_N)])
-        visited["backward_keys"].append([i >= j // BLOCK_M * BLOCK_M for j in range(0, n, BLOCK_N)])
-    for axes, (name, tiles) in zip((left, right), visited.items(), strict=True):
+        visited["forward, backward_queries"].append(
+            [j < min(n, i + BLOCK_M) for j in range(0, n, BLOCK_N)]
+        )
+        visited["backward_keys"].append(
+            [i >= j // BLOCK_M * BLOCK_M for j in range(0, n, BLOCK_N)]
+        )
+    for axes, (name, tiles) in zip(
+        (left, right), visited.items(), strict=True
+    ):
         axes.imshow(tiles, cmap="Greens", vmin=0, vmax=1.5, aspect="auto")
         axes.set(
-            title=f"{name}: a program walks along a {'column' if 'keys' in name else 'row'}", xlabel="block of keys"
+            title=f"{name}: along a {'column' if 'keys' in name else 'row'}",
+            xlabel="block of keys",
         )
         axes.set_ylabel("block of queries")
 
 
-picture("18_who_walks_where", draw, panels=(1, 2), size=(10, 4))
+picture(
+    "18_who_walks_where",
+    draw,
+    alt=say(
+        "Two grids of tiles, queries by keys, with the visited lower "
+        "triangle in green. Left: a program of forward or "
+        "backward_queries walks along a row. Right: one of "
+        "backward_keys walks down a column.",
+        "两个块网格，行是查询，列是键，绿色是被访问的下三角。左：forward "
+        "或 backward_queries 的程序沿一行走。右：backward_keys 的程序"
+        "沿一列走。",
+    ),
+    panels=(1, 2),
+    size=(10, 4),
+)
+
+# %% tags=["check"]
+assert (leaking - exact).abs().max() > 0.05
+assert torch.allclose(torch.softmax(s, -1) @ filled_up[1], exact)
 
 # %% [markdown]
 # When all six steps are right you have what the first FlashAttention paper described, and more. What tilewise adds is
 # in `src/tilewise/backends/triton`: strides and heads, any mask, exponentials to the base 2, tiles chosen by
 # measurement. You can read all of it now.
 #
-# **Exercise.** The six functions of the skeleton, from `load_tile` to `backward_queries`. Get it with
-# `tilewise learn 18 --exercise`, and grade it after each step.
+# **Exercises.** Three, of rising difficulty: the six functions of the skeleton. Exercise 1 is `load_tile` and
+# `online_step`, exercise 2 `forward`, exercise 3 `block_gradient`, `backward_keys` and `backward_queries`. Grade them
+# after each step. Get them with `tilewise learn 18 --exercise`.
 
 # %% [markdown] lang="zh"
 # 六步全对之后，你手上的就是第一篇 FlashAttention 论文所描述的东西，而且更多。tilewise 另外加上的都在 `src/tilewise/backends/triton` 里：步长与多头、任意的掩码、以 2 为底的指数、用测量选出的块大小。现在你全都读得懂了。
 #
-# **练习。** 骨架里的六个函数，从 `load_tile` 到 `backward_queries`。用 `tilewise learn 18 --exercise` 取得它，每写完一步就批改一次。
+# **练习。** 三道，由易到难：骨架里的六个函数。练习 1 是 `load_tile` 和 `online_step`，练习 2 是 `forward`，练习 3 是 `block_gradient`、`backward_keys` 和 `backward_queries`。每写完一步就批改一次。用 `tilewise learn 18 --exercise` 取得它们。

@@ -11,7 +11,7 @@ import pytest
 LIBRARY = Path(__file__).parents[1] / "src" / "tilewise"
 FILES = sorted(LIBRARY.rglob("*.py"))
 POSITIONAL, LINES, DEVICE_LINES, FILE_LINES = 8, 80, 100, 450
-OTHER_SIGNATURES = ("compat", "integrations")  # functions with the signatures of other libraries
+OTHER_SIGNATURES = ("compat", "integrations", "nn.py")  # functions with the signatures of other libraries
 GIVEN_BY = ("mask_mod", "score_mod", "torch.library.impl")  # decorators: the arguments are bound tensors, or of an op
 
 

@@ -28,7 +28,7 @@ LAYERS = (
     "tilewise",
     "compat",
     "integrations",
-    "distributed sparse",
+    "distributed nn sparse",
     "mla",
     "api debug kv_cache warmup kv_warmup",
     "autograd",

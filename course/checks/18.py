@@ -14,13 +14,20 @@ NAN = math.nan
 
 
 @triton.jit
-def probe_load(x, out, first, n, LOAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def probe_load(
+    x, out, first, n, LOAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
     tile = LOAD(x, first, n, D, BLOCK)
-    tl.store(out + tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :], tile)
+    tl.store(
+        out + tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, D)[None, :],
+        tile,
+    )
 
 
 @triton.jit
-def probe_step(s, v, m_out, l_out, acc_out, columns, STEP: tl.constexpr, D: tl.constexpr):
+def probe_step(
+    s, v, m_out, l_out, acc_out, columns, STEP: tl.constexpr, D: tl.constexpr
+):
     i, j, c = tl.arange(0, 16), tl.arange(0, 16), tl.arange(0, D)
     m = tl.full([16], float("-inf"), tl.float32)
     l = tl.zeros([16], tl.float32)
@@ -35,10 +42,26 @@ def probe_step(s, v, m_out, l_out, acc_out, columns, STEP: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def probe_gradient(s, lse, do, v, delta, p_out, ds_out, GRADIENT: tl.constexpr, D: tl.constexpr):
+def probe_gradient(
+    s,
+    lse,
+    do,
+    v,
+    delta,
+    p_out,
+    ds_out,
+    GRADIENT: tl.constexpr,
+    D: tl.constexpr,
+):
     i, j, c = tl.arange(0, 16), tl.arange(0, 16), tl.arange(0, D)
     at, square = i[:, None] * D + c[None, :], i[:, None] * 16 + j[None, :]
-    p, ds = GRADIENT(tl.load(s + square), tl.load(lse + i), tl.load(do + at), tl.load(v + at), tl.load(delta + i))
+    p, ds = GRADIENT(
+        tl.load(s + square),
+        tl.load(lse + i),
+        tl.load(do + at),
+        tl.load(v + at),
+        tl.load(delta + i),
+    )
     tl.store(p_out + square, p)
     tl.store(ds_out + square, ds)
 
@@ -47,31 +70,47 @@ def close(a, b):
     return torch.allclose(a.double(), b.double(), atol=1e-4)
 
 
-def check(answer):
+PROBLEMS = ((40, False), (40, True), (7, True))
+
+
+def online_step(answer):
     torch.manual_seed(6)
     with step(1, 6, "load_tile"):
         load(answer)
     with step(2, 6, "online_step"):
         online(answer)
-    problems = [(40, False), (40, True), (7, True)]
+
+
+def forward(answer):
+    torch.manual_seed(7)
     with step(3, 6, "forward"):
-        for n, causal in problems:
-            forward(answer, n, causal)
+        for n, causal in PROBLEMS:
+            forward_of(answer, n, causal)
+
+
+def backward(answer):
+    torch.manual_seed(8)
     with step(4, 6, "block_gradient"):
         gradient(answer)
     with step(5, 6, "backward_keys"):
-        for n, causal in problems:
-            backward(answer, n, causal, "backward_keys", ("dk", "dv"), BLOCK_N)
+        for n, causal in PROBLEMS:
+            backward_of(
+                answer, n, causal, "backward_keys", ("dk", "dv"), BLOCK_N
+            )
     with step(6, 6, "backward_queries"):
-        for n, causal in problems:
-            backward(answer, n, causal, "backward_queries", ("dq",), BLOCK_M)
+        for n, causal in PROBLEMS:
+            backward_of(
+                answer, n, causal, "backward_queries", ("dq",), BLOCK_M
+            )
 
 
 def load(answer):
     x = torch.randn(40, D)
     for first, n in ((0, 40), (16, 40), (32, 40), (0, 5)):
         out = torch.full((16, D), NAN)
-        probe_load[(1,)](x, out, first, n, LOAD=answer.load_tile, D=D, BLOCK=16)
+        probe_load[(1,)](
+            x, out, first, n, LOAD=answer.load_tile, D=D, BLOCK=16
+        )
         inside = max(0, min(16, n - first))
         expect(
             torch.equal(out[:inside], x[first : first + inside]),
@@ -91,10 +130,16 @@ def online(answer):
         if hidden:
             s = s.masked_fill(torch.rand(16, 48) < 0.5, -torch.inf)
             s[3], s[5, :16] = -torch.inf, -torch.inf
-        m, l, acc = torch.full((16,), NAN), torch.full((16,), NAN), torch.full((16, D), NAN)
+        m, l, acc = (
+            torch.full((16,), NAN),
+            torch.full((16,), NAN),
+            torch.full((16, D), NAN),
+        )
         probe_step[(1,)](s, v, m, l, acc, 48, STEP=answer.online_step, D=D)
         expect(
-            close(m.nan_to_num(9e9), s.amax(-1)) or hidden, "m must be the maximum so far", "m 必须是到目前为止的最大值"
+            close(m.nan_to_num(9e9), s.amax(-1)) or hidden,
+            "m must be the maximum so far",
+            "m 必须是到目前为止的最大值",
         )
         expect(
             not (l.isnan().any() or acc.isnan().any()),
@@ -127,26 +172,38 @@ def inputs(n):
 def exact(q, k, v, causal):
     s = q.double() @ k.double().T / math.sqrt(D)
     if causal:
-        s = s.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        s = s.masked_fill(
+            torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf
+        )
     return torch.softmax(s, -1) @ v.double(), s.logsumexp(-1)
 
 
 def named(n, causal):
-    return f"n = {n}, {'causal' if causal else 'all seen'}", f"n = {n}，{'因果' if causal else '全部可见'}"
+    return (
+        f"n = {n}, {'causal' if causal else 'all seen'}",
+        f"n = {n}，{'因果' if causal else '全部可见'}",
+    )
 
 
-def forward(answer, n, causal):
+def forward_of(answer, n, causal):
     q, k, v, _ = inputs(n)
-    o, lse = torch.full((n + 4, D), NAN), torch.full((n + 4,), NAN)  # with some rows behind, which are nobody's
+    o, lse = (
+        torch.full((n + 4, D), NAN),
+        torch.full((n + 4,), NAN),
+    )  # with some rows behind, which are nobody's
     sizes = {"CAUSAL": causal, "D": D, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-    answer.forward[(-(-n // BLOCK_M),)](q, k, v, o, lse, n, 1 / math.sqrt(D), **sizes)
+    answer.forward[(-(-n // BLOCK_M),)](
+        q, k, v, o, lse, n, 1 / math.sqrt(D), **sizes
+    )
     (en, zh), (want, want_lse) = named(n, causal), exact(q, k, v, causal)
     expect(
         o[n:].isnan().all() and lse[n:].isnan().all(),
         f"{en}: rows past n were written: store with a mask",
         f"{zh}：写到了第 n 行之后：store 要带 mask",
     )
-    padded = torch.cat([exact_scores(q, k), torch.zeros(n, -n % BLOCK_N).double()], 1)
+    padded = torch.cat(
+        [exact_scores(q, k), torch.zeros(n, -n % BLOCK_N).double()], 1
+    )
     leaking = torch.softmax(padded, -1)[:, :n] @ v.double()
     expect(
         causal or n % BLOCK_N == 0 or not close(o[:n], leaking),
@@ -159,7 +216,11 @@ def forward(answer, n, causal):
         f"{zh}：查询看到了后面的键：j > i 处应为 -inf",
     )
     expect(close(o[:n], want), f"{en}: o is wrong", f"{zh}：o 不对")
-    expect(close(lse[:n], want_lse), f"{en}: lse is m + log l", f"{zh}：lse 应为 m + log l")
+    expect(
+        close(lse[:n], want_lse),
+        f"{en}: lse is m + log l",
+        f"{zh}：lse 应为 m + log l",
+    )
 
 
 def exact_scores(q, k):
@@ -169,9 +230,14 @@ def exact_scores(q, k):
 def gradient(answer):
     s, do, v = torch.randn(16, 16), torch.randn(16, D), torch.randn(16, D)
     s[2, 4:] = -torch.inf
-    lse, delta = s.logsumexp(-1) + 0.7, torch.randn(16)  # as if the row had more keys than these
+    lse, delta = (
+        s.logsumexp(-1) + 0.7,
+        torch.randn(16),
+    )  # as if the row had more keys than these
     p, ds = torch.full((16, 16), NAN), torch.full((16, 16), NAN)
-    probe_gradient[(1,)](s, lse, do, v, delta, p, ds, GRADIENT=answer.block_gradient, D=D)
+    probe_gradient[(1,)](
+        s, lse, do, v, delta, p, ds, GRADIENT=answer.block_gradient, D=D
+    )
     want = torch.exp(s - lse[:, None])
     expect(
         not close(p, torch.softmax(s, -1)),
@@ -180,16 +246,26 @@ def gradient(answer):
     )
     expect(close(p, want), "P = exp(S - L)", "P = exp(S - L)，每行减自己的 L")
     dp = do @ v.T
-    expect(not close(ds, want * dp), "δ is missing: dS = P ∘ (dP - δ)", "漏了 δ：dS = P ∘ (dP - δ)")
-    expect(close(ds, want * (dp - delta[:, None])), "dS = P ∘ (dO Vᵀ - δ)", "dS = P ∘ (dO Vᵀ - δ)，逐元素相乘")
+    expect(
+        not close(ds, want * dp),
+        "δ is missing: dS = P ∘ (dP - δ)",
+        "漏了 δ：dS = P ∘ (dP - δ)",
+    )
+    expect(
+        close(ds, want * (dp - delta[:, None])),
+        "dS = P ∘ (dO Vᵀ - δ)",
+        "dS = P ∘ (dO Vᵀ - δ)，逐元素相乘",
+    )
 
 
-def backward(answer, n, causal, kernel, names, block):
+def backward_of(answer, n, causal, kernel, names, block):
     q, k, v, do = inputs(n)
     o, lse = exact(q, k, v, causal)
     delta = (do * o).sum(-1).float()
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    grads = torch.autograd.grad(exact(*leaves, causal)[0], leaves, do.double())
+    grads = torch.autograd.grad(
+        exact(*leaves, causal)[0], leaves, do.double()
+    )
     want = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     found = {name: torch.full((n + 4, D), NAN) for name in names}
     sizes = {"CAUSAL": causal, "D": D, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
@@ -213,4 +289,11 @@ def backward(answer, n, causal, kernel, names, block):
             f"{en}: {name} lacks the scale, which belongs to S",
             f"{zh}：{name} 漏了缩放系数，它属于 S",
         )
-        expect(close(got[:n], want[name]), f"{en}: {name} is wrong", f"{zh}：{name} 不对")
+        expect(
+            close(got[:n], want[name]),
+            f"{en}: {name} is wrong",
+            f"{zh}：{name} 不对",
+        )
+
+
+EXERCISES = (online_step, forward, backward)

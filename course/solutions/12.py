@@ -1,5 +1,7 @@
 import math
 
+from torch import Tensor
+
 from tilewise_lab.trace.graph import Value
 
 
@@ -10,4 +12,11 @@ def tanh(x: Value) -> Value:
 
 def maximum(x: Value, y: Value) -> Value:
     larger = float(x.value >= y.value)
-    return Value(max(x.value, y.value), op="max", made_from=((x, larger), (y, 1 - larger)))
+    made_from = ((x, larger), (y, 1 - larger))
+    return Value(max(x.value, y.value), op="max", made_from=made_from)
+
+
+def linear_backward(
+    x: Tensor, w: Tensor, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dy @ w.mT, x.mT @ dy, dy.sum(0)

@@ -9,7 +9,8 @@ import triton.language as tl
 @triton.jit
 def load_tile(x, first, n, D: tl.constexpr, BLOCK: tl.constexpr):
     i = first + tl.arange(0, BLOCK)[:, None]
-    return tl.load(x + i * D + tl.arange(0, D)[None, :], mask=i < n, other=0.0)
+    at = x + i * D + tl.arange(0, D)[None, :]
+    return tl.load(at, mask=i < n, other=0.0)
 
 
 @triton.jit
@@ -18,13 +19,16 @@ def online_step(m, l, acc, s, v_tile):
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp(s - pivot[:, None])
     alpha = tl.exp(m - pivot)
-    return m_new, alpha * l + tl.sum(p, 1), alpha[:, None] * acc + tl.dot(p, v_tile, input_precision="ieee")
+    l = alpha * l + tl.sum(p, 1)
+    pv = tl.dot(p, v_tile, input_precision="ieee")
+    return m_new, l, alpha[:, None] * acc + pv
 
 
 @triton.jit
 def scores(
-    q_tile, k_tile, first_i, first_j, n, scale, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    q_tile, k_tile, first_i, first_j, n, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     i = first_i + tl.arange(0, BLOCK_M)[:, None]
     j = first_j + tl.arange(0, BLOCK_N)[None, :]
     s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
@@ -37,7 +41,8 @@ def scores(
 @triton.jit
 def forward(
     q, k, v, o, lse, n, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_M
     q_tile = load_tile(q, first, n, D, BLOCK_M)
@@ -49,10 +54,18 @@ def forward(
         end = tl.minimum(n, first + BLOCK_M)
     for first_j in range(0, end, BLOCK_N):
         k_tile = load_tile(k, first_j, n, D, BLOCK_N)
-        s = scores(q_tile, k_tile, first, first_j, n, scale, CAUSAL, BLOCK_M, BLOCK_N)
-        m, l, acc = online_step(m, l, acc, s, load_tile(v, first_j, n, D, BLOCK_N))
+        s = scores(
+            q_tile, k_tile, first, first_j, n, scale, CAUSAL, BLOCK_M, BLOCK_N
+        )
+        m, l, acc = online_step(
+            m, l, acc, s, load_tile(v, first_j, n, D, BLOCK_N)
+        )
     i = first + tl.arange(0, BLOCK_M)
-    tl.store(o + i[:, None] * D + tl.arange(0, D)[None, :], acc / l[:, None], mask=i[:, None] < n)
+    tl.store(
+        o + i[:, None] * D + tl.arange(0, D)[None, :],
+        acc / l[:, None],
+        mask=i[:, None] < n,
+    )
     tl.store(lse + i, m + tl.log(l), mask=i < n)
 
 
@@ -66,7 +79,8 @@ def block_gradient(s, lse, do_tile, v_tile, delta):
 @triton.jit
 def backward_keys(
     q, k, v, do, lse, delta, dk, dv, n, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     k_tile = load_tile(k, first, n, D, BLOCK_N)
@@ -82,7 +96,9 @@ def backward_keys(
         do_tile = load_tile(do, first_i, n, D, BLOCK_M)
         row_lse = tl.load(lse + i, mask=i < n, other=float("inf"))
         row_delta = tl.load(delta + i, mask=i < n, other=0.0)
-        s = scores(q_tile, k_tile, first_i, first, n, scale, CAUSAL, BLOCK_M, BLOCK_N)
+        s = scores(
+            q_tile, k_tile, first_i, first, n, scale, CAUSAL, BLOCK_M, BLOCK_N
+        )
         p, ds = block_gradient(s, row_lse, do_tile, v_tile, row_delta)
         dv_acc += tl.dot(tl.trans(p), do_tile, input_precision="ieee")
         dk_acc += tl.dot(tl.trans(ds), q_tile, input_precision="ieee") * scale
@@ -95,7 +111,8 @@ def backward_keys(
 @triton.jit
 def backward_queries(
     q, k, v, do, lse, delta, dq, n, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)
@@ -109,7 +126,19 @@ def backward_queries(
         end = tl.minimum(n, first + BLOCK_M)
     for first_j in range(0, end, BLOCK_N):
         k_tile = load_tile(k, first_j, n, D, BLOCK_N)
-        s = scores(q_tile, k_tile, first, first_j, n, scale, CAUSAL, BLOCK_M, BLOCK_N)
-        _, ds = block_gradient(s, row_lse, do_tile, load_tile(v, first_j, n, D, BLOCK_N), row_delta)
+        s = scores(
+            q_tile, k_tile, first, first_j, n, scale, CAUSAL, BLOCK_M, BLOCK_N
+        )
+        _, ds = block_gradient(
+            s,
+            row_lse,
+            do_tile,
+            load_tile(v, first_j, n, D, BLOCK_N),
+            row_delta,
+        )
         acc += tl.dot(ds, k_tile, input_precision="ieee") * scale
-    tl.store(dq + i[:, None] * D + tl.arange(0, D)[None, :], acc, mask=i[:, None] < n)
+    tl.store(
+        dq + i[:, None] * D + tl.arange(0, D)[None, :],
+        acc,
+        mask=i[:, None] < n,
+    )

@@ -3,16 +3,17 @@ import { read, t, write } from "./core.js";
 import { scores } from "./math/matrix.js";
 
 export const [D, MOST] = [4, 12];
-export const SHARED = { text: "3 2 5 1 4 0 6 2", rows: 4, columns: 4, causal: 0, row: MOST };
 export const PRESETS = {
-  numbers: "3 2 5 1 4 0 6 2",
   sentence: "the animal slept because it was so tired",
+  characters: "小猫太累了所以睡着了",
+  numbers: "3 2 5 1 4 0 6 2",
   rising: "1 2 3 4 5 6",
   equal: "2 2 2 2 2 2 2 2",
   large: "100 101 99 102",
 };
+export const SHARED = { text: PRESETS.sentence, rows: 4, columns: 4, causal: 0, row: MOST };
 
-/** Words, or numbers; a language without spaces gives its characters. A sentence where nothing can be made of it. */
+/** Words, or numbers; characters of a language without spaces. If the text cannot be used, a sentence that says why. */
 export function tokens(text) {
   const found = text.replace(/([\u3400-\u9fff\u3040-\u30ff\uac00-\ud7af])/g, " $1 ").split(/[\s,，、。;；]+/).filter(Boolean);
   if (!found.length) return { problem: t("example.empty") };

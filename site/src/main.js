@@ -5,12 +5,13 @@ import { opening, strip } from "./thread.js";
 import { attention, traffic } from "./math/attention.js";
 import { chain } from "./math/graph.js";
 import { plan } from "./math/kv.js";
+import { ring } from "./math/ring.js";
 import * as machine from "./math/machine.js";
 import { mask } from "./math/masks.js";
 import { softmax } from "./math/softmax.js";
 import { chapters } from "./widgets/index.js";
 
-window.tilewise = { example, softmax, attention, traffic, chain, mask, plan, ...machine }; // what the tests compare with the library
+window.tilewise = { example, softmax, attention, traffic, chain, mask, plan, ring, ...machine }; // what the tests compare with the library
 
 const byId = (id) => document.getElementById(id);
 const stages = chapters.map((widget, index) => new Stage(widget, index + 1, refresh));

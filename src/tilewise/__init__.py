@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tilewise_lab.costs.explanation import Explanation
     from tilewise_lab.costs.kv import KvExplanation
 
-    from . import compat, distributed, integrations, sparse
+    from . import compat, distributed, integrations, nn, sparse
     from .integrations.sdpa import replace_sdpa, replaces_sdpa, scaled_dot_product_attention
 
     __version__: str
@@ -54,6 +54,7 @@ __all__ = [
     "mask_mod",
     "merge",
     "mods",
+    "nn",
     "pack_mla",
     "plan_kv",
     "replace_sdpa",
@@ -71,6 +72,7 @@ _LATER = {
     "compat": "tilewise.compat",
     "distributed": "tilewise.distributed",
     "integrations": "tilewise.integrations",
+    "nn": "tilewise.nn",
     "replace_sdpa": "tilewise.integrations.sdpa",
     "replaces_sdpa": "tilewise.integrations.sdpa",
     "scaled_dot_product_attention": "tilewise.integrations.sdpa",

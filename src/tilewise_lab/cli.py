@@ -32,21 +32,21 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("tilewise_lab.demo", "run attention on this machine; check it, measure it, draw it"),
-    "bench": Command("tilewise_lab.bench", "attention beside every peer: checked, then timed in turns"),
-    "explore": Command("tilewise_lab.explore", "a page to take attention apart on: live, or as one offline file"),
+    "demo": Command("tilewise_lab.demo", "check and time attention on this machine, and draw the results"),
+    "bench": Command("tilewise_lab.bench", "check attention, then time it against other libraries, in turns"),
+    "explore": Command("tilewise_lab.explore", "an interactive page on how attention is computed, live or as a file"),
     "explain": Command(
-        "tilewise_lab.explain.command", "what a call costs on any GPU, which roof binds, what would help"
+        "tilewise_lab.explain.command", "what a call costs on a GPU, what limits it, what would make it faster"
     ),
-    "plan": Command("tilewise_lab.plan", "how to divide a long sequence among GPUs: strategies compared, one advised"),
-    "warm": Command("tilewise_lab.warm", "compile a model's kernels ahead of its first step, with or without its GPU"),
-    "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each gives a right answer, or one AttentionError"),
+    "plan": Command("tilewise_lab.plan", "compare ways to divide a long sequence among GPUs, and advise one"),
+    "warm": Command("tilewise_lab.warm", "compile a model's kernels before its first step, with or without its GPU"),
+    "fuzz": Command("tilewise_lab.fuzz.command", "random calls: each must give a right answer, or an AttentionError"),
     "docs": Command(
-        "tilewise_lab.docs", "all of this as a site: how to, reference, course, results; in English and Chinese"
+        "tilewise_lab.docs", "build the documentation: guides, reference, course and results, in English and Chinese"
     ),
-    "show-mask": Command("tilewise_lab.show_mask", "a picture of a mask and its tiles: empty, partial, full"),
-    "trace": Command("tilewise_lab.trace.command", "watch softmax, attention or autograd at work, step by step"),
-    "learn": Command("tilewise_lab.learn.command", "how FlashAttention works, in lessons that run, with exercises"),
+    "show-mask": Command("tilewise_lab.show_mask", "draw a mask and its tiles: empty, partial, full"),
+    "trace": Command("tilewise_lab.trace.command", "show softmax, attention or autograd step by step"),
+    "learn": Command("tilewise_lab.learn.command", "a course on FlashAttention: lessons that run, and exercises"),
 }
 
 

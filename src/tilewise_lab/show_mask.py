@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
     out = options.out or Path(tempfile.mkdtemp(prefix="tilewise-"), "mask.png")
     asked.place(out)
     for name, n in ("--queries", options.queries), ("--keys", keys), ("--block", options.block):
-        asked.count(name, n, 1 << 15, ", of which a picture can be drawn")
+        asked.count(name, n, 1 << 15, "; more do not fit into a picture")
     mod = mod_named(options.mod, options.numbers, options.queries)
     if mod.kind == "score":
         drawn = picture.heat(mod, options.queries, keys, h=options.head)
@@ -141,8 +141,9 @@ def _own(found: Any, where: str, numbers: list[int | float]) -> mods.Mod:
     if isinstance(found, mods.Mod):
         return found
     if isinstance(found, FunctionType):
-        first = found.__code__.co_varnames[:1]
-        found = mods.score_mod(found) if first == ("score",) else mods.mask_mod(found)
+        count = found.__code__.co_argcount  # a score mod has one parameter more, usually called score
+        is_score = found.__code__.co_varnames[:1] == ("score",) or count == 5 + len(numbers)
+        found = mods.score_mod(found) if is_score else mods.mask_mod(found)
     if not isinstance(found, Modifier):
         kind = type(found).__name__
         told = "nothing of that name" if found is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -17,7 +17,7 @@ COMPAT = ("flash_attn", "flash_attn_3", "bert_padding", "xformers")
 INTEGRATIONS = ("sdpa", "sglang", "vllm", "transformers", "diffusers")
 MODULES = [
     "tilewise",
-    *(f"tilewise.{name}" for name in ("mods", "sparse", "distributed", "compat")),
+    *(f"tilewise.{name}" for name in ("mods", "nn", "sparse", "distributed", "compat")),
     *(f"tilewise.compat.{name}" for name in COMPAT),
     *(f"tilewise.integrations.{name}" for name in INTEGRATIONS),
 ]

@@ -32,7 +32,7 @@ def test_demo_end_to_end(tmp_path, capsys):
     out = tmp_path / "page.html"
     assert cli.main(["demo", "--quick", "--device", "cpu", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "15 of 15 errors within 2x" in said
+    assert "15 of 15 errors are at most 2x that of torch's own attention" in said
     text = out.read_text()
     assert "15 of 15" in text
     assert "$" not in text
@@ -50,6 +50,22 @@ def test_demo_fails_on_wrong_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tilewise, "attention", wrong)
     assert cli.main(["demo", "--quick", "--device", "cpu", "--out", str(tmp_path / "page.html")]) == 1
     assert "12 of 15" in capsys.readouterr().out
+
+
+def test_page_leads_to_documentation_course_and_explorer(tmp_path):
+    """By commands; by links too where the documentation was built beside the page."""
+    results = made_up({name: [2**20, 2**21, 2**22] for name in CONTENDERS})
+    commands = ["tilewise docs --open", "tilewise learn", "tilewise explore"]
+    text = page.render(results, tmp_path)
+    assert [re.sub("<.*?>", "", one) for one in re.findall("<li>.*?: .*?<code>(.*?)</code>", text)] == commands
+    assert "<a href" not in text
+    for _, file, *_ in page.NEXT:
+        (tmp_path / page.SITE / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page.SITE / file).touch()
+    linked = re.findall('<a href="(.*?)">', page.render(results, tmp_path))
+    assert len(linked) == 3
+    assert all((tmp_path / one).exists() for one in linked)
+    assert "at most twice the error of torch's own attention in the same dtype" in text  # as in the README
 
 
 def test_page_needs_nothing_else():

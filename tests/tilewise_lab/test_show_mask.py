@@ -64,6 +64,7 @@ OWN = """
 x = 3
 def seen(b, h, q_idx, kv_idx): return kv_idx <= q_idx
 def shifted(score, b, h, q_idx, kv_idx, by): return score + by
+def farther(s, b, h, i, j): return s + i - j
 """
 
 
@@ -96,4 +97,6 @@ def test_plain_functions_are_drawn_and_nothing_is_left_here(tmp_path, monkeypatc
     assert "1 empty, 2 partial, 1 full" in summary
     assert Path(file).read_bytes()[:4] == b"\x89PNG"
     assert cli.main(["show-mask", "own.py:shifted", "2.0", "--queries", "8"]) == 0
+    assert cli.main(["show-mask", "own.py:farther", "--queries", "8"]) == 0  # known by the number of its parameters
+    assert "farther" in capsys.readouterr().out
     assert [x.name for x in tmp_path.iterdir()] == ["own.py"]

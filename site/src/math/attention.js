@@ -222,6 +222,7 @@ export function traffic({ n, d, rows, columns, causal = false, backward = false,
     naive: itemsize * (passes * n * n + (4 + more) * matrix),
     fa1: itemsize * (2 * matrix + queries * (3 * d + 4)),
     fa2: itemsize * (2 * matrix + 2 * keys * d + n),
+    cached: itemsize * (4 * matrix + n), // if a cache keeps K and V: each comes from HBM once
     visits,
   };
 }

@@ -1,50 +1,65 @@
-// Who streams which keys of a cache: the rule of tilewise's plan kernel, for one query of every sequence.
+// Which program reads which keys of a cache: the rule of tilewise's schedule kernel, for one query of every sequence.
+import { sum } from "./matrix.js";
 
-/** An item is a tile of one sequence's rows; items and units of keys lie on one axis, and every team of programs takes an
-    equal stretch of it, each of its programs with a KV head of its own. `cost`: what it takes to begin an item, in
-    units. `shortest`: keys that are worth a stretch; if no item has more and there are teams for all, each has its own. */
-export function plan({ lengths, heads, programs: most, unit, cost = 1, shortest = 512 }) {
-  const teams = Math.max(1, Math.floor(most / heads));
-  const items = lengths.map((length, b) => ({ b, length, units: Math.ceil(length / unit) })).filter(({ units }) => units);
-  const begins = [];
-  let total = 0;
-  for (const { units } of items) {
-    begins.push(total);
-    total += units + cost;
-  }
-  const least = Math.max(1, Math.floor(shortest / unit));
-  const longest = Math.max(0, ...items.map(({ units }) => units));
-  const own = items.length <= teams && longest <= least;
-  const each = own ? longest + cost : Math.max(Math.ceil(total / teams), least);
-  const place = (team) => {
-    const x = own ? (begins[team] ?? total) : Math.min(team * each, total);
-    if (x >= total) return { item: items.length, unit: 0 };
-    const item = begins.findLastIndex((begin) => begin <= x);
-    return { item, unit: Math.max(x - begins[item] - cost, 0) };
+const CLASSES = 16; // of lengths: work items are ordered by class, from long to short
+
+/** A sequence is a work item; its keys are chunks of `unit`. A split is a range of its chunks, with one program for each
+    KV head. `resident` splits run at once; the GPU starts them in the order of `splits`. `quarters` of the splits that
+    run at once: as many work items are few. `factor`: splits of sequences of different lengths, for each that runs at
+    once. `cost`: of beginning a split, in chunks. `shortest`: keys that are worth a split. */
+export function plan({ lengths, heads, programs: most, unit, quarters = 2, factor = 3, cost = 1, shortest = 512 }) {
+  const resident = Math.max(1, Math.floor(most / heads));
+  const least = Math.max(1, Math.floor((resident * quarters) / 4));
+  const target = resident * factor;
+  const items = lengths.map((length, b) => ({ b, length, chunks: Math.ceil(length / unit) })).filter(({ chunks }) => chunks);
+  const longest = Math.max(0, ...items.map(({ chunks }) => chunks));
+  const { counts, limit } = divide(items, longest, { resident, least, target, cost, min: Math.max(1, Math.floor(shortest / unit)) });
+  const ordered = order(items, counts, Math.min(longest, limit));
+  const splits = ordered.flatMap(({ item, count }) =>
+    Array.from({ length: count }, (_, i) => [item.b, cut(item.chunks, i, count), cut(item.chunks, i + 1, count)]));
+  const run = started(splits, resident, cost);
+  const whole = started(order(items, items.map(() => 1), longest).map(({ item }) => [item.b, 0, item.chunks]), resident, cost);
+  const shared = ordered.filter(({ count }) => count > 1);
+  return {
+    resident, least, target, items, splits, cost, programs: resident * heads,
+    each: Math.max(0, ...splits.map(([, from, to]) => to - from)),
+    divided: shared.length * heads,
+    parts: sum(shared.map(({ count }) => count)) * heads,
+    length: run.length, alone: whole.length,
+    pieces: run.placed.flatMap(([team, b, from, to, at]) => Array.from({ length: heads }, (_, head) => [team * heads + head, b, head, from, to, at])),
   };
-  const work = Array.from({ length: teams + 1 }, (_, team) => place(team));
-  const programs = teams * heads;
-  return { items, total, each, programs, work, pieces: pieces(items, heads, work), divided: divided(work, teams) * heads };
 }
 
-/** What each program streams: [program, sequence, head, first unit, past the last]. */
-function pieces(items, heads, work) {
-  const found = [];
-  for (let team = 0; team + 1 < work.length; team++) {
-    let { item, unit } = work[team];
-    const end = work[team + 1];
-    while (item < items.length && (item < end.item || (item === end.item && unit < end.unit))) {
-      const last = item === end.item ? end.unit : items[item].units;
-      for (let head = 0; head < heads; head++) found.push([team * heads + head, items[item].b, head, unit, last]);
-      [item, unit] = [item + 1, 0];
-    }
+const cut = (chunks, i, count) => Math.floor((chunks * i) / count);
+
+/** Into how many splits each work item is divided, and the most chunks of one that is not. Of about equal lengths, only
+    those are divided that would otherwise run alone at the end. */
+function divide(items, longest, { resident, least, target, cost, min }) {
+  const chunks = sum(items.map((item) => item.chunks));
+  if (longest * items.length * 4 <= chunks * 5) {
+    const pieces = Math.floor(resident / Math.max(items.length % resident, 1));
+    const remainder = pieces > 1 ? items.length % resident : 0;
+    return { counts: items.map((item, n) => (n < remainder ? Math.min(Math.ceil(item.chunks / min), pieces) : 1)), limit: longest };
   }
-  return found;
+  const shares = items.length <= least ? Math.max(resident - items.length, least) : target;
+  const limit = Math.max(Math.ceil((chunks + items.length * cost) / shares), min);
+  return { counts: items.map((item) => Math.ceil(item.chunks / limit)), limit };
 }
 
-/** Items that more than one team streams, and whose parts must be merged. */
-function divided(work, teams) {
-  const seen = new Set();
-  for (let team = 1; team < teams; team++) if (work[team].unit > 0) seen.add(work[team].item);
-  return seen.size;
+/** Divided work items first, then from long to short. */
+function order(items, counts, longest) {
+  const rank = (item, count) => (count > 1 ? 0 : Math.min(1 + Math.floor((Math.max(longest - item.chunks, 0) * (CLASSES - 1)) / longest), CLASSES - 1));
+  return items.map((item, n) => ({ item, count: counts[n], rank: rank(item, counts[n]) })).sort((a, b) => a.rank - b.rank);
+}
+
+/** Each split on the team of programs that is free first: [team, sequence, first chunk, past the last, when]. */
+function started(splits, teams, cost) {
+  const free = Array(teams).fill(0);
+  const placed = splits.map(([b, from, to]) => {
+    const team = free.indexOf(Math.min(...free));
+    const at = free[team];
+    free[team] += to - from + cost;
+    return [team, b, from, to, at];
+  });
+  return { placed, length: Math.max(0, ...free) };
 }

@@ -39,7 +39,7 @@ export function coalescing({ pattern, columns, itemsize, instant }) {
   return { elements, lines: distinct(LINE), sectors, efficiency: bytes.size / (SECTOR * sectors) };
 }
 
-export const STAGES = ["load A", "load B", "A · B", "store C"];
+export const STAGES = ["load", "scores", "softmax", "values"];
 const phase = (at, iterations, stages) => (at < stages - 1 ? "prologue" : at < iterations ? "steady" : "epilogue");
 
 export function pipelined(iterations, stages) {
@@ -82,9 +82,18 @@ export function waves(blocks, places) {
 
 /** For an n × n product: [n, blocks, waves, efficiency] wherever one of them changes, and where a wave is added. */
 export function matmulWaves(tile, places, low = 256, high = 4096) {
+  return growing((n) => Math.ceil(n / tile[0]) * Math.ceil(n / tile[1]), tile, places, low, high);
+}
+
+/** The same for attention of n tokens: one block for each head and block of queries. */
+export function tokenWaves(rows, heads, places, low = 1, high = 24) {
+  return growing((n) => heads * Math.ceil(n / rows), [rows, rows], places, low, high);
+}
+
+function growing(blocksOf, tile, places, low, high) {
   const [steps, cliffs] = [[], []];
   for (let n = low; n <= high; n++) {
-    const now = waves(Math.ceil(n / tile[0]) * Math.ceil(n / tile[1]), places);
+    const now = waves(blocksOf(n), places);
     const old = steps.at(-1);
     if (old && old[2] < now.waves) cliffs.push([n, old[1], now.blocks]);
     if (!old || old[1] !== now.blocks) steps.push([n, now.blocks, now.waves, now.efficiency]);

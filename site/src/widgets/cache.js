@@ -4,49 +4,54 @@ import { plan } from "../math/kv.js";
 import { sum } from "../math/matrix.js";
 import { readouts } from "../stage.js";
 import { Panel, draggable } from "../touch.js";
-import { colour } from "./softmax.js";
+import { clip, colour } from "./softmax.js";
 
-const [MOST, STEP] = [8192, 128];
-const PAGES = { 128: 3, 256: 5, 512: 7 }; // by which prime a page's place is scattered
+// The reader's tokens beside three short sequences, or the sequences of a server.
+const SCALE = { example: { most: 12, step: 1 }, server: { most: 8192, step: 128 } };
+const few = (state) => state.at === "example";
 
 export const cache = {
   id: "cache",
-  follows: [],
-  tall: [650, 876],
-  defaults: { lengths: "6144,512,2304,128,4096,1024", heads: 2, processors: "8", page: 256 },
+  follows: ["text"],
+  tall: [629, 842],
+  defaults: { at: "example", others: "3,12,5", own: 1, small: 8, tokens: 2, lengths: "6144,512,2304,128,4096,1024", heads: 2, processors: "8", page: 256 },
   controls: [
-    { kind: "choice", key: "processors", label: "cache.programs", names: "cache.programs", options: ["4", "8", "16", "H200"] },
-    { kind: "choice", key: "heads", label: "cache.heads", options: [1, 2, 4, 8] },
-    { kind: "choice", key: "page", label: "cache.page", options: [128, 256, 512] },
+    { kind: "choice", key: "at", label: "cache.at", names: "cache.at", options: ["example", "server"] },
+    { kind: "choice", key: "small", label: "cache.programs", options: [4, 8, 16], when: few },
+    { kind: "choice", key: "own", label: "cache.heads", options: [1, 2], when: few },
+    { kind: "choice", key: "tokens", label: "cache.page", options: [1, 2, 4], when: few },
+    { kind: "choice", key: "processors", label: "cache.programs", names: "cache.programs", options: ["4", "8", "16", "H200"], when: (s) => !few(s) },
+    { kind: "choice", key: "heads", label: "cache.heads", options: [1, 2, 4, 8], when: (s) => !few(s) },
+    { kind: "choice", key: "page", label: "cache.page", options: [128, 256, 512], when: (s) => !few(s) },
   ],
   ask: (state, ask) => ask("gpus"),
   compute(one, state, gpus) {
-    const given = state.lengths.split(",").map(Number).filter((x) => Number.isFinite(x));
-    const lengths = (given.length ? given : [1024]).slice(0, 8).map((x) => Math.max(0, Math.min(MOST, x)));
-    const { unit, programs: all } = gpus.H200;
-    const programs = state.processors === "H200" ? all : Number(state.processors);
-    const heads = Number(state.heads);
-    return { lengths, unit, heads, ...plan({ lengths, heads, programs, unit }) };
+    const scale = SCALE[few(state) ? "example" : "server"];
+    const given = (few(state) ? state.others : state.lengths).split(",").map(Number).filter((x) => Number.isFinite(x));
+    const others = (given.length ? given : [scale.most / 2]).slice(0, 8).map((x) => Math.max(0, Math.min(scale.most, x)));
+    const { unit: chunk, programs: all, factor, quarters } = gpus.H200;
+    if (few(state)) {
+      const [lengths, heads] = [[one.n, ...others], Number(state.own)];
+      return { ...scale, lengths, words: one.words, unit: 1, heads, page: Number(state.tokens), ...plan({ lengths, heads, programs: Number(state.small), unit: 1, factor, quarters, shortest: 1 }) };
+    }
+    const [programs, heads] = [state.processors === "H200" ? all : Number(state.processors), Number(state.heads)];
+    return { ...scale, lengths: others, unit: chunk, heads, page: Number(state.page), ...plan({ lengths: others, heads, programs, unit: chunk, factor, quarters }) };
   },
   draw(figure, data, state, set) {
     const [width] = halves(1);
     const panel = new Panel("cache");
-    const { lengths, heads, programs, items, pieces, divided } = data;
-    const work = Array(programs).fill(0);
-    for (const [program, , , from, to] of pieces) work[program] += to - from;
-    const most = Math.max(...work);
-    const alone = Math.max(0, ...items.map(({ units }) => units)); // one program for each row set
-    const rounds = Math.ceil((lengths.length * heads) / programs);
+    const { lengths, heads, programs, items, length, divided, page } = data;
+    const chunks = sum(items.map((item) => item.chunks)) * heads;
     figure.replaceChildren(
       readouts([
-        ["cache.units", form.count(sum(items.map(({ units }) => units)) * heads), "units", "", { unit: data.unit }],
-        ["cache.most", form.count(most), "most", "good"],
-        ["cache.alone", form.count(alone * rounds), "alone", "bad"],
-        ["cache.busy", form.percent(sum(work) / (programs * Math.max(1, most)), 0), "busy"],
+        ["cache.units", form.count(chunks), "units", "", { unit: data.unit }],
+        ["cache.most", form.count(length), "most", "good"],
+        ["cache.alone", form.count(data.alone), "alone", "bad"],
+        ["cache.busy", form.percent(chunks / (programs * Math.max(1, length)), 0), "busy"],
         ["cache.divided", `${divided} / ${lengths.length * heads}`, "divided"],
       ]),
-      h("p.phase", {}, t("cache.lengths")), bars(width, data, set, panel),
-      h("p.phase", {}, t("cache.pages", { page: state.page })), pages(width, data, Number(state.page), panel),
+      h("p.phase", {}, t("cache.lengths")), bars(width, data, set),
+      h("p.phase", {}, t("cache.pages", { page })), pages(width, data, panel),
       h("p.phase", {}, t("cache.dealt", { programs })), dealt(width, data, panel),
       h("div.line", {}, panel.node),
     );
@@ -56,34 +61,35 @@ export const cache = {
 
 const name = (b) => String.fromCharCode(65 + b);
 
-function bars(width, { lengths }, set, panel) {
+function bars(width, { lengths, words, most, step }, set) {
   const node = h("div", {});
   const row = 24;
   const svg = picture(node, width, lengths.length * row, t("cache.lengths"), "group");
-  const x = scaleLinear([0, MOST], [24, width - 62]);
+  const x = scaleLinear([0, most], [24, width - 62]);
   lengths.forEach((length, b) => {
     svg.append("text").attr("class", "strong").attr("x", 2).attr("y", b * row + 16).text(name(b));
-    svg.append("rect").attr("x", x(0)).attr("y", b * row + 3).attr("width", x(MOST) - x(0)).attr("height", row - 8).attr("rx", 4).attr("fill", "var(--wash)");
+    svg.append("rect").attr("x", x(0)).attr("y", b * row + 3).attr("width", x(most) - x(0)).attr("height", row - 8).attr("rx", 4).attr("fill", "var(--wash)");
     svg.append("rect").attr("x", x(0)).attr("y", b * row + 3).attr("width", Math.max(1, x(length) - x(0))).attr("height", row - 8).attr("rx", 4).attr("fill", colour(b));
     svg.append("text").attr("x", width - 44).attr("y", b * row + 16).text(form.count(length));
+    if (words && b === 0) return words.forEach((word, i) => svg.append("text").attr("class", "middle tiny").attr("x", x(i + 0.5)).attr("y", b * row + 15).style("fill", "var(--card)").text(clip(word, x(1) - x(0)))); // as long as the example
     draggable(svg.append("circle").attr("class", "grip").attr("cx", x(length)).attr("cy", b * row + 11).attr("r", 8).style("cursor", "ew-resize"), {
-      key: `cache-${b}`, label: t("cache.sequence", { b: name(b), length: form.count(length) }), value: length, min: 0, max: MOST, step: STEP,
+      key: `cache-${b}`, label: t("cache.sequence", { b: name(b), length: form.count(length) }), value: length, min: 0, max: most, step,
       at: (place) => x.invert(place.x),
-      set: (value) => set({ lengths: lengths.map((old, i) => (i === b ? value : old)).join(",") }),
+      set: (value) => set({ [words ? "others" : "lengths"]: lengths.map((old, i) => (i === b ? value : old)).slice(words ? 1 : 0).join(",") }),
     });
   });
   return node;
 }
 
-/** Pages of all sequences lie scattered over the memory: page i of the order in which they were given out has its place. */
-function pages(width, { lengths }, page, panel) {
+/** Pages of all sequences lie scattered over the memory, in the order in which they were given out. */
+function pages(width, { lengths, words, page }, panel) {
   const counts = lengths.map((length) => Math.ceil(length / page));
   const total = Math.max(1, sum(counts) + 5);
   const given = []; // in turns, as sequences grow
   for (let i = 0; i < Math.max(...counts, 0); i++) counts.forEach((count, b) => i < count && given.push([b, i]));
-  let stride = PAGES[page];
+  let stride = 5;
   while (gcd(stride, total) > 1) stride++;
-  const per = small() ? 16 : 32;
+  const per = (small() ? 16 : 32) / (words ? 2 : 1);
   const unit = Math.floor(width / per);
   const node = h("div", {});
   const svg = picture(node, per * unit, Math.ceil(total / per) * 22, t("cache.pages", { page }), "group");
@@ -93,35 +99,35 @@ function pages(width, { lengths }, page, panel) {
     const [x, y] = at((n * stride + 2) % total);
     const g = svg.append("g");
     g.append("rect").attr("class", "tile").attr("x", x + 1).attr("y", y + 1).attr("width", unit - 2).attr("height", 20).attr("rx", 3).attr("fill", colour(b));
-    if (unit > 22) g.append("text").attr("class", "middle tiny").attr("x", x + unit / 2).attr("y", y + 15).style("fill", "var(--card)").attr("pointer-events", "none").text(`${name(b)}${i}`);
-    const words = t("cache.page.told", { b: name(b), i, place: (n * stride + 2) % total, from: i * page, to: Math.min(lengths[b], (i + 1) * page) - 1 });
-    panel.add(g, { key: `page ${b} ${i}`, label: words, tell: () => h("p.small", {}, words) });
+    if (unit > 22) g.append("text").attr("class", "middle tiny").attr("x", x + unit / 2).attr("y", y + 15).style("fill", "var(--card)").attr("pointer-events", "none").text(words && b === 0 ? clip(words.slice(i * page, (i + 1) * page).join(" "), unit - 4) : `${name(b)}${i}`);
+    const said = t("cache.page.told", { b: name(b), i, place: (n * stride + 2) % total, from: i * page, to: Math.min(lengths[b], (i + 1) * page) - 1 });
+    panel.add(g, { key: `page ${b} ${i}`, label: said, tell: () => h("p.small", {}, said) });
   });
   return node;
 }
 
 const gcd = (a, b) => (b ? gcd(b, a % b) : a);
 
-function dealt(width, { pieces, programs, unit, each }, panel) {
+/** Time runs to the right: each piece begins when its processor is free, after the cost of beginning it. */
+function dealt(width, { pieces, programs, unit, length, lengths, cost }, panel) {
   const node = h("div", {});
   const row = programs > 32 ? 2 : Math.min(24, 400 / programs);
   const left = programs > 32 ? 4 : 34;
   const svg = picture(node, width, Math.ceil(programs * row) + 20, t("cache.dealt", { programs }), "group");
-  const x = scaleLinear([0, Math.max(1, each)], [left, width - 6]);
-  const filled = Array(programs).fill(0);
-  const of = new Map();
-  pieces.forEach(([program, item, head, from, to], n) => {
+  const x = scaleLinear([0, Math.max(1, length)], [left, width - 6]);
+  const first = new Set();
+  pieces.forEach(([program, b, head, from, to, at], n) => {
     const g = svg.append("g");
-    g.append("rect").attr("class", "tile").attr("x", x(filled[program])).attr("y", program * row).attr("width", Math.max(1.5, x(to - from) - x(0) - 1)).attr("height", Math.max(1.5, row - (row > 4 ? 3 : 0.4))).attr("rx", row > 8 ? 3 : 0)
-      .attr("fill", colour(item)).attr("fill-opacity", head % 2 ? 0.75 : 1);
-    if (row > 14 && x(to - from) - x(0) > 34) g.append("text").attr("class", "middle tiny").attr("pointer-events", "none").style("fill", "var(--card)").attr("x", (x(filled[program]) + x(filled[program] + to - from)) / 2).attr("y", program * row + row / 2 + 3).text(`${name(item)} h${head}`);
-    filled[program] += to - from;
-    const words = t("cache.piece", { program, b: name(item), head, from: form.count(from * unit), to: form.count(to * unit - 1), units: to - from });
-    const key = of.has(program) ? `piece ${n}` : `program ${program}`;
-    of.set(program, true);
-    panel.add(g, { key, label: words, tell: () => h("p.small", {}, words) });
+    const [begin, end] = [x(at + cost), x(at + cost + to - from)];
+    g.append("rect").attr("class", "tile").attr("x", begin).attr("y", program * row).attr("width", Math.max(1.5, end - begin - 1)).attr("height", Math.max(1.5, row - (row > 4 ? 3 : 0.4))).attr("rx", row > 8 ? 3 : 0)
+      .attr("fill", colour(b)).attr("fill-opacity", head % 2 ? 0.75 : 1);
+    if (row > 14 && end - begin > 34) g.append("text").attr("class", "middle tiny").attr("pointer-events", "none").style("fill", "var(--card)").attr("x", (begin + end) / 2).attr("y", program * row + row / 2 + 3).text(`${name(b)} h${head}`);
+    const said = t("cache.piece", { program, b: name(b), head, from: form.count(from * unit), to: form.count(Math.min(lengths[b], to * unit) - 1), units: to - from });
+    const key = first.has(program) ? `piece ${n}` : `program ${program}`;
+    first.add(program);
+    panel.add(g, { key, label: said, tell: () => h("p.small", {}, said) });
   });
   if (left > 10) for (let program = 0; program < programs; program++) svg.append("text").attr("class", "tick end tiny").attr("x", left - 5).attr("y", program * row + row / 2 + 3).text(program);
-  svg.append("text").attr("class", "tick end tiny").attr("x", width - 4).attr("y", programs * row + 15).text(t("cache.each", { each }));
+  svg.append("text").attr("class", "tick end tiny").attr("x", width - 4).attr("y", programs * row + 15).text(t("cache.each", { length }));
   return node;
 }

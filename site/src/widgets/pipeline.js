@@ -1,30 +1,33 @@
 import { scaleLinear } from "d3-scale";
 import { form, h, halves, picture, small, t } from "../core.js";
+import { tiling } from "../math/attention.js";
 import { STAGES, forwardBackward, pipelined, sequential } from "../math/machine.js";
 import { readouts } from "../stage.js";
 import { Panel } from "../touch.js";
 import { colour } from "./softmax.js";
 import { timeline } from "./timeline.js";
 
+const MOST = 12; // tiles that are drawn
+
 export const pipeline = {
   id: "pipeline",
-  follows: [],
-  tall: [523, 685],
-  defaults: { part: "loop", iterations: 7, stages: 4, count: 4, batches: 4, zoom: 1, at: 0 },
+  follows: ["text", "rows", "columns", "causal"],
+  tall: [537, 721],
+  defaults: { part: "loop", count: 4, batches: 4, zoom: 1, at: 0 },
   controls: [
     { kind: "choice", key: "part", label: "pipeline.part", names: "pipeline.part", options: ["loop", "hopper", "gpus"] },
-    { kind: "range", key: "iterations", label: "pipeline.iterations", min: 1, max: 8, when: (s) => s.part === "loop" },
-    { kind: "range", key: "stages", label: "pipeline.stages", min: 2, max: 4, when: (s) => s.part === "loop" },
     { kind: "range", key: "count", label: "pipeline.count", min: 2, max: 8, when: (s) => s.part === "gpus" },
     { kind: "range", key: "batches", label: "pipeline.batches", values: [1, 2, 4, 8, 16], when: (s) => s.part === "gpus" },
     { kind: "range", key: "zoom", label: "pipeline.zoom", values: [1, 2, 4, 8, 16], when: (s) => s.part === "hopper" },
     { kind: "range", key: "at", label: "pipeline.at", min: 0, max: 100, when: (s) => s.part === "hopper" && s.zoom > 1 },
   ],
   ask: ({ part }, ask) => (part === "hopper" ? ask("hopper") : {}),
-  compute(one, { part, iterations, stages, count, batches }, told) {
+  compute(one, { part, rows, columns, causal, count, batches }, told) {
     if (part === "hopper") return told;
     if (part === "gpus") return forwardBackward(count, batches);
-    return { sequential: sequential(iterations, stages), pipelined: pipelined(iterations, stages), names: STAGES.slice(-stages) };
+    const { visited } = tiling(one.n, one.n, rows, columns, null, causal ? 0 : null);
+    const tiles = visited.slice(0, MOST);
+    return { sequential: sequential(tiles.length, STAGES.length), pipelined: pipelined(tiles.length, STAGES.length), tiles, all: visited.length };
   },
   draw(figure, data, state, set) {
     figure.replaceChildren(...(data.spans ? timeline(figure, data, state, set) : data.slots ? devices(figure, data) : loop(figure, data)));
@@ -58,11 +61,12 @@ function gantt(width, plan, names, length, title, fill, panel, tell) {
 }
 
 function loop(figure, data) {
-  const { sequential: before, pipelined: after, names } = data;
+  const { sequential: before, pipelined: after, tiles, all } = data;
   const [width] = halves(1);
   const panel = new Panel("loop");
-  const words = names.map((name) => t(`pipeline.stage.${name}`));
-  const tell = ([, iteration, start, , phase], name) => t("pipeline.slot", { name, i: iteration + 1, start }) + (phase ? ` ${t(`pipeline.phase.${phase}`)}` : "");
+  const words = STAGES.map((name) => t(`pipeline.stage.${name}`));
+  const tell = ([, iteration, start, , phase], name) =>
+    t("pipeline.slot", { name, i: tiles[iteration].i + 1, j: tiles[iteration].j + 1, start }) + (phase ? ` ${t(`pipeline.phase.${phase}`)}` : "");
   const charts = [[before, "pipeline.sequential"], [after, "pipeline.pipelined"]].map(([plan, title]) =>
     [h("p.phase", {}, t(title)), gantt(width, plan, words, before.length, t(title), colour, panel, tell)]);
   panel.begin(`${t("pipeline.pipelined")} 0`);
@@ -76,7 +80,7 @@ function loop(figure, data) {
     ]),
     ...charts.flat(),
     h("div.line", {}, panel.node),
-    h("p.small", {}, t("pipeline.phases")),
+    h("p.small", {}, t(all > tiles.length ? "pipeline.first" : "pipeline.all", { shown: tiles.length, all }), " ", t("pipeline.phases")),
   ];
 }
 

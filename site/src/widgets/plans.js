@@ -1,14 +1,18 @@
 import { scaleLinear } from "d3-scale";
 import { form, h, halves, picture, small, t } from "../core.js";
+import { ring } from "../math/ring.js";
 import { readouts } from "../stage.js";
 import { Panel } from "../touch.js";
+import { clip, colour } from "./softmax.js";
 
 export const plans = {
   id: "plans",
-  follows: [],
-  tall: [727, 968],
-  defaults: { tokens: "1M", ranks: 64, mask: "causal", machine: "8xH200+400G", strategy: "", back: 0 },
+  follows: ["text", "causal"],
+  tall: [1007, 1340],
+  defaults: { few: 4, split: "zigzag", tokens: "1M", ranks: 64, mask: "causal", machine: "8xH200+400G", strategy: "", back: 0 },
   controls: [
+    { kind: "choice", key: "few", label: "plans.few", options: [2, 3, 4] },
+    { kind: "choice", key: "split", label: "plans.split", names: "plans.split", options: ["contiguous", "zigzag"] },
     { kind: "choice", key: "tokens", label: "plans.tokens", options: ["128k", "1M"] },
     { kind: "choice", key: "ranks", label: "plans.ranks", options: [8, 16, 64] },
     { kind: "choice", key: "mask", label: "plans.mask", names: "plans.mask", options: ["full", "causal", "window"] },
@@ -16,14 +20,17 @@ export const plans = {
     { kind: "toggle", key: "back", label: "plans.back" },
   ],
   ask: ({ tokens, ranks, mask, machine }, ask) => ask("plans", { tokens, ranks, mask, machine }),
+  compute: (one, { few, split, causal }, told) => ({ ...told, words: one.words, own: ring({ n: one.n, ranks: Number(few), layout: split, causal }) }),
   draw(figure, data, state, set) {
     const chosen = data.strategies.find(({ name }) => name === state.strategy) ?? data.strategies.find(({ name }) => name === data.advice);
     const best = data.strategies.find(({ name }) => name === data.advice);
     const [width] = halves(1);
     const panel = new Panel("plans");
     const back = Number(state.back);
-    const longest = Math.max(...data.strategies.map(({ passes }) => passes[back].time)) * 1e6;
+    const longest = Math.max(...data.strategies.map(({ time }) => time));
     figure.replaceChildren(
+      own(width, data, state.causal, panel),
+      h("p.phase", {}, t("plans.big", { tokens: state.tokens, ranks: state.ranks })),
       readouts([
         ["plans.advice", best.name, "advice", "good"],
         ["plans.time", form.seconds(best.time), "time"],
@@ -31,7 +38,8 @@ export const plans = {
         ["plans.sent", form.bytes(best.sent), "sent"],
         ["plans.memory", form.bytes(best.memory), "memory"],
       ]),
-      h("div.choices", { role: "radiogroup", "aria-label": t("plans.strategy") }, data.strategies.map((one) => row(one, chosen, data, longest, back, set))),
+      reason(data, best),
+      h("div.choices", { role: "radiogroup", "aria-label": t("plans.strategy") }, data.strategies.map((one) => row(one, chosen, data, longest, set))),
       h("p.phase", {}, t("plans.gantt", { name: chosen.name, layout: chosen.layout, pass: t(back ? "plans.pass.backward" : "plans.pass.forward") })),
       gantt(width, chosen, Math.max(1, chosen.passes[back].time * 1e6), back, panel, state.ranks),
       h("div.line", {}, panel.node),
@@ -40,13 +48,55 @@ export const plans = {
   },
 };
 
-/** One strategy: a bar as long as its pass, what of it is waiting, and why it would not do. */
-function row(one, chosen, data, longest, back, set) {
-  const time = one.passes[back].time * 1e6;
+/** The example on a few GPUs: the tokens of each, and the pairs that it computes at each step of the ring. */
+function own(width, { words, own: { held, pairs, length } }, causal, panel) {
+  const ranks = held.length;
+  const [left, line] = [small() ? 44 : 56, 30];
+  const wide = Math.floor((width - left - 8) * (small() ? 0.5 : 0.56));
+  const chip = wide / Math.max(...held.map((tokens) => tokens.length), 1);
+  const step = (width - left - wide - 20) / ranks;
+  const total = pairs.map((row) => row.reduce((a, b) => a + b, 0));
+  const most = Math.max(1, ...pairs.flat());
+  const node = h("div", {});
+  const svg = picture(node, width, (ranks + 1) * line + 4, t("plans.own.picture"), "group");
+  svg.append("text").attr("class", "tick tiny").attr("x", left).attr("y", 16).text(t("plans.held"));
+  for (let s = 0; s < ranks; s++) svg.append("text").attr("class", "tick tiny middle").attr("x", left + wide + 12 + (s + 0.5) * step).attr("y", 16).text(small() ? s + 1 : t("plans.step", { s: s + 1 }));
+  held.forEach((tokens, r) => {
+    const y = (r + 1) * line - 4;
+    svg.append("text").attr("class", "end tiny").attr("x", left - 6).attr("y", y + 17).text(t("plans.rank", { n: r }));
+    tokens.forEach((i, at) => {
+      svg.append("rect").attr("x", left + at * chip + 1).attr("y", y).attr("width", chip - 2).attr("height", line - 5).attr("rx", 4).attr("fill", colour(r));
+      svg.append("text").attr("class", "middle tiny").attr("x", left + (at + 0.5) * chip).attr("y", y + 17).style("fill", "var(--card)").attr("pointer-events", "none").text(clip(words[i], chip - 4));
+    });
+    pairs[r].forEach((count, s) => {
+      const from = (r - s + ranks) % ranks;
+      const g = svg.append("g");
+      const x = left + wide + 12 + s * step;
+      g.append("rect").attr("class", "tile").attr("x", x + 1).attr("y", y).attr("width", step - 2).attr("height", line - 5).attr("rx", 4).attr("fill", "var(--wash)");
+      g.append("rect").attr("x", x + 1).attr("y", y).attr("width", Math.max(0, ((step - 2) * count) / most)).attr("height", line - 5).attr("rx", 4).attr("fill", colour(from)).attr("fill-opacity", 0.35).attr("pointer-events", "none");
+      g.append("text").attr("class", "middle tiny strong").attr("x", x + step / 2).attr("y", y + 17).attr("pointer-events", "none").text(count);
+      const said = t(s ? "plans.pairs" : "plans.pairs.own", { r, from, s: s + 1, count });
+      panel.add(g, { key: `own ${r},${s}`, label: said, tell: () => h("p.small", {}, said) });
+    });
+  });
+  return h("div", {},
+    h("p.phase", {}, t("plans.own.title", { n: words.length, ranks })), node,
+    h("p.small", {}, t(causal ? "plans.own.causal" : "plans.own.full", { most: Math.max(...total), least: Math.min(...total), length })));
+}
+
+/** Why a strategy is advised although another one is faster. */
+function reason({ strategies }, best) {
+  const first = strategies.filter(({ refusal }) => !refusal).reduce((a, b) => (b.time < a.time ? b : a), best);
+  if (first === best) return "";
+  return h("p.small", {}, t("plans.reason", { name: best.name, other: first.name, slower: form.percent(best.time / first.time - 1), less: form.percent(1 - best.memory / first.memory, 0) }));
+}
+
+/** One strategy: a bar as long as its forward and backward, what of it is waiting, and why it cannot be used. */
+function row(one, chosen, data, longest, set) {
   return h(`button.choice${one.refusal ? ".refused" : ""}`, { type: "button", role: "radio", "aria-checked": String(one === chosen), "data-key": `plan-${one.name}`, "data-strategy": one.name, onclick: () => set({ strategy: one.name }) },
     h("span", {}, one.name, one.name === data.advice ? h("b", {}, ` ${t("plans.advised")}`) : ""),
-    h("span.amount", {}, `${form.seconds(time / 1e6)}, ${form.percent(one.efficiency, 0)}`),
-    h("span.track", { style: "--end:0%" }, h("span", { style: `width:${(100 * time) / longest}%` })),
+    h("span.amount", {}, `${form.seconds(one.time)}, ${form.percent(one.efficiency, 0)}`),
+    h("span.track", { style: "--end:0%" }, h("span", { style: `width:${(100 * one.time) / longest}%` })),
     h("span.why", {}, one.refusal ? h("span", { lang: "en" }, one.refusal) : t("plans.more", { sent: form.bytes(one.sent), memory: form.bytes(one.memory), wait: form.seconds(one.exposed) })));
 }
 

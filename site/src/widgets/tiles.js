@@ -9,7 +9,7 @@ import { board, chips } from "./board.js";
 export const tiles = {
   id: "tiles",
   follows: ["text", "rows", "columns", "causal"],
-  defaults: { order: "fa2", step: 5, big: 4096 },
+  defaults: { order: "fa2", step: 5, big: 16384 },
   controls: [
     { kind: "choice", key: "order", label: "tiles.order", names: "tiles.order", options: ["fa1", "fa2"] },
     { kind: "range", key: "rows", label: "thread.rows", min: 1, max: 12 },
@@ -71,10 +71,11 @@ function small({ trace, other, naive }, state, now) {
 
 /** The same loops at the size of a model: counted by the same rule, without the numbers. */
 function large(state, set) {
-  const sizes = [64, 256, 1024, 4096, 16384, 65536];
+  const sizes = [1024, 4096, 16384, 65536];
   const input = h("input", { type: "range", min: 0, max: sizes.length - 1, value: Math.max(0, sizes.indexOf(state.big)), "aria-valuetext": String(state.big), "data-key": "tiles-big", name: "tiles-big", oninput: () => set({ big: sizes[input.value] }) });
   const told = traffic({ n: state.big, d: 128, rows: 128, columns: 128, causal: state.causal });
   const rows = [
+    [t("tiles.bar.cached"), told.cached, told.cached, "var(--s0)", "big-cached"],
     [t("tiles.bar.whole", { order: "FA2" }), told.fa2, told.fa2, "var(--s0)", "big-fa2"],
     [t("tiles.bar.whole", { order: "FA1" }), told.fa1, told.fa1, "var(--s1)", "big-fa1"],
     [t("tiles.bar.naive"), told.naive, told.naive, "var(--s2)", "big-naive"],
@@ -82,7 +83,7 @@ function large(state, set) {
   return h("div", {},
     bars("tiles.bars.big", { n: form.count(state.big) }, rows),
     h("label.field.range", {}, h("span", {}, t("tiles.big"), " ", h("output", {}, form.count(state.big))), input),
-    h("p.small", {}, t("tiles.big.note")));
+    h("p.small", { html: t("tiles.big.note", { times: form.count(Math.round(told.naive / told.cached)) }) }));
 }
 
 export function bars(title, values, rows) {

@@ -128,11 +128,13 @@ def refusal(estimate: Estimate, heads: int, gpu_memory: int) -> str | None:
 
 
 def advised(estimates: Iterable[AnyEstimate]) -> AnyEstimate:
-    """The fastest that can run; of those that are as fast within TOLERANCE, the one that needs the least memory."""
+    """The fastest that can run. One that is slower within TOLERANCE is preferred if it needs less memory by as much."""
     estimates = list(estimates)
     able = [x for x in estimates if x.refusal is None] or estimates
     least = min(x.time for x in able)
-    return min((x for x in able if x.time <= TOLERANCE * least), key=lambda x: x.memory)
+    fast = [x for x in able if x.time <= TOLERANCE * least]
+    smallest = min(x.memory for x in fast)
+    return min((x for x in fast if x.memory <= TOLERANCE * smallest), key=lambda x: x.time)
 
 
 @cacheable

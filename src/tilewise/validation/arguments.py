@@ -14,6 +14,7 @@ from ..mods.blocks import BlockMask
 from ..mods.builtin import alibi, alibi_per_batch
 from ..mods.builtin import softcap as softcap_mod
 from ..mods.program import Mod, bound, check_filled, indexed, rows
+from ..options import REQUIRED
 from ..torch_internals import has_address
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,7 +38,9 @@ def tensor(name: str, x: Any) -> Tensor:
         if isinstance(x, (Mod, BlockMask)):
             hint = "; mods are given as score_mod= or mask_mod=, block masks as mask_mod="
         elif hasattr(x, "__array__") or isinstance(x, (list, tuple)):
-            hint = "; torch.as_tensor makes one of it"
+            hint = "; torch.as_tensor(x) makes one"
+        elif x is REQUIRED and name == "cu_seqlens_k":
+            hint = "; give cu_seqlens_q again if queries and keys have the same lengths"
         raise AttentionError(name, type(x).__name__, f"a torch.Tensor{hint}")
     if x.is_nested or x.layout is not torch.strided:
         hint = "use attention_varlen on .values() and .offsets()" if x.is_nested else "call .to_dense()"

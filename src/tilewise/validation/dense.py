@@ -274,7 +274,7 @@ def _check_offsets(q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
 def check_offsets(name: str, cu: Tensor, tokens: int) -> None:
     ends = cu.tolist()
     if ends[0] != 0:
-        hint = "0: of lengths n they are torch.nn.functional.pad(n.cumsum(0), (1, 0))"
+        hint = "0; from lengths n: torch.nn.functional.pad(n.cumsum(0), (1, 0))"
         raise AttentionError(f"start of {name}", ends[0], hint)
     for n, (a, b) in enumerate(pairwise(ends)):
         if b < a:

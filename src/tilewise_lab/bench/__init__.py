@@ -1,4 +1,4 @@
-"""`tilewise bench`: attention beside every peer, checked, then timed in turns; reports, comparison, gate."""
+"""`tilewise bench`: attention checked, then timed against other libraries, in turns; reports, comparison, gate."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Explanation:
         call = self.call
         return (
             f"<Explanation: {shapes(call)}, {band(call.before, call.after)}, on {self.device.name}:"
-            f" {self.backend}, {time(self.prediction.device)}; print() shows all>"
+            f" {self.backend}, {time(self.prediction.device)}{'' if self.kernels else ' or more'}; print() shows all>"
         )
 
     def _repr_html_(self) -> str:
@@ -189,7 +189,7 @@ def describe(kernel: Kernel, result: Explanation) -> str:
 def prediction(result: Explanation) -> str:
     seconds = result.prediction
     if not result.kernels:  # only the rates of large products and copies are known, not what torch adds to each
-        return f"{time(seconds.device)} for large tensors; a small call takes longer: torch's overhead is not predicted"
+        return f"{time(seconds.device)} or more: the overhead of torch's operations, large in small calls, is not known"
     line = f"{time(seconds.device)} on the device ({amount(result.flops / seconds.device)}FLOP/s)"
     return (
         line if seconds.call == seconds.device else f"{line}, {time(seconds.call)} for the caller: the host is slower"

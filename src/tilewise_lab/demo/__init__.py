@@ -20,6 +20,6 @@ def run(options: Namespace) -> int:
     asked.place(options.out)
     setting = measure.Setting.choose(asked.device(options.device), quick=options.quick)
     results = report.watch(setting)
-    options.out.write_text(page.render(results), encoding="utf-8")
+    options.out.write_text(page.render(results, options.out.parent), encoding="utf-8")
     report.show(results, options.out)
     return 0 if results.passed else 1

@@ -80,7 +80,9 @@ def dots(title: str, errors: Sequence[Error]) -> str:
             yield f'<path class="{kind}" d="M{x(mark):.1f} {top - 14}V{floor}"/>'
             yield text(x(mark), floor + 16, f"{mark:g}x", "tick middle")
         yield text(x(BUDGET), top - 20, "budget", "tick middle")
-        yield text((left + WIDTH - right) / 2, height - 4, "error, as a multiple of naive attention's", "tick middle")
+        yield text(
+            (left + WIDTH - right) / 2, height - 4, "error, as a multiple of that of naive attention", "tick middle"
+        )
         for n, (py, error) in enumerate(rows):
             if n % 5 == 0:
                 yield text(0, py + 4, error.dtype, "name")

@@ -7,16 +7,32 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 
 import torch
 
+from tilewise_lab.cli import CALLED
 from tilewise_lab.demo import charts
 from tilewise_lab.demo.measure import BUDGET, CONTENDERS, Results, Run
 from tilewise_lab.demo.words import binary, duration, ratio, three_digits
 
+# Pages of the documentation: name, file in its folder, the command that shows it, what it is.
+NEXT = (
+    ("Documentation", "index.html", "docs --open", "quickstart, how-to guides and reference"),
+    ("Course", "course/index.html", "learn", "eighteen lessons on how the kernels work"),
+    (
+        "Explorer",
+        "explore/index.html",
+        "explore",
+        "an interactive page: attention of your own tokens, step by step",
+    ),
+)
+SITE = Path("build/docs")  # where `docs` writes its pages unless it is told otherwise
 
-def render(results: Results) -> str:
+
+def render(results: Results, folder: Path = Path()) -> str:
+    """The page, to be written into a folder. It links to the documentation if that was built there."""
     setting = results.setting
     template = Template(resources.files("tilewise_lab.demo").joinpath("page.html").read_text(encoding="utf-8"))
     memory = {name: [(run.length, run.peak) for run in results.of(name)] for name in CONTENDERS}
@@ -24,13 +40,15 @@ def render(results: Results) -> str:
     right = sum(error.ok for error in results.errors)
     return template.substitute(
         machine=escape(setting.machine),
-        busy=f"<p>When this was measured, {escape(results.busy)}.</p>" if results.busy else "",
+        busy=f"<p>Note: {escape(results.busy)}.</p>" if results.busy else "",
         torch=escape(torch.__version__),
         date=datetime.date.today().isoformat(),
         dtype=str(setting.dtype).removeprefix("torch."),
         heads=setting.heads,
         head_dim=setting.head_dim,
-        budget=f"{BUDGET:g}",
+        times="twice" if BUDGET == 2 else f"{BUDGET:g} times",
+        next="".join(_next(folder, *one) for one in NEXT),
+        called=CALLED,
         verdict="pass" if results.passed else "fail",
         right=right,
         checks=len(results.errors),
@@ -39,7 +57,7 @@ def render(results: Results) -> str:
         growth=_growth(results),
         memory=charts.lines("peak memory against length", memory, binary, 2),
         speed=charts.lines("time against length", seconds, duration, 10),
-        errors=charts.dots("errors beside naive attention's", results.errors),
+        errors=charts.dots("errors compared with naive attention", results.errors),
         memory_table=_table(["tokens", *CONTENDERS], _rows(results, lambda run: binary(run.peak))),
         speed_table=_table(["tokens", *CONTENDERS], _rows(results, lambda run: duration(run.seconds))),
         errors_table=_table(
@@ -57,6 +75,11 @@ def render(results: Results) -> str:
             ),
         ),
     )
+
+
+def _next(folder: Path, name: str, file: str, command: str, what: str) -> str:
+    shown = f'<a href="{(SITE / file).as_posix()}">{name}</a>' if (folder / SITE / file).exists() else f"<b>{name}</b>"
+    return f"<li>{shown}: {what}. <code>{escape(CALLED)} {command}</code></li>"
 
 
 def _memory_claim(results: Results) -> str:

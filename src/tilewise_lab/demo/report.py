@@ -41,7 +41,7 @@ def show(results: Results, page: Path) -> None:
     console.print(errors_table(results), "")
     console.print(runs_table(results), "")
     right = sum(error.ok for error in results.errors)
-    verdict = f"{right} of {len(results.errors)} errors within {BUDGET:g}x naive attention's"
+    verdict = f"{right} of {len(results.errors)} errors are at most {BUDGET:g}x that of torch's own attention (naive)"
     if results.busy:
         console.print(f"[yellow]{results.busy}[/]", soft_wrap=True)
     console.print(

@@ -20,42 +20,48 @@ from typing import Any
 from tilewise_lab.language import BOTH, only, using
 from tilewise_lab.learn.course import Lesson, chosen, lessons
 
-PICTURE = re.compile(r"^(?:\(picture: |（图：).*?([\w-]+\.png)[)）]\n?", re.M)
+PICTURE = re.compile(r"^(?:\(picture: |（图：).*?([\w-]+\.png)(?:: |：)(.*)[)）]\n?", re.M)
 
 
 def markdown(lesson: Lesson, printed: Sequence[str], lang: str = "en") -> str:
     """The page of a lesson; `printed`: what its cells print, if they were run."""
-    run, exercise, solution, drawn = {
-        "en": ("Run it: ", "The exercise", "A solution", "what the cell draws"),
-        "zh": ("运行：", "练习", "一种解法", "这段代码画的图"),
+    run, exercise, solution, check, figure = {
+        "en": ("Run it: ", "The exercises", "Solutions", "Checks", "The code of the figure"),
+        "zh": ("运行：", "练习", "解法", "检查", "画图的代码"),
     }[lang]
+    titles = {"check": check, "figure": figure}
     parts: list[str] = []
     for cell, said in zip_longest(lesson.cells_in(lang), printed, fillvalue=""):
         assert not isinstance(cell, str)
-        parts.append(cell.text if cell.kind == "markdown" else fenced(cell.read_in(lang)))
-        parts += output(said, drawn)
+        code = cell.text if cell.kind == "markdown" else fenced(cell.read_in(lang))
+        parts.append(folded(titles[cell.tag], code) if cell.tag else code)
+        parts += output(said)
     parts.append(f"{run}`tilewise learn {lesson.number}{' --lang zh' if lang == 'zh' else ''}`")
     for folder, title in (("exercises", exercise), ("solutions", solution)):
         if lesson.beside(folder).exists():
             source = fenced(chosen(lesson.beside(folder).read_text(encoding="utf-8"), lang))
-            parts.append(f"<details><summary>{title}</summary>\n\n{source}\n\n</details>")
+            parts.append(folded(title, source))
     return "\n\n".join(parts) + "\n"
+
+
+def folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def fenced(source: str, language: str = "python") -> str:
     return f"````{language}\n{source.rstrip()}\n````"
 
 
-def output(said: str, drawn: str) -> Iterator[str]:
+def output(said: str) -> Iterator[str]:
     """
-    >>> list(output("4\\n(picture: somewhere/07_waves.png)\\n", "waves"))
-    [':::{container} output\\n````text\\n4\\n````\\n:::', '![waves](pictures/07_waves.png)']
+    >>> list(output("4\\n(picture: somewhere/07_waves.png: Two waves.)\\n"))
+    [':::{container} output\\n````text\\n4\\n````\\n:::', '![Two waves.](pictures/07_waves.png)']
     """
     words = PICTURE.sub("", said).strip("\n")
     if words:
         yield f":::{{container}} output\n{fenced(words, 'text')}\n:::"
-    for name in PICTURE.findall(said):
-        yield f"![{drawn}](pictures/{name})"
+    for name, alt in PICTURE.findall(said):
+        yield f"![{alt}](pictures/{name})"
 
 
 def record(number: int, folder: str) -> None:

@@ -64,13 +64,14 @@ def _within(key: str, value: int, low: int, high: int) -> None:
 
 @endpoint
 def gpus() -> Json:
-    """The devices the page knows: processors, peak in bfloat16, bytes per second, and how a KV cache is dealt there."""
+    """The devices of the page: processors, peak in bfloat16, bytes per second, and how a KV cache is divided there."""
     found = {}
     for name, one in devices.DEVICES.items():
         tile = kv_tiles.tile(one.capability, 2, 128, 4)
         found[name] = {
             "sms": one.sms, "peak": one.flops("bfloat16"), "bandwidth": one.bandwidth,
             "unit": tile.block_n, "programs": one.sms * tile.programs_per_sm,
+            "factor": tile.splits, "quarters": 2 if tile.programs_per_sm > 1 else 3,
         }  # fmt: skip
     return found
 

@@ -1,4 +1,8 @@
-"""Exercises: hand one out, grade an answer, show a solution."""
+"""The exercises of a lesson: hand them out, grade answers, show solutions.
+
+A lesson has three, of rising difficulty, in one file. `checks/NN.py` has `EXERCISES`: a function for each, named as
+what the learner writes, that raises AssertionError with a hint.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 from tilewise.errors import AttentionError
 from tilewise_lab.cli import CALLED
@@ -20,6 +25,7 @@ from tilewise_lab.learn import progress
 from tilewise_lab.learn.course import chosen, lesson
 from tilewise_lab.learn.tools import not_written
 
+Check = FunctionType  # of a loaded answer
 LIMIT = 300.0  # seconds that an answer may take; the slowest lesson's solution takes some tens
 
 
@@ -34,15 +40,35 @@ def load(path: Path, name: str) -> ModuleType:
     return module
 
 
-def verdict(number: int, answer: Path) -> str | None:
-    """None if the answer is right, else a hint."""
-    check = load(lesson(number).beside("checks"), f"check_{number}")
+class Verdict(NamedTuple):
+    """On one exercise: `hint` is empty if the answer is right, None if it is not written yet."""
+
+    name: str
+    hint: str | None
+
+    @property
+    def words(self) -> str:
+        return not_written() if self.hint is None else self.hint
+
+
+def verdicts(number: int, answer: Path) -> list[Verdict]:
+    """One for each exercise of the lesson, in order; one alone if the file cannot be run."""
+    checks: Sequence[Check] = load(lesson(number).beside("checks"), f"check_{number}").EXERCISES
+    found: list[ModuleType] = []
+    hint = told(lambda: found.append(load(answer, "answer")), answer)
+    if hint != "":
+        return [Verdict(answer.name, hint)]
+    return [Verdict(check.__name__, told(lambda: check(found[0]), answer)) for check in checks]  # noqa: B023
+
+
+def told(run: Callable[[], object], answer: Path) -> str | None:
+    """What is wrong with an answer: nothing, something, or (None) that it is not written yet."""
     try:
-        check.check(load(answer, "answer"))
+        run()
     except AssertionError as error:
         return str(error) or traceback.format_exc(limit=-1)
     except NotImplementedError:
-        return not_written()
+        return None
     except AttentionError:
         raise
     except SyntaxError as error:
@@ -50,7 +76,7 @@ def verdict(number: int, answer: Path) -> str | None:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({_place(where.lineno, where.filename)})"
-    return None
+    return ""
 
 
 def _place(line: int | None, path: str) -> str:
@@ -58,8 +84,8 @@ def _place(line: int | None, path: str) -> str:
     return say(f"line {line} of {file}", f"{file} 第 {line} 行")
 
 
-def verdict_within(number: int, answer: Path, seconds: float) -> str | None:
-    """`verdict`, found in a process of its own: the answer may loop forever, or end the process."""
+def verdicts_within(number: int, answer: Path, seconds: float) -> list[Verdict]:
+    """`verdicts`, found in a process of its own: the answer may loop forever, or end the process."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "verdict.json")
         command = [sys.executable, "-m", __spec__.name, str(number), str(answer), str(found), language()]
@@ -67,53 +93,62 @@ def verdict_within(number: int, answer: Path, seconds: float) -> str | None:
         try:
             subprocess.run(command, timeout=seconds, check=False, env=os.environ | {"PYTHONPATH": places})
         except subprocess.TimeoutExpired:
-            told = f"it ran for {seconds:.0f} s without an end: is there a loop that does not stop?"
-            return say(told, f"运行了 {seconds:.0f} 秒还没有结束：是否有停不下来的循环？")
+            en = f"it ran for {seconds:.0f} s without an end: is there a loop that does not stop?"
+            return [Verdict(answer.name, say(en, f"运行了 {seconds:.0f} 秒还没有结束：是否有停不下来的循环？"))]
         if not found.exists():
-            return say("it ended the process before it was graded", "它在批改之前就结束了进程")
+            return [Verdict(answer.name, say("it ended the process before it was graded", "它在批改之前就结束了进程"))]
         kind, value = json.loads(found.read_text(encoding="utf-8"))
     if kind == "error":
         raise AttentionError(*value)
-    return None if value is None else str(value)
+    return [Verdict(*one) for one in value]
 
 
 def main(number: str, answer: str, found: str, lang: str) -> None:
     """Write the verdict to the file `found`, as JSON."""
     use(lang)
     try:
-        told: tuple[str, Any] = "verdict", verdict(int(number), Path(answer))
+        made: tuple[str, Any] = "verdicts", verdicts(int(number), Path(answer))
     except AttentionError as error:
-        told = "error", list(map(str, error.args))
-    Path(found).write_text(json.dumps(told), encoding="utf-8")
+        made = "error", list(map(str, error.args))
+    Path(found).write_text(json.dumps(made), encoding="utf-8")
 
 
 def grade(number: int, answer: Path, seconds: float = LIMIT) -> int:
+    """Print a line for each exercise; 0 if all are right."""
     lesson(number)
     if not answer.exists():
         raise AttentionError("file", answer, "a Python file")
-    hint = verdict_within(number, answer, seconds)
-    if hint is None:
-        progress.note("solved", number)
-        print(say(f"✓ right. Lesson {number} is solved.", f"✓ 正确。第 {number} 课完成。"))
-        return 0
-    print(say(f"✗ not yet: {hint}", f"✗ 还不对：{hint}"))
-    return 1
+    found = verdicts_within(number, answer, seconds)
+    for n, one in enumerate(found, 1):
+        where = say(f"exercise {n} of {len(found)}, {one.name}", f"练习 {n} / {len(found)}，{one.name}")
+        mark = "✓" if one.hint == "" else "·" if one.hint is None else "✗"
+        print(f"{mark} {where}" + (say(": ", "：") + one.words if one.words else ""))
+    if any(one.hint != "" for one in found):
+        return 1
+    progress.note("solved", number)
+    print(say(f"Lesson {number} is solved.", f"第 {number} 课完成。"))
+    return 0
 
 
 def hand_out(number: int, folder: Path | None = None) -> int:
-    """Write the exercise to exercise_NN.py in the working directory; an answer in the making is not overwritten."""
+    """Write the exercises to exercise_NN.py in the working directory; an answer in the making is not overwritten."""
     path = (folder or Path.cwd()) / f"exercise_{number:02}.py"
     grading = f"{CALLED} learn --check {number} {path.name}"
     if path.exists():
         print(say(f"{path.name} is here already; grade it with: {grading}", f"{path.name} 已经在这里；批改：{grading}"))
         return 1
     path.write_text(exercise(number, language()), encoding="utf-8")
-    print(say(f"{path.name} is yours to fill in; then: {grading}", f"{path.name} 已写好，填完之后批改：{grading}"))
+    print(
+        say(
+            f"{path.name} has three exercises to fill in; then: {grading}",
+            f"{path.name} 有三道练习；批改：{grading}",
+        )
+    )
     return 0
 
 
 def exercise(number: int, lang: str) -> str:
-    """Its file, as a reader of that language gets it."""
+    """The file of a lesson's exercises, as a reader of that language gets it."""
     return chosen(lesson(number).beside("exercises").read_text(encoding="utf-8"), lang)
 
 

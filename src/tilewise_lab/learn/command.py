@@ -2,9 +2,10 @@
 
 tilewise learn                       the lessons, and how far you are
 tilewise learn 3                     lesson 3, cell by cell
-tilewise learn 3 --exercise          its exercise, as a file to fill in
-tilewise learn --check 3 answer.py   grade your answer
-tilewise learn 3 --solution          one way to solve it
+tilewise learn 3 --checks            with its folded cells: checks, code of figures
+tilewise learn 3 --exercise          its three exercises, as a file to fill in
+tilewise learn --check 3 answer.py   grade your answers
+tilewise learn 3 --solution          one way to solve them
 tilewise learn 3 --lang zh           in Chinese (en: English; else as LANG says)
 tilewise learn --notebooks FOLDER    all of them as Jupyter notebooks
 """
@@ -21,12 +22,15 @@ def configure(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.description = __doc__
     parser.add_argument("lesson", nargs="?", type=int)
-    parser.add_argument("--exercise", action="store_true", help="write the lesson's exercise to a file here")
-    parser.add_argument("--check", nargs=2, metavar=("LESSON", "FILE"), help="grade an answer")
+    parser.add_argument("--exercise", action="store_true", help="write the lesson's exercises to a file here")
+    parser.add_argument("--check", nargs=2, metavar=("LESSON", "FILE"), help="grade answers")
     parser.add_argument("--solution", action="store_true", help="print one")
     parser.add_argument("--lang", choices=("en", "zh"), help="the language of lessons, exercises and hints")
     parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write the lessons as Jupyter notebooks")
     parser.add_argument("--quiet", action="store_true", help="run the code, print only what it prints")
+    parser.add_argument(
+        "--checks", action="store_true", help="show the folded cells, too: checks, and the code of figures"
+    )
     parser.add_argument("--pause", action="store_true", help="wait for Enter between cells")
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="run it quietly, keep what each cell prints as JSON"
@@ -58,4 +62,5 @@ def run(options: Namespace) -> int:
         return check.hand_out(options.lesson)
     if options.solution:
         return check.reveal(options.lesson)
-    return play.play(options.lesson, quiet=options.quiet, pause=options.pause, record=options.record)
+    shown = {"quiet": options.quiet, "pause": options.pause, "checks": options.checks}
+    return play.play(options.lesson, **shown, record=options.record)

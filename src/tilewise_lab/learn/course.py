@@ -2,13 +2,15 @@
 
 A lesson is a script of `# %%` cells; Markdown cells are comments. Its words are there twice, in cells marked
 `# %% [markdown]` and, right behind each, `# %% [markdown] lang="zh"`; its code once, with
-`say(en, zh)` where it speaks. Formulas are LaTeX, `$..$` and `$$..$$`.
+`say(en, zh)` where it speaks. Cells marked `# %% tags=["check"]` hold the assertions, those marked
+`# %% tags=["figure"]` the code of figures: they run, and are folded. Formulas are LaTeX, `$..$` and `$$..$$`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import unicodedata
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +32,11 @@ class Cell:
     text: str
     line: int  # of its first line in the file
     lang: str = ""  # of words: "en" or "zh"
+    tag: str = ""  # of code that is folded: "check" or "figure"
+
+    @property
+    def check(self) -> bool:
+        return self.tag == "check"
 
     def read_in(self, lang: str) -> str:
         """The cell as a reader of one language gets it."""
@@ -72,7 +79,8 @@ class Lesson:
         return self.path.parent / folder / f"{self.number:02}.py"
 
 
-MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?')
+MARKER = re.compile(r'# %%(?: (\[markdown\])(?: lang="(\w+)")?)?(?: tags=\["(\w+)"\])?')
+COLUMNS = 78  # of code: a terminal of 80, less the two that the code is indented by
 
 
 def parse(source: str) -> list[Cell]:
@@ -80,9 +88,11 @@ def parse(source: str) -> list[Cell]:
     >>> source = '# %% [markdown]\\n# # Title\\n# %% [markdown] lang="zh"\\n# # 标题\\n# %%\\nx = 1\\n'
     >>> [(cell.kind, cell.lang, cell.text) for cell in parse(source)]
     [('markdown', 'en', '# Title'), ('markdown', 'zh', '# 标题'), ('code', '', 'x = 1')]
+    >>> [cell.tag for cell in parse('# %%\\nx = 1\\n# %% tags=["check"]\\nassert x\\n')]
+    ['', 'check']
     """
     cells = []
-    kind, lang, lines, first = "", "", [], 0
+    kind, lang, tag, lines, first = "", "", "", [], 0
     for number, line in enumerate([*source.splitlines(), "# %%"], 1):
         marker = MARKER.match(line)
         if not marker:
@@ -91,10 +101,11 @@ def parse(source: str) -> list[Cell]:
         text = "\n".join(line.removeprefix("#").removeprefix(" ") if lang else line for line in lines)
         if kind and text.strip():
             blank = 0 if lang else len(text) - len(text.lstrip("\n"))
-            cells.append(Cell(kind, text.strip("\n") if kind == "code" else text.strip(), first + blank, lang))
-        words, chosen = marker.groups()
+            text = text.strip("\n") if kind == "code" else text.strip()
+            cells.append(Cell(kind, text, first + blank, lang, tag))
+        words, chosen, tagged = marker.groups()
         kind, lang = ("markdown", chosen or "en") if words else ("code", "")
-        lines, first = [], number + 1
+        lines, first, tag = [], number + 1, tagged or ""
     return cells
 
 
@@ -108,7 +119,9 @@ def chosen(source: str, lang: str) -> str:
 
     def one(both: re.Match[str]) -> str:
         english, between, chinese = both.groups()
-        return f'"""{chinese if lang == "zh" else english + between[:1].strip(" ")}"""'
+        text = (chinese if lang == "zh" else english).rstrip()
+        indent = between.rpartition("\n")[2]
+        return f'"""{text}' + (f"\n{indent}" if "\n" in text else "") + '"""'
 
     return re.sub(r'"""((?:(?!""").)*?)(\s+)---\s+(.*?)"""', one, source, flags=re.S)
 
@@ -128,13 +141,41 @@ def spoken(code: str, lang: str) -> str:
         return slice(at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset))
 
     made = code.encode()
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    said = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "say"]
+    nodes = list(ast.walk(ast.parse(code)))
+    enclosed = {id(x) for node in nodes if isinstance(node, ast.Call) for x in node.args}
+    enclosed |= {id(x) for node in nodes if isinstance(node, ast.List | ast.Tuple) for x in node.elts}
+    said = [x for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id == "say"]
     for call in sorted(said, key=lambda call: place(call).start, reverse=True):  # what is behind stays where it is
-        kept = call.args[lang == "zh"]
-        made = made[: place(call).start] + made[place(kept)] + made[place(call).stop :]
+        node = call.args[lang == "zh"]
+        kept = made[place(node)]
+        first = lines[call.lineno - 1]
+        indent = b" " * (len(first) - len(first.lstrip()))
+        if isinstance(node, ast.List):  # as far to the left as the call was
+            there = lines[node.lineno - 1]
+            shift = len(there) - len(there.lstrip()) - len(indent)
+            kept = kept.replace(b"\n" + b" " * shift, b"\n")
+        elif node.end_lineno != node.lineno:  # strings, one below the other
+            inner = indent if id(call) in enclosed else indent + b"    "
+            kept = (b"\n" + inner).join(part.strip() for part in kept.split(b"\n"))
+            kept = kept if id(call) in enclosed else b"(\n" + inner + kept + b"\n" + indent + b")"
+        made = made[: place(call).start] + kept + made[place(call).stop :]
     text = re.sub(r"(?m)^(from tilewise_lab\.learn import .*), say\b", r"\1", made.decode())
-    return re.sub(r"\bprint\(\n +(.{,100}[^,\n])\n *\)", r"print(\1)", text)
+    return re.sub(r"(?m)^( *)(.*\()\n +(.*[^,\n])\n *\)$", _joined, text)
+
+
+def _joined(call: re.Match[str]) -> str:
+    indent, opening, argument = call.groups()
+    line = f"{indent}{opening}{argument})"
+    return line if width(line) <= COLUMNS else call[0]
+
+
+def width(line: str) -> int:
+    """The columns that a line takes in a terminal: a Chinese letter takes two.
+
+    >>> width("x = 块")
+    6
+    """
+    return sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in line)
 
 
 def lessons() -> list[Lesson]:

@@ -19,7 +19,8 @@ Notebook = dict[str, Any]
 def notebook(one: Lesson, lang: str) -> Notebook:
     """nbformat 4.5, as a dict. Code is as in the lesson: it can be run, and changed."""
     cells = [
-        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang)) for n, cell in enumerate(one.cells_in(lang))
+        _cell(cell.kind, f"{one.number:02}-{n:02}", cell.read_in(lang), folded(cell.tag))
+        for n, cell in enumerate(one.cells_in(lang))
     ]
     if one.needs == "compiler":
         # Triton decides when it is imported whether it interprets or compiles.
@@ -33,8 +34,14 @@ def notebook(one: Lesson, lang: str) -> Notebook:
     }
 
 
-def _cell(kind: str, name: str, text: str) -> dict[str, Any]:
-    made: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": {}, "source": text.splitlines(keepends=True)}
+def folded(tag: str) -> dict[str, Any]:
+    """The metadata of a cell: JupyterLab hides the source of one that has a tag."""
+    return {"tags": [tag], "jupyter": {"source_hidden": True}} if tag else {}
+
+
+def _cell(kind: str, name: str, text: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    source = text.splitlines(keepends=True)
+    made: dict[str, Any] = {"cell_type": kind, "id": name, "metadata": metadata or {}, "source": source}
     return made | ({"execution_count": None, "outputs": []} if kind == "code" else {})
 
 

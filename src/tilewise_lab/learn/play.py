@@ -33,8 +33,8 @@ def contents() -> int:
     print()
     print(
         say(
-            f"{solved} of {len(rows)} exercises solved. `{CALLED} learn {following}` goes on.",
-            f"已完成 {solved} / {len(rows)} 道练习。接着学：`{CALLED} learn {following}`",
+            f"{solved} of {len(rows)} lessons solved. `{CALLED} learn {following}` goes on.",
+            f"已完成 {solved} / {len(rows)} 课的练习。接着学：`{CALLED} learn {following}`",
         )
     )
     return 0
@@ -44,11 +44,14 @@ def next_one(done: dict[str, list[int]]) -> int:
     return next((n for n in range(1, 100) if n not in done["solved"]), 1)
 
 
-def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path | None = None) -> int:
+def play(
+    number: int, *, quiet: bool = False, pause: bool = False, checks: bool = False, record: Path | None = None
+) -> int:
     one = lesson(number)
     if wrong_triton(one):
         # Triton decides at import whether it interprets or compiles: this lesson needs a process of its own.
-        flags = ["--quiet"] * quiet + ["--pause"] * pause + ([] if record is None else ["--record", str(record)])
+        flags = ["--quiet"] * quiet + ["--pause"] * pause + ["--checks"] * checks
+        flags += [] if record is None else ["--record", str(record)]
         env = os.environ | {"TRITON_INTERPRET": "1" if one.needs == "interpreter" else "0"}
         return subprocess.call([sys.executable, "-m", "tilewise_lab", "learn", str(number), *flags], env=env)
     if record is not None:
@@ -56,11 +59,19 @@ def play(number: int, *, quiet: bool = False, pause: bool = False, record: Path 
         run(one, quiet=True, printed=printed)
         record.write_text(json.dumps(printed), encoding="utf-8")
         return 0
-    run(one, quiet=quiet, pause=pause)
+    run(one, quiet=quiet, pause=pause, checks=checks)
     progress.note("read", number)
     if not quiet:
+        ran = sum(cell.check for cell in one.cells)
+        if not checks:
+            print(
+                "\n"
+                + say(
+                    f"{ran} cells of checks ran; --checks shows them.", f"运行了 {ran} 个检查单元；--checks 显示它们。"
+                )
+            )
         command = f"{CALLED} learn {number} --exercise"
-        print("\n" + say(f"An exercise comes with this lesson: {command}", f"这一课有一道练习：{command}"))
+        print(say(f"Three exercises come with this lesson: {command}", f"这一课有三道练习：{command}"))
     return 0
 
 
@@ -69,14 +80,18 @@ def wrong_triton(one: Lesson) -> bool:
     return (one.needs == "interpreter" and not interprets) or (one.needs == "compiler" and interprets)
 
 
-def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[str] | None = None) -> dict[str, Any]:
+def run(
+    one: Lesson, *, quiet: bool = False, pause: bool = False, checks: bool = False, printed: list[str] | None = None
+) -> dict[str, Any]:
     """Execute the cells in one namespace, which is returned; errors point into the lesson's file.
 
+    checks: show the folded cells, checks and the code of figures, too; they run in any case.
     printed: takes what each cell prints, in place of the terminal.
     """
     space: dict[str, Any] = {"__name__": "__main__", "__file__": str(one.path)}
     for cell in one.cells_in("zh" if language() == "zh" else "en"):
-        if not quiet:
+        shown = not quiet and (checks or not cell.tag)
+        if shown:
             display(cell)
         if cell.kind == "code":
             code = compile("\n" * (cell.line - 1) + cell.text, str(one.path), "exec")
@@ -85,7 +100,7 @@ def run(one: Lesson, *, quiet: bool = False, pause: bool = False, printed: list[
                 exec(code, space)
         if printed is not None:
             printed.append(heard.getvalue() if cell.kind == "code" else "")
-        if pause and not quiet:
+        if pause and shown:
             input("⏎ ")
     return space
 
@@ -98,7 +113,7 @@ def display(cell: Cell) -> None:
         from rich.padding import Padding
         from rich.syntax import Syntax
     except ModuleNotFoundError:
-        code = "\n".join(f"    {x}" for x in words.splitlines())
+        code = "\n".join(f"  {x}" for x in words.splitlines())
         print(f"\n{for_terminal(words)}\n" if cell.kind == "markdown" else code)
         return
     console = Console()
@@ -106,5 +121,7 @@ def display(cell: Cell) -> None:
         console.print(Markdown(for_terminal(words)))
     else:
         console.print(
-            Padding(Syntax(words, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 4))
+            Padding(
+                Syntax(words, "python", theme="ansi_dark", background_color="default", word_wrap=True), (1, 0, 1, 2)
+            )
         )

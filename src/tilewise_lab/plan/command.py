@@ -61,7 +61,7 @@ def run(options: Namespace) -> int:
             asked.place(path, name)
     if options.links:
         asked.file(options.links, "--links")
-    asked.count("--ranks", options.ranks, MAX_RANKS, ", whose pairs are all simulated")
+    asked.count("--ranks", options.ranks, MAX_RANKS, "; every pair of ranks is simulated")
     for n in options.documents or [options.seqlen]:
         asked.count("--documents" if options.documents else "--seqlen", n, MAX_TOKENS)
     found = compare(options)

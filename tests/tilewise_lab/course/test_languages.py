@@ -33,7 +33,7 @@ def test_both_languages_have_the_same_cells_and_formulas(one):
         assert one.all_cells.index(zh) == one.all_cells.index(en) + 1, where
         assert set(formulas.formulas(en.text)) == set(formulas.formulas(zh.text)), where
         assert re.findall("^#+", en.text, re.M) == re.findall("^#+", zh.text, re.M), where
-        assert en.text.count("**Exercise.**") == zh.text.count("**练习。**"), where
+        assert en.text.count("**Exercises.**") == zh.text.count("**练习。**"), where
         assert set(re.findall(r"`[^`]+`", en.text)) == set(re.findall(r"`[^`]+`", zh.text)), where
         assert CHINESE.search(zh.text), where
         assert not CHINESE.search(en.text), where
@@ -105,7 +105,7 @@ def test_words_and_hints_are_chinese_where_asked_for(capsys, tmp_path):
     handed = (tmp_path / "exercise_03.py").read_text("utf-8")
     assert "第 3 课" in handed
     assert "Lesson 3" not in handed
-    assert "还没写" in check.verdict(3, tmp_path / "exercise_03.py")
+    assert all("还没写" in one.words for one in check.verdicts(3, tmp_path / "exercise_03.py"))
     (tmp_path / "answer.py").write_text("def merge(a, b):\n    return max(a[0], b[0]), a[1] + b[1]")
     assert cli.main(["learn", "--check", "3", "answer.py"]) == 1
     assert "以不同的最大值为基准" in capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_a_lesson_run_once_for_both_languages_prints_what_each_reader_gets(tmp_p
     assert "用当时的最大值：l = 2.386195，而不是 1.203438" in "".join(zh)
     assert "with the maximum of the moment: l = 2.386195 instead of 1.203438" in "".join(en)
     assert not CHINESE.search("".join(en))
-    rows = [[re.findall(r"[\d.]+", line) for line in "".join(text).splitlines()] for text in (en, zh)]
+    rows = [[re.findall(r"\d+(?:\.\d+)?", line) for line in "".join(text).splitlines()] for text in (en, zh)]
     assert rows[0] == rows[1]
 
 
@@ -194,9 +194,18 @@ def test_exercises_are_in_both_languages(one):
     assert not CHINESE.search(en)
     assert f"第 {one.number} 课" in zh
     assert f"Lesson {one.number}" in en
+    for n in (1, 2, 3):
+        assert len(re.findall(rf'"""Exercise {n}[.,] ', en)) == len(re.findall(rf'"""练习 {n}[。，]', zh)) >= 1
     code = [re.sub(r'""".*?"""', "", text, flags=re.S) for text in (en, zh)]
     assert code[0] == code[1]
     for text in (en, zh):
         compile(text, "exercise", "exec")
     hints = one.beside("checks").read_text("utf-8")
-    assert len(CHINESE.findall(hints)) > 5
+    assert len(CHINESE.findall(hints)) > 100
+    for call in [node for node in ast.walk(ast.parse(hints)) if called(node, "compare")]:
+        words = " ".join(printed_words(ast.Tuple(call.args[:1])))
+        assert not re.search(r"[a-z]{2} [a-z]{2}", words), f"{words}: code, or both languages"
+        for mistake in [node for node in call.args[3:] if isinstance(node, ast.Tuple)]:
+            _, en, zh = map(ast.unparse, mistake.elts)
+            assert CHINESE.search(zh), en
+            assert not CHINESE.search(en)

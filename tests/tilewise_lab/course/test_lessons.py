@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import HAS_TRITON
+from tests.tilewise_lab.course.wrong_answers import WRONG
 from tilewise_lab import cli
 from tilewise_lab.learn import check, lab, play, progress
-from tilewise_lab.learn.course import home, lesson, lessons, parse
+from tilewise_lab.learn.course import COLUMNS, home, lesson, lessons, parse, width
 
 ROOT = Path(__file__).parents[3]
 learn_folder = Path(check.__file__).parent
@@ -49,122 +51,70 @@ def test_a_lesson_runs(number, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", CHECKED)
-def test_the_solution_is_right_and_the_exercise_is_not(number):
+def test_the_solutions_are_right_and_the_exercises_are_not(number):
     one = lesson(number)
-    assert check.verdict(number, one.beside("solutions")) is None
-    assert check.verdict(number, one.beside("exercises")).endswith(
-        "not written yet: replace the `raise NotImplementedError`"
-    )
-
-
-WRONG = {
-    1: (
-        "def intensity(n, d, itemsize):\n    return 4 * n * n * d / (itemsize * (4 * n * d + 2 * n * n))",
-        "four passes",
-    ),
-    2: ("import torch\ndef log_softmax(x):\n    return torch.softmax(x, -1).log()", "keep x_i outside the log"),
-    3: ("def merge(a, b):\n    return max(a[0], b[0]), a[1] + b[1]", "different maxima"),
-    4: ("def blocked_matmul(far, blocks, tile):\n    return far.matrices['a'] * far.matrices['b']", "elementwise"),
-    5: (
-        "import torch\ndef step(state, s, v):\n    m = torch.maximum(state[0], s.amax(-1))\n"
-        "    p = torch.exp(s - m[:, None])\n    f = torch.exp(state[0] - m)\n"
-        "    return m, f * state[1] + p.sum(-1), f[:, None] * state[2] + p @ v",
-        "only masked keys",
-    ),
-    6: ("def hbm_bytes(n, d, rows, columns, order, itemsize=4):\n    return 4 * n * d * itemsize", "bytes, not"),
-    7: ("def lines(columns, itemsize, lane_axis):\n    return 1", "a line of its own"),
-    8: (
-        "def split_heads(shape, strides, heads):\n    return [*shape[:-1], heads, shape[-1] // heads], [*strides, 1]",
-        "strides",
-    ),
-    9: ("def finish(iterations, durations):\n    return iterations * sum(durations)", "nothing overlaps"),
-    10: ("def best_batch(tokens, heads, tile, slots, limit):\n    return limit", "busy"),
-    11: ("def span(first, rows, n_q, n_k, block):\n    return first // block, first // block", "the *last* row"),
-    12: (
-        "import math\nfrom tilewise_lab.trace.graph import Value\n"
-        "def tanh(x):\n    return Value(math.tanh(x.value), made_from=((x, 1.0),))",
-        "1 - tanh²",
-    ),
-    13: (
-        "import torch\ndef block_gradients(q, k, v, do, lse, delta):\n    p = torch.exp(q @ k.mT / 2 - lse[:, None])\n"
-        "    ds = p * (do @ v.mT - delta[:, None])\n    return ds @ k, ds.mT @ q, p.mT @ do",
-        "belongs to dQ and dK",
-    ),
-    14: ("def phases(iteration, buffers):\n    return iteration % buffers, 0, 1", "completes phase"),
-    15: (
-        "import torch\ndef combine(parts):\n    o, lse = (torch.stack(x) for x in zip(*parts))\n"
-        "    w = torch.softmax(lse, 0)\n    return (w[..., None] * o).sum(0), lse.logsumexp(0)",
-        "0 · nan is nan",
-    ),
-    16: ("def rank_attention(q, k, v, ranks):\n    yield k, v\n    return q @ k.mT @ v, q[:, 0]", "merge with weights"),
-    17: (
-        "import tilewise\n"
-        "tile_kinds = lambda seen, block: __import__('torch').tensor([[int(t.any()) + int(t.all())"
-        " for t in band.split(block, 1)] for band in seen.split(block)])\n"
-        "mask = tilewise.mask_mod(lambda b, h, q_idx, kv_idx, ids, shared: kv_idx <= q_idx)",
-        "another document",
-    ),
-    18: (
-        "import triton\nimport triton.language as tl\n@triton.jit\n"
-        "def load_tile(x, first, n, D: tl.constexpr, BLOCK: tl.constexpr):\n"
-        "    i = first + tl.arange(0, BLOCK)[:, None]\n    return tl.load(x + i * D + tl.arange(0, D)[None, :])",
-        "step 1 of 6, load_tile: rows past n",
-    ),
-}
+    solved = check.verdicts(number, one.beside("solutions"))
+    assert [verdict.hint for verdict in solved] == ["", "", ""]
+    handed = check.verdicts(number, one.beside("exercises"))
+    assert all(verdict.words for verdict in handed)
+    assert handed[2].words.endswith("not written yet: replace the `raise NotImplementedError`")
 
 
 @pytest.mark.parametrize("number", CHECKED)
-def test_a_usual_mistake_gets_a_hint(number, tmp_path):
-    code, hint = WRONG[number]
-    (tmp_path / "answer.py").write_text(code)
-    assert hint in check.verdict(number, tmp_path / "answer.py")
-
-
-KERNEL_MISTAKES = {
-    "online_step": ("alpha * l + tl.sum(p, 1)", "l + tl.sum(p, 1)", "l must be corrected"),
-    "forward": ("    hidden = j >= n\n", "    hidden = j < 0\n", "keys past n count"),
-    "block_gradient": ("(dp - delta[:, None])", "dp", "δ is missing"),
-    "backward_keys": (
-        'tl.trans(ds), q_tile, input_precision="ieee") * scale',
-        "tl.trans(ds), q_tile)",
-        "lacks the scale",
-    ),
-    "backward_queries": ("acc += tl.dot(ds, k_tile", "acc = tl.dot(ds, k_tile", "dq is wrong"),
-}
+def test_a_usual_mistake_is_named(number, tmp_path):
+    """Every exercise knows two or more; they are mistakes in the lesson's solution."""
+    source = lesson(number).beside("solutions").read_text("utf-8")
+    checks = check.load(lesson(number).beside("checks"), "checks").EXERCISES
+    assert [one.__name__ for one in checks] == list(WRONG[number])
+    for one in checks:
+        mistakes = WRONG[number][one.__name__]
+        assert len(mistakes) >= 2
+        for n, (old, new, hint) in enumerate(mistakes):
+            assert source.count(old) == 1, old
+            answer = tmp_path / f"{one.__name__}_{n}.py"
+            answer.write_text(source.replace(old, new), "utf-8")
+            told = check.told(lambda: one(check.load(answer, "answer")), answer)  # noqa: B023
+            assert hint in str(told), f"{one.__name__}: {new}"
 
 
 @needs_triton
-@pytest.mark.parametrize("name", KERNEL_MISTAKES)
+@pytest.mark.parametrize("name", ["online_step", "block_gradient"])
 def test_a_kernel_is_graded_step_by_step(name, tmp_path):
-    """A mistake in one step of lesson 18 is told as one in that step; so is a step that is not there yet."""
-    old, new, hint = KERNEL_MISTAKES[name]
+    """A step of lesson 18 that is not there yet is named."""
     source = lesson(18).beside("solutions").read_text("utf-8")
-    assert old in source
-    (tmp_path / "answer.py").write_text(source.replace(old, new), "utf-8")
-    told = check.verdict(18, tmp_path / "answer.py")
-    assert re.match(rf"step \d of 6, {name}: ", told)
-    assert hint in told
     missing = re.sub(
         rf"(def {name}\(.*?:(?:  # fmt: skip)?\n)    ", r"\1    raise NotImplementedError\n    ", source, flags=re.S
     )
     (tmp_path / "answer.py").write_text(missing, "utf-8")
-    assert re.match(rf"step \d of 6, {name}: not written yet", check.verdict(18, tmp_path / "answer.py"))
+    told = "\n".join(verdict.words for verdict in check.verdicts(18, tmp_path / "answer.py"))
+    assert re.search(rf"step \d of 6, {name}: not written yet", told)
 
 
 def test_errors_in_an_answer_are_reported(tmp_path):
     (tmp_path / "answer.py").write_text("def intensity(n, d, itemsize):\n    return 1 / 0")
-    assert "ZeroDivisionError" in check.verdict(1, tmp_path / "answer.py")
-    assert "line 2" in check.verdict(1, tmp_path / "answer.py")
+    attention, intensity, _ = check.verdicts(1, tmp_path / "answer.py")
+    assert "AttributeError" in attention.words
+    assert "ZeroDivisionError" in intensity.words
+    assert "line 2" in intensity.words
 
 
-def test_progress_is_kept(capsys, tmp_path):
+def test_every_exercise_gets_a_line_and_progress_is_kept(capsys, tmp_path):
     assert cli.main(["learn", "--check", "1", str(lesson(1).beside("solutions"))]) == 0
-    assert cli.main(["learn", "--check", "2", str(lesson(2).beside("exercises"))]) == 1
+    assert capsys.readouterr().out.endswith("✓ exercise 3 of 3, seconds\nLesson 1 is solved.\n")
+    source = lesson(3).beside("solutions").read_text("utf-8").replace("l * math.exp(m - m_new) + ", "l + ")
+    unwritten = (
+        source[: source.index("def weighted_mean")] + "def weighted_mean(pairs):\n    raise NotImplementedError\n"
+    )
+    (tmp_path / "answer.py").write_text(unwritten, "utf-8")
+    assert cli.main(["learn", "--check", "3", "answer.py"]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "✓ exercise 1 of 3, merge"
+    assert second.startswith("✗ exercise 2 of 3, denominator: denominator([3, 2, 5, 1]): your l equals the sum without")
+    assert third.startswith("· exercise 3 of 3, weighted_mean: not written yet")
     assert progress.load() == {"read": [], "solved": [1]}
-    capsys.readouterr()
     assert cli.main(["learn"]) == 0
     said = capsys.readouterr().out
-    assert f"1 of {len(NUMBERS)} exercises solved" in said
+    assert f"1 of {len(NUMBERS)} lessons solved" in said
     assert "`tilewise learn 2` goes on" in said
     (tmp_path / "progress.json").write_text("not json")
     assert progress.load() == {"read": [], "solved": []}
@@ -200,17 +150,72 @@ def test_lessons_are_numbered_titled_and_complete():
         assert one.path.read_text().splitlines()[1] == f"# # {one.number}. {one.title}"
         assert one.needs in ("", "interpreter", "compiler")
         words = "\n".join(cell.text for cell in one.cells if cell.kind == "markdown")
-        assert "**Exercise.**" in words
-        code = "\n".join(cell.text for cell in one.cells if cell.kind == "code")
-        assert "assert " in code
-        assert "picture(" in code
+        assert "**Exercises.**" in words
+        checks = [cell.text for cell in one.cells if cell.check]
+        code = [cell.text for cell in one.cells if cell.kind == "code" and not cell.check]
+        assert any("assert " in text for text in checks)
+        assert not [text for text in code if re.search(r"^ *assert ", text, re.M)]
+        figures = [cell.text for cell in one.cells if cell.tag == "figure"]
+        assert figures
+        assert all("picture(" in text for text in figures)
+        assert {cell.tag for cell in one.cells} == {"", "check", "figure"}
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_code_fits_in_a_terminal_of_80_columns(lang):
+    """Of a lesson as it is shown, indented by two; of exercises and solutions as files."""
+    wide = []
+    for one in lessons():
+        shown = [cell.read_in(lang) for cell in one.cells if cell.kind == "code"]
+        files = [check.exercise(one.number, lang), one.beside("solutions").read_text("utf-8")]
+        for text, columns in [*((text, COLUMNS) for text in shown), *((text, 80) for text in files)]:
+            wide += [f"{one.number}: {line}" for line in text.splitlines() if width(line) > columns]
+    assert wide == []
+
+
+def test_no_line_of_code_is_broken_in_the_terminal(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = [cell for cell in lesson(6).cells if cell.kind == "code"]
+    for cell in cells:
+        play.display(cell)
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    for line in "\n".join(cell.read_in("en") for cell in cells).splitlines():
+        assert f"  {line}".rstrip() in shown
+
+
+def test_checks_run_and_are_shown_on_demand(capsys):
+    wrong = replace(lesson(12), path=Path("lesson.py"))
+    wrong.__dict__["all_cells"] = parse('# %%\nx = 1\n# %% tags=["check"]\nassert x == 1\nprint("ran")\n')
+    play.run(wrong)
+    assert "assert" not in (said := capsys.readouterr().out)
+    assert "ran" in said
+    play.run(wrong, checks=True)
+    assert "assert" in capsys.readouterr().out
+
+
+def test_pictures_say_what_they_show():
+    """In both languages, in sentences; not as the name of a file."""
+    for one in lessons():
+        found = [node for node in ast.walk(ast.parse(one.path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        for call in (node for node in found if isinstance(node.func, ast.Name) and node.func.id == "picture"):
+            (alt,) = [word.value for word in call.keywords if word.arg == "alt"]
+            assert isinstance(alt, ast.Call)
+            assert alt.func.id == "say"
+            en, zh = (argument.value for argument in alt.args)
+            assert len(en.split()) >= 12, en
+            assert len(re.findall(r"[\u4e00-\u9fff]", zh)) >= 12, zh
+            for words, end in ((en, "."), (zh, "。")):
+                assert words.endswith(end), words
+                assert not re.search(r"\.png|_|[\[\]]", words.replace("backward_", "")), words
 
 
 def test_a_lesson_is_shown_with_its_words(capsys, monkeypatch):
     monkeypatch.setattr(play, "lesson", lambda number: lesson(12))
-    assert play.play(12) == 0
+    assert cli.main(["learn", "12", "--checks"]) == 0
     said = capsys.readouterr().out
     assert "Derivatives" in said
+    assert "assert torch.allclose(" in said
     assert "tilewise learn 12 --exercise" in said
 
 
@@ -235,11 +240,11 @@ def test_kept_measurements_are_those_the_lessons_ask_for():
 )
 def test_a_kernel_that_a_lesson_writes_is_the_one_that_is_measured(number, name):
     """`learn.kernels` has it for the measurements and their tests; the lesson has it to be read and changed."""
-    pattern = rf"^( *)@triton\.jit\n *def {name}\(.*?(?=\n\s*\n)"
-    found = [
-        textwrap.dedent(re.search(pattern, path.read_text("utf-8") + "\n\n", re.M | re.S)[0])
-        for path in (lesson(number).path, Path(learn_folder, "kernels.py"))
-    ]
+    found = []
+    for path in (lesson(number).path, Path(learn_folder, "kernels.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        (kernel,) = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == name]
+        found.append(" ".join(ast.unparse(kernel).split()))
     assert found[0] == found[1]
 
 

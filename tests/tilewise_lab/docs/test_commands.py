@@ -53,6 +53,7 @@ RUN = {
     "tilewise learn --check 3 answer.py": "",
     "tilewise learn --notebooks FOLDER": "FOLDER=books",
     "tilewise learn 3": "",
+    "tilewise learn 3 --checks": "",
     "tilewise learn 3 --exercise": "",
     "tilewise learn 3 --lang zh": "",
     "tilewise show-mask FILE.py:NAME": "FILE.py:NAME=own.py:near --queries 64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from html.parser import HTMLParser
@@ -136,7 +137,7 @@ def test_no_page_is_without_a_translation(tmp_path):
 @pytest.mark.slow
 def test_every_public_name_is_explained_with_its_parameters(site):
     reference = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html"))
-    for name in set(tilewise.__all__) - {"compat", "distributed", "integrations", "mods", "sparse"}:
+    for name in set(tilewise.__all__) - {"compat", "distributed", "integrations", "mods", "nn", "sparse"}:
         assert f'id="tilewise.{name}"' in reference
     page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     fields = page.partition('id="tilewise.attention"')[2].partition('id="tilewise.attention_varlen"')[0]
@@ -236,6 +237,19 @@ def test_links_of_the_repository_become_links_of_the_site(tmp_path):
     assert (tmp_path / "files" / "LICENSE").is_file()
 
 
+def test_alt_texts_say_what_a_picture_shows():
+    """Some words of them; not nothing, and not the name of a file or of a function."""
+    found = []
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for alt in re.findall(r"!\[([^\]]*)\]\(", text) + re.findall(r'<img[^>]*?alt="([^"]*)"', text):
+            words = len(alt.split()) + len(re.findall(r"[\u4e00-\u9fff]", alt)) // 2
+            if words < 5 or re.search(r"\.(?:png|svg)\b", alt):
+                found.append(f"{path.relative_to(ROOT)}: {alt!r}")
+        found += [f"{path.relative_to(ROOT)}: {tag}" for tag in re.findall(r"<img(?![^>]*alt=)[^>]*>", text)]
+    assert found == []
+
+
 def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # which `record` changes
     lessons.record(1, str(tmp_path))
@@ -243,9 +257,30 @@ def test_a_lesson_shows_what_it_prints_and_draws(tmp_path, monkeypatch):
     page = lessons.markdown(all_lessons()[0], said)
     assert "````text\n" + next(filter(None, said)).splitlines()[0] in page
     assert "(picture:" not in page
-    assert page.count("![what the cell draws](pictures/01_") == "".join(said).count("(picture:")
-    assert "<details><summary>A solution</summary>" in page
-    assert "<details><summary>一种解法</summary>" in lessons.markdown(all_lessons()[0], said, "zh")
+    assert "![Attainable TFLOP/s over FLOPs per byte on an H200" in page
+    assert len(re.findall(r"!\[[^\]]{40,}\]\(pictures/01_", page)) == "".join(said).count("(picture:") > 0
+    assert "<details><summary>Solutions</summary>" in page
+    folded = re.findall(r"<details><summary>Checks</summary>\n\n````python\n(.*?)````", page, re.S)
+    assert "".join(folded).count("assert ") == page.count("assert ")
+    chinese = lessons.markdown(all_lessons()[0], lessons.printed(tmp_path, 1, "zh"), "zh")
+    assert "<details><summary>解法</summary>" in chinese
+    assert "![H200 的 roofline" in chinese
+
+
+def test_chinese_reference_pages_summarise_what_they_show_in_english():
+    """Every function and class by name, and every parameter of `attention`: a new one must be added."""
+    for path in sorted((ROOT / "docs" / "zh" / "reference").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        assert "是英文" in text, path
+        shown = re.findall(r"^\.\. auto(?:function|class|exception):: (tilewise\.\S+)$", text, re.M)
+        told = re.findall(r"^\| `(tilewise\.\S+)` \| \S", text, re.M)
+        internal = {"tilewise.warmup.Warmed", "tilewise.compat.flex_attention"} | {
+            f"tilewise.mods.{name}" for name in ("BlockMask", "Mod", "Program")
+        }
+        assert set(shown) - internal == set(told), path
+    page = (ROOT / "docs" / "zh" / "reference" / "attention.md").read_text(encoding="utf-8")
+    parameters = re.findall(r"^\| `(\w+)` \| \S", page, re.M)
+    assert parameters == list(inspect.signature(tilewise.attention).parameters)
 
 
 def test_a_translation_has_the_code_of_the_original():

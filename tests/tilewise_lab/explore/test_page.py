@@ -165,9 +165,7 @@ def tiles_and_backward(page):
     chapter.shows(visited="6 / 8")
     chapter.touch("tiles/q,1", "Q₂")
     chapter.choose("order", "fa2")
-    masks = Chapter(page, "masks")
-    masks.select("kind", "causal")
-    masks.shows(full="28", part="8", empty="28", sees="71")
+    masks(page)
     backward = Chapter(page, "backward")
     backward.step("last")
     told = trace.attention(8, 8, d=4, rows=4, columns=2, causal=True, backward=True, itemsize=2)
@@ -182,6 +180,18 @@ def tiles_and_backward(page):
     page.locator("input[name=causal]").click()
 
 
+def masks(page):
+    """Eight tokens in blocks of 4 x 2, and causal."""
+    chapter = Chapter(page, "masks")
+    chapter.shows(sees="3", full="0", part="5", empty="3")  # a window of 2 to the left
+    chapter.touch("masks/3,0", "“1”")  # which makes its row the chosen query
+    assert page.locator("#thread [aria-checked=true]").inner_text() == "1"
+    chapter.select("kind", "causal")
+    chapter.shows(sees="4", full="2", part="4", empty="2")
+    chapter.choose("at", "128")
+    chapter.shows(full="28", part="8", empty="28", sees="71")
+
+
 def machine(page):
     layout = Chapter(page, "layout")
     layout.shows(shape="[4, 8]", strides="[1, 4]")
@@ -194,7 +204,8 @@ def machine(page):
     layout.choose("pattern", "warp")
     layout.shows(lines="1")
     pipeline = Chapter(page, "pipeline")
-    pipeline.shows(sequential="28", pipelined="10")
+    tiles = page.locator("#tiles [data-value=visited]").inner_text().partition(" ")[0]  # those of the example
+    pipeline.shows(sequential=str(4 * int(tiles)), pipelined=str(int(tiles) + 3))
     pipeline.choose("part", "hopper")
     pipeline.shows(cycles=f"{answer('hopper', {})['length']:,}")
     spans = pipeline.node.locator("svg .touch").count()
@@ -203,6 +214,8 @@ def machine(page):
     page.wait_for_function("location.hash.includes('pipeline.zoom=8')")
     assert pipeline.node.locator("svg .touch").count() < spans
     waves = Chapter(page, "waves")
+    waves.shows(blocks="8", sms="6", waves="2")  # 4 heads, 8 tokens in blocks of 4
+    waves.choose("what", "matmul")
     waves.shows(blocks="120", waves="2", efficiency="55.6 %")
     waves.node.locator("[data-key=waves-n]").press("ArrowLeft")
     waves.shows(blocks="98", waves="1", efficiency="90.7 %")
@@ -223,6 +236,10 @@ def machine(page):
 
 def serving(page):
     cache = Chapter(page, "cache")
+    cache.shows(units="28", most="9", alone="13")  # 8 tokens of the example, and 3, 12 and 5; 12 is divided
+    cache.node.locator("[data-key=cache-1]").press("ArrowRight")
+    cache.shows(units="29")
+    cache.choose("at", "server")
     cache.shows(units="444", divided="6 / 12")
     cache.node.locator("[data-key=cache-0]").press("ArrowLeft")
     cache.shows(units="440")
@@ -233,7 +250,8 @@ def serving(page):
     plans.shows(advice=told["advice"])
     plans.node.locator("[data-strategy=ring]").click()
     ring = next(x for x in told["strategies"] if x["name"] == "ring")
-    assert plans.node.locator("svg .touch").count() == len(ring["passes"][0]["bars"])
+    own = 4 * 4  # steps of the example on 4 GPUs
+    assert plans.node.locator("svg .touch").count() == own + len(ring["passes"][0]["bars"])
     plans.toggle("back")
     plans.choose("mask", "window")
     plans.shows(advice=answer("plans", {"tokens": "1M", "ranks": "64", "mask": "window"})["advice"])

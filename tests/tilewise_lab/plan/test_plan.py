@@ -72,3 +72,5 @@ def test_a_slower_strategy_is_advised_with_a_reason(capsys):
     assert advice(text) == "ulysses"
     assert "ulysses is advised: 0.2% slower than two-level, holds 4.83 GB, not 5.64" in text
     assert "is advised" not in told(capsys, *["--seqlen", "128k", "--ranks", "8", "--causal"])
+    text = told(capsys, *["--seqlen", "1M", "--ranks", "64", "--causal"])  # ring: slower, with the same memory
+    assert advice(text) == "two-level"

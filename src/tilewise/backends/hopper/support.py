@@ -33,13 +33,13 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why a call is not supported, or None. TMA needs strides and addresses of multiples of 16 bytes."""
     q, k, v = request.q, request.k, request.v
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q.dtype}, of float16 and bfloat16"
+        return f"{q.dtype}; float16 and bfloat16 are supported"
     if gpu is None or gpu.kind == "interpreter":
         return f"the tensors are on {q.device.type}"
     if gpu.kind != "cuda":
         return f"the GPU is a {gpu.arch}, not NVIDIA's"
     if gpu.capability != 90:
-        return f"the GPU is of compute capability {gpu.capability / 10}, not 9.0"
+        return f"the GPU has compute capability {gpu.capability / 10}, not 9.0"
     if q.is_cuda and triton_version() < (3, 6):
         return "no triton >= 3.6 installed"
     if q.numel() == 0 or k.numel() == 0:
@@ -55,9 +55,9 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return unsupported_latent(request)
     most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
     if max(q.shape[-1], v.shape[-1]) > most:
-        return f"head dim {max(q.shape[-1], v.shape[-1])}, of at most {most}"
+        return f"head dim {max(q.shape[-1], v.shape[-1])}; at most {most} is supported"
     if v.shape[-1] % 8:
-        return f"head dim {v.shape[-1]} of v, of multiples of 8"
+        return f"head dim {v.shape[-1]} of v; multiples of 8 are supported"
     if spec is not None and spec.precision is not None:
         return unsupported_fp8(request)
     for x in (q, k, v):
