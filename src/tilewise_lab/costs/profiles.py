@@ -128,7 +128,7 @@ def hopper_forward(call: Call, gpu: Gpu) -> list[Profile]:
 def hopper_backward(call: Call, gpu: Gpu) -> list[Profile]:
     """One kernel. Small kernels around it read O and dO, and clear, read and store dQ in float32. Above head dim 256,
     one kernel for each gradient."""
-    if not supports_backward(call.d, call.dv, listed=call.has_lists, deterministic=call.deterministic):
+    if not supports_backward(call.d, call.dv):
         return []  # the next backend computes it
     width = _width(call)
     q, accumulated = call.rows("q"), 4 * call.rows("q") // call.itemsize

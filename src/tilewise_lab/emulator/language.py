@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.mods import dropout
+
 from . import machine
 from .machine import Barrier, Mma, Shared, current
 from .values import (
@@ -114,6 +116,26 @@ def _keep_column_range(s: Value, lo: Value | None, hi: Value) -> Value:
     return s if lo is None else _keep_columns(s, "ge", lo)
 
 
+def _mix(x: Any) -> Any:
+    return (
+        Value(dropout.mix(x.data & dropout.LOW))
+        if isinstance(x, Value)
+        else Int(dropout.mix(torch.tensor(x & dropout.LOW)))
+    )
+
+
+def _half_mix(x: Value, factor: int) -> Value:
+    return Value(dropout.step(x.data & dropout.LOW, factor))
+
+
+def _negate_dropped(p: Value, words: Value, threshold: int) -> Value:
+    keys, queries = torch.arange(p.shape[0])[:, None], torch.arange(p.shape[1])[None, :]
+    first = dropout.mix(words.data & dropout.LOW)
+    bits = torch.where(queries & dropout.BIT == 0, first, dropout.step(first, 0x2C1B3C6D))
+    bits = torch.where(keys & dropout.BIT == 0, bits >> 16, bits & 0xFFFF)
+    return Value(torch.where(bits >= threshold, p.data, -p.data))
+
+
 def _tma_load(descriptor: Descriptor, at: list[int], barrier: Barrier, target: Memory) -> None:
     machine.copy_in(descriptor.read(at), target.shared, barrier, descriptor.name)
 
@@ -188,6 +210,7 @@ WORDS = SimpleNamespace(
     constexpr=lambda x: x,
     int32=torch.int32,
     int64=torch.int64,
+    uint32=torch.int64,  # `mix` wraps it around
     float32=torch.float32,
     bfloat16=torch.bfloat16,
     float16=torch.float16,
@@ -267,6 +290,10 @@ NAMES: dict[str, Any] = {
     "opaque64": lambda x: x,
     "fast_tanh": _unary(torch.tanh, "exp2"),
     "downcast": lambda x, dtype: x.to(dtype),
+    "downcast_positive": lambda x, dtype: Value(torch.where(x.data < 0, 0.0, x.data)).to(dtype),
+    "mix": _mix,
+    "half_mix": _half_mix,
+    "negate_dropped": _negate_dropped,
     "pack_fp8": _pack_fp8,
     "unpack_fp8": _unpack_fp8,
     "column_indices": lambda first, s: Value(torch.arange(s.shape[1], dtype=torch.int32) + int(first)),

@@ -37,6 +37,15 @@ ONE = {
     "256 softcap": {"softcap": True, "d": 256, "dv": 256, "band": (False, True)},
     "256 alibi": {"alibi": "h", "d": 256, "dv": 128},
     "256 mod": {"mod": "gated", "d": 192, "dv": 128, "band": (True, True), "packed": True},
+    "dropout": {"dropout": True, "band": (False, True), "dtype": "float16"},
+    "dropout, packed": {"dropout": True, "packed": True, "d": 128, "dv": 128, "sinks": True},
+    "dropout, 96": {"dropout": True, "d": 96, "dv": 64, "mask": "document"},
+    "dropout, tile lists": {"dropout": True, "mask": "prefix_lm", "blocks": 128, "band": (True, True)},
+    "256 dropout": {"dropout": True, "d": 256, "dv": 128, "band": (False, True), "packed": True},
+    "packed tile lists": {"mask": "prefix_lm", "blocks": 128, "packed": True, "band": (True, True)},
+    "packed tile lists, softcap": {"mask": "document", "blocks": 128, "packed": True, "softcap": True, "d": 128},
+    "256 tile lists": {"mask": "prefix_lm", "blocks": 128, "band": (False, True), "d": 256, "dv": 256},
+    "192 tile lists, mod": {"mask": "document", "blocks": 128, "d": 192, "dv": 128, "mod": "gated", "packed": True},
     "256 mask": {"mask": "document", "bias": "ij", "sinks": True, "d": 256, "dv": 256},
 }
 
@@ -77,18 +86,58 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
     return grads
 
 
+ORDERED = {
+    "tile lists": {"mask": "document", "blocks": 128, "band": (False, True)},
+    "packed tile lists": {"mask": "prefix_lm", "blocks": 128, "packed": True, "d": 128, "softcap": True},
+    "large tile lists": {"mask": "prefix_lm", "blocks": 256, "dropout": True},
+    "256 tile lists": {"mask": "document", "blocks": 128, "d": 256},
+}
+
+
 @pytest.mark.parametrize("name", ONE)
 def test_within_budget(name, monkeypatch):
+    judge(ONE[name], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_sums_with_tile_lists(name, monkeypatch):
+    torch.use_deterministic_algorithms(True)
+    try:
+        judge(ORDERED[name], monkeypatch, longest=400)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def judge(chosen, monkeypatch, longest=None):
     monkeypatch.setattr(ReferenceBackend, "forward", lambda self, r: lambda x: forward(Request.of(r.spec, x)))
     monkeypatch.setattr(
         ReferenceBackend,
         "backward",
         lambda self, r, bwd_inputs: lambda x: backward(Request.of(r.spec, x[:-4]), BackwardInputs(*x[-4:])),
     )
-    chosen = features.replace(PLAIN, **ONE[name])
-    call = features.make(chosen, 5, longest=200 if chosen.d <= 128 else 90, device="cpu")
+    chosen = features.replace(PLAIN, **chosen)
+    call = features.make(chosen, 5, longest=longest or (200 if chosen.d <= 128 or chosen.blocks else 90), device="cpu")
     _, faults = features_budget.judge(call, "reference")
     assert not faults, "\n".join(faults)
+
+
+@tilewise.mask_mod
+def every_other_block(b, h, q_idx, kv_idx):
+    return (q_idx // 128 + kv_idx // 128 + h) % 2 == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "ordered"])
+def test_heads_of_a_group_with_lists_of_their_own(deterministic):
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 300, 4, 64).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(2))
+    mod = every_other_block()
+    mask = tilewise.block_mask(mod, 300, 300, heads=4)
+    spec = Spec(0.125, mask_mod=mod.key, mask_block=(128, 128, 1, 4), deterministic=deterministic)
+    request = Request(q, k, v, spec, blocks=mask.lists)
+    bwd_inputs = BackwardInputs(*forward(request), dout, None)
+    for ours, theirs in zip(backward(request, bwd_inputs), reference.backward(request, bwd_inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
 
 
 @tilewise.score_mod

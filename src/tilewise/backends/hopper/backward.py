@@ -56,6 +56,7 @@ from .column_parts import (
     zero_acc,
 )
 from .dq_accumulation import DS_READ, DS_STORED, add_dq, issue_dq, reduce_dq
+from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
     bar_arrive_dynamic,
@@ -118,7 +119,8 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
     layout: gl.constexpr = acc_layout(BLOCK_M)
     PARTS: gl.constexpr = len(CONFIG.D)
     LOAD_LATE: gl.constexpr = BLOCK_M == 128  # with 128 queries registers are short: operands are loaded last
-    gl.static_assert(not (LOAD_LATE and CONFIG.HAS_TERMS), "P for dV is taken after the derivative of the scores")
+    HAS_SIGNS: gl.constexpr = params.terms.seed is not None
+    gl.static_assert(not (LOAD_LATE and (CONFIG.HAS_TERMS or HAS_SIGNS)), "P for dV is taken after the derivative")
     cur = n & 1
     old = cur ^ 1
     zero = opaque(gl.to_tensor(0))  # a known 0 would keep the descriptors of K, V and dS in 64 registers
@@ -135,9 +137,9 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
     if LOAD_LATE:
         lse2 = queries.statistics.index(cur).load(layout)
     s, derivative = log2_p(s, lse2, keys, block, params, CONFIG)
-    p = gl.exp2(s)
+    p = with_signs(gl.exp2(s), keys, block, params.terms)
     if not LOAD_LATE:
-        p16 = operands((downcast(p, DTYPE),), dv)
+        p16 = operands((downcast_weights(p, DTYPE, params.terms),), dv)
     p = times_derivative(p, derivative, params.terms)
     if CONFIG.SCORES_FIRST:
         dp = issue_abt(v, do)
@@ -147,7 +149,7 @@ def attend_block(shared, acc, keys, block, params, WG: gl.constexpr, FIRST: gl.c
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if LOAD_LATE:
         delta = grads.statistics.index(cur).load(layout)
-    ds = downcast(p * (dp - delta), DTYPE)
+    ds = downcast(score_gradients(p, dp, delta, params.terms), DTYPE)
     ds16 = operands((ds,), dk)
     if LOAD_LATE:
         p16 = operands((downcast(p, DTYPE),), dv)
@@ -201,7 +203,7 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     diagonal = w.first + 64 * WG + opaque(w.n_q) - opaque(w.n_k)
     left = w.n_k - w.first - 64 * WG
     v = loaded_operands(shared.kv.v, WG, BLOCK_M) if CONFIG.V_IN_REGISTERS else ()
-    keys = KeyRows(w, diagonal, left, t, v)
+    keys = KeyRows(w, diagonal, left, t, v, sequence_word(w, params.terms))
     place = queries.start
     i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     g = gl.to_tensor(0)
@@ -266,6 +268,8 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         n = opaque(n + num_blocks(queries, CONFIG))  # the compiler may not derive its parity
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
+        if params.terms.seed is not None:
+            dv = scaled(dv, params.terms.rescale)
         if CONFIG.SPLIT:
             tile = part_tile(w, params) + WG
             store_key_part(outputs.dk_parts, dk, tile, 0, D)
@@ -376,6 +380,7 @@ def backward_kernel(
     batch,
     rows_in_l2,
     terms,
+    query_lists,
     SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -391,7 +396,20 @@ def backward_kernel(
                 *(dq_acc, dq_acc_desc, column_parts(dk, dk_rest), column_parts(dv, dv_rest)),
                 *(dk_parts, dv_parts, flag, semaphores),
             ),
-            *(cu_q, cu_k, n_q, n_k, before, after, scale_log2, scale, padded_tokens, ascending_rows, terms),
+            *(
+                cu_q,
+                cu_k,
+                n_q,
+                n_k,
+                before,
+                after,
+                scale_log2,
+                scale,
+                padded_tokens,
+                ascending_rows,
+                terms,
+                query_lists,
+            ),
             Parts(group, query_shift, query_step, padded_keys),
             TileScheduler(counter, num_tiles, rows, tiles_per_row, heads, batch, rows_in_l2),
             SCORE_MOD,

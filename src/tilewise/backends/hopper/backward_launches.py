@@ -10,7 +10,7 @@ from torch import Tensor
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
-from ..common.device.structs import LOG2E, PAD, View
+from ..common.device.structs import LOG2E, PAD, Blocks, View
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
@@ -145,8 +145,9 @@ def preprocess_launch(call: Backward) -> Launch:
 
 def backward_config(request: Request, space: Workspace, fold_scale: bool) -> BackwardConfig:
     d, dv = space.widths
-    has_terms, deterministic = not request.is_plain, request.spec.deterministic
-    tile = backward_tile(sum(d), sum(dv), plain=not has_terms, deterministic=deterministic)
+    plain, deterministic = request.is_plain, request.spec.deterministic
+    has_terms = not request._replace(seed=None).is_plain
+    tile = backward_tile(sum(d), sum(dv), plain=plain, deterministic=deterministic)
     wide = tile.block_n == 64
     return BackwardConfig(
         d,
@@ -161,7 +162,7 @@ def backward_config(request: Request, space: Workspace, fold_scale: bool) -> Bac
         FOLD_SCALE=fold_scale,
         SCORES_FIRST=has_terms and sum(d) > 64,
         IN_HALVES=sum(d) > 128 and not wide,
-        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and not has_terms,  # with terms 172 bytes would spill
+        V_IN_REGISTERS=len(d) == 2 and sum(d) < 128 and plain,  # with terms 172 bytes would spill
         WIDE=wide,
         SPLIT=space.split is not None,
     )
@@ -228,6 +229,7 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
         ),
         *(size.kv_heads * split.parts, size.batch, schedule.rows_in_l2),
         device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N), by_key=True),
+        device_terms(request, GPU, (config.BLOCK_M, config.BLOCK_N)).blocks if config.DETERMINISTIC else Blocks(),
     )
     options = {"MASK_MOD": mask_mod(request), "SCORE_MOD": score["SCORE_MOD"], "CONFIG": config}
     options |= {"num_warps": 4, "launch_pdl": not INTERPRETED}

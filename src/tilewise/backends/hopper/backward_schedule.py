@@ -114,6 +114,8 @@ def choose_split(request: Request, num_sms: int) -> Split | None:
     size, spec = call_shape(request), request.spec
     if not column_widths(size).d:
         return None
+    if request.blocks and spec.mask_block[3] > 1 and size.heads > size.kv_heads:
+        return Split(size.heads // size.kv_heads)  # every query head has lists of its own
     tile = backward_tile(*column_widths(size).columns, plain=request.is_plain, deterministic=spec.deterministic)
     split = _fastest_split(size, spec, tile, num_sms)
     return split if spec.partial or split.parts > 1 else None

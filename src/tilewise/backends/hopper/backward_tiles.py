@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..common.device.score import scores_and_derivative
 from ..common.device.softmax import exponent
-from ..common.device.structs import PAD, Grid, Pairs, Sequences, Work
+from ..common.device.structs import PAD, Grid, Pairs, Sequences, Span, Work
 from ..common.device.tile_range import band, block_at, locate, loop_range
 from .column_parts import allocate_boxes, allocate_parts, expect_boxes, load_parts
 from .gluon_compat import (
@@ -91,7 +91,7 @@ class Params(NamedTuple):
     """What all warps read: outputs, lengths, band, scale, score terms, tile scheduler. `scale_log2` is log2(e),
     times the scale with FOLD_SCALE. The row statistics and dQ have `padded_tokens` per head. DETERMINISTIC:
     the tiles of the first `ascending_rows` (batch, head) rows visit their queries in ascending order (see
-    `is_ascending`)."""
+    `is_ascending`), and with a block mask `query_lists` are its lists by queries; `terms` has those by keys."""
 
     outputs: tl.tuple
     cu_q: tl.tensor
@@ -105,6 +105,7 @@ class Params(NamedTuple):
     padded_tokens: tl.tensor
     ascending_rows: tl.tensor
     terms: tl.tuple
+    query_lists: tl.tuple
     parts: tl.tuple
     scheduler: tl.tuple
     SCORE_MOD: tl.constexpr
@@ -149,13 +150,14 @@ class QueryRange(NamedTuple):
 
 class KeyRows(NamedTuple):
     """The keys of a warpgroup: their tile; the query on whose diagonal the first one is; how many exist; the tile's
-    number among those of this program; and, with V_IN_REGISTERS, V."""
+    number among those of this program; with V_IN_REGISTERS, V; and with dropout what the seed is mixed into."""
 
     work: tl.tuple
     diagonal: tl.tensor
     left: tl.tensor
     t: tl.tensor
     v: tl.tuple
+    word: tl.tensor
 
 
 class QueryBlock(NamedTuple):
@@ -213,8 +215,8 @@ def tile_work(tile_id, params, CONFIG: tl.constexpr):
 @gluon.jit
 def query_range(w, params, CONFIG: tl.constexpr):
     """The queries that the key tile w visits. A tile starts with the first query that sees it; in the wide kernel with
-    the queries at its own positions, so that the tiles of one head add to different parts of dQ at any time;
-    DETERMINISTIC with the last query, or ascending with the first."""
+    the queries at its own positions, so that the tiles of one head add to different parts of dQ at any time (not with
+    a block mask); DETERMINISTIC with the last query, or ascending with the first."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     at = w.first + opaque(w.n_q) - opaque(w.n_k)
     # the forward's band with its sides swapped
@@ -234,7 +236,10 @@ def query_range(w, params, CONFIG: tl.constexpr):
         dq_row = row * CONFIG.GROUP
         shift = 0
         step = BLOCK_M
-    lo, hi = loop_range(span, w, head, params.terms.blocks, BLOCK_M)
+    visited = span
+    if CONFIG.DETERMINISTIC and params.terms.blocks.offsets is not None:
+        visited = Span(0, 0, 0, w.n_q)  # all of each listed tile, so that `num_earlier_tiles` follows from the lists
+    lo, hi = loop_range(visited, w, head, params.terms.blocks, BLOCK_M)
     hi = tl.maximum((hi + BLOCK_M - 1) // BLOCK_M * BLOCK_M, lo)
     if CONFIG.SPLIT:
         lo, hi = own_blocks(lo, hi, w.h, params.parts, BLOCK_M)
@@ -243,7 +248,7 @@ def query_range(w, params, CONFIG: tl.constexpr):
         ascending = is_ascending(row, params, CONFIG)
         start = tl.where(ascending, start, hi - step)
         step = tl.where(ascending, step, -step)
-    elif CONFIG.WIDE:
+    elif CONFIG.WIDE and params.terms.blocks.offsets is None:
         if CONFIG.SPLIT:
             start = tl.maximum(tl.minimum(lo + (at - lo) // step * step, hi - step), start)
         else:

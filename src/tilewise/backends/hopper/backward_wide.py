@@ -20,6 +20,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..common.device.score import times_derivative
+from ..common.device.tile_range import block_at, clamp
 from .backward_tiles import (
     BLOCK_M,
     KeyRows,
@@ -50,6 +51,7 @@ from .column_parts import (
     zero_part,
 )
 from .dq_accumulation import atomic_add_dq, make_order, order_dq
+from .dropout import downcast_weights, score_gradients, sequence_word, with_signs
 from .gluon_compat import (
     arrive,
     bar_arrive,
@@ -134,8 +136,8 @@ def store_p(s, shared, stage, keys, block, params, CONFIG: gl.constexpr):
     the score mod; if there is one, P^T in 16 bits as well, in the buffer of dS^T."""
     lse2 = shared.q.statistics.index(stage).load(s.type.layout)
     s, derivative = log2_p(s, lse2, keys, block, params, CONFIG)
-    p = gl.exp2(s)
-    p16 = downcast(p, shared.ds.dtype)
+    p = with_signs(gl.exp2(s), keys, block, params.terms)
+    p16 = downcast_weights(p, shared.ds.dtype, params.terms)
     if params.terms.has_derivative is not None:
         shared.ds.index(stage).store(p16)
     shared.p.store(in_register_order(times_derivative(p, derivative, params.terms)))
@@ -213,10 +215,13 @@ def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
     bar_sync(P_STORED, 256)
     p = from_register_order(shared.p.load(flat), layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))  # ptxas follows a wgmma across a loop's back edge only to a wait for all
-    p16 = shared.ds.index(cur).load(layout) if params.terms.has_derivative is not None else downcast(p, DTYPE)
+    if params.terms.has_derivative is not None:
+        p16 = shared.ds.index(cur).load(layout)
+    else:
+        p16 = downcast_weights(p, DTYPE, params.terms)
     p16 = operands((p16,), dv)
     dv = issue_parts(p16, own_columns(grads.tiles, cur, 1), dv)
-    ds = downcast(p * (dp - delta), DTYPE)
+    ds = downcast(score_gradients(p, dp, delta, params.terms), DTYPE)
     shared.ds.index(cur).store(ds)
     fence_async_shared()
     bar_arrive(WIDE_DS_STORED, 256)
@@ -243,6 +248,15 @@ def attend_block_1(shared, acc, block, params, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def clamp_listed(place, queries, params):
+    """`place`, with a block mask the nearest one inside the range."""
+    if params.terms.blocks.offsets is None:
+        return place
+    else:
+        return clamp(place, queries.lo, queries.hi - BLOCK_M)
+
+
+@gluon.jit
 def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, CONFIG: gl.constexpr):
     """This warpgroup's columns of dK and dV (`grads`, 0 before) of the key tile w, and its part of dQ."""
     dk, dv = grads
@@ -250,8 +264,9 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
     end = n + num_blocks(queries, CONFIG)
     diagonal = w.first + opaque(w.n_q) - opaque(w.n_k)
     left = w.n_k - w.first
-    keys = KeyRows(w, diagonal, left, t, ())
-    i0 = queries.start
+    keys = KeyRows(w, diagonal, left, t, (), sequence_word(w, params.terms))
+    place = queries.start
+    i0, has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
     h = queries.head
     g = gl.to_tensor(0)
     zero = opaque(gl.to_tensor(0))
@@ -259,17 +274,19 @@ def attend_tile(shared, grads, w, queries, progress, params, WG: gl.constexpr, C
         mbarrier.wait(shared.q.full.index(n & 1), (n >> 1) & 1)
         s = issue_abt(parts_at(shared.kv.k, zero), parts_at(shared.q.tiles, n & 1))
         s = warpgroup_mma_wait(0, deps=(s,))
-        block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), True, True, 0)
+        block = QueryBlock(n, h, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, 0)
         x = store_p(s, shared, n & 1, keys, block, params, CONFIG)
     else:
         mbarrier.wait(shared.do.full.index(n & 1), (n >> 1) & 1)
         x = issue_abt(parts_at(shared.kv.v, zero), parts_at(shared.do.tiles, n & 1))
     for m in range(n, end - 1 + WG):
         tile = queries.dq_tile + g * (params.padded_tokens // BLOCK_M) + i0 // BLOCK_M
-        i0, g = next_block(queries, i0, g, CONFIG)
+        place, g = next_block(queries, place, g, CONFIG)
+        # warpgroup 1 is one block ahead: after the last one, stay inside the lists
+        i0, has_mask_mod = block_at(clamp_listed(place, queries, params), params.terms.blocks, BLOCK_M)
         if WG == 0:
             block = QueryBlock(m, h, i0, False, True, True, tile)
-            upcoming = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), True, True, tile)
+            upcoming = QueryBlock(m + 1, h + g, i0, is_edge(queries, i0, CONFIG), has_mask_mod, True, tile)
             x, dk, dv = attend_block_0(shared, (x, dk, dv), keys, block, upcoming, params, False, CONFIG)
         else:
             block = QueryBlock(m, h, i0, False, True, m + 1 < end, tile)
@@ -340,6 +357,8 @@ def consume(shared, tile_info, params, WG: gl.constexpr, CONFIG: gl.constexpr):
         n = opaque(n + num_blocks(queries, CONFIG))
         w = read_tile_info(tile_info, opaque(t), params.n_q, params.n_k, PACKED)  # not kept in registers meanwhile
         tokens = Tokens(w.b, w.h, w.k0, w.n_k)
+        if params.terms.seed is not None:
+            dv = scaled(dv, params.terms.rescale)
         bar_sync(ALL_READ, 256)
         if CONFIG.SPLIT:
             store_key_part(outputs.dk_parts, dk, part_tile(w, params), WG, D)

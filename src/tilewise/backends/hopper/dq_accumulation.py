@@ -5,6 +5,9 @@ A semaphore for each tile of dQ counts the key tiles that have added to it, if D
 
 from typing import NamedTuple
 
+import triton
+import triton.language as tl
+
 from ..common.device.tile_range import block_at
 from .backward_tiles import BLOCK_M, next_block, num_blocks, query_range
 from .column_parts import tile_at, total, zero_part
@@ -110,8 +113,38 @@ def add_by_tma(staging, tile, params, WG: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def num_earlier_tiles(w, i0, queries, params, CONFIG: gl.constexpr):
-    """How many key tiles add to the dQ of the queries from i0 on before this one."""
+def num_earlier_tiles(w, i0, g, queries, params, CONFIG: gl.constexpr):
+    """How many key tiles add to the dQ of the queries from i0 on of the group's head g before this one."""
+    if params.query_lists.offsets is None:
+        return num_earlier_in_band(w, i0, queries, params, CONFIG)
+    else:
+        return num_earlier_listed(w, i0, queries.head + g, queries.step > 0, params.query_lists, CONFIG)
+
+
+@triton.jit
+def num_earlier_listed(w, i0, h, ascending, lists, CONFIG: tl.constexpr):
+    """`num_earlier_tiles` with a block mask: a binary search for the key tile in the list of the queries."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    row = lists.offsets + ((i0 >> lists.own) + (w.b * lists.batch_rows + h * lists.head_rows) // 16)
+    start = tl.load(row)
+    end = tl.load(row + 1)
+    at = start
+    above = end
+    while above - at > 1:
+        mid = (at + above) // 2
+        past = (tl.load(lists.entries + mid) >> 2) > (w.first >> lists.other)
+        above = tl.where(past, mid, above)
+        at = tl.where(past, at, mid)
+    earlier = (((at - start) << lists.other) + (w.first & ((1 << lists.other) - 1))) // BLOCK_N
+    last = tl.load(lists.entries + (end - 1)) >> 2 << lists.other
+    keys = tl.minimum(w.n_k - last, 1 << lists.other)  # of the last tile
+    total = ((end - 1 - start) << lists.other) // BLOCK_N + (keys + BLOCK_N - 1) // BLOCK_N
+    return tl.where(ascending, total - 1 - earlier, earlier)
+
+
+@gluon.jit
+def num_earlier_in_band(w, i0, queries, params, CONFIG: gl.constexpr):
+    """`num_earlier_tiles` without a block mask."""
     diagonal = i0 + w.n_k - w.n_q
     last = w.n_k - 1  # the first and the last key that one of these queries sees
     if params.after is not None:
@@ -147,7 +180,7 @@ def reduce_dq(staging, tile_info, params, WARP: gl.constexpr, CONFIG: gl.constex
                 tma.store_wait(0)
                 mbarrier.arrive(staging.dq_empty.index(WARP), count=1)
             elif (n & 1) == WARP:
-                semaphore_wait(semaphores + tile, num_earlier_tiles(w, i0, queries, params, CONFIG) * 32)
+                semaphore_wait(semaphores + tile, num_earlier_tiles(w, i0, g, queries, params, CONFIG) * 32)
                 bar_sync(DQ_STORED + WARP, 288)
                 for half in gl.static_range(2):
                     add_by_tma(staging, tile, params, half, CONFIG)
@@ -172,20 +205,21 @@ def order_dq(order, tile_info, params, WAIT: gl.constexpr, CONFIG: gl.constexpr)
     w = wait_tile_info(tile_info, t, params.n_q, params.n_k, PACKED)
     while w.first >= 0:
         queries = query_range(w, params, CONFIG)
-        i0 = queries.start
+        place = queries.start
         g = gl.to_tensor(0)
         for _ in range(num_blocks(queries, CONFIG)):
+            i0, _has_mask_mod = block_at(place, params.terms.blocks, BLOCK_M)
             tile = queries.dq_tile
             semaphore = params.outputs.semaphores + tile + g * (opaque(params.padded_tokens) // BLOCK_M) + i0 // BLOCK_M
             if WAIT:
                 mbarrier.wait(order.seen.index(n & 1), phase(n, 2) ^ 1)
-                semaphore_wait(semaphore, num_earlier_tiles(w, i0, queries, params, CONFIG) * 32)
+                semaphore_wait(semaphore, num_earlier_tiles(w, i0, g, queries, params, CONFIG) * 32)
                 mbarrier.arrive(order.ready.index(n & 1), count=1)
             else:
                 mbarrier.wait(order.added.index(n & 1), phase(n, 2))
                 mbarrier.arrive(order.seen.index(n & 1), count=1)
                 semaphore_release(semaphore)
-            i0, g = next_block(queries, i0, g, CONFIG)
+            place, g = next_block(queries, place, g, CONFIG)
             n += 1
         release_tile_info(tile_info, t)
         t += 1

@@ -19,23 +19,25 @@ from ..common.device.fp8 import Fp8Scales
 from ..common.device.softmax import log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import Grid, Sequences, Work
 from ..common.device.tile_range import locate
+from .dropout import query_words
 from .forward_repair import Repair, flag_pointer, load_flag, repair_tile
 from .forward_tiles import (
     ROWS,
+    Inputs,
+    acc_layout,
     broadcast_rows,
     epilogue,
     finish_pv,
     finite_max,
     issue_pv,
     issue_qk,
-    lane_sums,
     masked_scores,
     p_operands,
     q_operands,
     rescale,
     row_max,
-    softmax_p,
     split_columns,
+    weights,
     zero_acc,
 )
 from .fp8 import fp8_key_tokens, fp8_query_tokens, key_scales, p_pivot, query_factor
@@ -100,14 +102,6 @@ class Params(NamedTuple):
     fp8: tl.tuple
     SCORE_MOD: tl.constexpr
     MASK_MOD: tl.constexpr
-
-
-class Inputs(NamedTuple):
-    """TMA descriptors, one or two column parts each."""
-
-    q: tl.tuple
-    k: tl.tuple
-    v: tl.tuple
 
 
 class Outputs(NamedTuple):
@@ -212,6 +206,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     next_factors = key_scales(w, key + BLOCK_N, params, CONFIG)
     factor = q_factor * k_factor
     scale_log2 = log2_scale(params.scale * factor, CONFIG.FOLD_SCALE)
+    words = query_words(w, first, gl.SliceLayout(1, acc_layout(BLOCK_N)), ROWS, terms)
     mbarrier.wait(shared.q.full.index(SLOT), phase(t, 1))
     wait_full(shared.k, start, STAGES)
     q = q_operands(shared.q, SLOT, CONFIG)
@@ -220,9 +215,9 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     s = masked_scores(s, factor, tile, key, has_mask_mod, params, CONFIG)
     m_i = row_maximum(row_max(s), scale_log2, terms.large_scores)
     left, right = split_columns(s)
-    p_left = softmax_p(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
-    p_right = softmax_p(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, terms)
-    l_i = lane_sums(p_left) + lane_sums(p_right)
+    p_left, l_left = weights(left, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key, terms)
+    p_right, l_i = weights(right, p_pivot(finite_max(m_i), terms, CONFIG), scale_log2, words, key + BLOCK_N // 2, terms)
+    l_i += l_left
     p = p_operands(p_left, p_right, DTYPE, CONFIG)
     acc = zero_acc(CONFIG)
     if CONFIG.RESCALE_LATE:
@@ -256,13 +251,13 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
         alpha = gl.exp2(rescale_exponent(m_old, pivot, scale_log2, terms.large_scores))
         pivot = p_pivot(pivot, terms, CONFIG)
         left, right = split_columns(s)
-        p_left = softmax_p(left, pivot, scale_log2, terms)
-        l_i = l_i * broadcast_rows(alpha, l_i) + lane_sums(p_left)
+        p_left, l_left = weights(left, pivot, scale_log2, words, key, terms)
+        l_i = l_i * broadcast_rows(alpha, l_i) + l_left
         wait_full(shared.k, use + 1, STAGES, use + 1 < stop)
         acc = finish_pv(acc_pending, p, acc, rescaling, CONFIG)
         release(shared.v, use - 1, STAGES)
-        p_right = softmax_p(right, pivot, scale_log2, terms)  # the lines below overlap with these exponentials
-        l_i += lane_sums(p_right)
+        p_right, l_right = weights(right, pivot, scale_log2, words, key + BLOCK_N // 2, terms)  # overlaps the rest
+        l_i += l_right
         if CONFIG.FP8:
             rescaling = alpha * (v_factor_old / v_factor)
         elif not CONFIG.RESCALE_LATE:
@@ -286,8 +281,7 @@ def attend(shared, outputs, params, w, n, t, WG: gl.constexpr, CONFIG: gl.conste
     if flags is not None:
         raised = flag_pointer(flags, t, WG, CONFIG)
     FIRST_COLUMN: gl.constexpr = (WG - SLOT) * CONFIG.BLOCK_DV
-    state = (acc, m_i, l_i, v_factor)
-    epilogue(state, (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
+    epilogue((acc, m_i, l_i, v_factor), (w, first, FIRST_COLUMN), shared.o.index(WG), raised, outputs, params, CONFIG)
     return n, flag
 
 

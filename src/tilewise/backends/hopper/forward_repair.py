@@ -14,6 +14,7 @@ from ..common.device.score import scores
 from ..common.device.softmax import exponent, log2_scale, rescale_exponent, row_maximum
 from ..common.device.structs import LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
+from .dropout import kept_weights, query_words
 from .forward_tiles import ROWS, acc_layout, broadcast_rows, mask_scores
 from .gluon_compat import barrier, column_indices, gl, gluon, opaque, opaque64, tma_stores_done
 from .pipeline import Tokens, first_key, key_blocks, read_tile_info, store_global, tensor_of
@@ -83,6 +84,7 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
         score = gl.load(terms.sinks.ptr + w.h * terms.sinks.stride).to(gl.float32)
         score = row_maximum(score, LOG2E, terms.large_scores)
         sink += gl.exp2(rescale_exponent(score, lse2, LOG2E, terms.large_scores))
+    words = query_words(w, first, gl.SliceLayout(1, layout), ROWS, terms)
     lo, hi, span = key_blocks(first, w, params, ROWS, CONFIG.BLOCK_N)
     for column in range(FIRST_COLUMN, gl.minimum(inputs[2].columns, FIRST_COLUMN + CONFIG.BLOCK_DV), REPAIR_COLUMNS):
         acc = gl.zeros([ROWS, REPAIR_COLUMNS], gl.float32, acc_layout(REPAIR_COLUMNS))
@@ -92,9 +94,11 @@ def repair_tile(info, t, outputs, params, WG: gl.constexpr, CONFIG: gl.constexpr
             for j in range(start, start + CONFIG.BLOCK_N, REPAIR_KEYS):
                 p = visible_p((w, first, span), opaque(j), has_mask_mod, lse2, inputs, params, CONFIG)
                 total += gl.sum(gl.maximum(p, 0.0), 1)
+                p = gl.where(p > 0.0, kept_weights(p, words, opaque(j), terms), p)
                 for key in range(j, j + REPAIR_KEYS):
                     acc = add_value(acc, p, j, opaque(key), w, column, inputs[2], CONFIG)
-        acc *= broadcast_rows(1.0 / gl.where(total == 0.0, 1.0, total), acc)
+        factor = 1.0 if terms.seed is None else terms.rescale
+        acc *= broadcast_rows(factor / gl.where(total == 0.0, 1.0, total), acc)
         if outputs.o_float32.ptr is not None:
             store_global(outputs.o_float32, acc, Tokens(w.b, w.h, w.q0, w.n_q), first, column)
         else:

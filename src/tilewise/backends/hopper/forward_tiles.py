@@ -6,10 +6,13 @@ exchange values of a row only for its maximum and its sum.
 
 from typing import NamedTuple
 
+import triton.language as tl
+
 from ..common.device.score import scores
 from ..common.device.softmax import exponent, rescale_exponent, row_maximum
 from ..common.device.structs import LN2, LOG2E, Pairs
 from ..common.device.tile_io import row_pointers
+from .dropout import kept_weights
 from .fp8 import p_offset, score_shift
 from .gluon_compat import (
     downcast,
@@ -54,6 +57,14 @@ class ForwardConfig(NamedTuple):
     PAGE_PREFETCH: int = 1  # boxes whose page numbers are loaded together
     MAX_DECODE_QUERIES: int = 0  # sequences with at most so many queries are left to the decode kernels
     FP8: bool = False  # the operands are in float8_e4m3fn, with scales: see `fp8`
+
+
+class Inputs(NamedTuple):
+    """TMA descriptors, one or two column parts each."""
+
+    q: tl.tuple
+    k: tl.tuple
+    v: tl.tuple
 
 
 @gluon.jit
@@ -133,8 +144,10 @@ def finite_max(m_i):
 
 
 @gluon.jit
-def softmax_p(s, pivot, scale_log2, terms):
-    return gl.exp2(exponent(s, broadcast_rows(pivot, s), scale_log2, terms.large_scores))
+def weights(s, pivot, scale_log2, words, start, terms):
+    """P = exp(s - pivot) of the keys from `start` on, without the dropped weights, and the `lane_sums` of all."""
+    p = gl.exp2(exponent(s, broadcast_rows(pivot, s), scale_log2, terms.large_scores))
+    return kept_weights(p, words, start, terms), lane_sums(p)
 
 
 @gluon.jit
@@ -321,6 +334,8 @@ def epilogue(state, tile, o_tile, flag, outputs, params, CONFIG: gl.constexpr):
     w, first, first_column = tile
     terms = params.terms
     total = gl.sum(l_i, 1)
+    if terms.seed is not None:
+        factor *= terms.rescale
     alpha = factor
     if outputs.max_logit is not None:
         store_max_logit(m_i, w, first, outputs.max_logit, params)

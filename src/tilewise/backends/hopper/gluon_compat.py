@@ -207,6 +207,54 @@ def select_by_bits(n):
 
 
 @gluon.jit
+def negate_dropped(p, words, threshold):
+    """P^T [keys, queries], negated where dropout drops a weight; `words`: `mix` of them is the hash (see `dropout`).
+
+    As one block of assembly for eight registers of a lane, which have two hashes. The compiler would otherwise compute
+    all hashes ahead of P, which does not leave registers for them.
+    """
+    limit = threshold.to(gl.uint32) * 65536
+    return gl.inline_asm_elementwise(
+        NEGATE_DROPPED, registers(8, 24), [p, words, limit], dtype=gl.float32, is_pure=True, pack=8
+    )
+
+
+def _negate_dropped() -> str:
+    """PTX with the operands: eight results, eight weights, eight words, eight limits. A lane's registers are two
+    queries of a key, the same two of the key 8 rows below, and the same of the queries 8 columns to the right."""
+    lines = ["{ .reg .pred p; .reg .b32 x, y, t; .reg .f32 n;"]
+    for e in (0, 1):
+        lines.append(f"shr.u32 t, ${16 + e}, 16; xor.b32 x, ${16 + e}, t; mul.lo.u32 x, x, 0x7FEB352D;")
+        lines.append(
+            "shr.u32 t, x, 15; xor.b32 x, x, t; mul.lo.u32 x, x, 0x846CA68B; shr.u32 t, x, 16; xor.b32 x, x, t;"
+        )
+        lines.append("mul.lo.u32 y, x, 0x2C1B3C6D; shr.u32 t, y, 16; xor.b32 y, y, t;")
+        for bits, register in (("x", e), ("y", e + 4)):
+            for upper, r in ((True, register), (False, register + 2)):
+                shifted = "" if upper else f"shl.b32 t, {bits}, 16; "
+                found = bits if upper else "t"
+                lines.append(f"{shifted}setp.ge.u32 p, {found}, ${24 + r};")
+                lines.append(f"neg.f32 n, ${8 + r}; selp.f32 ${r}, ${8 + r}, n, p;")
+    return " ".join([*lines, "}"])
+
+
+NEGATE_DROPPED: gl.constexpr = gl.constexpr(_negate_dropped())
+
+
+@gluon.jit
+def downcast_positive(x, DTYPE: gl.constexpr):
+    """`downcast` of max(x, 0), with NaNs."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300
+        return gl.inline_asm_elementwise(
+            "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def column_indices(first, s):
     """first, first + 1, .. along the columns of s, as one register to which constants are added. The compiler would
     otherwise add `first` to the column of each register ahead of the loop and keep all the sums."""

@@ -209,7 +209,7 @@ def sequence_keys(size: CallShape) -> int:
 def forward_config(size: CallShape, keys: int | None, spec: Spec, has_bias: bool) -> ForwardConfig:
     """`keys`: of one sequence, None where it is not known."""
     has_score_terms = spec.score_mod is not None or has_bias
-    plain = not has_score_terms and spec.mask_mod is None
+    plain = not has_score_terms and spec.mask_mod is None and not spec.dropout_p
     window = tiles.window_size(spec.before, spec.after)
     tile = tiles.forward_tile(size.d, size.dv, banded=is_uneven(spec), keys=keys, window=window, plain=plain)
     splits_columns = max(size.d, size.dv) > tiles.MAX_WHOLE_ROWS

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...kv_latent import is_latent, is_packed, shares_memory
-from ...mods.program import rows
+from ...mods.expr import const
+from ...mods.program import PROGRAMS, rows
 from ...request import Request, Spec
 from ...torch_internals import has_address
 from ..common.gpu import Gpu, triton_version
@@ -43,8 +44,8 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return "no triton >= 3.6 installed"
     if q.numel() == 0 or k.numel() == 0:
         return "no queries or no keys"
-    if isinstance(request, Request) and request.seed is not None:
-        return "dropout"
+    if isinstance(request, Request) and request.seed is not None and (found := unsupported_dropout(request)):
+        return found
     if isinstance(request, Request) and request.blocks and (found := unsupported_block_mask(request)):
         return found
     spec = getattr(request, "spec", None)  # an append has none
@@ -105,10 +106,23 @@ def unsupported_fp8(request: Request) -> str | None:
     return None
 
 
+def unsupported_dropout(request: Request) -> str | None:
+    """Why dropout is not supported, or None. A hash serves four pairs of a tile, whose positions must be multiples of
+    16; the backward tells in the sign of P which weights are dropped."""
+    spec, dim = request.spec, max(request.q.shape[-1], request.v.shape[-1])
+    if dim > MAX_TERMS_HEAD_DIM:
+        return f"dropout with head dim {dim}, of at most {MAX_TERMS_HEAD_DIM}"
+    if spec.precision is not None:
+        return "dropout with precision='fp8'"
+    if request.position_offsets is not None:
+        return "dropout of a part of a larger call"
+    if spec.score_mod is not None and PROGRAMS[spec.score_mod].derivative is not const(1.0):
+        return "dropout with a score mod whose derivative is not 1"
+    return None
+
+
 def unsupported_block_mask(request: Request) -> str | None:
     """Returns why a block mask is not supported, or None."""
-    if request.cu_q is not None:
-        return "a block mask of packed sequences"
     if (dim := max(request.q.shape[-1], request.v.shape[-1])) > MAX_LISTED_HEAD_DIM:
         return f"a block mask with head dim {dim}, of at most {MAX_LISTED_HEAD_DIM}"
     block = request.spec.mask_block[:2]
@@ -155,19 +169,14 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
 
 
 def has_backward(request: Request) -> bool:
-    """Whether the Hopper backward supports a call; otherwise the portable one computes it. With a block mask, a program
-    visits the listed blocks of one head for its whole group, in no fixed order."""
-    d, dv, spec = request.q.shape[-1], request.v.shape[-1], request.spec
-    if request.blocks:
-        by_head = spec.mask_block[3] > 1 and request.q.shape[-2] > request.k.shape[-2]
-        return supports_backward(d, dv, listed=True, deterministic=spec.deterministic) and not by_head
+    """Whether the Hopper backward supports a call; otherwise the portable one computes it."""
+    d, dv = request.q.shape[-1], request.v.shape[-1]
     return supports_backward(d, dv) and (max(d, dv) <= MAX_TERMS_HEAD_DIM or request.is_plain)
 
 
-def supports_backward(d: int, dv: int, *, listed: bool = False, deterministic: bool = False) -> bool:
-    """Whether the Hopper backward supports these head dims; `listed`: with a block mask."""
-    most = 128 if listed else MAX_HEAD_DIM
-    return max(d, dv) <= most and d % 8 == 0 and not (listed and deterministic)
+def supports_backward(d: int, dv: int) -> bool:
+    """Whether the Hopper backward supports these head dims."""
+    return max(d, dv) <= MAX_HEAD_DIM and d % 8 == 0
 
 
 def is_uneven(spec: Spec) -> bool:

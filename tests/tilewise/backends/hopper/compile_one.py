@@ -33,7 +33,7 @@ def one_hidden(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
 
 
 def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
-    """A call with these terms; `names`, of softcap alibi document hidden sinks bias lists."""
+    """A call with these terms; `names`, of softcap alibi document hidden sinks bias lists dropout."""
     heads = request.q.shape[-2]
     score = bound([make(heads) for name, make in SCORE.items() if name in names])
     mask = tilewise.mods.document(ids=torch.zeros(batch, n, dtype=torch.int32)) if "document" in names else None
@@ -46,11 +46,13 @@ def with_terms(request: Request, names: str, batch: int, n: int) -> Request:
         mask_numbers=mask.numbers if mask else (),
         mask_tensors=len(mask.tensors) if mask else 0,
         mask_block=(128, 128, batch, 1) if "lists" in names else (),
+        dropout_p=0.1 if "dropout" in names else 0.0,
     )
     return request._replace(
         spec=spec,
         bias=torch.empty(1, heads, n, n, dtype=request.q.dtype) if "bias" in names else None,
         sinks=torch.empty(heads) if "sinks" in names else None,
+        seed=torch.zeros((), dtype=torch.int64) if "dropout" in names else None,
         score=score.tensors if score else (),
         mask=mask.tensors if mask else (),
         blocks=tuple(torch.zeros(batch * n // 128 + 1, dtype=torch.int32) for _ in range(4))

@@ -63,6 +63,17 @@ CALLS = {
     "192 by 128 split, packed": {"d": 192, "dv": 128, "after": 0, "group": 4, "split": [2, 1], "packed": True},
     "256 split": {"d": 256, "after": 0, "group": 2, "split": [2, 1]},
     "256 split, ordered": {"d": 256, "group": 2, "split": [2, 2], "deterministic": True},
+    "64 dropout": {"d": 64, "terms": "dropout"},
+    "96 dropout": {"d": 96, "terms": "dropout"},
+    "128 dropout": {"d": 128, "after": 0, "terms": "dropout"},
+    "128 dropout, packed": {"d": 128, "after": 0, "terms": "dropout", "packed": True},
+    "128 dropout, ordered": {"d": 128, "after": 0, "terms": "dropout", "deterministic": True},
+    "192 dropout": {"d": 192, "after": 0, "terms": "dropout"},
+    "256 dropout": {"d": 256, "after": 0, "terms": "dropout"},
+    "128 document lists, packed": {"d": 128, "terms": "document lists", "packed": True},
+    "128 lists, ordered": {"d": 128, "terms": "document lists", "packed": True, "deterministic": True},
+    "256 document lists": {"d": 256, "after": 0, "terms": "document lists"},
+    "256 document lists, ordered": {"d": 256, "after": 0, "terms": "document lists", "deterministic": True},
 }
 # bytes, at most, of what is kept from one key tile to the next, or needed where a block lies on the edge of the mask
 SPILLS = {"64 full": 32, "64 causal": 32, "64 ordered": 32, "128 causal": 8, "128 ordered": 8, "128 shared keys": 24}
@@ -77,6 +88,13 @@ SPILLS |= {
     "192 by 128 causal": 532,
     "192 by 128, shared keys": 736,
     "192 by 128 split, packed": 548,
+    "128 dropout": 16,
+    "128 dropout, packed": 32,
+    "128 dropout, ordered": 76,
+    "256 dropout": 8,
+    "128 document lists, packed": 96,
+    "128 lists, ordered": 104,
+    "256 document lists, ordered": 28,
 }
 
 ELSEWHERE = ("64 causal", "128 full", "128 ordered", "256 causal", "128 split")  # what other Tritons compile, too

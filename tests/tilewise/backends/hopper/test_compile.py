@@ -42,6 +42,13 @@ CALLS = {
     "128 document": {"d": 128, "terms": "document"},
     "64 document lists": {"d": 64, "terms": "document lists"},
     "128 document lists": {"d": 128, "terms": "document lists"},
+    "128 document lists, packed": {"d": 128, "terms": "document lists", "packed": True},
+    "256 document lists": {"d": 256, "terms": "document lists"},
+    "64 dropout": {"d": 64, "after": 0, "terms": "dropout"},
+    "96 dropout": {"d": 96, "terms": "dropout"},
+    "128 dropout": {"d": 128, "after": 0, "terms": "dropout"},
+    "192 dropout": {"d": 192, "after": 0, "terms": "dropout"},
+    "256 dropout": {"d": 256, "after": 0, "terms": "dropout"},
     "128 bias": {"d": 128, "terms": "bias"},
     "128 bias, packed": {"d": 128, "after": 0, "packed": True, "terms": "bias"},
     "256 softcap": {"d": 256, "after": 0, "terms": "softcap"},
@@ -73,6 +80,7 @@ SPILLS = {
     "256 softcap": 52,
     "256 document sinks": 92,
 }  # bytes
+SPILLS |= {"128 document lists, packed": 12, "256 document lists": 48, "256 dropout": 28}
 SPILLS |= {"512 causal": 36, "128 partial alibi": 48, "128 document lists": 20}
 
 

@@ -11,7 +11,7 @@ from tests.tilewise.mods.test_rows import product
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.hopper import support, tiles
 from tilewise.backends.registry import choose
-from tilewise.mods import block_diagonal, softcap
+from tilewise.mods import alibi, block_diagonal, softcap
 from tilewise.request import Request, Spec
 
 pytest.importorskip("triton")
@@ -152,14 +152,24 @@ def test_what_goes_to_the_portable_kernels():
         (call, "hopper"),
         (call._replace(sinks=torch.zeros(4)), "hopper"),
         (call._replace(bias=torch.zeros(1, 1, 64, 64)), "hopper"),
-        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "triton"),
+        (call._replace(seed=torch.zeros((), dtype=torch.int64)), "hopper"),
+        (dropped(position_offsets=torch.zeros(2, 7, dtype=torch.int32)), "triton"),
+        (dropped(score_mod=softcap(30.0).key), "triton"),
+        (dropped(score_mod=alibi(torch.zeros(4)).key), "hopper"),
+        (dropped(q=torch.empty(2, 64, 4, 512, dtype=torch.bfloat16)), "triton"),
         (listed((128, 256, 1, 1)), "hopper"),
         (listed((128, 64, 1, 1)), "triton"),
         (listed((384, 128, 1, 1)), "triton"),
-        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "triton"),
+        (listed((128, 128, 1, 1), q=q[0], cu_q=torch.zeros(3, dtype=torch.int32)), "hopper"),
         (listed((128, 128, 1, 1), q=torch.empty(2, 64, 4, 512, dtype=torch.bfloat16)), "triton"),
     ):
         assert choose(request, Gpu("cuda", 90)).backend.name == backend
+
+
+def dropped(score_mod: str | None = None, **others: Any) -> Request:
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16)
+    spec = Spec(0.1, dropout_p=0.1, score_mod=score_mod)
+    return Request(q, q, q, spec, seed=torch.zeros((), dtype=torch.int64))._replace(**others)
 
 
 def listed(block: tuple[int, ...], **others: Any) -> Request:
@@ -186,19 +196,12 @@ def test_rows_that_are_scheduled_together(rows, least):
     assert (-rows % found) / found == min((-rows % n) / n for n in allowed) or rows <= least
 
 
-def test_block_masks_whose_backward_is_portable():
+def test_every_block_mask_has_the_backward():
     few, wide = (torch.empty(2, 64, *x, dtype=torch.bfloat16) for x in ((2, 128), (4, 192)))
     call, by_head = listed((128, 128, 1, 1)), listed((128, 128, 1, 4))
     ordered = call._replace(spec=call.spec._replace(deterministic=True))
-    for request, found in (
-        (call, True),
-        (call._replace(k=few, v=few), True),
-        (by_head, True),
-        (by_head._replace(k=few, v=few), False),
-        (ordered, False),
-        (call._replace(q=wide, k=wide, v=wide), False),
-    ):
-        assert support.has_backward(request) is found
+    for request in (call, ordered, by_head, by_head._replace(k=few, v=few), call._replace(q=wide, k=wide, v=wide)):
+        assert support.has_backward(request)
 
 
 def test_an_mi200_which_reports_capability_9_0_is_no_hopper():

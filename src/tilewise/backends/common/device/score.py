@@ -5,6 +5,8 @@ import triton.language as tl
 
 from .mask import mod_indices
 
+GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B9)
+
 
 @triton.jit
 def scaled(product, scale, FOLD: tl.constexpr):
@@ -68,15 +70,34 @@ def dropout(p, pairs, terms):
     if terms.seed is None:
         return p
     else:
-        seed = tl.load(terms.seed)
-        word = mix((seed & 0xFFFFFFFF).to(tl.uint32))
-        word = mix(word ^ ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
         at = mod_indices(pairs, terms)
-        word = mix(word ^ tl.cast(at.b, tl.uint32))
-        word = mix(word ^ tl.cast(at.h, tl.uint32))
-        word = mix(word ^ at.i.to(tl.uint32))
-        bits = mix(word + at.j.to(tl.uint32) * 0x9E3779B9) >> 1
-        return tl.where(bits.to(tl.int32) >= terms.threshold, p * terms.rescale, 0.0)
+        row = dropout_row(mix(dropout_word(terms.seed, at.b) ^ tl.cast(at.h, tl.uint32)), at.i)
+        return tl.where(is_kept(row, at.i, at.j, terms.threshold), p * terms.rescale, 0.0)
+
+
+@triton.jit
+def dropout_word(seed, b):
+    """What the seed and the batch row are mixed into. The head is next, then the query."""
+    value = tl.load(seed)
+    word = mix((value & 0xFFFFFFFF).to(tl.uint32))
+    word = mix(word ^ ((value >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    return mix(word ^ tl.cast(b, tl.uint32))
+
+
+@triton.jit
+def dropout_row(word, i):
+    """The start of the stream of query i, and of i with its bit 3 set."""
+    return half_mix(word ^ (i & -9).to(tl.uint32), 0x7FEB352D)
+
+
+@triton.jit
+def is_kept(row, i, j, threshold):
+    """Whether the weight of query i and key j is kept; row: `dropout_row`. The four pairs that share a hash also share
+    its instructions, where the compiler knows bit 3 of i and j."""
+    bits = mix(row + (j & -9).to(tl.uint32) * GOLDEN)
+    bits = tl.where(i & 8 == 0, bits, half_mix(bits, 0x2C1B3C6D))
+    bits = tl.where(j & 8 == 0, bits, (bits & 0xFFFF) * 65536)
+    return bits >= tl.cast(threshold, tl.uint32) * 65536  # as many instructions as without the lower 16 bits
 
 
 @triton.jit
@@ -86,4 +107,11 @@ def mix(x):
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def half_mix(x, FACTOR: tl.constexpr):
+    """`step` of `tilewise.mods.dropout`."""
+    x = x * FACTOR
     return x ^ (x >> 16)
