@@ -18,7 +18,7 @@ from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, st
 from .ops import kv as ops
 from .options import show_options
 from .plan_cache import plans, positions, signature
-from .torch_internals import is_traced
+from .torch_internals import is_eager, is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
@@ -336,7 +336,7 @@ class Prepared(NamedTuple):
 
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
-    if CHECK_CONTENTS:
+    if CHECK_CONTENTS or not is_eager():  # a tracer cannot compare the addresses below
         return None
     plan = options.get("plan")
     is_shared = name == "attention_kv" and shares_memory(*tensors[1:3])
