@@ -57,7 +57,7 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"cache_seqlens": 3}, "expected lengths"),
         ({"block_table": 3}, "expected page_table="),
         ({"windows": 3}, "expected window="),
-        ({"backend": "hopper"}, "of float16 and bfloat16"),
+        ({"backend": "hopper"}, "float16 and bfloat16 are supported"),
         ({"out": torch.zeros(2, 1, 4, 8)}, "out"),
         ({"out": [1]}, "out: found list"),
         ({"out": torch.zeros(1).expand(2, 1, 4, 16)}, "strides of out"),

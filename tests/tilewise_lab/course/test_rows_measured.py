@@ -66,7 +66,7 @@ def test_pictures_are_drawn_here(tmp_path, monkeypatch):
     """The notes' figures are links, and broken: every lesson draws its own, and shows no other."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("TILEWISE_PICTURES", str(tmp_path))
-    path = picture("line", lambda axes: axes.plot([0, 1], [0, 1]))
+    path = picture("line", lambda axes: axes.plot([0, 1], [0, 1]), alt="A line that rises.")
     assert path.read_bytes().startswith(b"\x89PNG")
     text = {one.number: one.path.read_text(encoding="utf-8") for one in lessons()}
     assert all("picture(" in words and "![" not in words for words in text.values())

@@ -47,7 +47,7 @@ def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tens
     target = Target(INTERPRETER, 2)
     numbers, floats = kv_launch.schedule_sizes(request, target)
     schedule, workspace = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
-    if (scheduling := kv_launch.schedule_launch(request, schedule, target)) is not None:
+    for scheduling in kv_launch.schedule_launches(request, schedule, target):
         scheduling()
     call = KvCall(request, None, schedule, workspace, out, lse)
     first, *rest = kv_launch.attend_launches(call, target, DeviceMemory(torch.device("cpu")))

@@ -44,8 +44,7 @@ def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> Non
     target, memory = Target(INTERPRETER, 2), DeviceMemory(torch.device("cpu"))
     numbers, floats = kv_launches.schedule_sizes(request, target)
     schedule, workspace = torch.full((numbers,), -1), torch.full((floats,), torch.nan)
-    scheduling = kv_launches.schedule_launch(request, schedule, target)
-    assert scheduling is not None
+    (scheduling,) = kv_launches.schedule_launches(request, schedule, target)
     scheduling()
     first, *rest = kv_launches.attend_launches(KvCall(request, None, schedule, workspace, out, lse), target, memory)
     for seed in range(3):
