@@ -19,7 +19,7 @@ def menu(html: str) -> str:
 
 
 def body(html: str) -> str:
-    r"""The lines of long signatures as plain blocks: a definition list needs terms. Tables that may scroll take the focus.
+    r"""The lines of long signatures as plain blocks: a definition list needs terms. Wide tables take the focus.
 
     >>> body('<dl>\n<dd><em class="sig-param">q</em>,</dd>\n</dl>')
     '<span class="sig-lines">\n<span><em class="sig-param">q</em>,</span>\n</span>'

@@ -35,7 +35,8 @@ AXE = """
     index.html quickstart.html mods.html serving.html distributed.html benchmark.html compatibility.html faq.html
     how-to/backends.html how-to/sparse.html reference/attention.html reference/mods.html reference/models.html
     reference/costs.html course/01.html course/index.html results/index.html hopper-forward.html search.html
-    course/coverage.html genindex.html py-modindex.html zh/index.html zh/mods.html zh/reference/kv-cache.html zh/course/03.html
+    course/coverage.html genindex.html py-modindex.html zh/index.html zh/mods.html zh/reference/kv-cache.html
+    zh/course/03.html
 """.split()  # noqa: SIM905
 
 
