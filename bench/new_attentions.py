@@ -3,8 +3,8 @@
     python bench/new_attentions.py                  # all cases
     python bench/new_attentions.py moba nsa         # some of them
 
-Whoever is compared gives the same result first. A bar that is a rate is shown as a peer that takes the time of that
-rate. FLA_PEER names a folder with flash-linear-attention's package `fla`; without it NSA has no peer.
+Results are compared before times are measured. A bar in TFLOP/s is shown as the time of a peer with that rate. FLA_PEER
+names a folder with flash-linear-attention's package `fla`; without it NSA has no peer.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ NEXT = (
         "an interactive page: attention of your own tokens, step by step",
     ),
 )
-SITE = Path("build/docs")  # where `docs` writes its pages unless it is told otherwise
+SITE = Path("build/docs")  # the default folder of the command `docs`
 
 
 def render(results: Results, folder: Path = Path()) -> str:

@@ -1,4 +1,4 @@
-"""Usual mistakes in the exercises: what to replace in the lesson's solution, and what the learner is told then."""
+"""Usual mistakes in the exercises: the text to replace in a lesson's solution, and the feedback that must follow."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class ChoiceGradients(NamedTuple):
 
 
 class ChoiceConfig(NamedTuple):
-    """The GROUP query heads of a choice are HEADS rows of a tile, of which QUERIES fit."""
+    """A query has GROUP heads, which take HEADS rows of a tile, a power of two. A tile has QUERIES queries."""
 
     GROUP: int
     HEADS: int
