@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.search.zh import SearchChinese
 from sphinx.util import logging
 
 import tilewise
 from tilewise_lab.docs import accessible, docstrings, inventories
-from tilewise_lab.docs.build import is_english_only
+from tilewise_lab.docs.build import ROOT, is_english_only
+from tilewise_lab.docs.translations import FILE, Translations
 
 project = "tilewise"
 version = release = tilewise.__version__
@@ -175,9 +178,43 @@ def without_overloads(_app: Sphinx) -> None:
     analyzer.overloads.clear()
 
 
+def load_translations(app: Sphinx) -> None:
+    app.translations = (
+        Translations(ROOT / FILE)
+        if app.config.language == "zh_CN"
+        else None
+    )
+
+
+def docstring(
+    app: Sphinx,
+    _what: str,
+    name: str,
+    described: object,
+    _options: object,
+    lines: list[str],
+) -> None:
+    translate = (
+        partial(app.translations.translate, name)
+        if app.translations
+        else str
+    )
+    docstrings.process(described, lines, translate)
+
+
+def check_translations(app: Sphinx, env: BuildEnvironment) -> None:
+    """A warning is an error, so a docstring without a translation stops the build."""
+    if app.translations:
+        shown = env.domaindata["py"]["objects"]
+        for fault in app.translations.faults(shown):
+            logging.getLogger(__name__).warning(fault)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", without_overloads)
-    app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("builder-inited", load_translations)
+    app.connect("autodoc-process-docstring", docstring)
+    app.connect("env-check-consistency", check_translations)
     app.connect("autodoc-skip-member", docstrings.skip)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("html-page-context", translation)

@@ -10,6 +10,8 @@ Adds :py:obj:`a` to \\*it\\*.
 :returns: :py:obj:`x`
 
 An entry `options` or `others` that begins with "as in `f`" stands for the parameters that f describes.
+
+The Chinese pages show docstrings in Chinese: `docs/zh/reference.po` has the translation of every paragraph and entry.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import tilewise
+
+Translate = Callable[[str], str]
 
 NAME = r"\w+(?: \([^)]*\))?"
 PARAMETER = re.compile(rf"^({NAME}(?:, {NAME})*): (.*)")
@@ -31,13 +35,13 @@ REST = ("options", "others")  # entries that stand for the parameters of another
 REFERENCE = re.compile(r"as in `([\w.]+)`(\.?$)?")
 
 
-def process(_app: Any, _what: str, _name: str, x: Any, _options: Any, lines: list[str]) -> None:
-    """For Sphinx's event "autodoc-process-docstring": changes the lines in place."""
+def process(x: Any, lines: list[str], translate: Translate) -> None:
+    """Changes the lines of an object's docstring in place."""
     try:
         names: Collection[str] = list(inspect.signature(x).parameters) if callable(x) else ()
     except (TypeError, ValueError):
         names = ()
-    lines[:] = restructured(lines, names, referred(x, texts(lines, names)))
+    lines[:] = restructured(lines, names, referred(x, texts(lines, names)), translate)
 
 
 def skip(_app: Any, _what: str, _name: str, x: Any, skipped: bool, _options: Any) -> bool | None:
@@ -90,12 +94,19 @@ def texts(lines: Sequence[str], parameters: Collection[str]) -> dict[str, str]:
 
 
 def restructured(
-    lines: Sequence[str], parameters: Collection[str], others: Mapping[str, str] | None = None
+    lines: Sequence[str],
+    parameters: Collection[str],
+    others: Mapping[str, str] | None = None,
+    translate: Translate = str,
 ) -> list[str]:
     """reStructuredText of a docstring: paragraphs, examples, indented blocks as they are; then the parameters.
 
     others: texts of parameters that the docstring does not explain.
     """
+
+    def inline(text: str) -> str:
+        return as_inline(translate(text))
+
     made: list[str] = []
     last: list[str] = []
     for block in blocks(lines):
@@ -112,9 +123,8 @@ def restructured(
         elif block[0].startswith(" "):
             made += ["::", "", *("    " + line for line in block)]
         else:
-            for entry in entries(block):
-                if not in_paragraph(entry, parameters):
-                    made += [""] * entry.startswith("- ") + [inline(entry)]
+            for text in paragraphs([x for x in entries(block) if not in_paragraph(x, parameters)]):
+                made += [""] * text.startswith("- ") + [inline(text)]
         made.append("")
     fields = {name: text for name, text in (others or {}).items() if name in parameters} | texts(lines, parameters)
     for name in REST:  # one that says no more than "as in `f`"
@@ -151,6 +161,17 @@ def entries(block: Sequence[str]) -> Iterator[str]:
     yield entry
 
 
+def paragraphs(block: Sequence[str]) -> Iterator[str]:
+    """The lines of a block joined, but for the items of a list.
+
+    >>> list(paragraphs(["Two", "lines:", "- one", "- two"]))
+    ['Two lines:', '- one', '- two']
+    """
+    for is_item, lines in groupby(block, key=lambda line: line.startswith("- ")):
+        group = list(lines)
+        yield from group if is_item else [" ".join(group)]
+
+
 def in_paragraph(entry: str, parameters: Collection[str]) -> dict[str, str]:
     """What a line of a paragraph says of parameters, if it does: of the first, to which the others refer."""
     found = PARAMETER.match(entry)
@@ -160,13 +181,16 @@ def in_paragraph(entry: str, parameters: Collection[str]) -> dict[str, str]:
     return {names[0]: found[2]} | dict.fromkeys(names[1:], f"see ``{names[0]}``")
 
 
-def inline(text: str) -> str:
+def as_inline(text: str) -> str:
     """
-    >>> inline("`q` and `k[i]`: *args, x_ | y")
+    >>> as_inline("`q` and `k[i]`: *args, x_ | y")
     ':py:obj:`q` and ``k[i]``: \\\\*args, x\\\\_ \\\\| y'
+    >>> as_inline("`q`（可选）")  # reStructuredText ends code before a space or ASCII punctuation alone
+    ':py:obj:`q`\\\\ （可选）'
     """
     parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
-    return "".join(coded(part) if part.startswith("`") else escaped(part) for part in parts)
+    made = "".join(coded(part) if part.startswith("`") else escaped(part) for part in parts)
+    return re.sub(r"(?<=`)(?=[（《“])", r"\\ ", made)
 
 
 def coded(part: str) -> str:
