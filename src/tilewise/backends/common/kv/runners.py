@@ -72,7 +72,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
             )
             assert call.schedule is not None
             launches += schedule(request, call.schedule, target)
-        out, lse = run_forward(call, memory)
+        out, lse = results_of(call, memory)
         if request.q.shape[:-1].numel():
             launches += attend(call._replace(request=request, out=out, lse=lse, max_logit=max_logit), target, memory)
         return Built((out, lse) if max_logit is None else (out, lse, max_logit), launches)
@@ -80,7 +80,7 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
     return KernelCall(build, tensors, call.request.q.device)
 
 
-def run_forward(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
+def results_of(call: KvCall, memory: Memory) -> tuple[Tensor, Tensor]:
     """The out and lse of the call, or new ones."""
     q, v = call.request.q, call.request.v
     out = memory.empty((*q.shape[:-1], head_dim(v)), q.dtype) if call.out is None else call.out
