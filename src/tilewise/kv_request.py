@@ -267,8 +267,8 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     return (*call[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
 
 
-def attend_request(*given: Any) -> KvRequest:
-    """The request of such arguments."""
+def attend_request_of_op(*given: Any) -> KvRequest:
+    """The request of such arguments, those of an op."""
     q, k, v, *rest = given
     places, rest = CacheIndex(*rest[:INDEX]), rest[INDEX:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
@@ -309,8 +309,8 @@ def written_arguments(request: AppendRequest) -> tuple[Any, ...]:
     return request.k, request.v, request.rotated, *scales
 
 
-def append_request(*given: Any) -> tuple[AppendRequest, str]:
-    """The request of such arguments, and the backend."""
+def append_request_of_op(*given: Any) -> tuple[AppendRequest, str]:
+    """The request of such arguments, those of the op, and the backend."""
     k, v, rotated, k_scales, v_scales, k_new, v_new, *rest = given
     places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:INDEX]), rest[INDEX:]
     q_weight, k_weight, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest

@@ -21,9 +21,9 @@ from ..kv_request import (
     KvCall,
     KvRequest,
     append_arguments,
-    append_request,
+    append_request_of_op,
     attend_arguments,
-    attend_request,
+    attend_request_of_op,
     structure_of,
     written_arguments,
 )
@@ -97,7 +97,7 @@ def schedule(request: KvRequest, memory: Tensor) -> None:
 
 @torch.library.impl(_library, "new_plan_kv", "CompositeExplicitAutograd")
 def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
-    request = attend_request(*given)
+    request = attend_request_of_op(*given)
     memory, workspace = new_schedule(request)
     schedule(request, memory)
     return memory, workspace
@@ -105,17 +105,17 @@ def _new_plan(*given: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("tilewise::new_plan_kv", lib=_library)
 def _new_plan_fake(*given: Any) -> tuple[Tensor, Tensor]:
-    return new_schedule(attend_request(*given))
+    return new_schedule(attend_request_of_op(*given))
 
 
 @torch.library.impl(_library, "plan_kv", "CompositeExplicitAutograd")
 def _plan(memory: Tensor, *given: Any) -> None:
-    schedule(attend_request(*given), memory)
+    schedule(attend_request_of_op(*given), memory)
 
 
 @torch.library.impl(_library, "attend_kv", "CompositeExplicitAutograd")
 def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any) -> None:
-    request = attend_request(*given)
+    request = attend_request_of_op(*given)
     if max_logit is not None:
         spec = request.call.spec._replace(max_logit=True)
         request = request._replace(call=request.call._replace(spec=spec))
@@ -125,7 +125,7 @@ def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | Non
 
 @torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _append(*given: Any) -> None:
-    request, backend = append_request(*given)
+    request, backend = append_request_of_op(*given)
     run(f"append {backend}", request, lambda: append_backend(request, backend).append(request))
 
 
@@ -139,7 +139,7 @@ def _flops(
 ) -> int:
     """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
     fake tensors), of a cache that is full."""
-    request = attend_request(*given)
+    request = attend_request_of_op(*given)
     places, q, cu_q = request.cache_index, request.q, request.call.cu_q
     if not readable(places.lengths, cu_q, places.cu_new):
         pages = 1 if places.table is None else places.table.shape[-1]
