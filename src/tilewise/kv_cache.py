@@ -112,7 +112,7 @@ def attention_kv(
     if known is None:
         given = checks.kv_options(options)
         call = _call(q, k_cache, v_cache, lengths, given)
-        if is_traced(*call.request.call[:3]):
+        if is_traced(*call.request.dense[:3]):
             return _returned(ops.traced_attend(call), given["return_lse"])
         runner = ops.runner_of("attend", call, lambda: ops.kv_backend(call.request).attend(call))
         known = _prepared(key, tensors, call, runner, given["return_lse"])
@@ -162,13 +162,13 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     old: KvPlan | None = given["plan"]
     if old is not None:
         _check_plan(old, request)
-    traced = is_traced(*request.call[:3])
+    traced = is_traced(*request.dense[:3])
     if old is None and traced:
         schedule, workspace = torch.ops.tilewise.new_plan_kv(*attend_arguments(request))
-        return KvPlan(schedule, workspace, ops.new_lse(request.call.q), shape)
+        return KvPlan(schedule, workspace, ops.new_lse(request.dense.q), shape)
     if old is None:
         name = choose(request).backend.name
-        old = KvPlan(*ops.new_schedule(request), ops.scratch_lse(request.call.q), shape, name)
+        old = KvPlan(*ops.new_schedule(request), ops.scratch_lse(request.dense.q), shape, name)
     if traced:
         torch.ops.tilewise.plan_kv(old.schedule, *attend_arguments(request))
     else:
@@ -398,7 +398,7 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
     shape = _shape_of(request)
     if plan.shape != shape:
         raise AttentionError("plan", f"one made for {plan.shape}", f"one made by plan_kv for this call, {shape}")
-    if plan.backend is not None and not is_traced(*request.call[:3]):
+    if plan.backend is not None and not is_traced(*request.dense[:3]):
         name = choose(request).backend.name
         if plan.backend != name:
             expected = f"one for {name!r}, which runs this call: call plan_kv with this call's arguments"
@@ -407,10 +407,10 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
-    (q, k, v, spec, *_), places = request.call, request.cache_index
+    (q, k, v, spec, *_), places = request.dense, request.cache_index
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
-    present = request.call.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
+    present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
     scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
     # what kernels that share prefixes depend on beside the above
     shared = request.shared_prefix is not None, spec.mask_mod, spec.score_mod, spec.max_logit
@@ -420,7 +420,7 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
 
 
 def _check_out(request: KvRequest, out: Tensor) -> None:
-    q, _, v, *_ = request.call
+    q, _, v, *_ = request.dense
     shape = (*q.shape[:-1], head_dim(v))
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise AttentionError(

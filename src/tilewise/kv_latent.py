@@ -28,7 +28,7 @@ E4M3_LARGEST = 448.0
 
 def is_latent(request: Any) -> bool:
     """Whether the head dim of a `KvRequest` is that of MLA: more than attention otherwise supports."""
-    return bool(request.call.q.shape[-1] > MAX_HEAD_DIM)
+    return bool(request.dense.q.shape[-1] > MAX_HEAD_DIM)
 
 
 def is_packed(cache: Tensor) -> bool:

@@ -132,7 +132,8 @@ class CacheIndex(NamedTuple):
 
 
 class KvRequest(NamedTuple):
-    """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; the caches (C, S, Hk, D) as k and v; the score terms.
+    """`dense`, the request without the cache's places, has q (B, Sq, H, D), or packed (T, H, D) with cu_q; the caches
+    (C, S, Hk, D) as k and v; the score terms.
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
     of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
@@ -141,7 +142,7 @@ class KvRequest(NamedTuple):
     each sequence and the one before it.
     """
 
-    call: Request
+    dense: Request
     cache_index: CacheIndex
     tree: Tensor | None = None
     split: int | None = None
@@ -153,19 +154,19 @@ class KvRequest(NamedTuple):
     # Not for code that torch.compile traces: torch 2.10 does not support properties of a named tuple.
     @property
     def q(self) -> Tensor:
-        return self.call.q
+        return self.dense.q
 
     @property
     def k(self) -> Tensor:
-        return self.call.k
+        return self.dense.k
 
     @property
     def v(self) -> Tensor:
-        return self.call.v
+        return self.dense.v
 
     @property
     def spec(self) -> Spec:
-        return self.call.spec
+        return self.dense.spec
 
 
 class AppendRequest(NamedTuple):
@@ -256,15 +257,15 @@ APPEND = (
 
 def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     """The arguments of the ops for a request, in the order of `ATTEND`."""
-    call, spec = request.call, request.call.spec
-    terms = (call.cu_q, request.tree, call.sinks, list(call.score), list(call.mask))
+    dense, spec = request.dense, request.dense.spec
+    terms = (dense.cu_q, request.tree, dense.sinks, list(dense.score), list(dense.mask))
     band = (spec.scale, spec.before, spec.after, spec.backend)
     mods = (spec.score_mod, list(spec.score_numbers), spec.mask_mod, list(spec.mask_numbers))
     scales = scale_arguments(request.k_scale, request.v_scale)
     shared = request.shared_prefix
     shares = (None, True) if isinstance(shared, str) else (shared, False)
     sizes = (request.split, request.max_seqlen_q)
-    return (*call[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
+    return (*dense[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
 
 
 def attend_request_of_op(*given: Any) -> KvRequest:
@@ -275,9 +276,9 @@ def attend_request_of_op(*given: Any) -> KvRequest:
     mask_numbers, split, max_seqlen_q, *scales, common, find_common = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
     spec = Spec(scale, before, after, backend, *score_mod, *mask_mod)
-    call = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
+    dense = Request(q, k, v, spec, sinks=sinks, score=tuple(score), cu_q=cu_q, mask=tuple(mask))
     shared = "auto" if find_common else common
-    return KvRequest(call, places, tree, split, max_seqlen_q, *scales_of(*scales), shared)
+    return KvRequest(dense, places, tree, split, max_seqlen_q, *scales_of(*scales), shared)
 
 
 def scale_arguments(k: Scale, v: Scale) -> tuple[Any, ...]:

@@ -117,8 +117,8 @@ def _plan(memory: Tensor, *given: Any) -> None:
 def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | None, memory: Tensor, *given: Any) -> None:
     request = attend_request_of_op(*given)
     if max_logit is not None:
-        spec = request.call.spec._replace(max_logit=True)
-        request = request._replace(call=request.call._replace(spec=spec))
+        spec = request.dense.spec._replace(max_logit=True)
+        request = request._replace(dense=request.dense._replace(spec=spec))
     call = KvCall(request, None, memory, workspace, out, lse, max_logit)
     run("attend", call, lambda: kv_backend(call.request).attend(call))
 
@@ -140,7 +140,7 @@ def _flops(
     """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
     fake tensors), of a cache that is full."""
     request = attend_request_of_op(*given)
-    places, q, cu_q = request.cache_index, request.q, request.call.cu_q
+    places, q, cu_q = request.cache_index, request.q, request.dense.cu_q
     if not readable(places.lengths, cu_q, places.cu_new):
         pages = 1 if places.table is None else places.table.shape[-1]
         pairs = q.shape[:-2].numel() * pages * request.k.shape[1]
@@ -164,16 +164,16 @@ def traced_attend(call: KvCall) -> tuple[Tensor, ...]:
     """The ops of a traced call. Everything that they write is allocated here."""
     request, memory, workspace = call.request, call.schedule, call.workspace
     if call.append is not None:
-        rotated = traced_append(call.append, request.call.spec.backend)
+        rotated = traced_append(call.append, request.dense.spec.backend)
         if rotated is not None:
-            request = request._replace(call=request.call._replace(q=rotated))
+            request = request._replace(dense=request.dense._replace(q=rotated))
     given = attend_arguments(request)
     if memory is None or workspace is None:
         memory, workspace = torch.ops.tilewise.new_plan_kv(*given)
-    q, v = request.call.q, request.call.v
+    q, v = request.dense.q, request.dense.v
     out = q.new_empty((*q.shape[:-1], head_dim(v))) if call.out is None else call.out
     lse = new_lse(q)
-    max_logit = lse.new_empty(lse.shape[:-1], dtype=torch.float32) if request.call.spec.max_logit else None
+    max_logit = lse.new_empty(lse.shape[:-1], dtype=torch.float32) if request.dense.spec.max_logit else None
     register_formulas()
     torch.ops.tilewise.attend_kv(out, lse, workspace, max_logit, memory, *given)
     return (out, lse) if max_logit is None else (out, lse, max_logit)

@@ -124,8 +124,8 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
     chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
-    call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
-    terms = call.score if call.sinks is None else (*call.score, call.sinks)
+    dense = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
+    terms = dense.score if dense.sinks is None else (*dense.score, dense.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
@@ -135,7 +135,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         )
     most = q.shape[1] if cu_q is None else int(most or 0)
     shared = checked_prefix(options["shared_prefix"], places)
-    return KvRequest(call, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
+    return KvRequest(dense, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
 
 
 def append_request(

@@ -21,9 +21,9 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         slots: where new tokens are written, if given.
         new_tokens: rows of a packed k_new; None if the call has no new tokens.
     """
-    call, places, k = request.call, request.cache_index, request.k
-    if call.cu_q is not None:
-        check_offsets("cu_seqlens_q", call.cu_q, call.q.shape[0])
+    dense, places, k = request.dense, request.cache_index, request.k
+    if dense.cu_q is not None:
+        check_offsets("cu_seqlens_q", dense.cu_q, dense.q.shape[0])
     appended = [places.new] * places.batch
     if places.cu_new is not None:
         appended = [b - a for a, b in pairwise(places.cu_new.tolist())]
@@ -33,9 +33,9 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     ends = [] if places.indptr is None else places.indptr.tolist()
     if ends and places.table is not None:
         check_offsets("page_table[0]", places.indptr, places.table.shape[0])  # type: ignore[arg-type]
-    queries = [call.q.shape[1]] * places.batch
-    if call.cu_q is not None:
-        queries = [b - a for a, b in pairwise(call.cu_q.tolist())]
+    queries = [dense.q.shape[1]] * places.batch
+    if dense.cu_q is not None:
+        queries = [b - a for a, b in pairwise(dense.cu_q.tolist())]
     drafts = None if request.tree is None else 64 * request.tree.shape[1]
     if drafts is not None and max(queries, default=0) > drafts:
         raise AttentionError("tree", f"{drafts} drafts", f"{max(queries)}, one for each query of a sequence")

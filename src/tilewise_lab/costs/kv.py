@@ -90,7 +90,7 @@ class KvExplanation:
         return (FIXED if self.device.capability else 0.0) + max(memory, matrix)
 
     def to_dict(self) -> dict[str, Any]:
-        q, k, v = self.request.call[:3]
+        q, k, v = self.request.dense[:3]
         spec, places = self.request.spec, self.request.cache_index
         plan = None
         if self.partition is not None and self.ranges is not None:
@@ -221,15 +221,15 @@ def explain_kv(
     if target.capability:
         chosen = dispatch.choose(request, target.gpu)
     else:
-        call = request.call._replace(q=request.q.new_empty(0, device="cpu"))
-        chosen = dispatch.choose(request._replace(call=call))
+        dense = request.dense._replace(q=request.q.new_empty(0, device="cpu"))
+        chosen = dispatch.choose(request._replace(dense=dense))
     return _explanation(request, _sequences(request, lengths), target, chosen)
 
 
 def _explanation(
     request: KvRequest, sequences: list[tuple[int, int, int]], target: Device, chosen: dispatch.Choice
 ) -> KvExplanation:
-    q, k, v = request.call[:3]
+    q, k, v = request.dense[:3]
     before, after = request.spec.before, request.spec.after
     heads, kv_heads, dims = q.shape[-2], k.shape[-2], q.shape[-1] + v.shape[-1]
     size = q.element_size()
@@ -285,7 +285,7 @@ def _pairs(n_q: int, n_k: int, start: int, before: int | None, after: int | None
 
 def _sequences(request: KvRequest, lengths: Tensor | int) -> list[tuple[int, int, int]]:
     """(queries, keys, first valid key) of each; of a packed q, the rows past the last one as well, without keys."""
-    places, cu_q = request.cache_index, request.call.cu_q
+    places, cu_q = request.cache_index, request.dense.cu_q
     batch = places.batch
     own = [lengths] * batch if isinstance(lengths, int) else lengths.tolist()
     gained = [places.new] * batch if places.cu_new is None else [b - a for a, b in pairwise(places.cu_new.tolist())]

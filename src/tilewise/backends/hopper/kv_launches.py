@@ -30,13 +30,13 @@ def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[in
     none."""
     if is_latent(request):
         return decode.schedule_sizes(request, target)
-    return (0, 0) if request.call.cu_q is None else decode.schedule_sizes(decode_request(request), target)
+    return (0, 0) if request.dense.cu_q is None else decode.schedule_sizes(decode_request(request), target)
 
 
 def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
     if is_latent(request):
         return decode.schedule_launches(request, schedule, target)
-    if request.call.cu_q is None:
+    if request.dense.cu_q is None:
         return []
     return [decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)]
 
@@ -44,7 +44,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
     if is_latent(request):
         return decode.planned(request, schedule)
-    return [] if request.call.cu_q is None else decode.planned(decode_request(request), schedule)
+    return [] if request.dense.cu_q is None else decode.planned(decode_request(request), schedule)
 
 
 def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
@@ -56,7 +56,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     # The kernel writes a contiguous lse. The lse of a plan is strided and is not returned.
     own = lse if lse.is_contiguous() else memory.empty(lse.shape, lse.dtype)
     prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms, call.max_logit)
-    if request.call.cu_q is None:
+    if request.dense.cu_q is None:
         return [prefill]
     return [
         prefill,
@@ -68,9 +68,9 @@ def prefill_launch(
     request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int, max_logit: Tensor | None = None
 ) -> Launch:
     """The Hopper forward on a KV cache."""
-    call, places = request.call, request.cache_index
-    q, k, v, spec = call[:4]
-    cu_q, table = call.cu_q, places.table
+    dense, places = request.dense, request.cache_index
+    q, k, v, spec = dense[:4]
+    cu_q, table = dense.cu_q, places.table
     max_length = places.capacity(k)
     n_q, heads, d = q.shape[-3:]
     size = CallShape(places.batch, n_q, max_length, heads, k.shape[-2], d, v.shape[-1], packed=cu_q is not None)
@@ -91,7 +91,7 @@ def prefill_launch(
         *(0 if table is None else table.stride(0), k.shape[0], page_stride(k), page_stride(v)),
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
-    packed = call._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
+    packed = dense._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
     operands = Operands((*column_descriptors(q, ROWS.value), *kv))
     return forward_launch(packed, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
 

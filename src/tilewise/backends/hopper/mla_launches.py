@@ -22,15 +22,15 @@ from .mla_producers import PackedViews
 BLOCK = 64  # rows of a tile, and keys
 
 
-def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
-    request, schedule, workspace = kv.request, kv.schedule, kv.workspace
+def hopper_mla_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
+    request, schedule, workspace = call.request, call.schedule, call.workspace
     assert schedule is not None
     assert workspace is not None
-    call, places, spec = request.call, request.cache_index, request.spec
-    q, k, v = call[:3]
+    dense, places, spec = request.dense, request.cache_index, request.spec
+    q, k, v = dense[:3]
     partition = checked_partition(request, target, schedule, workspace)
     assert partition.tile[:2] == (BLOCK, BLOCK)
-    terms = device_terms(call, target.gpu)
+    terms = device_terms(dense, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
     packed = packed_views(k) if is_packed(k) else None
@@ -51,7 +51,7 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
         None if packed else packed_descriptor(k, box, 64),
         packed,
         (places.table, places.indptr, places.rows),
-        buffers_of(kv),
+        buffers_of(call),
         *(spec.after, spec.scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
         *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
@@ -61,8 +61,8 @@ def hopper_mla_launches(kv: KvCall, target: Target, memory: Memory) -> list[Laun
     options = {"CONFIG": config, "num_warps": 4, "launch_pdl": True}
     launches = [Launch(hopper_mla_kernel, partition.programs, args, options)]
     if rows_differ:
-        launches.append(mla_launches(kv, target, memory)[1])
-    return [*launches, combine_launch(kv, terms, partition, target)]
+        launches.append(mla_launches(call, target, memory)[1])
+    return [*launches, combine_launch(call, terms, partition, target)]
 
 
 def packed_views(k: Tensor) -> PackedViews:

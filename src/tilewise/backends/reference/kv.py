@@ -59,33 +59,33 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
     if kv.append is not None:
         rotated = append(kv.append)
         if rotated is not None:
-            request = request._replace(call=request.call._replace(q=rotated))
-    call, places = request.call, request.cache_index
-    q = call.q if call.q.dim() == 3 else call.q.flatten(0, 1)
-    cu_q = bounds_of(call.q, call.cu_q)
-    totals = clamped_totals(places, call.k)
-    where = tokens(places, totals, call.k)
+            request = request._replace(dense=request.dense._replace(q=rotated))
+    dense, places = request.dense, request.cache_index
+    q = dense.q if dense.q.dim() == 3 else dense.q.flatten(0, 1)
+    cu_q = bounds_of(dense.q, dense.cu_q)
+    totals = clamped_totals(places, dense.k)
+    where = tokens(places, totals, dense.k)
     counts = torch.tensor([0, *(len(at[0]) for at in where)], device=q.device)
     cu_k = counts.cumsum(0).int()
-    dtype = common_dtype(call)
-    none = q.new_empty(0, call.k.shape[2], q.shape[-1], dtype=dtype)
-    k = torch.cat([none, *loaded(call.k, request.k_scale, where, dtype)])
+    dtype = common_dtype(dense)
+    none = q.new_empty(0, dense.k.shape[2], q.shape[-1], dtype=dtype)
+    k = torch.cat([none, *loaded(dense.k, request.k_scale, where, dtype)])
     v = k[..., :LATENT]
-    if not is_packed(call.k):
-        none = none.new_empty(0, call.v.shape[2], head_dim(call.v))
-        v = torch.cat([none, *loaded(call.v, request.v_scale, where, dtype)])
+    if not is_packed(dense.k):
+        none = none.new_empty(0, dense.v.shape[2], head_dim(dense.v))
+        v = torch.cat([none, *loaded(dense.v, request.v_scale, where, dtype)])
     q = q.to(dtype)
     mask = bound(masks_of(request, cu_q))
-    spec = call.spec
+    spec = dense.spec
     if mask is not None:
         spec = spec._replace(mask_mod=mask.key, mask_numbers=mask.numbers, mask_tensors=len(mask.tensors))
     packed = Request(
-        q, k, v, spec, None, call.sinks, call.score, cu_q, cu_k, None, () if mask is None else mask.tensors
+        q, k, v, spec, None, dense.sinks, dense.score, cu_q, cu_k, None, () if mask is None else mask.tensors
     )
     out, *by_row = tiled.forward(packed) if packed.is_plain else scored.forward(packed)
-    out = out.view(*call.q.shape[:-1], out.shape[-1]).to(call.q.dtype)
-    if call.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
-        by_row = [x.unflatten(1, call.q.shape[:2]).transpose(0, 1).contiguous() for x in by_row]
+    out = out.view(*dense.q.shape[:-1], out.shape[-1]).to(dense.q.dtype)
+    if dense.q.dim() == 4:  # (H, B Sq) -> (B, H, Sq)
+        by_row = [x.unflatten(1, dense.q.shape[:2]).transpose(0, 1).contiguous() for x in by_row]
     lse, *largest = by_row
     out = out if kv.out is None else kv.out.copy_(out)
     lse = lse if kv.lse is None else kv.lse.copy_(lse)
@@ -93,11 +93,11 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
     return out, lse, *(found if kv.max_logit is None else [kv.max_logit.copy_(x) for x in found])
 
 
-def common_dtype(call: Request) -> torch.dtype:
+def common_dtype(dense: Request) -> torch.dtype:
     """The dtype that a call with a cache is computed in: q's, if the caches have it; at least float32 otherwise."""
-    if call.k.dtype == call.q.dtype == call.v.dtype:
-        return call.q.dtype
-    return torch.promote_types(call.q.dtype, torch.float32)
+    if dense.k.dtype == dense.q.dtype == dense.v.dtype:
+        return dense.q.dtype
+    return torch.promote_types(dense.q.dtype, torch.float32)
 
 
 def loaded(cache: Tensor, scale: Scale, where: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -133,10 +133,10 @@ def on_branch(b, h, q_idx, kv_idx, tree, first, *, q_len, kv_len):  # type: igno
 
 def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
     """The mask mods of a request: its own, valid keys, the tree."""
-    call, starts, tree = request.call, request.cache_index.starts, request.tree
+    dense, starts, tree = request.dense, request.cache_index.starts, request.tree
     found = []
-    if call.spec.mask_mod is not None:
-        found.append(Mod("mask", call.spec.mask_mod, call.mask, call.spec.mask_numbers))
+    if dense.spec.mask_mod is not None:
+        found.append(Mod("mask", dense.spec.mask_mod, dense.mask, dense.spec.mask_numbers))
     if starts is not None and starts.numel():
         found.append(since_start(starts))
     if tree is not None and tree.numel() and cu_q.shape[0] > 1:

@@ -106,7 +106,7 @@ def partition_launch(
 ) -> Launch:
     """Computes the schedule of a partition. `skip_empty`: work items without keys are left out."""
     q, k, places = request.q, request.k, request.cache_index
-    sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, places.starts, places.indptr)
+    sequences = Sequences(places.lengths, request.dense.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         KV_HEADS=k.shape[-2],
@@ -150,21 +150,21 @@ class Part(NamedTuple):
     prefix: tuple[Tensor, Tensor] | None = None
 
 
-def attend_launches(kv: KvCall, target: Target, memory: Memory, concurrent: bool = False) -> list[Launch]:
+def attend_launches(call: KvCall, target: Target, memory: Memory, concurrent: bool = False) -> list[Launch]:
     """Attend, and combine unless the decode kernel does so itself. `concurrent`: they may run together with the launch
     before them."""
-    assert kv.schedule is not None
-    partition = checked_partition(kv.request, target, kv.schedule, kv.workspace)
-    return decode_launches(kv, partition, target, Part(concurrent))
+    assert call.schedule is not None
+    partition = checked_partition(call.request, target, call.schedule, call.workspace)
+    return decode_launches(call, partition, target, Part(concurrent))
 
 
-def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part) -> list[Launch]:
+def decode_launches(call: KvCall, partition: Partition, target: Target, part: Part) -> list[Launch]:
     """The launches of `attend_launches` with a given partition."""
-    request = kv.request
-    call, places, spec = request.call, request.cache_index, request.spec
-    q, k, v = call[:3]
-    scoring, scale, _ = folded(call, target.gpu, derivative=False)
-    terms = device_terms(call, target.gpu)
+    request = call.request
+    dense, places, spec = request.dense, request.cache_index, request.spec
+    q, k, v = dense[:3]
+    scoring, scale, _ = folded(dense, target.gpu, derivative=False)
+    terms = device_terms(dense, target.gpu)
     stored_k, stored_v = (
         stored_of(x, q, scale, target.gpu) for x, scale in ((k, request.k_scale), (v, request.v_scale))
     )
@@ -180,7 +180,7 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
         BLOCK_DV=padded(dim_v, 16 * stored_v.PARTS),
         FOLD=scoring["FOLD"],
         PRECISION=precision(q, target.gpu),
-        BOUNDED=scoring["FOLD"] and is_bounded(call, scale) and stored_v.OPERAND == "bfloat16",
+        BOUNDED=scoring["FOLD"] and is_bounded(dense, scale) and stored_v.OPERAND == "bfloat16",
         LARGE_SCORES=terms.large_scores is not None,
         OVERLAP=can_overlap(target.gpu),
         PAGE_SIZE=None if places.table is None else k.shape[1],
@@ -193,7 +193,7 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
         HAS_STARTS=places.starts is not None and part.prefix is None,  # prefixes end with a chunk
         CONCURRENT=part.concurrent,
         NAN_SAFE=part.queries is None and (request.max_seqlen_q != 1 or spec.mask_mod is not None),
-        MAX_LOGIT=kv.max_logit is not None,
+        MAX_LOGIT=call.max_logit is not None,
         FUSED=request.split is None and is_fused(partition),
         BLOCK_R=block_r,
         BLOCK_C=max(1, FUSED // (block_r * padded(dim_v))),
@@ -202,7 +202,7 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
     )
     table_stride = 0 if places.table is None else places.table.stride(0)
     queries = q if part.queries is None else part.queries
-    n_q = queries.shape[-3] if config.OF_PREFIX or call.cu_q is None else 0
+    n_q = queries.shape[-3] if config.OF_PREFIX or dense.cu_q is None else 0
     words = 0 if request.tree is None else request.tree.shape[1]
     args = (
         view(queries),
@@ -210,7 +210,7 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
             *(view(k_words), view(v_words), places.table, places.indptr, places.rows),
             *(scale_of(request.k_scale), scale_of(request.v_scale)),
         ),
-        buffers_of(kv, part.prefix),
+        buffers_of(call, part.prefix),
         request.tree,
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
@@ -219,17 +219,17 @@ def decode_launches(kv: KvCall, partition: Partition, target: Target, part: Part
         *(table_stride, k.shape[0], places.batch, n_q, words),
         terms,
     )
-    mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call)}
+    mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(dense)}
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": partition.tile.stages}
     attend = Launch(decode_kernel, partition.programs, args, launch_options(config, **mods, **shape))
-    return [attend] if config.FUSED else [attend, combine_launch(kv, terms, partition, target, part.prefix)]
+    return [attend] if config.FUSED else [attend, combine_launch(call, terms, partition, target, part.prefix)]
 
 
 def tile_height(request: KvRequest, partition: Partition) -> int:
     """The rows of a tile without keys: packed, those past the last sequence may be more than max_seqlen_q."""
-    return partition.rows if request.call.cu_q is None else partition.tile.block_m
+    return partition.rows if request.dense.cu_q is None else partition.tile.block_m
 
 
 def is_fused(partition: Partition) -> bool:
@@ -247,19 +247,19 @@ def fitting(n: int, sizes: tuple[int, ...]) -> int:
     return next((size for size in sizes if n <= size), sizes[-1])
 
 
-def buffers_of(kv: KvCall, prefix: tuple[Tensor, Tensor] | None = None) -> Buffers:
-    assert kv.out is not None
-    assert kv.lse is not None
-    found = Buffers(view(kv.out), row_view(kv.lse), kv.workspace, kv.schedule, kv.max_logit)
+def buffers_of(call: KvCall, prefix: tuple[Tensor, Tensor] | None = None) -> Buffers:
+    assert call.out is not None
+    assert call.lse is not None
+    found = Buffers(view(call.out), row_view(call.lse), call.workspace, call.schedule, call.max_logit)
     return found if prefix is None else found._replace(prefix_out=view(prefix[0]), prefix_lse=row_view(prefix[1]))
 
 
 def combine_launch(
-    kv: KvCall, terms: Any, partition: Partition, target: Target, prefix: tuple[Tensor, Tensor] | None = None
+    call: KvCall, terms: Any, partition: Partition, target: Target, prefix: tuple[Tensor, Tensor] | None = None
 ) -> Launch:
     """Combines as many partial results at once as a row is likely to have, and as many rows and columns as fit beside
     them."""
-    request = kv.request
+    request = call.request
     q, k, dv = request.q, request.k, head_dim(request.v)
     max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
     partials = 1 if request.split else fitting(-(-partition.target // max(partition.items, 1)), BLOCK_PARTIALS)
@@ -283,7 +283,7 @@ def combine_launch(
         *(partition.rows, request.cache_index.batch, partition.target, tile_height(request, partition)),
     )
     programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
-    return Launch(combine_kernel, programs, (buffers_of(kv, prefix), terms.sinks, *sizes), launch_options(config))
+    return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), launch_options(config))
 
 
 def cache_format(cache: Tensor, scale: Scale, dim: int) -> CacheFormat:

@@ -36,16 +36,16 @@ def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
     return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
 
 
-def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
+def mla_launches(call: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
     """`shared`: the values are the first columns of the keys."""
-    request, schedule, workspace = kv.request, kv.schedule, kv.workspace
+    request, schedule, workspace = call.request, call.schedule, call.workspace
     assert schedule is not None
     assert workspace is not None
-    call, places, spec = request.call, request.cache_index, request.spec
-    q, k, v = call[:3]
+    dense, places, spec = request.dense, request.cache_index, request.spec
+    q, k, v = dense[:3]
     partition = checked_partition(request, target, schedule, workspace)
-    scoring, scale, _ = folded(call, target.gpu, derivative=False)
-    terms = device_terms(call, target.gpu)
+    scoring, scale, _ = folded(dense, target.gpu, derivative=False)
+    terms = device_terms(dense, target.gpu)
     operand, accuracy = operand_of(q, k, target.gpu)
     block_n, stages = partition.tile.block_n, partition.tile.stages
     if not shared:  # shared memory holds values too
@@ -72,12 +72,12 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True
         HAS_STARTS=places.starts is not None,
         FLAG_NAN=rows_differ and not (places.by_token and spec.mask_mod is None),
         REPAIR=False,
-        MAX_LOGIT=kv.max_logit is not None,
+        MAX_LOGIT=call.max_logit is not None,
     )
     args = (
         view(q),
         LatentCache(*cache_views(k, v, shared), places.table, places.indptr, places.rows),
-        buffers_of(kv),
+        buffers_of(call),
         request.tree,
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
@@ -85,12 +85,12 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True
         *(0 if places.table is None else places.table.stride(0), k.shape[0], k.shape[1]),
         *(
             places.batch,
-            0 if call.cu_q is not None else q.shape[1],
+            0 if dense.cu_q is not None else q.shape[1],
             0 if request.tree is None else request.tree.shape[1],
         ),
         terms,
     )
-    mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(call)}
+    mods = {"SCORE_MOD": scoring["SCORE_MOD"], "MASK_MOD": mask_mod(dense)}
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": stages}
@@ -98,4 +98,4 @@ def mla_launches(kv: KvCall, target: Target, memory: Memory, shared: bool = True
     if config.FLAG_NAN:
         repair = launch_options(config._replace(REPAIR=True, MAX_LOGIT=False), **mods, **shape | {"num_stages": 1})
         launches.append(launches[0]._replace(options=repair))
-    return [*launches, combine_launch(kv, terms, partition, target)]
+    return [*launches, combine_launch(call, terms, partition, target)]

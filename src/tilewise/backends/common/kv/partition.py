@@ -85,7 +85,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         tile = kv_tiles.tile(
             gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
         )
-    if request.call.cu_q is None:
+    if request.dense.cu_q is None:
         tiles = -(-q.shape[1] * group // tile.block_m)
         items = q.shape[0] * tiles
     else:

@@ -53,16 +53,16 @@ class Plan(NamedTuple):
 
 def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) -> Plan:
     """Both passes of a request. Without `groups` only their sizes count."""
-    call, places = request.call, request.cache_index
-    q, tokens = call.q, call.q.shape[:-2].numel()
+    dense, places = request.dense, request.cache_index
+    q, tokens = dense.q, dense.q.shape[:-2].numel()
     lengths = places.lengths if groups is None else groups.lengths
     cu_q = torch.empty(places.batch + 1, device="meta", dtype=torch.int32) if groups is None else groups.cu_q
     starts = places.lengths if groups is None else groups.starts
     # Rows of the prefix pass are found by `query_pointers`: of these queries only the shape counts.
     packed = q.as_strided((tokens, *q.shape[-2:]), (0, *q.stride()[-2:]))
-    spec = call.spec._replace(before=None, after=None)
+    spec = dense.spec._replace(before=None, after=None)
     prefix_request = request._replace(
-        call=call._replace(q=packed, cu_q=cu_q, sinks=None, spec=spec),
+        dense=dense._replace(q=packed, cu_q=cu_q, sinks=None, spec=spec),
         cache_index=CacheIndex(lengths, places.table, places.indptr),
         tree=None,
         max_seqlen_q=0,
@@ -71,7 +71,7 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
     prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
     # a group with a prefix has two sequences or more, and at most one tile of rows that is not full
-    most_items = tokens * (q.shape[-2] // call.k.shape[-2]) // prefix.tile.block_m + places.batch // 2
+    most_items = tokens * (q.shape[-2] // dense.k.shape[-2]) // prefix.tile.block_m + places.batch // 2
     prefix = prefix._replace(most_splits=most_items + prefix.target)
     return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
 
@@ -138,7 +138,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     plan = plan_of(request, target, parts.groups)
     q, k, places = request.q, request.k, request.cache_index
     overlap = can_overlap(target.gpu)
-    sequences = Sequences(places.lengths, request.call.cu_q, places.cu_new, None, places.indptr)
+    sequences = Sequences(places.lengths, request.dense.cu_q, places.cu_new, None, places.indptr)
     assert places.table is not None
     given = request.shared_prefix if isinstance(request.shared_prefix, Tensor) else None
     stride = places.table.stride(0)
@@ -155,7 +155,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     groups = Launch(
         groups_kernel,
         1,
-        (parts.groups, request.call.cu_q, q.shape[-3], places.batch, chunk, *limits),
+        (parts.groups, request.dense.cu_q, q.shape[-3], places.batch, chunk, *limits),
         launch_options(GroupConfig(fitting(places.batch, (16, *BATCHES) if INTERPRETED else BATCHES), overlap)),
     )
     return [
@@ -165,19 +165,19 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     ]
 
 
-def attend_launches(kv: KvCall, target: Target, memory: Memory) -> list[Launch]:
+def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
     """Attend to the prefixes, then to the other keys of each sequence, and merge."""
-    request = kv.request
-    assert kv.schedule is not None
-    parts = parts_of(request, target, kv.schedule, kv.workspace)
+    request = call.request
+    assert call.schedule is not None
+    parts = parts_of(request, target, call.schedule, call.workspace)
     assert parts.out is not None
     assert parts.lse is not None
     plan = plan_of(request, target, parts.groups)
     prefix = KvCall(plan.prefix_request, None, parts.prefix_schedule, parts.prefix_workspace, parts.out, parts.lse.mT)
     out, lse = parts.out, parts.lse
-    if request.call.cu_q is None:
+    if request.dense.cu_q is None:
         out, lse = (x.unflatten(0, request.q.shape[:2]) for x in (out, lse))
-    own = kv._replace(request=plan.request, schedule=parts.schedule, workspace=parts.workspace)
+    own = call._replace(request=plan.request, schedule=parts.schedule, workspace=parts.workspace)
     return [
         *decode_launches(prefix, plan.prefix, target, Part(queries=request.q)),
         *decode_launches(own, plan.own, target, Part(concurrent=True, prefix=(out, lse.mT))),

@@ -58,13 +58,13 @@ def attend_runner(call: KvCall, sizes: Sizes, schedule: Schedule, attend: Attend
     def build(tensors: Sequence[Any], target: Target, memory: Memory) -> Built:
         call: KvCall = structure(tensors)
         request = call.request
-        max_logit = new_max_logit(request.call, memory) if call.max_logit is None else call.max_logit
+        max_logit = new_max_logit(request.dense, memory) if call.max_logit is None else call.max_logit
         launches = clear_max_logit(max_logit)
         if call.append is not None:
             append = with_rotated(call.append, memory)
             launches.append(append_launch(append, target.gpu))
             if append.rotated is not None:
-                request = request._replace(call=request.call._replace(q=append.rotated))
+                request = request._replace(dense=request.dense._replace(q=append.rotated))
         if call.schedule is None:
             numbers, floats = sizes(request, target)
             call = call._replace(

@@ -18,20 +18,20 @@ MAX_SOFTCAP = 2.0**16  # larger ones are "large scores", whose partial results a
 
 def bytes_of_key(request: KvRequest) -> int:
     """Bytes of a token in both caches."""
-    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in (request.call.k, request.call.v))
+    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in (request.dense.k, request.dense.v))
 
 
 def shares_prefix(request: KvRequest) -> bool:
     """Whether the kernels read shared prefixes once. Not if rows that share keys have different scores or masks for
     them, nor if results must not depend on the batch."""
-    call, places, spec = request.call, request.cache_index, request.call.spec
+    dense, places, spec = request.dense, request.cache_index, request.dense.spec
     if request.shared_prefix is None or places.table is None or places.by_token or is_latent(request):
         return False
     if places.starts is not None or spec.before is not None or spec.mask_mod is not None or spec.max_logit:
         return False
-    if request.split is not None or not 1 < places.batch <= MAX_BATCH or not call.q.numel():
+    if request.split is not None or not 1 < places.batch <= MAX_BATCH or not dense.q.numel():
         return False
-    most = (places.batch - 1) * places.capacity(call.k) * bytes_of_key(request)
+    most = (places.batch - 1) * places.capacity(dense.k) * bytes_of_key(request)
     if not isinstance(request.shared_prefix, Tensor) and most < MIN_SAVED:
         return False
     scales = (request.k_scale, request.v_scale)
