@@ -368,7 +368,7 @@ def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, gi
         _check_contents(request, given)
     new = None
     if given["k_new"] is not None:
-        new = checks.append_request(given["k_new"], given["v_new"], k_cache, v_cache, request.cache_index, q, given)
+        new = checks.append_request(given["k_new"], given["v_new"], k_cache, v_cache, request.places, q, given)
     elif any(given[name] is not None for name in ("rotary", "qk_norm", "slots")):  # type: ignore[literal-required]
         raise AttentionError("rotary, qk_norm and slots", "given without new tokens", "k_new and v_new too")
     plan = given["plan"]
@@ -407,7 +407,7 @@ def _check_plan(plan: KvPlan, request: KvRequest) -> None:
 
 def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
-    (q, k, v, spec, *_), places = request.dense, request.cache_index
+    (q, k, v, spec, *_), places = request.dense, request.places
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
     options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token

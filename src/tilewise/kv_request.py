@@ -101,7 +101,7 @@ class PlannedTile(NamedTuple):
     num_chunks: int
 
 
-class CacheIndex(NamedTuple):
+class CachePlaces(NamedTuple):
     """Where the tokens of every sequence lie in a cache.
 
     A sequence has `lengths` tokens, to which `new` are appended, or those between its offsets in `cu_new`. With a page
@@ -143,7 +143,7 @@ class KvRequest(NamedTuple):
     """
 
     dense: Request
-    cache_index: CacheIndex
+    places: CachePlaces
     tree: Tensor | None = None
     split: int | None = None
     max_seqlen_q: int = 0
@@ -178,7 +178,7 @@ class AppendRequest(NamedTuple):
     v_new: Tensor
     k: Tensor
     v: Tensor
-    cache_index: CacheIndex
+    places: CachePlaces
     slots: Tensor | None = None
     rotary: Rotary | None = None
     q: Tensor | None = None
@@ -236,7 +236,7 @@ def _like(x: tuple[Any, ...], items: Iterable[Any]) -> Any:
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 
-INDEX = len(CacheIndex._fields)
+NUM_PLACES = len(CachePlaces._fields)
 PLACES = (
     "Tensor lengths, Tensor? table, Tensor? indptr, Tensor? rows, Tensor? starts, Tensor? cu_new, SymInt new,"
     " bool by_token"
@@ -265,13 +265,13 @@ def attend_arguments(request: KvRequest) -> tuple[Any, ...]:
     shared = request.shared_prefix
     shares = (None, True) if isinstance(shared, str) else (shared, False)
     sizes = (request.split, request.max_seqlen_q)
-    return (*dense[:3], *request.cache_index, *terms, *band, *mods, *sizes, *scales, *shares)
+    return (*dense[:3], *request.places, *terms, *band, *mods, *sizes, *scales, *shares)
 
 
 def attend_request_of_op(*given: Any) -> KvRequest:
     """The request of such arguments, those of an op."""
     q, k, v, *rest = given
-    places, rest = CacheIndex(*rest[:INDEX]), rest[INDEX:]
+    places, rest = CachePlaces(*rest[:NUM_PLACES]), rest[NUM_PLACES:]
     cu_q, tree, sinks, score, mask, scale, before, after, backend, score_mod, score_numbers, mask_mod, *rest = rest
     mask_numbers, split, max_seqlen_q, *scales, common, find_common = rest
     score_mod, mask_mod = (score_mod, tuple(score_numbers), len(score)), (mask_mod, tuple(mask_numbers), len(mask))
@@ -300,7 +300,7 @@ def append_arguments(request: AppendRequest, backend: str) -> tuple[Any, ...]:
     rotary = request.rotary or (None, None, False, None, None)
     norm = request.norm or (None, None, 0.0, 0.0)
     scales = [None if has_token_scales(x) else x for x in (request.k_scale, request.v_scale)]
-    tokens = request.k_new, request.v_new, *request.cache_index, request.slots
+    tokens = request.k_new, request.v_new, *request.places, request.slots
     return *tokens, *rotary, request.q, request.cu_q, *norm, *scale_arguments(*scales), backend
 
 
@@ -313,7 +313,10 @@ def written_arguments(request: AppendRequest) -> tuple[Any, ...]:
 def append_request_of_op(*given: Any) -> tuple[AppendRequest, str]:
     """The request of such arguments, those of the op, and the backend."""
     k, v, rotated, k_scales, v_scales, k_new, v_new, *rest = given
-    places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = CacheIndex(*rest[:INDEX]), rest[INDEX:]
+    places, (slots, cos, sin, interleaved, at, q_at, q, cu_q, *rest) = (
+        CachePlaces(*rest[:NUM_PLACES]),
+        rest[NUM_PLACES:],
+    )
     q_weight, k_weight, eps, offset, k_scale, v_scale, k_number, v_number, backend = rest
     rotary = None if cos is None else Rotary(cos, sin, interleaved, at, q_at)
     norm = None if q_weight is None else QkNorm(q_weight, k_weight, eps, offset)

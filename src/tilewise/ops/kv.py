@@ -140,7 +140,7 @@ def _flops(
     """Two products for each pair of a query and a key in the cache, seen or not; where lengths cannot be read (meta and
     fake tensors), of a cache that is full."""
     request = attend_request_of_op(*given)
-    places, q, cu_q = request.cache_index, request.q, request.dense.cu_q
+    places, q, cu_q = request.places, request.q, request.dense.cu_q
     if not readable(places.lengths, cu_q, places.cu_new):
         pages = 1 if places.table is None else places.table.shape[-1]
         pairs = q.shape[:-2].numel() * pages * request.k.shape[1]

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..errors import AttentionError
 from ..kv_formats import head_dim
 from ..kv_latent import LATENT, WIDTH, is_packed, shares_memory
-from ..kv_request import UNDIVIDED, AppendRequest, CacheIndex, KvPlan, KvRequest, QkNorm, Rotary, Scale, SharedPrefix
+from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, QkNorm, Rotary, Scale, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
 from ..mods.program import Mod
@@ -139,7 +139,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
 
 
 def append_request(
-    k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: CacheIndex, q: Tensor | None, options: KvOptions
+    k_new: Any, v_new: Any, k: Tensor, v: Tensor, places: CachePlaces, q: Tensor | None, options: KvOptions
 ) -> AppendRequest:
     """The request that appends the new tokens of a call, which `places` counts."""
     _check_cache("v_cache", v)
@@ -199,7 +199,7 @@ def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor |
     return offsets
 
 
-def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> CacheIndex:
+def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> CachePlaces:
     """The places of `append_kv`, whose batch is that of k_new or cu_seqlens_new."""
     defaults_of: dict[str, Any] = {**defaults()}
     for name, x in options.items():
@@ -211,7 +211,7 @@ def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOption
     return _places(batch, k_new, k, lengths, options | {"k_new": k_new})  # type: ignore[operator]
 
 
-def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> CacheIndex:
+def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) -> CachePlaces:
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         if not 0 <= lengths < 2**31:
             raise AttentionError("lengths", lengths, "0 to 2**31 - 1")
@@ -249,7 +249,7 @@ def _places(batch: int, q: Tensor, k: Tensor, lengths: Any, options: KvOptions) 
     if starts is not None:
         _counts("starts", starts, batch, q)
         starts = starts.contiguous()
-    return CacheIndex(lengths.contiguous(), table, indptr, rows, starts, cu_new, new, by_token)
+    return CachePlaces(lengths.contiguous(), table, indptr, rows, starts, cu_new, new, by_token)
 
 
 def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:

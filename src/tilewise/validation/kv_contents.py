@@ -21,7 +21,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
         slots: where new tokens are written, if given.
         new_tokens: rows of a packed k_new; None if the call has no new tokens.
     """
-    dense, places, k = request.dense, request.cache_index, request.k
+    dense, places, k = request.dense, request.places, request.k
     if dense.cu_q is not None:
         check_offsets("cu_seqlens_q", dense.cu_q, dense.q.shape[0])
     appended = [places.new] * places.batch
@@ -84,7 +84,7 @@ def _check_constant_scales(request: KvRequest) -> None:
 def _check_token_scales(request: KvRequest, b: int, tokens: tuple[int, int], pages: list[int] | None) -> None:
     """Raises AttentionError if a token in the cache, from `tokens[0]` to before `tokens[1]`, has a scale that is not
     finite: nothing has been appended there, or a token that is not finite."""
-    rows = request.cache_index.rows
+    rows = request.places.rows
     page = request.k.shape[1]
     for name, scale in (("k_scale", request.k_scale), ("v_scale", request.v_scale)):
         if not isinstance(scale, Tensor) or scale.dim() < 3 or tokens[0] >= tokens[1]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError
-from ..kv_request import CacheIndex, SharedPrefix
+from ..kv_request import CachePlaces, SharedPrefix
 
 ACCEPTED = '"auto", int32 (B,) tensor, or None'
 
 
-def checked_prefix(given: Any, places: CacheIndex) -> SharedPrefix:
+def checked_prefix(given: Any, places: CachePlaces) -> SharedPrefix:
     """The option: None, "auto", or the keys that each sequence has in common with the one before it."""
     if given is None:
         return None

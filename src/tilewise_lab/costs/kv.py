@@ -91,7 +91,7 @@ class KvExplanation:
 
     def to_dict(self) -> dict[str, Any]:
         q, k, v = self.request.dense[:3]
-        spec, places = self.request.spec, self.request.cache_index
+        spec, places = self.request.spec, self.request.places
         plan = None
         if self.partition is not None and self.ranges is not None:
             plan = {
@@ -237,7 +237,7 @@ def _explanation(
     queries = sum(n for n, _, _ in sequences)
     visible = sum(_visible_keys(*seq, before, after) for seq in sequences)
     other = size * queries * heads * dims + 4 * queries * heads
-    if request.cache_index.table is not None:
+    if request.places.table is not None:
         other += 4 * sum(-(-n // k.shape[1]) for _, n, _ in sequences)
     partition, ranges, shared = None, None, 0
     if chosen.backend.name != DIVIDING:
@@ -285,7 +285,7 @@ def _pairs(n_q: int, n_k: int, start: int, before: int | None, after: int | None
 
 def _sequences(request: KvRequest, lengths: Tensor | int) -> list[tuple[int, int, int]]:
     """(queries, keys, first valid key) of each; of a packed q, the rows past the last one as well, without keys."""
-    places, cu_q = request.cache_index, request.dense.cu_q
+    places, cu_q = request.places, request.dense.cu_q
     batch = places.batch
     own = [lengths] * batch if isinstance(lengths, int) else lengths.tolist()
     gained = [places.new] * batch if places.cu_new is None else [b - a for a, b in pairwise(places.cu_new.tolist())]

@@ -19,7 +19,7 @@ from tilewise.backends.hopper import launches as hopper
 from tilewise.backends.hopper.backward_launches import build_backward
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.triton import launches as portable
-from tilewise.kv_request import CacheIndex, KvRequest
+from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.request import Request, Spec
 
 SM_90 = Gpu("cuda", 90)
@@ -50,7 +50,7 @@ def caches(dim: int) -> list[int]:
         lse = torch.empty(batch, 8, n, device="meta")
         k = torch.empty(pages, 16, 2, dim, dtype=torch.bfloat16, device="meta")
         lengths, table = (torch.empty(*x, dtype=torch.int32, device="meta") for x in ((batch,), (batch, width)))
-        places = CacheIndex(lengths, table, new=rng.choice((0, 1, 2, 16)))
+        places = CachePlaces(lengths, table, new=rng.choice((0, 1, 2, 16)))
         request = KvRequest(Request(q, k, k.clone(), Spec(0.1, None, 0)), places)
         state = hopper.new_state(DeviceMemory(torch.device("meta")))
         seen.add(specialised(90, prefill_launch(request, q.clone(), lse, state, 132)))

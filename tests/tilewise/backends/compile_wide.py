@@ -16,7 +16,7 @@ from tilewise.backends.common.kv import launches as kv
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.offline import binary_for
 from tilewise.backends.triton.launches import offline_launches
-from tilewise.kv_request import AppendRequest, CacheIndex, KvCall, KvRequest
+from tilewise.kv_request import AppendRequest, CachePlaces, KvCall, KvRequest
 from tilewise.request import Request, Spec
 
 SM_90 = Gpu("cuda", 90)
@@ -34,13 +34,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def kv_launches() -> dict[str, Launch]:
     target, memory = Target(SM_90, 132), DeviceMemory(torch.device("meta"))
     q, k, v = wide(4, 1, 4, 128), wide(64, 16, 2, 128), wide(64, 16, 2, 128)
-    index = CacheIndex(meta(4), meta(4, 21), new=1)
-    request = KvRequest(Request(q, k, v, Spec(0.1, None, 0)), index)
+    places = CachePlaces(meta(4), meta(4, 21), new=1)
+    request = KvRequest(Request(q, k, v, Spec(0.1, None, 0)), places)
     numbers, floats = kv.schedule_sizes(request, target)
     buffers = meta(numbers, dtype=torch.int64), meta(floats, dtype=torch.float32)
     call = KvCall(request, None, *buffers, wide(4, 1, 4, 128), meta(4, 4, 1, dtype=torch.float32))
     attend, *_, combine = kv.attend_launches(call, target, memory)
-    new = AppendRequest(wide(4, 1, 2, 128), wide(4, 1, 2, 128), k, v, index)
+    new = AppendRequest(wide(4, 1, 2, 128), wide(4, 1, 2, 128), k, v, places)
     return {"decode": attend, "combine": combine, "append": kv.append_launch(new, SM_90)}
 
 

@@ -17,7 +17,7 @@ from tilewise import AttentionError
 from tilewise.backends import registry
 from tilewise.backends.common.gpu import INTERPRETER, Gpu
 from tilewise.backends.protocol import Backend, KvBackend
-from tilewise.kv_request import CacheIndex, KvRequest
+from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.plan_cache import PlanCache
 from tilewise.request import Request, Spec
 
@@ -219,7 +219,7 @@ def test_a_backend_without_a_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     third = insert(ThirdBackend(with_cache=False), monkeypatch)
     q, k, v, lengths = caches()
     assert tilewise.attention_kv(q, k, v, lengths).shape == q.shape
-    call = KvRequest(Request(q, k, v, Spec(1.0)), CacheIndex(lengths))
+    call = KvRequest(Request(q, k, v, Spec(1.0)), CachePlaces(lengths))
     assert registry.choose(call).backend.name == "reference"
     for function in (tilewise.attention_kv, tilewise.plan_kv):
         with pytest.raises(AttentionError, match="backend='third': found a KV cache"):

@@ -130,7 +130,7 @@ class ThirdCache:
             if call.append is not None:
                 write(call.append)
             assert call.schedule is None or call.schedule.tolist() == [7, 7]
-            n = int(request.cache_index.lengths[0]) + request.cache_index.new
+            n = int(request.places.lengths[0]) + request.places.new
             cached = Request(request.q, request.k[:, :n], request.v[:, :n], request.spec)
             out, lse = results(cached)
             return (out if call.out is None else call.out.copy_(out)), lse
@@ -143,9 +143,9 @@ class ThirdCache:
 
 
 def write(request: AppendRequest) -> list[Tensor]:
-    for b, start in enumerate(request.cache_index.lengths.tolist()):
-        request.k[b, start : start + request.cache_index.new] = request.k_new[b]
-        request.v[b, start : start + request.cache_index.new] = request.v_new[b]
+    for b, start in enumerate(request.places.lengths.tolist()):
+        request.k[b, start : start + request.places.new] = request.k_new[b]
+        request.v[b, start : start + request.places.new] = request.v_new[b]
     return []
 
 

@@ -68,7 +68,7 @@ def prefill_launch(
     request: KvRequest, out: Tensor, lse: Tensor, state: State, num_sms: int, max_logit: Tensor | None = None
 ) -> Launch:
     """The Hopper forward on a KV cache."""
-    dense, places = request.dense, request.cache_index
+    dense, places = request.dense, request.places
     q, k, v, spec = dense[:4]
     cu_q, table = dense.cu_q, places.table
     max_length = places.capacity(k)

@@ -26,7 +26,7 @@ def hopper_mla_launches(call: KvCall, target: Target, memory: Memory) -> list[La
     request, schedule, workspace = call.request, call.schedule, call.workspace
     assert schedule is not None
     assert workspace is not None
-    dense, places, spec = request.dense, request.cache_index, request.spec
+    dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]
     partition = checked_partition(request, target, schedule, workspace)
     assert partition.tile[:2] == (BLOCK, BLOCK)

@@ -51,7 +51,7 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
     spec = getattr(request, "spec", None)  # an append has none
     if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
-    if getattr(request, "cache_index", None) is not None and is_latent(request):
+    if getattr(request, "places", None) is not None and is_latent(request):
         return unsupported_latent(request)
     most = MAX_HEAD_DIM if isinstance(request, Request) else MAX_CACHE_HEAD_DIM
     if max(q.shape[-1], v.shape[-1]) > most:
@@ -69,7 +69,7 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
 
 def unsupported_latent(request: Any) -> str | None:
     """Returns why a call with an MLA cache is not supported, or None."""
-    q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.cache_index
+    q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.places
     packed = is_packed(k) and q.dtype == torch.bfloat16
     if not packed and (k.dtype != q.dtype or v.dtype != q.dtype):
         return f"a cache of {k.dtype} and {v.dtype}, of q's {q.dtype}"
@@ -134,7 +134,7 @@ def unsupported_block_mask(request: Request) -> str | None:
 def unsupported_cache(request: Any) -> str | None:
     """Returns why a call with a KV cache is not supported, or None. An append has no places; common kernels compute
     it."""
-    places = getattr(request, "cache_index", None)
+    places = getattr(request, "places", None)
     if places is None:
         return None
     if any(x.dtype != request.q.dtype for x in (request.k, request.v)):
@@ -156,7 +156,7 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
     """Returns why "auto" should choose another backend, or None: a call that is bound by memory, as in decoding."""
     q, k = request.q, request.k
     if not isinstance(request, Request):
-        places = getattr(request, "cache_index", None)
+        places = getattr(request, "places", None)
         if places is None:
             return "new tokens alone, which wait for memory"
         if is_latent(request):

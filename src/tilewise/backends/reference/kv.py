@@ -13,7 +13,7 @@ from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token
 from tilewise.kv_latent import LATENT, is_packed, unpack_latent
 from tilewise.kv_request import (
     AppendRequest,
-    CacheIndex,
+    CachePlaces,
     KvCall,
     KvRequest,
     PlannedTile,
@@ -60,7 +60,7 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
         rotated = append(kv.append)
         if rotated is not None:
             request = request._replace(dense=request.dense._replace(q=rotated))
-    dense, places = request.dense, request.cache_index
+    dense, places = request.dense, request.places
     q = dense.q if dense.q.dim() == 3 else dense.q.flatten(0, 1)
     cu_q = bounds_of(dense.q, dense.cu_q)
     totals = clamped_totals(places, dense.k)
@@ -133,7 +133,7 @@ def on_branch(b, h, q_idx, kv_idx, tree, first, *, q_len, kv_len):  # type: igno
 
 def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
     """The mask mods of a request: its own, valid keys, the tree."""
-    dense, starts, tree = request.dense, request.cache_index.starts, request.tree
+    dense, starts, tree = request.dense, request.places.starts, request.tree
     found = []
     if dense.spec.mask_mod is not None:
         found.append(Mod("mask", dense.spec.mask_mod, dense.mask, dense.spec.mask_numbers))
@@ -147,7 +147,7 @@ def masks_of(request: KvRequest, cu_q: Tensor) -> list[Mod]:
 
 def append(request: AppendRequest) -> Tensor | None:
     """Append the new keys, rotated, and values. Returns the rotated queries, if there are any."""
-    k, v, places, rotary = request.k, request.v, request.cache_index, request.rotary
+    k, v, places, rotary = request.k, request.v, request.places, request.rotary
     new = Tokens.of(request.k_new, places.cu_new)
     at = places.lengths.long()[new.b] + new.i
     k_new, v_new, norm = request.k_new, request.v_new, request.norm
@@ -204,7 +204,7 @@ def query_positions(request: AppendRequest, rotary: Rotary) -> Tensor:
     of = Tokens.of(request.q, request.cu_q)
     if rotary.positions is not None:
         return rotary.positions.flatten()
-    totals = request.cache_index.lengths.long() + appended(request.cache_index)
+    totals = request.places.lengths.long() + appended(request.places)
     return totals[of.b] - of.n[of.b] + of.i
 
 
@@ -251,14 +251,14 @@ def bounds_of(x: Tensor, cu: Tensor | None) -> Tensor:
     return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
-def appended(places: CacheIndex) -> Tensor:
+def appended(places: CachePlaces) -> Tensor:
     """The number of new tokens of every sequence."""
     if places.cu_new is not None:
         return places.cu_new.long().diff().clamp(min=0)
     return torch.full_like(places.lengths, places.new, dtype=torch.int64)
 
 
-def clamped_totals(places: CacheIndex, cache: Tensor) -> Tensor:
+def clamped_totals(places: CachePlaces, cache: Tensor) -> Tensor:
     """The sequence lengths with new tokens, at most what the cache can hold."""
     most = torch.full_like(places.lengths, places.capacity(cache), dtype=torch.int64)
     if places.indptr is not None:
@@ -266,7 +266,7 @@ def clamped_totals(places: CacheIndex, cache: Tensor) -> Tensor:
     return torch.minimum((places.lengths.long() + appended(places)).clamp(min=0), most.clamp(min=0))
 
 
-def slot_of(places: CacheIndex, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def slot_of(places: CachePlaces, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(page or row of the cache, offset in it) of token j of sequence b; and whether that exists."""
     rows, page = cache.shape[:2]
     fits = j >= 0
@@ -286,7 +286,7 @@ def slot_of(places: CacheIndex, b: Tensor, j: Tensor, cache: Tensor) -> tuple[Te
     return row.clamp(0, max(rows - 1, 0)), offset, fits
 
 
-def tokens(places: CacheIndex, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
+def tokens(places: CachePlaces, totals: Tensor, cache: Tensor) -> list[tuple[Tensor, Tensor]]:
     """For every sequence, (pages, offsets) of its tokens."""
     found = []
     for b, n in enumerate(totals.tolist()):

@@ -46,7 +46,7 @@ def unsupported_fp8(request: Request, gpu: Gpu) -> str | None:
 
 def unsupported_cache(request: Any) -> str | None:
     """Returns why a cache is not supported, or None. An append has no places."""
-    places = getattr(request, "cache_index", None)
+    places = getattr(request, "places", None)
     if places is not None and is_latent(request):
         return unsupported_latent(request.k, request.v)
     if places is not None and places.by_token:

@@ -18,7 +18,7 @@ from tilewise.backends.common.launch import DeviceMemory
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.hopper.launches import forward_launches, fp8_forward_launches, new_state
-from tilewise.kv_request import CacheIndex, KvRequest
+from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.mods.builtin import alibi, softcap
 from tilewise.mods.program import bound
 from tilewise.request import Request, Spec
@@ -114,7 +114,7 @@ def main(
     else:
         k, v = (torch.empty(batch if page == 0 else 1024, page or n, heads, x, dtype=q.dtype) for x in (d, dv))
         table = torch.empty(batch, n // page, dtype=torch.int32) if page else None
-        places = CacheIndex(torch.empty(batch, dtype=torch.int32), table)
+        places = CachePlaces(torch.empty(batch, dtype=torch.int32), table)
         cached = KvRequest(request._replace(k=k, v=v, cu_k=None), places)
         launches = [prefill_launch(cached, out, lse, state, 132)]
     made = compile_for(90, launches[0].kernel, launches[0].args, launches[0].options)

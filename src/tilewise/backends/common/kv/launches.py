@@ -83,8 +83,8 @@ def planned_tiles(partition: Partition, schedule: Tensor) -> list[PlannedTile]:
     without, with_keys = numbers[1:3]
     table = numbers[len(numbers) - ITEM * partition.items :]
     items = [PlannedTile(*table[ITEM * n : ITEM * n + ITEM]) for n in range(partition.items)]
-    places = [n for n in range(partition.items) if n < with_keys or n >= partition.items - without]
-    return sorted(items[n] for n in places)
+    used = [n for n in range(partition.items) if n < with_keys or n >= partition.items - without]
+    return sorted(items[n] for n in used)
 
 
 def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
@@ -105,7 +105,7 @@ def partition_launch(
     skip_empty: bool = False,
 ) -> Launch:
     """Computes the schedule of a partition. `skip_empty`: work items without keys are left out."""
-    q, k, places = request.q, request.k, request.cache_index
+    q, k, places = request.q, request.k, request.places
     sequences = Sequences(places.lengths, request.dense.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
         GROUP=q.shape[-2] // k.shape[-2],
@@ -161,7 +161,7 @@ def attend_launches(call: KvCall, target: Target, memory: Memory, concurrent: bo
 def decode_launches(call: KvCall, partition: Partition, target: Target, part: Part) -> list[Launch]:
     """The launches of `attend_launches` with a given partition."""
     request = call.request
-    dense, places, spec = request.dense, request.cache_index, request.spec
+    dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]
     scoring, scale, _ = folded(dense, target.gpu, derivative=False)
     terms = device_terms(dense, target.gpu)
@@ -280,7 +280,7 @@ def combine_launch(
     )
     sizes = (
         *(partition.items, partition.num_splits, partition.slots, partition.whole_slots, partition.num_slots),
-        *(partition.rows, request.cache_index.batch, partition.target, tile_height(request, partition)),
+        *(partition.rows, request.places.batch, partition.target, tile_height(request, partition)),
     )
     programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
     return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), launch_options(config))

@@ -41,7 +41,7 @@ def mla_launches(call: KvCall, target: Target, memory: Memory, shared: bool = Tr
     request, schedule, workspace = call.request, call.schedule, call.workspace
     assert schedule is not None
     assert workspace is not None
-    dense, places, spec = request.dense, request.cache_index, request.spec
+    dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]
     partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(dense, target.gpu, derivative=False)

@@ -79,7 +79,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
         portable = is_packed(k) and (q.dtype != torch.bfloat16 or request.split is not None)
-        portable = portable or request.cache_index.by_token
+        portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
         tile = kv_tiles.tile(
@@ -90,10 +90,10 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         items = q.shape[0] * tiles
     else:
         tiles = 0
-        items = q.shape[0] * group // tile.block_m + request.cache_index.batch + 1
+        items = q.shape[0] * group // tile.block_m + request.places.batch + 1
     rows = min(max_rows or tile.block_m, tile.block_m)  # in this order torch.compile guards "no more than block_m"
     chunk_size = request.split or tile.block_n
-    slots = 1 if request.split is None else 1 + -(-request.cache_index.capacity(k) // chunk_size)
+    slots = 1 if request.split is None else 1 + -(-request.places.capacity(k) // chunk_size)
     item_cost, min_chunks = (0, 1) if request.split else (1, max(1, MIN_SPLIT // chunk_size))
     kv_heads = k.shape[-2]
     resident = max(1, num_sms * tile.programs_per_sm // kv_heads)

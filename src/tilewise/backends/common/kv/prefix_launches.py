@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....errors import AttentionError
 from ....kv_formats import head_dim
-from ....kv_request import UNDIVIDED, CacheIndex, KvCall, KvRequest, PlannedTile
+from ....kv_request import UNDIVIDED, CachePlaces, KvCall, KvRequest, PlannedTile
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
 from . import kv_tiles, launches, shared
 from . import partition as partitions
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) -> Plan:
     """Both passes of a request. Without `groups` only their sizes count."""
-    dense, places = request.dense, request.cache_index
+    dense, places = request.dense, request.places
     q, tokens = dense.q, dense.q.shape[:-2].numel()
     lengths = places.lengths if groups is None else groups.lengths
     cu_q = torch.empty(places.batch + 1, device="meta", dtype=torch.int32) if groups is None else groups.cu_q
@@ -63,11 +63,11 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     spec = dense.spec._replace(before=None, after=None)
     prefix_request = request._replace(
         dense=dense._replace(q=packed, cu_q=cu_q, sinks=None, spec=spec),
-        cache_index=CacheIndex(lengths, places.table, places.indptr),
+        places=CachePlaces(lengths, places.table, places.indptr),
         tree=None,
         max_seqlen_q=0,
     )
-    own = request._replace(cache_index=places._replace(starts=starts))
+    own = request._replace(places=places._replace(starts=starts))
     num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
     prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
     # a group with a prefix has two sequences or more, and at most one tile of rows that is not full
@@ -101,7 +101,7 @@ def float_sizes(plan: Plan, request: KvRequest) -> list[int]:
 def schedule_sizes(request: KvRequest, target: Target | None = None) -> tuple[int, int]:
     """The number of int64 elements of the schedule, and of float32 elements of the workspace."""
     plan = plan_of(request, target_of(request.q.device) if target is None else target)
-    prefix, own, *arrays = number_sizes(plan, request.cache_index.batch)
+    prefix, own, *arrays = number_sizes(plan, request.places.batch)
     return prefix + own + sum(arrays) // 2, sum(float_sizes(plan, request))
 
 
@@ -112,7 +112,7 @@ def parts_of(request: KvRequest, target: Target, schedule: Tensor, workspace: Te
     found = (schedule.numel(), expected[1] if workspace is None else workspace.numel())
     if found != expected:
         raise AttentionError("sizes of the plan", found, f"{expected}: call plan_kv on this device, in this process")
-    batch = request.cache_index.batch
+    batch = request.places.batch
     prefix, own, *arrays = number_sizes(plan, batch)
     ends = schedule[prefix + own :].view(torch.int32).split(arrays)
     groups = Groups(*(x[: batch + 1] for x in ends))
@@ -136,7 +136,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     """Find the groups of sequences, and compute both schedules."""
     parts = parts_of(request, target, schedule)
     plan = plan_of(request, target, parts.groups)
-    q, k, places = request.q, request.k, request.cache_index
+    q, k, places = request.q, request.k, request.places
     overlap = can_overlap(target.gpu)
     sequences = Sequences(places.lengths, request.dense.cu_q, places.cu_new, None, places.indptr)
     assert places.table is not None

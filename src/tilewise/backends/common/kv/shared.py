@@ -24,7 +24,7 @@ def bytes_of_key(request: KvRequest) -> int:
 def shares_prefix(request: KvRequest) -> bool:
     """Whether the kernels read shared prefixes once. Not if rows that share keys have different scores or masks for
     them, nor if results must not depend on the batch."""
-    dense, places, spec = request.dense, request.cache_index, request.dense.spec
+    dense, places, spec = request.dense, request.places, request.dense.spec
     if request.shared_prefix is None or places.table is None or places.by_token or is_latent(request):
         return False
     if places.starts is not None or spec.before is not None or spec.mask_mod is not None or spec.max_logit:
