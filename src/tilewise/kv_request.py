@@ -73,7 +73,7 @@ class KvPlan(NamedTuple):
     one after the other.
 
     Attributes:
-        schedule: int32: which program computes which rows over which keys.
+        schedule: int64: which program computes which rows over which keys.
         workspace: partial results.
         lse: for calls that do not return it.
         shape: the shapes and options that it was made for.
@@ -82,9 +82,9 @@ class KvPlan(NamedTuple):
 
     schedule: Tensor
     workspace: Tensor
-    lse: Tensor  # for calls that do not return it
+    lse: Tensor
     shape: tuple[Any, ...]
-    backend: str | None = None  # that made it; None under torch.compile
+    backend: str | None = None
 
 
 class PlannedTile(NamedTuple):
