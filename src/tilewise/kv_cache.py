@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from .backends.protocol import Runner
-from .backends.registry import choose
+from .backends.registry import choose, kv_backend
 from .errors import AttentionError
 from .kv_formats import has_token_scales, head_dim
 from .kv_latent import shares_memory
-from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of
+from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import show_options
-from .plan_cache import plans, positions, signature
-from .torch_internals import is_eager, is_traced
+from .plan_cache import plans, positions, runner_of, signature
+from .torch_internals import is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
@@ -109,17 +109,14 @@ def attention_kv(
     tensors: list[Any] = [q, k_cache, v_cache, lengths]
     key = _signature("attention_kv", tensors, options)
     known: Prepared | None = None if key is None else plans.get(key)
-    if known is None:
-        given = checks.kv_options(options)
-        call = _call(q, k_cache, v_cache, lengths, given)
-        if is_traced(*call.request.dense[:3]):
-            return _returned(ops.traced_attend(call), given["return_lse"])
-        runner = ops.runner_of("attend", call, lambda: ops.kv_backend(call.request).attend(call))
-        known = _prepared(key, tensors, call, runner, given["return_lse"])
-        results = known.runner(structure_of(call)[0])
-    else:
-        results = known.runner([tensors[n] for n in known.order])
-    return _returned(results, known.returns_lse)
+    if known is not None:
+        return _returned(known.runner([tensors[n] for n in known.order]), known.returns_lse)
+    given = checks.kv_options(options)
+    call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
+    if is_traced(*call.request.dense[:3]):
+        return _returned(ops.traced_attend(call), with_lse)
+    results = _run_new("attend", key, tensors, call, lambda: kv_backend(call.request).attend(call), with_lse)
+    return _returned(results, with_lse)
 
 
 def _returned(results: Sequence[Tensor], with_lse: bool) -> Any:
@@ -205,7 +202,7 @@ class PreparedPlan(NamedTuple):
     as in `Prepared`; the sizes of schedule and workspace; the rest of the plan."""
 
     runner: Runner
-    order: tuple[int, ...] | None
+    order: tuple[int, ...]
     sizes: tuple[int, int]
     shape: tuple[Any, ...]
     backend: str
@@ -219,19 +216,20 @@ def plan_kv_in(
     tensors: list[Any] = [q, k_cache, v_cache, lengths]
     key = _signature("plan_kv", tensors, options)
     known: PreparedPlan | None = None if key is None else plans.get(key)
-    request = None
-    if known is None:
+    if known is not None:
+        wanted = [tensors[n] for n in known.order]
+    else:
         request = checks.attend_request(q, k_cache, v_cache, lengths, checks.kv_options(options))  # type: ignore[arg-type]
-        name, backend = choose(request).backend.name, ops.kv_backend(request)
+        name, backend = choose(request).backend.name, kv_backend(request)
         sizes = backend.schedule_sizes(request)
         schedule = memory.empty("schedule", q, sizes[0], torch.int64)
-        runner = ops.runner_of("schedule", (request, schedule), lambda: backend.schedule(request, schedule))
-        order = positions(structure_of(request)[0], [x for x in tensors if isinstance(x, Tensor)])
-        known = PreparedPlan(runner, order, sizes, _shape_of(request), name)  # type: ignore[arg-type]
-        plans.keep(key if order is not None else None, known)
+        runner = runner_of("schedule", (request, schedule), lambda: backend.schedule(request, schedule))
+        wanted, _ = structure_of(request)
+        order: Any = None if key is None else positions(wanted, tensors)
+        known = PreparedPlan(runner, order or (), sizes, _shape_of(request), name)
+        plans.keep(None if order is None else key, known)
     plan = memory.plan(q, known)
     if known.sizes[0]:
-        wanted = structure_of(request)[0] if request is not None else [tensors[n] for n in known.order or ()]
         known.runner([*wanted, plan.schedule])
     return plan
 
@@ -319,9 +317,8 @@ def append_kv(
     if is_traced(k_new, v_new, k_cache, v_cache):
         rotated = ops.traced_append(request, backend)
         return q if rotated is None else rotated
-    runner = ops.runner_of(f"append {backend}", request, lambda: ops.append_backend(request, backend).append(request))
-    known = _prepared(key, tensors, request, runner)
-    results = known.runner(structure_of(request)[0])
+    written = written_tokens(request, backend)
+    results = _run_new(f"append {backend}", key, tensors, request, lambda: kv_backend(written).append(request))
     return results[0] if results else q
 
 
@@ -335,30 +332,45 @@ class Prepared(NamedTuple):
 
 
 def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The signature, or None if the call is not cached: traced calls, and all calls with TILEWISE_CHECK=1."""
-    if CHECK_CONTENTS or not is_eager():  # a tracer cannot compare the addresses below
+    """The signature, or None if the call is not kept and is checked every time: traced calls, those on a CPU, those
+    whose lengths are a number, and all calls with TILEWISE_CHECK=1."""
+    if CHECK_CONTENTS:
         return None
+    k, v = tensors[1:3]
     plan = options.get("plan")
-    is_shared = name == "attention_kv" and shares_memory(*tensors[1:3])
-    if type(plan) is not KvPlan:
-        return signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None, is_shared)
-    tensors += plan[:3]
-    others = {option: value for option, value in options.items() if option != "plan"}
-    # the shape has 25 items: as one part, and the types as another, because True == 1
-    return signature(name, tensors, others, plan.shape, (*map(type, plan.shape),), plan.backend, is_shared)
+    if type(plan) is KvPlan:
+        tensors += plan[:3]
+        options = {option: value for option, value in options.items() if option != "plan"}
+        # the shape has 25 items: as one part, and the types as another, because True == 1
+        key = signature(name, tensors, options, plan.shape, (*map(type, plan.shape),), plan.backend)
+    else:
+        key = signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
+    # asked last: a tracer, whose calls have no signature, cannot compare addresses
+    is_shared = key is not None and name == "attention_kv" and shares_memory(k, v)
+    return (*key, "shared") if is_shared else key  # type: ignore[misc]
 
 
-def _prepared(
-    key: tuple[Any, ...] | None, tensors: Sequence[Any], call: Any, runner: Runner, returns_lse: bool = False
-) -> Prepared:
-    """The plan of a call. It is cached unless validation made a tensor for this call, or a tensor requires a gradient,
-    which is an error in grad mode only."""
-    wanted = structure_of(call)[0]
-    order = positions(wanted, [x for x in tensors if isinstance(x, Tensor)])
-    found = Prepared(runner, order or (), returns_lse)  # type: ignore[arg-type]
-    if order is not None and not any(x.requires_grad for x in wanted):
-        plans.keep(key, found)
-    return found
+def _run_new(
+    name: str,
+    key: tuple[Any, ...] | None,
+    tensors: Sequence[Tensor],
+    call: tuple[Any, ...],
+    make: Callable[[], Runner],
+    returns_lse: bool = False,
+) -> Sequence[Tensor]:
+    """The results of a call whose signature is not known. Its runner is kept by the signature; if there is none,
+    validation made a tensor for this call, or a tensor requires a gradient, which is an error in grad mode only, by the
+    layouts of the tensors in `call`."""
+    wanted, _ = structure_of(call)
+    order: Any = None
+    if key is not None and not any(x.requires_grad for x in wanted):
+        order = positions(wanted, tensors)
+    if order is None:
+        runner = runner_of(name, call, make)
+    else:
+        runner = make()
+        plans.keep(key, Prepared(runner, order, returns_lse))
+    return runner(wanted)
 
 
 def _call(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, given: KvOptions) -> KvCall:
@@ -390,7 +402,7 @@ def _check_contents(request: KvRequest, given: KvOptions) -> None:
         _check_plan(plan, request)
         schedule, _ = ops.new_schedule(request)
         ops.schedule(request, schedule)
-        backend = ops.kv_backend(request)
+        backend = kv_backend(request)
         contents.check_plan(backend.planned(request, plan.schedule), backend.planned(request, schedule))
 
 

@@ -189,6 +189,19 @@ class AppendRequest(NamedTuple):
     norm: QkNorm | None = None
 
 
+class WrittenTokens(NamedTuple):
+    """An append as the choice of a backend sees calls."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: Spec
+
+
+def written_tokens(request: AppendRequest, backend: str) -> WrittenTokens:
+    return WrittenTokens(request.k_new, request.k, request.v, Spec(1.0, backend=backend))
+
+
 class KvCall(NamedTuple):
     """A call of `attention_kv`. The schedule with its workspace, out, lse and, if spec.max_logit, max_logit are
     allocated by the call if None."""

@@ -11,6 +11,7 @@ cu_seqlens can be checked too without waiting for a device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
+from .kv_latent import shares_memory
+from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
 from .torch_internals import is_eager
 
@@ -86,13 +89,6 @@ def _add(value: Any, parts: list[Any], tensors: list[Tensor]) -> bool:
     else:
         return False
     return True
-
-
-def structure_signature(name: str, call: tuple[Any, ...], *settings: Any) -> tuple[Any, ...] | None:
-    """The signature of a call whose arguments are nested tuples."""
-    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), *settings]
-    tensors: list[Tensor] = []
-    return (*parts, *layouts(tensors)) if _add(call, parts, tensors) else None
 
 
 def layouts(tensors: Sequence[Tensor]) -> list[Any]:
@@ -265,3 +261,19 @@ def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | N
         plan = CallPlan(make())
         plans.keep(key, plan)
     return plan
+
+
+def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
+    """The runner of a call with a KV cache that has no signature of its own arguments, such as a registered op: by the
+    layouts of the tensors in `call`, which is nested tuples."""
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), os.environ.get(KV_TILE)]
+    tensors: list[Tensor] = []
+    key = None
+    if _add(call, parts, tensors) and tensors[0].is_cuda:
+        is_shared = name == "attend" and shares_memory(*tensors[1:3])
+        key = *parts, is_shared, *layouts(tensors)
+    runner: Runner | None = None if key is None else plans.get(key)
+    if runner is None:
+        runner = make()
+        plans.keep(key, runner)
+    return runner

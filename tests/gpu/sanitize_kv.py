@@ -13,6 +13,7 @@ import torch
 
 import tilewise
 from tests.kv_cases import KvCase, KvInputs, compare, inputs
+from tilewise.backends.registry import kv_backend
 from tilewise.kv_request import KvCall
 from tilewise.ops import kv as ops
 from tilewise.validation import kv as checks
@@ -47,7 +48,7 @@ def replayed(x: KvInputs, split: int | None) -> tuple[torch.Tensor, torch.Tensor
     def step() -> None:
         ops.schedule(request, plan.schedule)
         call = KvCall(request, None, plan.schedule, plan.workspace, out, lse)
-        ops.run("attend", call, lambda: ops.kv_backend(request).attend(call))
+        ops.run("attend", call, lambda: kv_backend(request).attend(call))
 
     step()
     torch.cuda.synchronize()

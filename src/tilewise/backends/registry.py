@@ -8,7 +8,7 @@ from ..errors import AttentionError
 from ..request import Request
 from .common.gpu import Gpu, gpu_of
 from .hopper import HopperBackend
-from .protocol import Backend
+from .protocol import Backend, KvBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
@@ -52,6 +52,13 @@ def choose(request: Any, gpu: Gpu | None = None) -> Choice:
                 raise AttentionError(f"backend={name!r}", missing, "backend='auto' or 'reference', which run here")
             return Choice(backend, "asked for by name")
     raise AttentionError("backend", repr(name), " or ".join(map(repr, NAMES)))
+
+
+def kv_backend(request: Any) -> KvBackend:
+    """What runs a KvRequest, or the `WrittenTokens` of an append."""
+    backend = choose(request).backend.kv
+    assert backend is not None  # `choose` takes no backend without
+    return backend
 
 
 def backward_backend(request: Request, chosen: Backend, gpu: Gpu | None = None) -> Backend:

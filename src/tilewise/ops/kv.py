@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.protocol import KvBackend, Runner
-from ..backends.registry import choose
+from ..backends.protocol import Runner
+from ..backends.registry import kv_backend
 from ..kv_formats import head_dim
-from ..kv_latent import shares_memory
 from ..kv_request import (
     APPEND,
     ATTEND,
-    KV_TILE,
     AppendRequest,
     KvCall,
     KvRequest,
@@ -26,9 +23,9 @@ from ..kv_request import (
     attend_request_of_op,
     structure_of,
     written_arguments,
+    written_tokens,
 )
-from ..plan_cache import plans, structure_signature
-from ..request import Spec
+from ..plan_cache import runner_of
 from .flops import counted, readable, register_formulas
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -42,27 +39,6 @@ _library.define(
 )
 
 
-class WrittenTokens(NamedTuple):
-    """An append as `choose` sees calls."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: Spec
-
-
-def kv_backend(request: KvRequest) -> KvBackend:
-    backend = choose(request).backend.kv
-    assert backend is not None
-    return backend
-
-
-def append_backend(request: AppendRequest, backend: str) -> KvBackend:
-    chosen = choose(WrittenTokens(request.k_new, request.k, request.v, Spec(1.0, backend=backend))).backend.kv
-    assert chosen is not None
-    return chosen
-
-
 def new_schedule(request: KvRequest) -> tuple[Tensor, Tensor]:
     """Uninitialised memory for a schedule and its workspace."""
     numbers, floats = kv_backend(request).schedule_sizes(request)
@@ -73,20 +49,6 @@ def new_schedule(request: KvRequest) -> tuple[Tensor, Tensor]:
 def run(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Any:
     """Run an op whose arguments are `call`."""
     return runner_of(name, call, make)(structure_of(call)[0])
-
-
-def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
-    """The runner of an earlier call of the same signature, or a new one."""
-    tensors, _ = structure_of(call)
-    key = None
-    if tensors[0].is_cuda:
-        is_shared = name == "attend" and shares_memory(*tensors[1:3])
-        key = structure_signature(name, call, os.environ.get(KV_TILE), is_shared)
-    runner: Runner | None = None if key is None else plans.get(key)
-    if runner is None:
-        runner = make()
-        plans.keep(key, runner)
-    return runner
 
 
 def schedule(request: KvRequest, memory: Tensor) -> None:
@@ -126,7 +88,7 @@ def _attend(out: Tensor, lse: Tensor, workspace: Tensor, max_logit: Tensor | Non
 @torch.library.impl(_library, "append_kv", "CompositeExplicitAutograd")
 def _append(*given: Any) -> None:
     request, backend = append_request_of_op(*given)
-    run(f"append {backend}", request, lambda: append_backend(request, backend).append(request))
+    run(f"append {backend}", request, lambda: kv_backend(written_tokens(request, backend)).append(request))
 
 
 for _name in ("plan_kv", "attend_kv", "append_kv"):
