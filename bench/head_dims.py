@@ -64,7 +64,7 @@ def backward_run(request: Request, inputs: BackwardInputs) -> Run:
     memory, sms = DeviceMemory(request.q.device), target_of(request.q.device).num_sms
     space = backward.new_workspace(memory, call_shape(request), choose_split(request, sms))
     grads = torch.empty_like(request.q), torch.empty_like(request.k), torch.empty_like(request.v)
-    return run_all(backward.backward_launches(request, inputs, grads, space, sms))
+    return run_all(backward.backward_launches(request, inputs, grads, space, sms).values())
 
 
 def captured(run: Run, repeats: int) -> torch.cuda.CUDAGraph:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.common.launch import DeviceMemory, target_of
+from tilewise.backends.common.launch import OFFLINE_PROCESSORS, DeviceMemory, target_of
 from tilewise.backends.common.shapes import new_results
-from tilewise.backends.hopper.launches import OFFLINE_PROCESSORS, forward_launches, new_state
+from tilewise.backends.hopper.launches import forward_launches, new_state
 from tilewise.backends.hopper.tiles import ForwardTile
 from tilewise.options import options_of
 from tilewise.request import Request

@@ -90,12 +90,12 @@ def launch_of(row: Row) -> Any:
     from tilewise.backends.common.clear import clear_launches
     from tilewise.backends.common.jvp_launches import jvp_launch
     from tilewise.backends.common.kernel_config import flag_count
-    from tilewise.backends.common.launch import DeviceMemory, Target
+    from tilewise.backends.common.launch import OFFLINE_PROCESSORS, DeviceMemory, Target
     from tilewise.backends.common.preprocess import row_statistics
     from tilewise.backends.common.repair import repair_forward_kernel
     from tilewise.backends.common.repair_launches import repairs
     from tilewise.backends.triton.backward_launches import backward_launches, backward_repairs
-    from tilewise.backends.triton.launches import OFFLINE_PROCESSORS, forward_launch, merge_launch
+    from tilewise.backends.triton.launches import forward_launch, merge_launch
 
     n, (before, after), packed, group = VARIANTS[row.variant]
     dtype = getattr(torch, row.dtype)

@@ -70,7 +70,7 @@ OUTSIDE = {
 }
 
 # The laboratory imports the library, and these; the library does not import the laboratory,
-LAB_OUTSIDE = ("triton", "numpy", "rich", "matplotlib", "sphinx")
+LAB_OUTSIDE = ("triton", "numpy", "rich", "matplotlib", "sphinx", "babel")
 # except for what a call costs: `explain`, `explain_kv` and `Plan.simulate` import it when they are called.
 LAB_INSIDE = {"tilewise": "lab.costs", "distributed.plan": "lab.costs"}
 

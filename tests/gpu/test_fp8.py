@@ -92,7 +92,7 @@ def test_stored_bytes_are_the_documented_ones() -> None:
     q, k, v = random(1, 256, 4, 128), random(1, 700, 2, 128), random(1, 700, 2, 128)
     request = Request(q, k, v, Spec(0.1, precision="fp8"), sinks=torch.zeros(4, device="cuda"))
     found = quantise(request, target_of(q.device).gpu, DeviceMemory(q.device), 64, ordered=False)
-    for job in found.launches:
+    for job in found.launches.values():
         job()
     for stored, x, block, axes in ((found.k, k, 128, (0, 2, 1, 3)), (found.v, v, 128, (0, 3, 1, 2))):
         expected, scale = fp8.quantised(x[0], block)

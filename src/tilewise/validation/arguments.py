@@ -85,7 +85,7 @@ def combined_score_mod(
         if not slopes.numel():  # no head or batch row: kernels need one element; autograd still reaches the tensor
             slopes = slopes.sum().expand((1,) * slopes.dim())
         mods.append(alibi(slopes) if slopes.dim() == 1 else alibi_per_batch(slopes))
-    return bound(mods)
+    return bound(mods) if mods else None
 
 
 def checked_bias(q: Tensor, sizes: Sequence[int | None], bias: Tensor) -> Tensor:

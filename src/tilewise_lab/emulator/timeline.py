@@ -123,9 +123,8 @@ def backward() -> tuple[list[Span], dict[str, str]]:
     space.lse2.fill_(13.0)
     for x in (space.delta, space.dq_acc, space.counters):
         x.zero_()
-    _preprocess, job, _postprocess = backward_launches(
-        request, BackwardInputs(out, lse, dout, None), (dq, dk, dv), space, 1
-    )
+    launches = backward_launches(request, BackwardInputs(out, lse, dout, None), (dq, dk, dv), space, 1)
+    job = launches["hopper backward"]
     spans = launch(job.kernel, job.programs, job.args, job.options, latencies=(1.0,)).timeline
     return named(spans), {"produce 2": "producer"}
 

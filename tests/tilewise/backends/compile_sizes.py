@@ -16,9 +16,10 @@ from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.backends.common.launcher import parameters_of, sizes_of
 from tilewise.backends.common.offline import binary_for, specialised
 from tilewise.backends.hopper import launches as hopper
+from tilewise.backends.hopper import offline
 from tilewise.backends.hopper.backward_launches import build_backward
 from tilewise.backends.hopper.kv_launches import prefill_launch
-from tilewise.backends.triton import launches as portable
+from tilewise.backends.triton import offline as portable
 from tilewise.kv_request import CachePlaces, KvRequest
 from tilewise.request import Request, Spec
 
@@ -108,10 +109,10 @@ def _parameters(binary: Any, args: Any) -> Any:
 if __name__ == "__main__":
     bands = {"causal": {"causal": True}, "full": {}, "window": {"window": (100, 0)}}
     print(json.dumps({
-        **{f"{name} {kind}": counts(hopper, kind == "packed", 128, **words)
+        **{f"{name} {kind}": counts(offline, kind == "packed", 128, **words)
            for name, words in bands.items() for kind in ("dense", "packed")},
         "portable": counts(portable, False, 128),
-        "narrow": counts(hopper, False, 64, causal=True),
+        "narrow": counts(offline, False, 64, causal=True),
         "caches": [caches(64), caches(128)],
         "known": known(),
     }))  # fmt: skip

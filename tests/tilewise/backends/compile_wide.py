@@ -15,7 +15,7 @@ from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import launches as kv
 from tilewise.backends.common.launch import DeviceMemory, Launch, Target
 from tilewise.backends.common.offline import binary_for
-from tilewise.backends.triton.launches import offline_launches
+from tilewise.backends.triton.offline import offline_launches
 from tilewise.kv_request import AppendRequest, CachePlaces, KvCall, KvRequest
 from tilewise.request import Request, Spec
 

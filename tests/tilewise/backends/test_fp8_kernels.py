@@ -88,7 +88,7 @@ def test_what_is_stored(ordered: bool) -> None:
     found = quantise(request, INTERPRETER, DeviceMemory(torch.device("cpu")), 32, ordered)
     for x in found[:3]:
         x.view(torch.uint8).fill_(0x7F)  # NaN
-    for job in found.launches:
+    for job in found.launches.values():
         job()
     assert found.scales.shift is None
     assert (found.scales.q[::2] == 7 / 448).all()
@@ -129,7 +129,7 @@ def test_dropout_is_the_references() -> None:
 def test_kernels_have_all_parameters_that_launches_name(options: dict[str, Any]) -> None:
     """The interpreter ignores an unknown keyword; the compiler raises KeyError."""
     from tilewise.backends.common.gpu import Gpu
-    from tilewise.backends.triton.launches import offline_launches
+    from tilewise.backends.triton.offline import offline_launches
 
     x = torch.empty(1, 100, 2, 64, dtype=torch.bfloat16, device="meta")
     request = Request(x, x, x, Spec.of(head_dim=64, precision="fp8", **options))

@@ -78,7 +78,7 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> Any:
         return [x.zero_() for x in grads]
     space = new_workspace(MEMORY, call_shape(request), choose_split(request, 2))
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, MEMORY)
-    for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2)):
+    for job in (*first, *backward_launches(request, bwd_inputs, tuple(grads), space, 2).values()):
         if hasattr(job.kernel, "is_gluon"):
             launch(*job)
         else:

@@ -1,4 +1,4 @@
-"""The kernels: what every backend of them shares, and a folder for each backend.
+"""What the kernel backends share: device functions, kernels, their tiles and launches, and the launcher.
 
-Importing this imports no Triton: a folder's `limits` and tables are asked before any kernel is.
+Importing the package imports no Triton, nor do `gpu` and `tiles`.
 """

@@ -21,13 +21,13 @@ assert BLOCK == KEY_BLOCK
 
 class Quantised(NamedTuple):
     """q, k and v in float8_e4m3fn, in blocks of PAD tokens: (blocks, heads, PAD, D) and, of v, (blocks, KV heads, Dv,
-    PAD); D and Dv are padded. Their scales, and the launches that write them."""
+    PAD); D and Dv are padded. Their scales, and the launches that write them, by name in their order."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     scales: Fp8Scales
-    launches: list[Launch]
+    launches: dict[str, Launch]
 
 
 def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered: bool) -> Quantised:
@@ -64,9 +64,9 @@ def quantise(request: Request, gpu: Gpu, memory: Memory, least_dim: int, ordered
         {**options, "num_warps": 8, **({} if INTERPRETED else {"maxnreg": 128})},  # two programs on an SM
     )
     if not smooth:
-        return Quantised(q8, k8, v8, scales, [quantising])
+        return Quantised(q8, k8, v8, scales, {"fp8 quantise": quantising})
     programs = size.batch * size.kv_heads * CHUNKS
     summing = Launch(
         sum_keys_kernel, programs, (tensors, request.cu_k, size.n_k, size.kv_heads), {**options, "num_warps": 4}
     )
-    return Quantised(q8, k8, v8, scales, [summing, quantising])
+    return Quantised(q8, k8, v8, scales, {"(fp8 mean key)": summing, "fp8 quantise": quantising})

@@ -16,6 +16,7 @@ from .gpu import INTERPRETER, Gpu, gpu_of
 INTERPRETED = triton.knobs.runtime.interpret
 NO_OVERLAP = os.environ.get("TILEWISE_NO_OVERLAP", "0") not in ("", "0")  # to tell a race from other faults
 INTERPRETED_PROCESSORS = 16
+OFFLINE_PROCESSORS = 132  # of an H100 and an H200
 COUNTERS = 1024  # int32 numbers
 
 

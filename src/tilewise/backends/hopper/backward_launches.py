@@ -10,7 +10,7 @@ from torch import Tensor
 from ...request import LIMIT, BackwardInputs, Request, Spec
 from ..common.clear import clear_launches
 from ..common.device.gradients import BackwardTensors
-from ..common.device.structs import LOG2E, PAD, Blocks, View
+from ..common.device.structs import LOG2E, PAD, Blocks, KernelConfig, View
 from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named
 from ..common.renormalise import renormalised
 from ..common.score_terms import device_terms, folded, has_large_scores, mask_mod, score_mod_with_derivative
@@ -29,11 +29,11 @@ from .postprocess import (
     postprocess_kernel,
     preprocess_kernel,
 )
-from .repair_config import STEP, repair_config
 from .support import GPU
 from .tiles import backward_tile
 
 REPAIR_ROWS = 16  # few registers: the postprocess has many programs on an SM
+STEP = 16  # rows of the other side that a repair takes at a time
 UNSWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -85,7 +85,7 @@ def statistics_rows(size: CallShape) -> int:
     return size.heads * (1 if size.packed else size.batch)
 
 
-class Backward(NamedTuple):
+class BackwardCall(NamedTuple):
     """A backward call: the request (without sinks, which lse contains), out, lse and their gradients, the results, the
     workspace."""
 
@@ -118,19 +118,23 @@ def backward_launches(
     grads: tuple[Tensor, Tensor, Tensor],
     space: Workspace,
     num_sms: int,
-) -> list[Launch]:
-    """Preprocess, backward and postprocess. Above head dim 256 the postprocess is only the NaN repair."""
-    call = Backward(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
+) -> dict[str, Launch]:
+    """Preprocess, backward and postprocess, by name. Above head dim 256 the postprocess is only the NaN repair."""
+    call = BackwardCall(request._replace(sinks=None), bwd_inputs, grads, space, call_shape(request))
     score, score_scale, scale = folded(call.request, GPU, derivative=True)
+    found = {"(preprocess)": preprocess_launch(call)}
     if space.widths.d:
-        mains = [main_launch(call, score, score_scale, scale, num_sms), postprocess_launch(call, scale)]
-    else:
-        repair = [postprocess_launch(call, scale)] if call.request.is_masked else []
-        mains = [*rows_launches(call, score_scale, scale), *repair]
-    return [preprocess_launch(call), *mains]
+        found["hopper backward"] = main_launch(call, score, score_scale, scale, num_sms)
+        found["(postprocess)"] = postprocess_launch(call, scale)
+        return found
+    dq, dk, dv = rows_launches(call, score_scale, scale)
+    found |= {"hopper dq": dq, "hopper dk": dk, "hopper dv": dv}
+    if call.request.is_masked:
+        found["(backward repair)"] = postprocess_launch(call, scale)
+    return found
 
 
-def preprocess_launch(call: Backward) -> Launch:
+def preprocess_launch(call: BackwardCall) -> Launch:
     size, space = call.size, call.space
     out, lse, dout, dlse = call.bwd_inputs
     d, block_dv = space.widths.d, padded(size.dv, 64)
@@ -192,7 +196,7 @@ def dq_pieces(parts: tuple[int, ...], *, by_rows: bool) -> tuple[tuple[tuple[int
     return tuple(map(tuple, halves))
 
 
-def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
+def main_launch(call: BackwardCall, score: dict[str, Any], score_scale: float, scale: float, num_sms: int) -> Launch:
     """`score`, `score_scale`, `scale`: as `folded` returns them."""
     request, bwd_inputs, (_, dk, dv), space, size = call
     q, k, v, spec = request[:4]
@@ -236,7 +240,7 @@ def main_launch(call: Backward, score: dict[str, Any], score_scale: float, scale
     return Launch(backward_kernel, min(num_tiles, num_sms), args, options)
 
 
-def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Launch]:
+def rows_launches(call: BackwardCall, score_scale: float, scale: float) -> list[Launch]:
     """dQ, dK and dV of head dims above 256; see `backward_rows`."""
     request, bwd_inputs, grads, space, size = call
     q, k, v, spec = request[:4]
@@ -249,13 +253,12 @@ def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Laun
     ):
         by_key, has_dp = own[0] is k, out is not grads[2]
         config = RowsConfig(by_key, has_dp, group, STAGES=1 if has_dp else 2)
-        lengths = request.cu_q, request.cu_k, size.n_q, size.n_k
         sides = (1, 0, 3, 2) if by_key else (0, 1, 2, 3)
         rows, heads = (size.n_k, size.kv_heads) if by_key else (size.n_q, size.heads)
         args = (
             *(descriptor(x, OWN.value, columns) for x in own),
             *(descriptor(x, OTHER.value, columns) for x in other),
-            *(output(out), space.lse2, space.delta, call.flag, *(lengths[i] for i in sides)),
+            *(output(out), space.lse2, space.delta, call.flag, *(call.lengths[i] for i in sides)),
             *((spec.after, spec.before) if by_key else (spec.before, spec.after)),
             *(score_scale * LOG2E.value, factor, space.padded_tokens, *size.grid(rows, heads, OWN.value)),
         )
@@ -264,16 +267,15 @@ def rows_launches(call: Backward, score_scale: float, scale: float) -> list[Laun
     return launches
 
 
-def postprocess_launch(call: Backward, scale: float) -> Launch:
+def postprocess_launch(call: BackwardCall, scale: float) -> Launch:
     request, bwd_inputs, grads, space, size = call
-    spec, pad = request.spec, PAD.value
-    rows = REPAIR_ROWS if space.widths.d else 16  # whose registers there are
+    spec, pad, rows = request.spec, PAD.value, REPAIR_ROWS
     dq, dk, dv = (view(x) for x in grads)
     dq_acc = space.dq_acc if space.widths.d else None
     tensors = PostprocessTensors(dq_acc, space.dk_parts, space.dv_parts, dq, dk, dv, call.flag)
     q_total, parts = 2 * size.programs(size.n_q, size.heads, pad), 0 if space.split is None else space.split.parts
     k_total = 2 * size.programs(size.n_k, size.kv_heads, pad)
-    repair, plan = None, None
+    repair, repair_config = None, None
     terms: tuple[Any, Any] = (), ()
     mods: tuple[Any, Any] = None, None
     widest = max(padded_widths(size).columns)
@@ -282,18 +284,36 @@ def postprocess_launch(call: Backward, scale: float) -> Launch:
         repair = BackwardTensors(q, k, v, dout, *call.statistics, dq, dk, dv)
         terms = device_terms(request, GPU, (rows, STEP)), device_terms(request, GPU, (STEP, rows), by_key=True)
         mods = score_mod_with_derivative(request, GPU), mask_mod(request)
-        plan = repair_config(size, rows, *padded_widths(size).columns)
+        repair_config = new_repair_config(size, *padded_widths(size).columns)
     args = (
         *(tensors, repair, *call.lengths, spec.before, spec.after, spec.scale, scale),
         *(size.tiles(size.n_q, pad), size.tiles(size.n_k, pad), size.heads, size.kv_heads, size.batch),
         *(q_total, k_total, parts, *terms),
     )
     config = PostprocessConfig(size.d, size.dv, *space.widths, *space.widths.columns, not INTERPRETED)
-    options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": plan, "CONFIG": config}
+    options: dict[str, Any] = {"SCORE_MOD": mods[0], "MASK_MOD": mods[1], "REPAIR": repair_config, "CONFIG": config}
     # as many programs on an SM as without the repair: only that spills
     registers = 64 if widest <= 128 else 128 if widest <= 256 else 255
     options |= {"num_warps": 8, "launch_pdl": not INTERPRETED, "maxnreg": registers}
     return Launch(postprocess_kernel, q_total + (k_total if parts else 0), args, options)
+
+
+def new_repair_config(size: CallShape, block_d: int, block_dv: int) -> KernelConfig:
+    """With which the postprocess kernel computes NaN gradients again, by the portable device functions."""
+    return KernelConfig(
+        GROUP=size.heads // size.kv_heads,
+        D=size.d,
+        DV=size.dv,
+        BLOCK_M=REPAIR_ROWS,
+        BLOCK_N=REPAIR_ROWS,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        FOLD=False,
+        PRECISION="ieee",
+        CHUNK=512,
+        PACKED=size.packed,
+        OVERLAP=not INTERPRETED,
+    )
 
 
 def build_backward(spec: Spec) -> Build:
@@ -313,8 +333,6 @@ def named_launches(
     """The launches by name, in order. Names in parentheses are of small kernels."""
     first, bwd_inputs = renormalised(request, bwd_inputs, GPU, memory)
     space = new_workspace(memory, call_shape(request), choose_split(request, target.num_sms))
-    passes = [*first, *backward_launches(request, bwd_inputs, grads, space, target.num_sms)]
-    mains = ("hopper backward", "(postprocess)") if space.widths.d else ("hopper dq", "hopper dk", "hopper dv")
-    names = (*["(renormalise)"] * len(first), "(preprocess)", *mains, "(backward repair)")
-    cleared = clear_launches(*grads, request.cu_q, request.cu_k, GPU)
-    return dict(zip(names, passes, strict=False)) | named("(backward clear)", cleared)
+    found = named("(renormalise)", first)
+    found |= backward_launches(request, bwd_inputs, grads, space, target.num_sms)
+    return found | named("(backward clear)", clear_launches(*grads, request.cu_q, request.cu_k, GPU))

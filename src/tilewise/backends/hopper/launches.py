@@ -7,18 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...request import LIMIT, BackwardInputs, Request, Spec
+from ...request import LIMIT, Request, Spec
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.fp8 import Fp8Scales
-from ..common.fp8_format import is_smoothed
-from ..common.fp8_launches import BLOCK, quantise
-from ..common.gpu import Gpu
-from ..common.launch import INTERPRETED, Build, Built, DeviceMemory, Launch, Memory, Target, pdl_option
+from ..common.device.structs import PAD
+from ..common.launch import INTERPRETED, Build, Built, Launch, Memory, Target, named, pdl_option
 from ..common.score_terms import device_terms, mask_mod, score_mod
-from ..common.shapes import CallShape, by_group, call_shape, new_gradients, new_max_logit, new_results, padded
-from ..common.sinks import named_sink_launches
+from ..common.shapes import CallShape, by_group, call_shape, new_max_logit, new_results, padded
 from . import tiles
-from .backward_launches import named_launches
 from .descriptors import column_descriptors, descriptor, float32_output, output, part_descriptors
 from .forward import forward_kernel
 from .forward_repair import RepairPointers
@@ -27,7 +23,7 @@ from .pipeline import CachePointers, KvCache
 from .support import GPU, is_uneven
 
 L2_BYTES = 16 << 20  # of K and V that may be in use at once: a third of an H100's L2, through which Q and O pass too
-OFFLINE_PROCESSORS = 132  # of an H100 and an H200, for offline compilation
+FP8_BLOCK = PAD.value  # keys of a block of fp8 operands
 NO_CACHE = KvCache(*CachePointers(), *[0] * 6)
 
 
@@ -57,48 +53,30 @@ def build_forward(spec: Spec) -> Build:
         request = Request.of(spec, tensors)
         out, lse = new_results(request, memory)
         max_logit = new_max_logit(request, memory)
-        launches = all_forward_launches(request, out, lse, target, memory, max_logit)
-        return Built((out, lse) if max_logit is None else (out, lse, max_logit), launches)
+        launches = named_launches(request, (out, lse, max_logit), target, memory)
+        return Built((out, lse) if max_logit is None else (out, lse, max_logit), list(launches.values()))
 
     return build
 
 
-def all_forward_launches(
-    request: Request, out: Tensor, lse: Tensor, target: Target, memory: Memory, max_logit: Tensor | None = None
-) -> list[Launch]:
+def named_launches(
+    request: Request, results: tuple[Tensor, Tensor, Tensor | None], target: Target, memory: Memory
+) -> dict[str, Launch]:
+    """The launches by name, in order. Names in parentheses are of small kernels. `results`: out, lse, and the largest
+    score of each head or None."""
+    out, lse, max_logit = results
     state = new_state(memory)
-    if request.spec.precision is None:
-        launches = forward_launches(request, out, lse, state, target.num_sms, max_logit)
+    found: dict[str, Launch] = {}
+    if max_logit is not None:
+        found |= named("(forward max logit)", clear_max_logit(max_logit))
+    if request.spec.precision is not None:
+        found |= fp8_forward_launches(request, results, state, target.num_sms, memory)
     else:
-        launches = fp8_forward_launches(request, (out, lse, max_logit), state, target.num_sms, memory)
-    cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, GPU, -torch.inf)
-    return [*clear_max_logit(max_logit), *launches, *cleared]
-
-
-def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
-    """All launches of a forward or backward by name. The tensors may be meta tensors."""
-    target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
-    out, lse = new_results(request, memory)
-    if backward:
-        bwd_inputs = BackwardInputs(out, lse, out, None)
-        found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
-        return found | named_sink_launches(request, bwd_inputs, target, memory)
-    packed = request.cu_q is not None
-    max_logit = new_max_logit(request, memory)
-    names = [
-        *["(forward max logit)"] * request.spec.max_logit,
-        *fp8_names(request),
-        "hopper forward",
-        *["(forward clear)"] * packed,
-    ]
-    return dict(zip(names, all_forward_launches(request, out, lse, target, memory, max_logit), strict=False))
-
-
-def fp8_names(request: Request) -> list[str]:
-    """The names of the launches of the quantising pass."""
-    if request.spec.precision is None:
-        return []
-    return [*["(fp8 mean key)"] * is_smoothed(request), "fp8 quantise"]
+        (found["hopper forward"],) = forward_launches(request, out, lse, state, target.num_sms, max_logit)
+    if request.cu_q is not None:
+        cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, GPU, -torch.inf)
+        found |= named("(forward clear)", cleared)
+    return found
 
 
 def forward_launches(
@@ -110,7 +88,7 @@ def forward_launches(
     max_logit: Tensor | None = None,
     **overrides: Any,
 ) -> list[Launch]:
-    """The forward. `overrides` replaces fields of the ForwardConfig."""
+    """The forward, as a list of one launch. `overrides` replaces fields of the ForwardConfig (for experiments)."""
     if max_logit is None:  # which is by head
         request, out, lse = by_group(request, out, lse)
     size = call_shape(request)
@@ -128,18 +106,24 @@ def fp8_forward_launches(
     state: State,
     num_sms: int,
     memory: Memory,
-    **overrides: Any,
-) -> list[Launch]:
-    """The quantising pass, and the forward on its results, whose NaN repair reads q, k and v themselves."""
+) -> dict[str, Launch]:
+    """By name: the quantising pass, and the forward on its results, whose NaN repair reads q, k and v themselves."""
+    from ..common.fp8_launches import quantise
+
     size = call_shape(request)
     quantised = quantise(request, GPU, memory, 64, ordered=True)
-    config = fp8_config(size, request.spec, request.bias is not None)._replace(**overrides)
+    config = fp8_config(size, request.spec, request.bias is not None)
     q, k, v = (x.transpose(1, 2) for x in quantised[:3])
     operands = Operands(
-        (*column_descriptors(q, ROWS.value), *column_descriptors(k, BLOCK), *column_descriptors(v, config.BLOCK_DV)),
+        (
+            *column_descriptors(q, ROWS.value),
+            *column_descriptors(k, FP8_BLOCK),
+            *column_descriptors(v, config.BLOCK_DV),
+        ),
         quantised.scales,
     )
-    return [*quantised.launches, forward_launch(request, operands, results, state, num_sms, size, config)]
+    launch = forward_launch(request, operands, results, state, num_sms, size, config)
+    return quantised.launches | {"hopper forward": launch}
 
 
 def forward_launch(
@@ -182,13 +166,13 @@ def forward_launch(
 
 
 def fp8_config(size: CallShape, spec: Spec, has_bias: bool) -> ForwardConfig:
-    """The config for fp8 operands, whose blocks have BLOCK keys."""
+    """The config for fp8 operands, whose blocks have FP8_BLOCK keys."""
     tile, dv = tiles.FP8_FORWARD, padded(size.dv, 64)
     return ForwardConfig(
         BLOCK_M=ROWS.value * tile.warpgroups,
         BLOCK_DV=dv,
         HEAD_PARTS=(dv,),
-        BLOCK_N=BLOCK,
+        BLOCK_N=FP8_BLOCK,
         GROUP=size.heads // size.kv_heads,
         WARPGROUPS=tile.warpgroups,
         STAGES=tile.stages,

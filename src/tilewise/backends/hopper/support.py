@@ -48,8 +48,8 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return found
     if isinstance(request, Request) and request.blocks and (found := unsupported_block_mask(request)):
         return found
-    spec = getattr(request, "spec", None)  # an append has none
-    if spec is not None and any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
+    spec = request.spec
+    if any(key is not None and rows(key) for key in (spec.score_mod, spec.mask_mod)):
         return "a mod that sums over a row"  # whose loop would spill a thousand bytes of registers
     if getattr(request, "places", None) is not None and is_latent(request):
         return unsupported_latent(request)
@@ -58,7 +58,7 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
         return f"head dim {max(q.shape[-1], v.shape[-1])}; at most {most} is supported"
     if v.shape[-1] % 8:
         return f"head dim {v.shape[-1]} of v; multiples of 8 are supported"
-    if spec is not None and spec.precision is not None:
+    if spec.precision is not None:
         return unsupported_fp8(request)
     for x in (q, k, v):
         *outer, inner = x.stride()

@@ -7,7 +7,6 @@ from ...request import Request
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
-from ..common.fp8_format import is_smoothed
 from ..common.fp8_launches import quantise
 from ..common.kernel_config import flag_count, options_of
 from ..common.launch import INTERPRETED, Launch, Memory, Target, can_overlap, named
@@ -65,10 +64,9 @@ def fp8_forward_launches(
     first = Launch(fp8_forward_kernel, programs, (*args, Fp8Operands(*quantised[:4])), own)
     plain = Launch(repair_forward_kernel, programs, args, options)
     cleared = clear_launches(out, lse, None, request.cu_q, request.cu_q, gpu, -torch.inf)
-    names = [*["(fp8 mean key)"] * is_smoothed(request), "fp8 quantise"]
     return (
         named("(forward max logit)", clear_max_logit(max_logit))
-        | dict(zip(names, quantised.launches, strict=True))
+        | quantised.launches
         | {"forward": first}
         | named("(forward repair)", repairs(repair_forward_kernel, plain, target))
         | named("(forward clear)", cleared)

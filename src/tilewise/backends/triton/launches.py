@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...request import BackwardInputs, Request, Spec
+from ...request import Request, Spec
 from ..common import tiles
 from ..common.clear import clear_launches, clear_max_logit
 from ..common.device.attend import Tensors
@@ -20,17 +20,12 @@ from ..common.kernel_config import (
     options_of,
     shares_tiles,
 )
-from ..common.launch import Build, Built, DeviceMemory, Launch, Memory, Target, can_overlap, named, pdl_option
+from ..common.launch import Build, Built, Launch, Memory, Target, can_overlap, named, pdl_option
 from ..common.repair import repair_forward_kernel
 from ..common.repair_launches import repairs
 from ..common.score_terms import device_terms, folded, has_large_scores, is_bounded, mask_mod
-from ..common.shapes import call_shape, new_gradients, new_max_logit, new_results, padded, sequences_and_window, view
-from ..common.sinks import named_sink_launches
-from .backward_launches import named_launches
+from ..common.shapes import call_shape, new_max_logit, new_results, padded, sequences_and_window, view
 from .forward import MergeConfig, MergeTensors, forward_kernel, merge_kernel
-from .fp8_launches import fp8_forward_launches
-
-OFFLINE_PROCESSORS = 132  # those of an H100
 
 
 def build_forward(spec: Spec) -> Build:
@@ -41,6 +36,8 @@ def build_forward(spec: Spec) -> Build:
         out, lse = new_results(request, memory)
         max_logit = new_max_logit(request, memory)
         if spec.precision is not None:
+            from .fp8_launches import fp8_forward_launches
+
             launches = fp8_forward_launches(request, out, lse, target, memory, max_logit)
         else:
             splits = splits_of_keys(request, target)
@@ -77,19 +74,6 @@ def forward_launches(
     repair = repairs(repair_forward_kernel, first, target)
     cleared = named("(forward max logit)", clear_max_logit(max_logit))
     return cleared | {"forward": first} | named("(forward repair)", repair) | last
-
-
-def offline_launches(request: Request, gpu: Gpu, backward: bool) -> dict[str, Launch]:
-    """All launches of a forward (without splits) or backward by name. Nothing runs; tensors may be meta tensors."""
-    target, memory = Target(gpu, OFFLINE_PROCESSORS), DeviceMemory(request.q.device)
-    out, lse = new_results(request, memory)
-    if request.spec.precision is not None:
-        return fp8_forward_launches(request, out, lse, target, memory, new_max_logit(request, memory))
-    if not backward:
-        return forward_launches(request, out, lse, target, memory, 1, new_max_logit(request, memory))
-    bwd_inputs = BackwardInputs(out, lse, out, None)
-    found = named_launches(request, bwd_inputs, new_gradients(request, memory), target, memory)
-    return found | named_sink_launches(request, bwd_inputs, target, memory)
 
 
 def forward_launch(

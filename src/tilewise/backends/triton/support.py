@@ -72,3 +72,7 @@ def declines(request: Any, gpu: Gpu | None) -> str | None:
     if gpu is not None and gpu.kind == "interpreter":
         return "the interpreter runs only when it is asked for by name"
     return None
+
+
+def has_backward(request: Request) -> bool:
+    return True

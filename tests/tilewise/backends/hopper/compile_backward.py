@@ -50,7 +50,7 @@ def main(
     if partial:  # and somewhere in a larger call, if something asks where
         request = request._replace(position_offsets=torch.zeros(batch, 7, dtype=torch.int32) if terms else None)
     grads = new_gradients(request, memory)
-    _, sums, *_ = backward_launches(request, BackwardInputs(out, lse, out, None), grads, space, 132)
+    _, sums, *_ = backward_launches(request, BackwardInputs(out, lse, out, None), grads, space, 132).values()
     made = compile_for(90, sums.kernel, sums.args, sums.options)
     report = {
         "spills": made.spills,

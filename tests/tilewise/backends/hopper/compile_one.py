@@ -15,7 +15,6 @@ import triton
 import tilewise
 import tilewise.mods
 from tilewise.backends.common.launch import DeviceMemory
-from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.kv_launches import prefill_launch
 from tilewise.backends.hopper.launches import forward_launches, fp8_forward_launches, new_state
 from tilewise.kv_request import CachePlaces, KvRequest
@@ -107,7 +106,7 @@ def main(
     if precision is not None:
         memory = DeviceMemory(torch.device("cpu"))
         launches = fp8_forward_launches(request, (out, lse, None), state, 132, memory)
-        launches = [x for x in launches if x.kernel is forward_kernel]
+        launches = [launches["hopper forward"]]
     elif page is None:
         top = torch.empty(lse.shape[:-1]) if max_logit else None
         launches = forward_launches(request, out, lse, state, 132, top)

@@ -99,7 +99,7 @@ def gradients(
     grads = [torch.full_like(x, torch.nan, dtype=request.result_dtype) for x in (q, k, v)]
     space = hopper.new_workspace(NanMemory(q.device), hopper.call_shape(request), split)
     bwd_inputs = BackwardInputs(out.to(q.dtype), lse.float(), dout, dlse)
-    for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, num_sms):
+    for launch in hopper.backward_launches(request, bwd_inputs, tuple(grads), space, num_sms).values():
         if hasattr(launch.kernel, "is_gluon") and launch.kernel.is_gluon():
             emulator.launch(*launch, seed=seed, replace=replaced)
         else:

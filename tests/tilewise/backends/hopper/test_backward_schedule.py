@@ -110,7 +110,7 @@ def test_parts_are_heads_of_the_tile_scheduler() -> None:
     assert space.dk_parts is not None
     assert space.dk_parts.numel() == 2 * 2 * 4 * 384 * 128
     bwd_inputs = BackwardInputs(out, torch.empty(2, 8, 300), out, None)
-    _, sums, added = backward_launches(call, bwd_inputs, (out, call.k, call.v), space, 132)
+    _, sums, added = backward_launches(call, bwd_inputs, (out, call.k, call.v), space, 132).values()
     arguments = dict(zip(sums.kernel.arg_names, sums.args, strict=False))
     found = [
         arguments[x] for x in ("num_tiles", "rows", "tiles_per_row", "heads", "group", "query_shift", "query_step")
@@ -121,4 +121,4 @@ def test_parts_are_heads_of_the_tile_scheduler() -> None:
     whole = backward_launches(
         call, bwd_inputs, (out, call.k, call.v), new_workspace(DeviceMemory(out.device), size, None), 132
     )
-    assert [x.programs for x in whole[1:3]] == [12, 2 * (2 * 8 * 3)]
+    assert [x.programs for x in [*whole.values()][1:3]] == [12, 2 * (2 * 8 * 3)]
