@@ -82,7 +82,7 @@ def patches_of(tile: str, early: bool, least: int | None) -> list[Any]:
     """What a variant changes: the tile of prefixes; the other keys wait for them; bytes that are worth sharing."""
     found = []
     if tile:
-        found.append(mock.patch.object(prefix_launches, "prefix_tile", return_value=TILES[tile]))
+        found.append(mock.patch.object(prefix_launches, "PREFIX_TILE", TILES[tile]))
     if early:
         found.append(mock.patch.object(prefix_launches, "Part", early_part))
     if least is not None:

@@ -106,7 +106,8 @@ def launch_of(
         lse = torch.empty(*q.shape[:-3], heads, q.shape[-3])
         call = KvCall(request, None, schedule, workspace, out, lse)
         made = dict(zip(("attend", "combine"), kv_launch.attend_launches(call, target, memory), strict=False))
-        return (made | {"schedule": kv_launch.schedule_launch(request, schedule, target)})[kernel]
+        (made["schedule"],) = kv_launch.schedule_launches(request, schedule, target)
+        return made[kernel]
 
 
 def prefix_launch_of(kernel: str, request: KvRequest, target: Target, memory: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.common.kv import launches
-from tilewise.backends.common.kv.mla_launches import mla_launches
+from tilewise.backends.common.kv.mla_launches import attend_launches
 from tilewise.backends.common.launch import DeviceMemory, Target
 from tilewise.backends.hopper.mla_launches import hopper_mla_launches
 from tilewise.kv_request import KvCall
@@ -56,7 +56,7 @@ def launch_of(
     schedule, workspace = torch.empty(numbers, dtype=torch.int64), torch.empty(floats)
     out, lse = torch.empty(*q.shape[:-1], 512, dtype=q.dtype), torch.empty(BATCH, heads, queries)
     call = KvCall(request, None, schedule, workspace, out, lse)
-    made = (hopper_mla_launches if hopper else mla_launches)(call, target, memory)
+    made = hopper_mla_launches(call, target) if hopper else attend_launches(call, target, memory)
     return made[{"attend": 0, "repair": 1}[kernel]]
 
 

@@ -556,8 +556,7 @@ ANGLES = torch.outer(torch.arange(64.0), 100 ** -(torch.arange(8) / 8))
 )
 @pytest.mark.parametrize("given", ["nothing", "out", "plan"])
 def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], given: str, interpreted: None) -> None:
-    from tilewise.backends.common.kv import runners
-    from tilewise.backends.common.kv.launches import attend_launches, schedule_launches, schedule_sizes
+    from tilewise.backends.common.kv import launches, runners
     from tilewise.backends.reference import kv as reference
 
     run = None
@@ -571,7 +570,7 @@ def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], g
             made.append(kv_call_of(x.q, x.k, x.v, x.lengths, asked))
         call: KvCall = made[0]
         if given == "plan":
-            numbers, floats = schedule_sizes(call.request, Target(INTERPRETER, 16))
+            numbers, floats = launches.schedule_sizes(call.request, Target(INTERPRETER, 16))
             call = call._replace(
                 schedule=torch.zeros(numbers, dtype=torch.int64), workspace=torch.zeros(floats),
                 lse=torch.empty(*ours.q.shape[:-3], *ours.q.shape[-3:-1][::-1]),
@@ -580,12 +579,12 @@ def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], g
         for x in tensors:
             known(x)
         if given == "plan":
-            for launch in schedule_launches(call.request, call.schedule, Target(INTERPRETER, 16)):
+            for launch in launches.schedule_launches(call.request, call.schedule, Target(INTERPRETER, 16)):
                 launch()
         if run is None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(runners, "KernelCall", lambda build, tensors, device: KernelCall(build, tensors, CUDA))
-                run = runners.attend_runner(call, schedule_sizes, schedule_launches, attend_launches)
+                run = runners.attend_runner(call, launches)
         out, lse = run(tensors)[:2]
         assert call.out is None or out is call.out
         assert call.lse is None or lse is call.lse

@@ -21,7 +21,7 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, inputs
 from tests.tilewise.plan_cache.conftest import Spy, signature_of_call
 from tilewise import kv_cache, plan_cache
-from tilewise.backends.common.kv import DecodeKernels
+from tilewise.backends.common.kv import KvKernels
 from tilewise.kv_cache import Prepared
 from tilewise.plan_cache import PlanCache, plans
 from tilewise.validation import kv as checks
@@ -46,8 +46,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def count(name: str) -> None:
-        make = getattr(DecodeKernels, name)
-        monkeypatch.setattr(DecodeKernels, name, lambda *x: found.update([name]) or make(*x))
+        make = getattr(KvKernels, name)
+        monkeypatch.setattr(KvKernels, name, lambda *x: found.update([name]) or make(*x))
 
     for name in ("attend", "append", "schedule"):
         count(name)

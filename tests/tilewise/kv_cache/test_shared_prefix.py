@@ -12,7 +12,7 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare
 from tests.prefix_cases import shared_inputs
-from tilewise.backends.common.kv import DecodeKernels, shared
+from tilewise.backends.common.kv import KvKernels, portable_launches, shared
 from tilewise.backends.common.kv.shared import shares_prefix
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
@@ -51,7 +51,7 @@ def shared_of(x: KvInputs, **options: Any) -> list[int]:
     plan = tilewise.plan_kv(
         x.q, x.k, x.v, x.lengths, backend="triton", **{"shared_prefix": "auto"} | x.options | options
     )
-    tiles = DecodeKernels().planned(request, plan.schedule)
+    tiles = KvKernels(portable_launches).planned(request, plan.schedule)
     own = {t.b: t.start for t in tiles if t.n_k == len(x.keys[t.b])}
     return [own[b] for b in sorted(own)]
 

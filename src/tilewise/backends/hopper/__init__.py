@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ...kv_request import KvRequest
+from ..common.kv import KvKernels
 from ..kernel_backend import KernelBackend, Support
 from ..protocol import KvBackend
 from . import support
-from .prefill import PrefillKernels
+
+
+def _kv_launches(request: KvRequest) -> Any:
+    from . import kv_launches
+
+    return kv_launches
 
 
 class HopperBackend(KernelBackend):
     name = "hopper"
     reason = "kernels for this GPU"
     support: Support = support
-    kv: KvBackend | None = PrefillKernels()
+    kv: KvBackend | None = KvKernels(_kv_launches)

@@ -38,7 +38,9 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         return decode.schedule_launches(request, schedule, target)
     if request.dense.cu_q is None:
         return []
-    return [decode.schedule_launch(decode_request(request), schedule, target, MAX_DECODE_QUERIES)]
+    rest = decode_request(request)
+    partition = decode.checked_partition(rest, target, schedule)
+    return [decode.partition_launch(rest, schedule, partition, target, MAX_DECODE_QUERIES)]
 
 
 def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
@@ -47,10 +49,10 @@ def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
     return [] if request.dense.cu_q is None else decode.planned(decode_request(request), schedule)
 
 
-def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
+def attend_launches(call: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
     request, out, lse = call.request, call.out, call.lse
     if is_latent(request):
-        return hopper_mla_launches(call, target, memory)
+        return hopper_mla_launches(call, target)
     assert out is not None
     assert lse is not None
     # The kernel writes a contiguous lse. The lse of a plan is strided and is not returned.
@@ -58,10 +60,10 @@ def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch
     prefill = prefill_launch(request, out, own, new_state(memory), target.num_sms, call.max_logit)
     if request.dense.cu_q is None:
         return [prefill]
-    return [
-        prefill,
-        *decode.attend_launches(call._replace(request=decode_request(request)), target, memory, concurrent=True),
-    ]
+    rest = call._replace(request=decode_request(request))
+    assert rest.schedule is not None
+    partition = decode.checked_partition(rest.request, target, rest.schedule, rest.workspace)
+    return [prefill, *decode.decode_launches(rest, partition, target, decode.Part(concurrent=True))]
 
 
 def prefill_launch(

@@ -11,8 +11,8 @@ from ...kv_latent import is_packed
 from ...kv_request import KvCall
 from ..common.device.structs import View
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
-from ..common.kv.mla_launches import cache_views, mla_launches
-from ..common.launch import Launch, Memory, Target
+from ..common.kv.mla_launches import cache_views, mla_launch, repair_launch
+from ..common.launch import Launch, Target
 from ..common.score_terms import device_terms
 from ..common.shapes import view
 from .descriptors import packed_descriptor
@@ -22,7 +22,7 @@ from .mla_producers import PackedViews
 BLOCK = 64  # rows of a tile, and keys
 
 
-def hopper_mla_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
+def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
     request, schedule, workspace = call.request, call.schedule, call.workspace
     assert schedule is not None
     assert workspace is not None
@@ -61,7 +61,7 @@ def hopper_mla_launches(call: KvCall, target: Target, memory: Memory) -> list[La
     options = {"CONFIG": config, "num_warps": 4, "launch_pdl": True}
     launches = [Launch(hopper_mla_kernel, partition.programs, args, options)]
     if rows_differ:
-        launches.append(mla_launches(call, target, memory)[1])
+        launches.append(repair_launch(mla_launch(call, partition, target)))
     return [*launches, combine_launch(call, terms, partition, target)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.kv import DecodeKernels
+from ..common.kv import KvKernels, portable_launches
 from ..kernel_backend import KernelBackend, Support
 from ..protocol import KvBackend
 from . import support
@@ -12,4 +12,4 @@ class TritonBackend(KernelBackend):
     name = "triton"
     reason = "portable kernels"
     support: Support = support
-    kv: KvBackend | None = DecodeKernels()
+    kv: KvBackend | None = KvKernels(portable_launches)

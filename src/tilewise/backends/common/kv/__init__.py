@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ....kv_latent import is_latent, shares_memory
+from ....kv_latent import is_latent
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 from .shared import shares_prefix
 
+if TYPE_CHECKING:
+    from .runners import KvLaunches
 
-def _launches(request: KvRequest) -> Any:
-    """The module that makes the launches of a request."""
+
+def portable_launches(request: KvRequest) -> KvLaunches:
+    """The module that makes the launches of a request in Triton."""
+    if is_latent(request):
+        from . import mla_launches
+
+        return mla_launches
     if shares_prefix(request):
         from . import prefix_launches
 
@@ -23,33 +30,28 @@ def _launches(request: KvRequest) -> Any:
     return launches
 
 
-class DecodeKernels:
-    """A `KvBackend` of Triton kernels, which are imported when a runner is made."""
+class KvKernels:
+    """A `KvBackend` of kernels. `launches_of` imports and returns the module that makes the launches of a request, so
+    nothing but torch is imported until a runner is made."""
+
+    def __init__(self, launches_of: Callable[[KvRequest], KvLaunches]) -> None:
+        self.launches_of = launches_of
 
     def schedule_sizes(self, request: KvRequest) -> tuple[int, int]:
-        numbers, floats = _launches(request).schedule_sizes(request)
-        return numbers, floats
+        return self.launches_of(request).schedule_sizes(request)
 
     def schedule(self, request: KvRequest, schedule: Tensor) -> Any:
         from .runners import schedule_runner
 
-        return schedule_runner(request, schedule, _launches(request).schedule_launches)
+        return schedule_runner(request, schedule, self.launches_of(request))
 
     def planned(self, request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
-        found: list[PlannedTile] = _launches(request).planned(request, schedule)
-        return found
+        return self.launches_of(request).planned(request, schedule)
 
     def attend(self, call: KvCall) -> Any:
-        from .mla_launches import mla_launches
         from .runners import attend_runner
 
-        of = _launches(call.request)
-        if not is_latent(call.request):
-            return attend_runner(call, of.schedule_sizes, of.schedule_launches, of.attend_launches)
-        # launches are made of placeholders, which have no address
-        shared = shares_memory(call.request.k, call.request.v)
-        attend = partial(mla_launches, shared=shared)
-        return attend_runner(call, of.schedule_sizes, of.schedule_launches, attend)
+        return attend_runner(call, self.launches_of(call.request))
 
     def append(self, request: AppendRequest) -> Any:
         from .runners import append_runner

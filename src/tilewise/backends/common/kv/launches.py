@@ -30,6 +30,7 @@ from .append import (
 )
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, KvCacheView, decode_kernel
+from .kv_tiles import KvTile
 from .partition import ITEM, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
 from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
@@ -48,9 +49,11 @@ def row_view(x: Tensor) -> View:
     return View(x, (batch[0] if batch else 0, token, head))
 
 
-def partition_of(request: KvRequest, target: Target) -> Partition:
-    num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
-    return partitions.partition(request, target.gpu, num_sms, kv_tiles.INTERPRETER if INTERPRETED else None)
+def partition_of(request: KvRequest, target: Target, tile: KvTile | None = None) -> Partition:
+    """The partition of a request, with the tile of the tables unless one is given."""
+    if INTERPRETED:
+        return partitions.partition(request, target.gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
+    return partitions.partition(request, target.gpu, target.num_sms, tile)
 
 
 def checked_partition(
@@ -88,12 +91,7 @@ def planned_tiles(partition: Partition, schedule: Tensor) -> list[PlannedTile]:
 
 
 def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> list[Launch]:
-    return [schedule_launch(request, schedule, target)]
-
-
-def schedule_launch(request: KvRequest, schedule: Tensor, target: Target, max_queries: int | None = None) -> Launch:
-    """Computes the schedule of sequences with at most `max_queries` queries, or of all."""
-    return partition_launch(request, schedule, checked_partition(request, target, schedule), target, max_queries)
+    return [partition_launch(request, schedule, checked_partition(request, target, schedule), target)]
 
 
 def partition_launch(
@@ -104,7 +102,8 @@ def partition_launch(
     max_queries: int | None = None,
     skip_empty: bool = False,
 ) -> Launch:
-    """Computes the schedule of a partition. `skip_empty`: work items without keys are left out."""
+    """Computes the schedule of a partition, of sequences with at most `max_queries` queries, or of all. `skip_empty`:
+    work items without keys are left out."""
     q, k, places = request.q, request.k, request.places
     sequences = Sequences(places.lengths, request.dense.cu_q, places.cu_new, places.starts, places.indptr)
     config = ScheduleConfig(
@@ -150,16 +149,14 @@ class Part(NamedTuple):
     prefix: tuple[Tensor, Tensor] | None = None
 
 
-def attend_launches(call: KvCall, target: Target, memory: Memory, concurrent: bool = False) -> list[Launch]:
-    """Attend, and combine unless the decode kernel does so itself. `concurrent`: they may run together with the launch
-    before them."""
+def attend_launches(call: KvCall, target: Target, memory: Memory, shared: bool = False) -> list[Launch]:
     assert call.schedule is not None
     partition = checked_partition(call.request, target, call.schedule, call.workspace)
-    return decode_launches(call, partition, target, Part(concurrent))
+    return decode_launches(call, partition, target, Part())
 
 
 def decode_launches(call: KvCall, partition: Partition, target: Target, part: Part) -> list[Launch]:
-    """The launches of `attend_launches` with a given partition."""
+    """Attend, and combine unless the decode kernel does so itself."""
     request = call.request
     dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]

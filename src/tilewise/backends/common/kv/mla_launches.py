@@ -13,9 +13,20 @@ from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
 from ..score_terms import device_terms, folded, mask_mod
 from ..shapes import view
-from .launches import buffers_of, checked_partition, combine_launch, launch_options
+from .launches import (
+    buffers_of,
+    checked_partition,
+    combine_launch,
+    launch_options,
+    planned,
+    schedule_launches,
+    schedule_sizes,
+)
 from .mla import LatentCache, LatentConfig, mla_kernel
+from .partition import Partition
 from .stored import E4M3_CAPABILITY, NO_VIEW
+
+__all__ = ["attend_launches", "planned", "schedule_launches", "schedule_sizes"]  # a module `KvLaunches`
 
 
 def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, View]:
@@ -36,14 +47,19 @@ def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
     return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
 
 
-def mla_launches(call: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
+def attend_launches(call: KvCall, target: Target, memory: Memory, shared: bool = True) -> list[Launch]:
+    assert call.schedule is not None
+    partition = checked_partition(call.request, target, call.schedule, call.workspace)
+    attend = mla_launch(call, partition, target, shared)
+    launches = [attend, repair_launch(attend)] if attend.options["CONFIG"].FLAG_NAN else [attend]
+    return [*launches, combine_launch(call, device_terms(call.request.dense, target.gpu), partition, target)]
+
+
+def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool = True) -> Launch:
     """`shared`: the values are the first columns of the keys."""
-    request, schedule, workspace = call.request, call.schedule, call.workspace
-    assert schedule is not None
-    assert workspace is not None
+    request = call.request
     dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]
-    partition = checked_partition(request, target, schedule, workspace)
     scoring, scale, _ = folded(dense, target.gpu, derivative=False)
     terms = device_terms(dense, target.gpu)
     operand, accuracy = operand_of(q, k, target.gpu)
@@ -94,8 +110,10 @@ def mla_launches(call: KvCall, target: Target, memory: Memory, shared: bool = Tr
     if partition.tile.max_registers:
         mods["maxnreg"] = partition.tile.max_registers
     shape = {"num_warps": partition.tile.warps, "num_stages": stages}
-    launches = [Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))]
-    if config.FLAG_NAN:
-        repair = launch_options(config._replace(REPAIR=True, MAX_LOGIT=False), **mods, **shape | {"num_stages": 1})
-        launches.append(launches[0]._replace(options=repair))
-    return [*launches, combine_launch(call, terms, partition, target)]
+    return Launch(mla_kernel, partition.programs, args, launch_options(config, **mods, **shape))
+
+
+def repair_launch(attend: Launch) -> Launch:
+    """Computes again the tiles in which keys that some rows do not see have nan or inf."""
+    config = attend.options["CONFIG"]._replace(REPAIR=True, MAX_LOGIT=False)
+    return attend._replace(options=attend.options | {"CONFIG": config, "num_stages": 1})

@@ -16,15 +16,17 @@ from ....errors import AttentionError
 from ....kv_formats import head_dim
 from ....kv_request import UNDIVIDED, CachePlaces, KvCall, KvRequest, PlannedTile
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
-from . import kv_tiles, launches, shared
-from . import partition as partitions
-from .launches import Part, decode_launches, fitting, launch_options, partition_launch
+from . import shared as sharing
+from .kv_tiles import KvTile
+from .launches import Part, decode_launches, fitting, launch_options, partition_launch, partition_of, planned_tiles
 from .partition import Partition
 from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
 from .schedule import Sequences
 
+# The tile of the launch for prefixes; None for that of the decode kernel with many rows. bench/prefix compares others.
+PREFIX_TILE: KvTile | None = None
 BLOCK_PAGES = 1024  # that are compared at once
-BATCHES = (128, 512, shared.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
+BATCHES = (128, 512, sharing.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
 ALIGN = 16  # elements; Triton compiles another kernel for addresses that are not multiples of 16 bytes
 
 
@@ -68,17 +70,11 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
         max_seqlen_q=0,
     )
     own = request._replace(places=places._replace(starts=starts))
-    num_sms = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else target.num_sms
-    prefix = partitions.partition(prefix_request, target.gpu, num_sms, prefix_tile(prefix_request, target))
+    prefix = partition_of(prefix_request, target, PREFIX_TILE)
     # a group with a prefix has two sequences or more, and at most one tile of rows that is not full
     most_items = tokens * (q.shape[-2] // dense.k.shape[-2]) // prefix.tile.block_m + places.batch // 2
     prefix = prefix._replace(most_splits=most_items + prefix.target)
-    return Plan(prefix_request, prefix, own, launches.partition_of(own, target))
-
-
-def prefix_tile(request: KvRequest, target: Target) -> kv_tiles.KvTile | None:
-    """The tile of the launch for prefixes; None for that of the decode kernel with many rows."""
-    return kv_tiles.INTERPRETER if INTERPRETED else None
+    return Plan(prefix_request, prefix, own, partition_of(own, target))
 
 
 def aligned(n: int) -> int:
@@ -149,7 +145,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         (parts.groups, sequences, places.table, given, *sizes),
         launch_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
     )
-    least = (shared.MIN_SHARED, -(-shared.MIN_SAVED // shared.bytes_of_key(request))) if given is None else (0, 0)
+    least = (sharing.MIN_SHARED, -(-sharing.MIN_SAVED // sharing.bytes_of_key(request))) if given is None else (0, 0)
     chunk = plan.own.chunk_size
     limits = (max(least[0], chunk), least[1])
     groups = Launch(
@@ -165,7 +161,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
     ]
 
 
-def attend_launches(call: KvCall, target: Target, memory: Memory) -> list[Launch]:
+def attend_launches(call: KvCall, target: Target, memory: Memory, shared: bool = False) -> list[Launch]:
     """Attend to the prefixes, then to the other keys of each sequence, and merge."""
     request = call.request
     assert call.schedule is not None
@@ -190,6 +186,6 @@ def planned(request: KvRequest, schedule: Tensor) -> list[PlannedTile]:
     parts = parts_of(request, target, schedule)
     plan = plan_of(request, target, parts.groups)
     return [
-        *launches.planned_tiles(plan.prefix, parts.prefix_schedule),
-        *launches.planned_tiles(plan.own, parts.schedule),
+        *planned_tiles(plan.prefix, parts.prefix_schedule),
+        *planned_tiles(plan.own, parts.schedule),
     ]
