@@ -31,7 +31,7 @@ def is_latent(request: Any) -> bool:
     return bool(request.dense.q.shape[-1] > MAX_HEAD_DIM)
 
 
-def is_packed(cache: Tensor) -> bool:
+def is_deepseek_fp8(cache: Tensor) -> bool:
     """Whether a cache has DeepSeek's fp8 format."""
     return cache.dtype == torch.float8_e4m3fn and cache.shape[-1] == BYTES
 

@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..errors import AttentionError
 from ..kv_formats import head_dim
-from ..kv_latent import LATENT, WIDTH, is_packed, shares_memory
+from ..kv_latent import LATENT, WIDTH, is_deepseek_fp8, shares_memory
 from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, QkNorm, Rotary, Scale, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
@@ -129,7 +129,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)
     scales = [checked_scale(name, given[name], x, batch) for name, x in (("k_scale", k), ("v_scale", v))]
-    if is_packed(k) and q.shape[-1] == WIDTH and scales != [None, None]:
+    if is_deepseek_fp8(k) and q.shape[-1] == WIDTH and scales != [None, None]:
         raise AttentionError(
             "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
         )
@@ -267,8 +267,8 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, d, most in (("q", q.shape[-1], WIDTH), ("v_cache", head_dim(v), MAX_HEAD_DIM)):
         if not 1 <= d <= most:
             raise AttentionError(f"head dim of {name}", d, f"1 to {most}")
-    if is_packed(k) and q.shape[-1] == WIDTH:
-        _check_packed(k, v)
+    if is_deepseek_fp8(k) and q.shape[-1] == WIDTH:
+        _check_deepseek_fp8(k, v)
     elif head_dim(k) != q.shape[-1]:
         raise AttentionError("head dim of k_cache", head_dim(k), f"q's {q.shape[-1]}")
     if k.shape[:3] != v.shape[:3]:
@@ -282,7 +282,7 @@ def _check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AttentionError("tokens of a page", 0, "at least 1")
 
 
-def _check_packed(k: Tensor, v: Tensor) -> None:
+def _check_deepseek_fp8(k: Tensor, v: Tensor) -> None:
     """Raises AttentionError if the values are not the latent vectors of a cache in DeepSeek's fp8 format."""
     is_view = not has_address(k) or shares_memory(k, v)
     if v.shape[-1] != LATENT or v.dtype != k.dtype or not is_view:

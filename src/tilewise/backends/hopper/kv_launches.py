@@ -93,9 +93,9 @@ def prefill_launch(
         *(0 if table is None else table.stride(0), k.shape[0], page_stride(k), page_stride(v)),
     )
     kv = *column_descriptors(k, box, is_cache=True), *column_descriptors(v, box, is_cache=True)
-    packed = dense._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
+    varlen = dense._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
     operands = Operands((*column_descriptors(q, ROWS.value), *kv))
-    return forward_launch(packed, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
+    return forward_launch(varlen, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
 
 
 def page_stride(x: Tensor) -> int:

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from ...kv_latent import is_packed
+from ...kv_latent import is_deepseek_fp8
 from ...kv_request import KvCall
 from ..common.device.structs import View
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch
@@ -33,7 +33,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
     terms = device_terms(dense, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
-    packed = packed_views(k) if is_packed(k) else None
+    packed = packed_views(k) if is_deepseek_fp8(k) else None
     config = HopperLatentConfig(
         GROUP=q.shape[-2] // k.shape[-2],
         D=q.shape[-1],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_latent import is_latent, is_packed, shares_memory
+from ...kv_latent import is_latent, is_deepseek_fp8, shares_memory
 from ...mods.expr import const
 from ...mods.program import PROGRAMS, rows
 from ...request import Request, Spec
@@ -70,7 +70,7 @@ def unsupported(request: Any, gpu: Gpu | None) -> str | None:
 def unsupported_latent(request: Any) -> str | None:
     """Returns why a call with an MLA cache is not supported, or None."""
     q, k, v, spec, places = request.q, request.k, request.v, request.spec, request.places
-    packed = is_packed(k) and q.dtype == torch.bfloat16
+    packed = is_deepseek_fp8(k) and q.dtype == torch.bfloat16
     if not packed and (k.dtype != q.dtype or v.dtype != q.dtype):
         return f"a cache of {k.dtype} and {v.dtype}, of q's {q.dtype}"
     if has_address(k) and not packed and not shares_memory(k, v):

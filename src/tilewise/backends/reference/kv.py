@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
 from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token_scales
-from tilewise.kv_latent import LATENT, is_packed, unpack_latent
+from tilewise.kv_latent import LATENT, is_deepseek_fp8, unpack_latent
 from tilewise.kv_request import (
     AppendRequest,
     CachePlaces,
@@ -71,7 +71,7 @@ def attend(kv: KvCall) -> tuple[Tensor, ...]:
     none = q.new_empty(0, dense.k.shape[2], q.shape[-1], dtype=dtype)
     k = torch.cat([none, *loaded(dense.k, request.k_scale, where, dtype)])
     v = k[..., :LATENT]
-    if not is_packed(dense.k):
+    if not is_deepseek_fp8(dense.k):
         none = none.new_empty(0, dense.v.shape[2], head_dim(dense.v))
         v = torch.cat([none, *loaded(dense.v, request.v_scale, where, dtype)])
     q = q.to(dtype)
@@ -103,7 +103,7 @@ def common_dtype(dense: Request) -> torch.dtype:
 def loaded(cache: Tensor, scale: Scale, where: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Iterator[Tensor]:
     """The keys or values (tokens, heads, dim) of every sequence, whose tokens lie `where`."""
     for b, at in enumerate(where):
-        if is_packed(cache):
+        if is_deepseek_fp8(cache):
             yield unpack_latent(cache.view(torch.uint8)[at], dtype)
         elif format_of(cache) is None:
             yield cache[at].to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kv_formats import format_of, has_words
-from ...kv_latent import is_latent, is_packed
+from ...kv_latent import is_latent, is_deepseek_fp8
 from ...request import MAX_HEAD_DIM, Request
 from ..common.gpu import Gpu, has_triton
 
@@ -60,7 +60,7 @@ def unsupported_cache(request: Any) -> str | None:
 
 def unsupported_latent(k: Tensor, v: Tensor) -> str | None:
     """Returns why a cache of MLA is not supported, or None."""
-    if is_packed(k):
+    if is_deepseek_fp8(k):
         aligned = k.stride(-1) == 1 and all(x % 4 == 0 for x in (*k.stride()[:-1], k.storage_offset()))
         return None if aligned else "tokens of 656 bytes that are not contiguous at multiples of 4 bytes"
     if format_of(k) is not None or k.dtype != v.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kv_latent import GROUPS, LATENT, is_packed
+from ....kv_latent import GROUPS, LATENT, is_deepseek_fp8
 from ....kv_request import KvCall
 from ..device.structs import View
 from ..gpu import Gpu
@@ -31,7 +31,7 @@ __all__ = ["attend_launches", "planned", "schedule_launches", "schedule_sizes"] 
 
 def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, View]:
     """The latent numbers, the rest of the key, the values if they are not the former, and the scales."""
-    if not is_packed(k):
+    if not is_deepseek_fp8(k):
         return view(k[..., :LATENT]), view(k[..., LATENT:]), NO_VIEW if shared else view(v), NO_VIEW
     stored = k.view(torch.uint8)
     scales = stored[..., LATENT : LATENT + 4 * GROUPS].view(torch.float32)
@@ -41,7 +41,7 @@ def cache_views(k: Tensor, v: Tensor, shared: bool) -> tuple[View, View, View, V
 
 def operand_of(q: Tensor, k: Tensor, gpu: Gpu) -> tuple[str | None, str]:
     """(OPERAND, PRECISION): float32 if q and the cache, or in DeepSeek's format its bfloat16 part, differ."""
-    dtype = torch.bfloat16 if is_packed(k) else k.dtype
+    dtype = torch.bfloat16 if is_deepseek_fp8(k) else k.dtype
     if q.dtype == dtype:
         return None, precision(q, gpu)
     return "float32", "tf32" if q.element_size() == 2 and gpu.kind != "hip" else precision(q, gpu)
@@ -73,7 +73,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
         DV=v.shape[-1],
         BLOCK_M=partition.tile.block_m,
         BLOCK_N=block_n,
-        PACKED=is_packed(k),
+        PACKED=is_deepseek_fp8(k),
         NATIVE_FP8=target.gpu.kind == "cuda" and target.gpu.capability >= E4M3_CAPABILITY and not INTERPRETED,
         SHARED=shared,
         OPERAND=operand,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....kv_formats import format_of, has_token_scales, head_dim
-from ....kv_latent import is_latent, is_packed
+from ....kv_latent import is_latent, is_deepseek_fp8
 from ..gpu import Gpu
 from ..tiles import padded
 from . import kv_tiles
@@ -78,7 +78,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     group = q.shape[-2] // k.shape[-2]
     max_rows = request.max_seqlen_q * group  # of a sequence; 0 if unknown
     if tile is None and is_latent(request):
-        portable = is_packed(k) and (q.dtype != torch.bfloat16 or request.split is not None)
+        portable = is_deepseek_fp8(k) and (q.dtype != torch.bfloat16 or request.split is not None)
         portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
