@@ -57,7 +57,8 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
 
     Returns:
         uint8 (.., 656): the latent numbers / scale, rounded to the nearest float8_e4m3fn; the scales, the largest
-        magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16.
+        magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16. `attention_mla` reads it as it is;
+        `attention_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
 
     Raises:
         AttentionError: kv has not 576 columns of floats.
