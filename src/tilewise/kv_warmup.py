@@ -14,11 +14,9 @@ from torch import Tensor
 
 from .backends.common.gpu import gpu_of
 from .backends.registry import choose
-from .kv_request import KvCall, structure_of
+from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
 from .validation import kv as checks
-
-PREFILL = 256  # queries of a sequence from which "auto" chooses kernels for prefill
 
 
 class StepLimits(NamedTuple):
@@ -36,12 +34,12 @@ class StepLimits(NamedTuple):
         >>> [limits.max_seqlen_q(n) for n in (1, 2, 4, 5, 300)]
         [1, 4, 4, 255, 8192]
         """
-        return next((m for m in (1, 1 + self.drafts, PREFILL - 1) if n <= m), max(self.tokens, n))
+        return next((m for m in (1, 1 + self.drafts, MIN_PREFILL_QUERIES - 1) if n <= m), max(self.tokens, n))
 
     def backend(self, n: int) -> str:
         """The backend of a step with at most n queries a sequence. Kernels for prefill are left to "auto"; otherwise by
         name, because "auto" may choose the reference, which reads lengths, and no CUDA graph can."""
-        return "triton" if n < PREFILL else "auto"
+        return "triton" if n < MIN_PREFILL_QUERIES else "auto"
 
     def steps(self) -> Iterator[tuple[int, int, int]]:
         """(tokens, sequences, most queries of a sequence) of steps that need all kernels."""

@@ -6,16 +6,15 @@ import math
 from torch import Tensor
 
 from ...kv_latent import is_latent
-from ...kv_request import KvCall, KvRequest, PlannedTile
+from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target
 from ..common.shapes import CallShape
 from .descriptors import column_descriptors
 from .forward_tiles import ROWS
 from .launches import Operands, State, forward_config, forward_launch, new_state
-from .mla_launches import hopper_mla_launches
+from .mla_launches import hopper_mla_launches, page_stride
 from .pipeline import KvCache
-from .support import MIN_PREFILL_QUERIES
 
 MAX_DECODE_QUERIES = MIN_PREFILL_QUERIES - 1
 
@@ -96,8 +95,3 @@ def prefill_launch(
     varlen = dense._replace(cu_k=cu_q)  # not read: the cache tells where the keys are
     operands = Operands((*column_descriptors(q, ROWS.value), *kv))
     return forward_launch(varlen, operands, (out, lse, max_logit), state, num_sms, size, config, cache)
-
-
-def page_stride(x: Tensor) -> int:
-    """Tokens from a page, or row, of a cache to the next one."""
-    return 0 if x.shape[0] == 1 else x.stride(0) // x.stride(1)

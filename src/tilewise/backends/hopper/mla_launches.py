@@ -18,8 +18,9 @@ from ..common.shapes import view
 from .descriptors import packed_descriptor
 from .mla import HopperLatentConfig, hopper_mla_kernel
 from .mla_producers import PackedViews
+from .support import MLA_TILE
 
-BLOCK = 64  # rows of a tile, and keys
+BLOCK = MLA_TILE[0]  # rows of a tile, and keys
 
 
 def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
@@ -29,7 +30,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
     dense, places, spec = request.dense, request.places, request.spec
     q, k, v = dense[:3]
     partition = checked_partition(request, target, schedule, workspace)
-    assert partition.tile[:2] == (BLOCK, BLOCK)
+    assert partition.tile[:2] == MLA_TILE
     terms = device_terms(dense, target.gpu)
     rows_differ = request.max_seqlen_q != 1
     box = BLOCK if places.table is None else math.gcd(k.shape[1], BLOCK)
@@ -55,7 +56,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
         *(spec.after, spec.scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
         *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
-        *(0 if places.table is None else places.table.stride(0), k.shape[0], token_stride(k), places.batch),
+        *(0 if places.table is None else places.table.stride(0), k.shape[0], page_stride(k), places.batch),
         terms.sinks,
     )
     options = {"CONFIG": config, "num_warps": 4, "launch_pdl": True}
@@ -71,6 +72,6 @@ def packed_views(k: Tensor) -> PackedViews:
     return PackedViews(View(k, stored.strides), rest, scales)
 
 
-def token_stride(x: Tensor) -> int:
+def page_stride(x: Tensor) -> int:
     """Tokens from a page, or row, of a cache to the next one."""
     return 0 if x.shape[0] == 1 else x.stride(0) // x.stride(1)

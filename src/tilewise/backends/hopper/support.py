@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kv_latent import is_deepseek_fp8, is_latent, shares_memory
+from ...kv_request import MIN_PREFILL_QUERIES
 from ...mods.expr import const
 from ...mods.program import PROGRAMS, rows
 from ...request import Request, Spec
@@ -22,7 +23,6 @@ MAX_FP8_HEAD_DIM = 128  # O and the product that is added to it are both in regi
 MAX_CACHE_HEAD_DIM = 256
 MAX_LISTED_HEAD_DIM = 256  # with a block mask
 MAX_TERMS_HEAD_DIM = 256  # of the backward with score terms
-MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
 MIN_MASK_BLOCK = 128  # queries and keys of the smallest supported tile of a block mask
 MIN_PAGE = 8  # tokens of the smallest supported page: the swizzle pattern of shared memory repeats every 8 rows
 MAX_CACHE_TOKENS = 2**30
