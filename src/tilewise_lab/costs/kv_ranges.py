@@ -56,7 +56,7 @@ busy=3, divided=1, parts=2)
     else:
         cost = chunks + len(items) * partition.item_cost
         few = len(items) <= partition.least
-        shares = max(partition.resident - len(items), partition.least) if few else partition.target
+        shares = max(partition.resident - len(items), partition.least) if few else partition.wanted_splits
         most = max(-(-cost // shares), partition.min_chunks)
         found = [-(-item.num_chunks // most) for item in items]
         longest = min(longest, most)

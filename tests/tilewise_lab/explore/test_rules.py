@@ -201,7 +201,7 @@ def test_a_cache_on_an_h200_has_the_sizes_of_the_library(rules):
     found = rules("plan", {"lengths": lengths, "heads": heads, **sizes})
     told = tilewise.explain_kv((4, 1, 32, 128), (4, 8192, heads, 128), None, lengths, device="H200", show=False)
     want = told.partition
-    assert (found["resident"], found["least"], found["target"]) == (want.resident, want.least, want.target)
+    assert (found["resident"], found["least"], found["target"]) == (want.resident, want.least, want.wanted_splits)
     dealt = ranges(want, [(1, n, 0) for n in lengths], 4, after=0)
     assert (found["each"], found["divided"], found["parts"]) == (dealt.each, dealt.divided, dealt.parts)
 

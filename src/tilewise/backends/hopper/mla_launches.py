@@ -55,7 +55,7 @@ def hopper_mla_launches(call: KvCall, target: Target) -> list[Launch]:
         buffers_of(call),
         *(spec.after, spec.scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
-        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.wanted_splits),
         *(0 if places.table is None else places.table.stride(0), k.shape[0], page_stride(k), places.batch),
         terms.sinks,
     )

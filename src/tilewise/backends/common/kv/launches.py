@@ -119,7 +119,7 @@ def partition_launch(
     sizes = (q.shape[-3], places.new, min(places.capacity(k), UNDIVIDED), k.shape[1], places.batch)
     cut = (
         partition.num_splits,
-        *(partition.target, partition.resident, partition.least),
+        *(partition.wanted_splits, partition.resident, partition.least),
         request.spec.before,
         request.spec.after,
         partition.chunk_size,
@@ -211,7 +211,7 @@ def decode_launches(call: KvCall, partition: Partition, target: Target, part: Pa
         request.tree,
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
-        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.wanted_splits),
         tile_height(request, partition),
         *(table_stride, k.shape[0], places.batch, n_q, words),
         terms,
@@ -259,7 +259,7 @@ def combine_launch(
     request = call.request
     q, k, dv = request.q, request.k, head_dim(request.v)
     max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
-    partials = 1 if request.split else fitting(-(-partition.target // max(partition.items, 1)), BLOCK_PARTIALS)
+    partials = 1 if request.split else fitting(-(-partition.wanted_splits // max(partition.items, 1)), BLOCK_PARTIALS)
     columns = min(padded(dv), COMBINED // partials)
     block_r = min(triton.next_power_of_2(partition.rows), COMBINED // (partials * columns))
     blocks = -(-partition.rows // block_r) * -(-dv // columns)
@@ -277,9 +277,9 @@ def combine_launch(
     )
     sizes = (
         *(partition.items, partition.num_splits, partition.slots, partition.whole_slots, partition.num_slots),
-        *(partition.rows, request.places.batch, partition.target, tile_height(request, partition)),
+        *(partition.rows, request.places.batch, partition.wanted_splits, tile_height(request, partition)),
     )
-    programs = min(max(2 * partition.target, partition.items) * partition.kv_heads * blocks, max_programs)
+    programs = min(max(2 * partition.wanted_splits, partition.items) * partition.kv_heads * blocks, max_programs)
     return Launch(combine_kernel, programs, (buffers_of(call, prefix), terms.sinks, *sizes), launch_options(config))
 
 

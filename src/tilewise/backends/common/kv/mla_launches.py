@@ -97,7 +97,7 @@ def mla_launch(call: KvCall, partition: Partition, target: Target, shared: bool 
         request.tree,
         *(spec.before, spec.after, scale),
         *(partition.items, partition.num_splits, partition.chunk_size),
-        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.target),
+        *(partition.slots, partition.whole_slots, partition.num_slots, partition.rows, partition.wanted_splits),
         *(0 if places.table is None else places.table.stride(0), k.shape[0], k.shape[1]),
         *(
             places.batch,

@@ -27,18 +27,18 @@ class Partition(NamedTuple):
     tiles: int  # row tiles of a sequence, 0 if packed
     resident: int  # splits that run at once
     least: int  # work items; fewer are few
-    target: int  # splits that share the chunks of sequences of different lengths
+    wanted_splits: int  # that share the chunks of sequences of different lengths
     kv_heads: int
     chunk_size: int  # keys
     slots: int  # partial results of a split that continues a work item
     rows: int  # of a partial result
     item_cost: int  # of beginning a work item, in chunks
     min_chunks: int = 1  # of a work item that is divided
-    most_splits: int = 0  # if they are known to be fewer than `items` and `target` allow
+    most_splits: int = 0  # if they are known to be fewer than `items` and `wanted_splits` allow
 
     @property
     def num_splits(self) -> int:
-        return self.most_splits or self.items + self.target
+        return self.most_splits or self.items + self.wanted_splits
 
     @property
     def programs(self) -> int:
@@ -46,17 +46,17 @@ class Partition(NamedTuple):
 
     @property
     def schedule_numel(self) -> int:
-        counters = self.target * self.kv_heads
+        counters = self.wanted_splits * self.kv_heads
         return COUNTS + RECORD * self.num_splits + counters + self.items + 1 + ITEM * self.items
 
     @property
     def whole_slots(self) -> int:
         """Splits that may have one partial result: those of divided work items; with splits of a fixed size all."""
-        return self.num_splits if self.slots > 1 else min(self.num_splits, 2 * self.target)
+        return self.num_splits if self.slots > 1 else min(self.num_splits, 2 * self.wanted_splits)
 
     @property
     def num_slots(self) -> int:
-        return self.kv_heads * (self.whole_slots + self.target * (self.slots - 1))
+        return self.kv_heads * (self.whole_slots + self.wanted_splits * (self.slots - 1))
 
     def workspace_numel(self, dim_v: int) -> int:
         """Partial results with their lse (or m) and l, and a flag for each program."""
@@ -99,6 +99,6 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     resident = max(1, num_sms * tile.programs_per_sm // kv_heads)
     quarters = 2 if tile.programs_per_sm > 1 and _quantised(request) is None else 3
     least = max(1, resident * quarters // 4)
-    target = resident * (1 if request.split else tile.splits)
-    sizes = (resident, least, target, kv_heads, chunk_size, slots, rows, item_cost, min_chunks)
+    wanted_splits = resident * (1 if request.split else tile.splits)
+    sizes = (resident, least, wanted_splits, kv_heads, chunk_size, slots, rows, item_cost, min_chunks)
     return Partition(tile, items, tiles, *sizes)

@@ -73,7 +73,7 @@ def plan_of(request: KvRequest, target: Target, groups: Groups | None = None) ->
     prefix = partition_of(prefix_request, target, PREFIX_TILE)
     # a group with a prefix has two sequences or more, and at most one tile of rows that is not full
     most_items = tokens * (q.shape[-2] // dense.k.shape[-2]) // prefix.tile.block_m + places.batch // 2
-    prefix = prefix._replace(most_splits=most_items + prefix.target)
+    prefix = prefix._replace(most_splits=most_items + prefix.wanted_splits)
     return Plan(prefix_request, prefix, own, partition_of(own, target))
 
 
