@@ -16,17 +16,16 @@ from .kv_formats import has_token_scales, head_dim
 from .kv_latent import shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
-from .options import show_options
+from .options import KvOptions, kv_defaults, kv_options, show_options
 from .plan_cache import plans, positions, runner_of, signature
 from .torch_internals import is_traced
 from .validation import kv as checks
 from .validation import kv_contents as contents
 from .validation.dense import CHECK_CONTENTS
-from .validation.kv import KvOptions
 
 
 def _takes_options(function: Any) -> Any:
-    return show_options(function, KvOptions, checks.defaults())
+    return show_options(function, KvOptions, kv_defaults())
 
 
 @_takes_options
@@ -111,7 +110,7 @@ def attention_kv(
     known: Prepared | None = None if key is None else plans.get(key)
     if known is not None:
         return _returned(known.runner([tensors[n] for n in known.order]), known.returns_lse)
-    given = checks.kv_options(options)
+    given = kv_options(options)
     call, with_lse = _call(q, k_cache, v_cache, lengths, given), given["return_lse"]
     if is_traced(*call.request.dense[:3]):
         return _returned(ops.traced_attend(call), with_lse)
@@ -153,7 +152,7 @@ def plan_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int, 
     Raises:
         AttentionError: as in `attention_kv`.
     """
-    given = checks.kv_options(options)
+    given = kv_options(options)
     request = checks.attend_request(q, k_cache, v_cache, lengths, given)
     shape = _shape_of(request)
     old: KvPlan | None = given["plan"]
@@ -219,7 +218,7 @@ def plan_kv_in(
     if known is not None:
         wanted = [tensors[n] for n in known.order]
     else:
-        request = checks.attend_request(q, k_cache, v_cache, lengths, checks.kv_options(options))  # type: ignore[arg-type]
+        request = checks.attend_request(q, k_cache, v_cache, lengths, kv_options(options))  # type: ignore[arg-type]
         name, backend = choose(request).backend.name, kv_backend(request)
         sizes = backend.schedule_sizes(request)
         schedule = memory.empty("schedule", q, sizes[0], torch.int64)
@@ -258,7 +257,7 @@ def check_kv(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | int,
     Raises:
         AttentionError: the call is wrong, or the plan was made for other lengths.
     """
-    given = checks.kv_options(options)
+    given = kv_options(options)
     call = _call(q, k_cache, v_cache, lengths, given)
     _check_contents(call.request, given)
     choose(call.request)
@@ -311,7 +310,7 @@ def append_kv(
     if known is not None:
         results = known.runner([tensors[n] for n in known.order])
         return results[0] if results else q
-    given = checks.kv_options(options)  # type: ignore[arg-type]
+    given = kv_options(options)  # type: ignore[arg-type]
     places = checks.places_of(k_new, k_cache, lengths, given)
     request = checks.append_request(k_new, v_new, k_cache, v_cache, places, q, given)
     if is_traced(k_new, v_new, k_cache, v_cache):

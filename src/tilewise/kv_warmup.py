@@ -16,6 +16,7 @@ from .backends.common.gpu import gpu_of
 from .backends.registry import choose
 from .kv_request import MIN_PREFILL_QUERIES, KvCall, structure_of
 from .ops import kv as ops
+from .options import kv_options
 from .validation import kv as checks
 
 
@@ -92,10 +93,10 @@ def step_launches(layer: AttentionLayer, limits: StepLimits, step: tuple[int, in
     }
     q = memory.empty((tokens, layer.heads, k.shape[-1]), layer.dtype)
     out = memory.empty((tokens, layer.heads, v.shape[-1]), layer.dtype)
-    request = checks.attend_request(q, k, v, lengths, checks.kv_options(options))  # type: ignore[arg-type]
+    request = checks.attend_request(q, k, v, lengths, kv_options(options))  # type: ignore[arg-type]
     call = KvCall(request, out=out, lse=ops.scratch_lse(q))
     k_new, v_new = (memory.empty((1, tokens, *x.shape[2:]), layer.dtype) for x in (k, v))
-    asked = checks.kv_options({"slots": torch.empty(tokens, dtype=torch.int64, device="meta")})
+    asked = kv_options({"slots": torch.empty(tokens, dtype=torch.int64, device="meta")})
     asked["k_scale"], asked["v_scale"] = options.get("k_scale"), options.get("v_scale")
     places = checks.places_of(k_new, k, one, asked)
     append = checks.append_request(k_new, v_new, k, v, places, None, asked)

@@ -11,8 +11,8 @@ from .errors import AttentionError
 from .kv_cache import attention_kv
 from .kv_latent import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
+from .options import PageTable
 from .validation.arguments import tensor
-from .validation.kv import PageTable
 
 
 class MlaArguments(NamedTuple):

@@ -1,4 +1,5 @@
-"""The options of a call: names, types, defaults, how help() shows them, and their names in other libraries."""
+"""The options of a call, without and with a KV cache: names, types, defaults, how help() shows them, and their names in
+other libraries."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 from torch import Tensor
 
 from .errors import AttentionError
+from .kv_request import QkNorm, Rotary, Scale, SharedPrefix
 from .mods.blocks import BlockMask
 from .mods.modifier import as_mod
 from .mods.program import Mod
 from .request import Window
+
+PageTable = Tensor | tuple[Tensor, Tensor] | None
 
 
 class OtherOptions(TypedDict, total=False):
@@ -42,6 +46,44 @@ class Options(OtherOptions, total=False):
     return_max_logit: bool
 
 
+class KvOptions(TypedDict, total=False):
+    """The options of `attention_kv`, beside q, the caches and their lengths."""
+
+    k_new: Tensor | None
+    v_new: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_new: Tensor | None
+    page_table: PageTable
+    token_table: Tensor | None
+    slots: Tensor | None
+    cache_rows: Tensor | None
+    starts: Tensor | None
+    rotary: Rotary | None
+    qk_norm: QkNorm | None
+    k_scale: Scale
+    v_scale: Scale
+    tree: Tensor | None
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    score_mod: Mod | None
+    mask_mod: Mod | None
+    out: Tensor | None
+    return_lse: bool
+    return_max_logit: bool
+    plan: Any
+    split: int | None
+    shared_prefix: SharedPrefix
+    max_seqlen_q: int | None
+    backend: str
+
+
+KV_NAMES = tuple(KvOptions.__annotations__)
+
+
 def _defaults() -> Options:
     """A new dict each time: torch.compile treats the numbers of a global dict as variables."""
     return {
@@ -62,6 +104,13 @@ def _defaults() -> Options:
         "precision": None,
         "backend": "auto",
     }
+
+
+def kv_defaults() -> KvOptions:
+    options: Any = dict.fromkeys(KV_NAMES)
+    options.update(causal=True, return_lse=False, return_max_logit=False, backend="auto")
+    found: KvOptions = options
+    return found
 
 
 # The default of an argument that must be given: without it, the error is about the argument and not about the count.
@@ -134,6 +183,19 @@ OTHER_LIBRARIES: dict[str, Any] = {
     "layout": "packed tensors, (tokens, heads, dim), without it",
 }
 
+OTHER_KV_LIBRARIES = OTHER_LIBRARIES | {
+    "cache_seqlens": "lengths, the tokens in the cache before this call",
+    "block_table": "page_table=",
+    "cache_batch_idx": "cache_rows=",
+    "cache_leftpad": "starts=",
+    "rotary_cos": "rotary=tilewise.Rotary(cos, sin, interleaved=)",
+    "num_splits": "split=, the number of keys of a split (or None: the load is balanced on the device)",
+    "k": "k_new=",
+    "v": "v_new=",
+    "slot_mapping": "slots=",
+    "bias": "score_mod=",
+}
+
 
 def options_of(given: Options) -> Options:
     """The given options, completed with the defaults."""
@@ -142,6 +204,12 @@ def options_of(given: Options) -> Options:
         options["score_mod"] = as_mod("score", options["score_mod"])
     if options["mask_mod"] is not None:
         options["mask_mod"] = as_mod("mask", options["mask_mod"])
+    return options
+
+
+def kv_options(given: KvOptions) -> KvOptions:
+    """The given options of a call with a KV cache, completed with the defaults."""
+    options: KvOptions = completed(given, kv_defaults(), OTHER_KV_LIBRARIES)
     return options
 
 

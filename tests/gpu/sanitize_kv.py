@@ -16,6 +16,7 @@ from tests.kv_cases import KvCase, KvInputs, compare, inputs
 from tilewise.backends.registry import kv_backend
 from tilewise.kv_request import KvCall
 from tilewise.ops import kv as ops
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 
 CASES = [
@@ -27,7 +28,7 @@ CASES = [
 
 
 def options_of(x: KvInputs, split: int | None) -> checks.KvOptions:
-    return checks.kv_options({**x.options, "split": split, "backend": "triton"})
+    return kv_options({**x.options, "split": split, "backend": "triton"})
 
 
 def eager(x: KvInputs, split: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@ launch; values on the device are checked by `kv_contents`."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,56 +12,18 @@ from torch.autograd.forward_ad import unpack_dual
 from ..errors import AttentionError
 from ..kv_formats import head_dim
 from ..kv_latent import LATENT, WIDTH, is_deepseek_fp8, shares_memory
-from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, QkNorm, Rotary, Scale, SharedPrefix
+from ..kv_request import UNDIVIDED, AppendRequest, CachePlaces, KvPlan, KvRequest, Rotary, SharedPrefix
 from ..mods.blocks import BlockMask
 from ..mods.dropout import is_whole
-from ..mods.program import Mod
-from ..options import OTHER_LIBRARIES, completed, options_of
-from ..request import MAX_HEAD_DIM, Window
+from ..options import KvOptions, kv_defaults, options_of
+from ..request import MAX_HEAD_DIM
 from ..torch_internals import has_address, is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
 from .dense import sized
-from .kv_prefix import checked_prefix
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
-PageTable = Tensor | tuple[Tensor, Tensor] | None
 SPLIT = 128  # a split is a multiple of this, so that the key tiles of all kernels divide it
 DISTINCT = "distinct memory for each element (no expanded dims)"
-
-
-class KvOptions(TypedDict, total=False):
-    """The options of `attention_kv`, beside q, the caches and their lengths."""
-
-    k_new: Tensor | None
-    v_new: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_new: Tensor | None
-    page_table: PageTable
-    token_table: Tensor | None
-    slots: Tensor | None
-    cache_rows: Tensor | None
-    starts: Tensor | None
-    rotary: Rotary | None
-    qk_norm: QkNorm | None
-    k_scale: Scale
-    v_scale: Scale
-    tree: Tensor | None
-    causal: bool
-    window: Window | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    score_mod: Mod | None
-    mask_mod: Mod | None
-    out: Tensor | None
-    return_lse: bool
-    return_max_logit: bool
-    plan: Any
-    split: int | None
-    shared_prefix: SharedPrefix
-    max_seqlen_q: int | None
-    backend: str
 
 
 # Options of `append_kv`: where new tokens go.
@@ -71,33 +33,6 @@ OF_APPEND = (
 )
 # Options that `attention` has too.
 SCORE_OPTIONS = ("causal", "window", "scale", "softcap", "sinks", "alibi_slopes", "score_mod", "mask_mod")
-NAMES = tuple(KvOptions.__annotations__)
-
-
-def defaults() -> KvOptions:
-    options: Any = dict.fromkeys(NAMES)
-    options.update(causal=True, return_lse=False, return_max_logit=False, backend="auto")
-    found: KvOptions = options
-    return found
-
-
-OTHER_KV_LIBRARIES = OTHER_LIBRARIES | {
-    "cache_seqlens": "lengths, the tokens in the cache before this call",
-    "block_table": "page_table=",
-    "cache_batch_idx": "cache_rows=",
-    "cache_leftpad": "starts=",
-    "rotary_cos": "rotary=tilewise.Rotary(cos, sin, interleaved=)",
-    "num_splits": "split=, the number of keys of a split (or None: the load is balanced on the device)",
-    "k": "k_new=",
-    "v": "v_new=",
-    "slot_mapping": "slots=",
-    "bias": "score_mod=",
-}
-
-
-def kv_options(given: KvOptions) -> KvOptions:
-    options: KvOptions = completed(given, defaults(), OTHER_KV_LIBRARIES)
-    return options
 
 
 def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, options: KvOptions) -> KvRequest:
@@ -134,7 +69,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
             "k_scale and v_scale", "given", f"None: the {k.shape[-1]} bytes of a token have its scales"
         )
     most = q.shape[1] if cu_q is None else int(most or 0)
-    shared = checked_prefix(options["shared_prefix"], places)
+    shared = _prefix(options["shared_prefix"], places)
     return KvRequest(dense, places, tree, _split(options["split"]), most, scales[0], scales[1], shared)
 
 
@@ -201,7 +136,7 @@ def _queries(q: Any, k_new: Tensor, batch: int, cu_q: Tensor | None) -> Tensor |
 
 def places_of(k_new: Tensor, k: Tensor, lengths: Tensor | int, options: KvOptions) -> CachePlaces:
     """The places of `append_kv`, whose batch is that of k_new or cu_seqlens_new."""
-    defaults_of: dict[str, Any] = {**defaults()}
+    defaults_of: dict[str, Any] = {**kv_defaults()}
     for name, x in options.items():
         if name not in OF_APPEND and x is not defaults_of[name]:
             raise AttentionError("keyword argument", f"{name}= of append_kv", f"only {', '.join(OF_APPEND)}")
@@ -420,6 +355,27 @@ def _split(split: Any) -> int | None:
             "split", repr(split), f"a multiple of {SPLIT} keys, 0 for one split, or None to balance the load"
         )
     return min(int(split), UNDIVIDED) or UNDIVIDED
+
+
+def _prefix(given: Any, places: CachePlaces) -> SharedPrefix:
+    """The option: None, "auto", or the keys that each sequence has in common with the one before it."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) and given != "auto":
+        raise AttentionError("shared_prefix", repr(given), '"auto", int32 (B,) tensor, or None')
+    if places.table is None or places.by_token:
+        raise AttentionError("shared_prefix", "given without page_table", "a page table: sequences share pages")
+    if not isinstance(given, Tensor):
+        return "auto"
+    lengths = places.lengths
+    if given.dtype != torch.int32:
+        raise AttentionError("dtype of shared_prefix", given.dtype, "torch.int32")
+    if tuple(given.shape) != tuple(lengths.shape):
+        expected = f"({lengths.shape[0]},), for each sequence the keys it has in common with the one before"
+        raise AttentionError("shape of shared_prefix", tuple(given.shape), expected)
+    if given.device != lengths.device:
+        raise AttentionError("device of shared_prefix", given.device, f"{lengths.device}, as lengths")
+    return given.contiguous()
 
 
 def _rotary(rotary: Any, k_new: Tensor, q: Tensor | None) -> Rotary:

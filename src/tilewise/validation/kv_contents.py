@@ -10,7 +10,6 @@ from torch import Tensor
 from ..errors import AttentionError
 from ..kv_request import KvRequest, PlannedTile
 from .dense import check_offsets
-from .kv_prefix import check_prefix
 
 
 def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | None = None) -> None:
@@ -64,7 +63,7 @@ def check(request: KvRequest, slots: Tensor | None = None, new_tokens: int | Non
     if isinstance(request.shared_prefix, Tensor) and table is not None:
         totals = [length + new for length, new in zip(places.lengths.tolist(), appended, strict=True)]
         tables = [table[a:b] for a, b in pairwise(ends)] if ends else table
-        check_prefix(request.shared_prefix.tolist(), tables, totals, page)
+        _check_prefix(request.shared_prefix.tolist(), tables, totals, page)
     if places.rows is not None:
         for b, row in enumerate(places.rows.tolist()):
             if not 0 <= row < k.shape[0]:
@@ -154,3 +153,17 @@ def _check_slots(slots: Tensor, count: int) -> None:
         raise AttentionError("slots", int(used.max()), f"at most {count - 1}, or negative to skip a token")
     if torch.unique(used).numel() < used.numel():
         raise AttentionError("slots", "a slot for two new tokens", "a different slot for each token")
+
+
+def _check_prefix(common: list[int], tables: list[list[int]], totals: list[int], page: int) -> None:
+    """Raises AttentionError for the first sequence that shares less with the one before than is given."""
+    for b in range(1, len(common)):
+        if not 0 <= common[b] <= min(totals[b - 1 : b + 1]):
+            expected = f"0 to {min(totals[b - 1 : b + 1])}, the keys of both sequences"
+            raise AttentionError(f"shared_prefix[{b}]", common[b], expected)
+        pages = -(-common[b] // page)
+        ours, theirs = tables[b][:pages], tables[b - 1][:pages]
+        if ours != theirs:
+            n = next(n for n, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
+            found = f"{common[b]}, but page {n} is {ours[n]}, and {theirs[n]} in sequence {b - 1}"
+            raise AttentionError(f"shared_prefix[{b}]", found, "leading keys in equal pages")

@@ -33,6 +33,7 @@ from tilewise.backends.common.kv.partition import partition as partition_of
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.mods.dropout import is_whole
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.costs import roofline
 from tilewise_lab.costs.devices import ITEMSIZE, Device
@@ -211,7 +212,7 @@ def explain_kv(
             options[name] = _tensor(options[name], dtype)
     target = device_named(device or {"meta": None}.get(given[0].device.type, str(given[0].device)))
     on_q, on_k, on_v = (x.to("meta") for x in given)
-    values = checks.kv_options(options)  # type: ignore[arg-type]
+    values = kv_options(options)  # type: ignore[arg-type]
     if not isinstance(lengths, int):
         try:
             lengths = torch.as_tensor(lengths).cpu().int()

@@ -26,9 +26,9 @@ from tilewise.backends.common.launch import COUNTERS, Built, Launch, Target
 from tilewise.backends.common.launcher import Slot
 from tilewise.kv_cache import _call as kv_call_of
 from tilewise.kv_request import KvCall, structure_of
+from tilewise.options import kv_options
 from tilewise.request import BackwardInputs, Request
 from tilewise.validation import dense as checks
-from tilewise.validation import kv as kv_checks
 
 # Placeholders
 
@@ -564,7 +564,7 @@ def test_a_kv_cache_runs_from_addresses(case: KvCase, options: dict[str, Any], g
         ours, theirs = (inputs(case, torch.float32, seed=seed) for _ in range(2))
         made = []
         for x in (ours, theirs):
-            asked = kv_checks.kv_options(x.options | options | {"backend": "triton"})
+            asked = kv_options(x.options | options | {"backend": "triton"})
             if given == "out":
                 asked["out"] = torch.empty_like(x.q)
             made.append(kv_call_of(x.q, x.k, x.v, x.lengths, asked))

@@ -13,6 +13,7 @@ from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
 from tilewise.backends.common.gpu import Gpu
 from tilewise.backends.registry import choose
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 
 I32 = torch.int32
@@ -343,7 +344,7 @@ def test_who_serves_a_cache(gpu: Gpu) -> None:
 
     def chosen(q: torch.Tensor, **more: Any) -> str:
         x = cache.to(q.dtype)
-        return choose(checks.attend_request(q, x, x, lengths, checks.kv_options(more)), gpu).backend.name
+        return choose(checks.attend_request(q, x, x, lengths, kv_options(more)), gpu).backend.name
 
     assert chosen(q) == chosen(q, backend="triton") == "triton"
     hopper = "hopper" if gpu == Gpu("cuda", 90) else "triton"

@@ -16,6 +16,7 @@ from tilewise.backends.common.kv import KvKernels, portable_launches, shared
 from tilewise.backends.common.kv.shared import shares_prefix
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 
 CASE = KvCase((40, 50, 33, 90, 37, 36), page=4, heads=4, kv_heads=2, dim=16)
@@ -42,7 +43,7 @@ def call(x: KvInputs, backend: str, plan: bool = False, **options: Any) -> tuple
 
 def request_of(x: KvInputs, **options: Any) -> KvRequest:
     given: Any = {"shared_prefix": "auto"} | x.options | options
-    return checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(given))
+    return checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(given))
 
 
 def shared_of(x: KvInputs, **options: Any) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from tests.kv_cases import KvCase, compare, inputs
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvCall
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.emulator import launch
 
@@ -40,7 +41,7 @@ def attend(x: Any, *, planned: bool = False, **options: Any) -> tuple[torch.Tens
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.hopper import kv_launches as kv_launch
 
-    request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
+    request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(x.options | options))
     *outer, n_q, heads, _ = x.q.shape
     out = torch.full((*outer, n_q, heads, x.v.shape[-1]), torch.nan, dtype=x.q.dtype)
     lse = torch.full((*outer, n_q, heads), torch.nan).mT if planned else torch.full((*outer, heads, n_q), torch.nan)
@@ -96,7 +97,7 @@ def test_what_it_leaves_to_others() -> None:
 
     def kept_by(case: KvCase, **options: Any) -> str | None:
         x = inputs(case, torch.bfloat16)
-        request = checks.attend_request(x.q, x.k, x.v, x.lengths, checks.kv_options(x.options | options))
+        request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(x.options | options))
         return unsupported(request, GPU)
 
     assert kept_by(BASE) is None

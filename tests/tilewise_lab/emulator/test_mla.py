@@ -7,6 +7,7 @@ import torch
 
 from tests.mla_cases import MlaCase, compare, inputs
 from tilewise.kv_request import KvCall
+from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab.emulator import launch
 
@@ -37,7 +38,7 @@ def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", processors)
     x = inputs(CASES[name], torch.bfloat16 if CASES[name].packed else torch.float16)
     cache = x.cache.view(torch.float8_e4m3fn) if CASES[name].packed else x.cache
-    request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, checks.kv_options(x.options))
+    request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, kv_options(x.options))
     batch, n_q, heads, _ = x.q.shape
     out = torch.full((batch, n_q, heads, 512), torch.nan, dtype=x.q.dtype)
     lse = torch.full((batch, heads, n_q), torch.nan)
