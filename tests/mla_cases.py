@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise
-from tilewise.kv_latent import unpack_latent
+from tilewise.kv_formats import unpack_latent
 
 GARBAGE = 2147480000  # an unused entry of a page table
 

@@ -42,9 +42,9 @@ LAYERS = (
     "backends.protocol",
     "backends.common backends",
     "mods",
-    "kv_request kv_latent",
-    "request",
+    "kv_request",
     "kv_formats",
+    "request",
     "errors torch_internals backends.common.device version",
 )
 RANK = {unit: rank for rank, line in enumerate(LAYERS) for unit in line.split()}

@@ -13,7 +13,7 @@ from .api import attention, attention_varlen, check
 from .debug import weights
 from .errors import AttentionError
 from .kv_cache import append_kv, attention_kv, check_kv, plan_kv
-from .kv_latent import pack_mla
+from .kv_formats import pack_mla
 from .kv_request import KvPlan, QkNorm, Rotary
 from .merge import merge
 from .mla import attention_mla

@@ -12,8 +12,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
 from .errors import AttentionError
-from .kv_formats import has_token_scales, head_dim
-from .kv_latent import shares_memory
+from .kv_formats import has_token_scales, head_dim, shares_memory
 from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options

@@ -1,4 +1,4 @@
-"""The formats of a quantised KV cache: what a stored number means, and how a number is stored. Imports torch alone.
+"""The formats of a KV cache: what a stored number means, and how a number is stored. Imports torch alone.
 
     float8_e4m3fn, float8_e5m2    stored = round(clamp(x / scale, -largest, largest)), to the nearest float8
     int8                          stored = clamp(round(x / scale), -128, 127)
@@ -6,16 +6,30 @@
 
 x / scale is computed in float32 and rounded to nearest, ties to even. Byte i of a head in int4 holds dims i (low four
 bits) and i + D / 2 (high four bits), in two's complement. A number read from the cache is stored * scale.
+
+The cache of multi-head latent attention (MLA) in absorbed form has one row of 512 + 64 numbers for each token. The
+first 512, the latent vector, are also the token's value. DeepSeek's fp8 format has 656 bytes for each token:
+
+    512 bytes   the latent vector in float8_e4m3fn, divided by its scales
+     16 bytes   4 float32 scales, one for each 128 numbers
+    128 bytes   the 64 numbers with rotary embedding, in bfloat16
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .errors import AttentionError
+from .request import MAX_HEAD_DIM
 from .torch_internals import has_address
+
+LATENT, ROPE = 512, 64  # numbers of a token of MLA
+WIDTH = LATENT + ROPE
+GROUPS = 4  # of the latent vector, each with a scale
+BYTES = LATENT + 4 * GROUPS + 2 * ROPE  # of a token in the fp8 format
 
 
 class Format(NamedTuple):
@@ -28,8 +42,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    torch.float8_e4m3fn: Format("e4m3", 8, 448.0, False),
-    torch.float8_e5m2: Format("e5m2", 8, 57344.0, False),
+    torch.float8_e4m3fn: Format("e4m3", 8, torch.finfo(torch.float8_e4m3fn).max, False),
+    torch.float8_e5m2: Format("e5m2", 8, torch.finfo(torch.float8_e5m2).max, False),
     torch.int8: Format("int8", 8, 127.0, True),
     torch.uint8: Format("int4", 4, 7.0, True),
 }
@@ -87,3 +101,60 @@ def dequantise(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         stored = torch.where(stored > 7, stored - 16, stored)
     x: Tensor = stored.to(dtype).unflatten(-1, (scale.shape[-1], -1)) * scale[..., None].to(dtype)
     return x.flatten(-2)
+
+
+def is_latent(request: Any) -> bool:
+    """Whether the head dim of a `KvRequest` is that of MLA: more than attention otherwise supports."""
+    return bool(request.dense.q.shape[-1] > MAX_HEAD_DIM)
+
+
+def is_deepseek_fp8(cache: Tensor) -> bool:
+    """Whether a cache has DeepSeek's fp8 format."""
+    return cache.dtype == torch.float8_e4m3fn and cache.shape[-1] == BYTES
+
+
+def shares_memory(k: Any, v: Any) -> bool:
+    """Whether the values are the first columns of the keys of MLA, so that they are read once."""
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.shape[-1] <= MAX_HEAD_DIM:
+        return False
+    if k.stride() != v.stride() or k.dtype != v.dtype or not (has_address(k) and has_address(v)):
+        return False
+    return k.data_ptr() == v.data_ptr()
+
+
+def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
+    """A cache of MLA in DeepSeek's fp8 format, 656 bytes for each token.
+
+    >>> pack_mla(torch.randn(8, 64, 1, 576)).shape
+    torch.Size([8, 64, 1, 656])
+
+    Args:
+        kv: (.., 576) floats: 512 latent numbers and 64 with rotary embedding.
+        power_of_two: if True, scales are rounded up to powers of two, as DeepSeek's own quantisation does.
+
+    Returns:
+        uint8 (.., 656): the latent numbers / scale, rounded to the nearest float8_e4m3fn; the scales, the largest
+        magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16. `attention_mla` reads it as it is;
+        `attention_kv`, where uint8 is int4, its `.view(torch.float8_e4m3fn)`.
+
+    Raises:
+        AttentionError: kv has not 576 columns of floats.
+    """
+    if not isinstance(kv, Tensor) or kv.dim() < 1 or kv.shape[-1] != WIDTH or not kv.is_floating_point():
+        found = f"{kv.dtype} {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
+        raise AttentionError("kv of pack_mla", found, f"floats (.., {WIDTH})")
+    latent, rope = kv.float().split((LATENT, ROPE), -1)
+    scale = token_scales(latent, torch.float8_e4m3fn, GROUPS)
+    if power_of_two:
+        scale = torch.exp2(scale.log2().ceil())
+    stored = quantise(latent, scale, torch.float8_e4m3fn)
+    parts = stored, scale, rope.to(torch.bfloat16)
+    return torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1)
+
+
+def unpack_latent(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers (.., 576) of tokens in DeepSeek's fp8 format."""
+    stored, scale, rope = tokens.view(torch.uint8).split((LATENT, 4 * GROUPS, 2 * ROPE), -1)
+    scale = scale.contiguous().view(torch.float32)
+    latent = dequantise(stored.contiguous().view(torch.float8_e4m3fn), scale, dtype)
+    return torch.cat([latent, rope.contiguous().view(torch.bfloat16).to(dtype)], -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import AttentionError
 from .kv_cache import attention_kv
-from .kv_latent import BYTES, LATENT, WIDTH
+from .kv_formats import BYTES, LATENT, WIDTH
 from .kv_request import KvPlan
 from .options import PageTable
 from .validation.arguments import tensor

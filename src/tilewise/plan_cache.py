@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
-from .kv_latent import shares_memory
+from .kv_formats import shares_memory
 from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
 from .torch_internals import is_eager

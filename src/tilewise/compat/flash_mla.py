@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_cache import attention_kv, plan_kv
-from ..kv_latent import BYTES, LATENT
+from ..kv_formats import BYTES, LATENT
 from ..kv_request import KvPlan
 from ..merge import merge
 from ..mla import MlaArguments, by_query, mla_arguments

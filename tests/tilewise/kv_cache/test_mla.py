@@ -10,7 +10,7 @@ import torch
 import tilewise
 from tests.mla_cases import MlaCase, compare, inputs
 from tilewise import AttentionError
-from tilewise.kv_latent import unpack_latent
+from tilewise.kv_formats import unpack_latent
 
 CASES = {
     "pages of 16": MlaCase((40, 17, 0, 1)),

@@ -9,11 +9,13 @@ Values that are not finite do not count in the maximum and are stored as NaN. Im
 
 from __future__ import annotations
 
+import torch
+
 from ...request import Request
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 128
-LARGEST_FP8 = 448.0
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 LEAST_MAXIMUM = 2.0**-40  # of a block, so that no scale is 0 and the ratio of two scales is a float32
 MEAN_KEYS = 1024  # the mean key is that of every n-th key, n = max(1, keys // MEAN_KEYS)
 

@@ -5,7 +5,7 @@ import math
 
 from torch import Tensor
 
-from ...kv_latent import is_latent
+from ...kv_formats import is_latent
 from ...kv_request import MIN_PREFILL_QUERIES, KvCall, KvRequest, PlannedTile
 from ..common.kv import launches as decode
 from ..common.launch import Launch, Memory, Target

@@ -7,7 +7,7 @@ import math
 
 from torch import Tensor
 
-from ...kv_latent import is_deepseek_fp8
+from ...kv_formats import is_deepseek_fp8
 from ...kv_request import KvCall
 from ..common.device.structs import View
 from ..common.kv.launches import buffers_of, checked_partition, combine_launch

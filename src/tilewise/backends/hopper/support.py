@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_latent import is_deepseek_fp8, is_latent, shares_memory
+from ...kv_formats import is_deepseek_fp8, is_latent, shares_memory
 from ...kv_request import MIN_PREFILL_QUERIES
 from ...mods.expr import const
 from ...mods.program import PROGRAMS, rows

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.reference import scored, tiled
-from tilewise.kv_formats import dequantise, format_of, head_dim, quantise, token_scales
-from tilewise.kv_latent import LATENT, is_deepseek_fp8, unpack_latent
+from tilewise.kv_formats import (
+    LATENT,
+    dequantise,
+    format_of,
+    head_dim,
+    is_deepseek_fp8,
+    quantise,
+    token_scales,
+    unpack_latent,
+)
 from tilewise.kv_request import (
     AppendRequest,
     CachePlaces,

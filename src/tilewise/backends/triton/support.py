@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kv_formats import format_of, has_words
-from ...kv_latent import is_deepseek_fp8, is_latent
+from ...kv_formats import format_of, has_words, is_deepseek_fp8, is_latent
 from ...request import MAX_HEAD_DIM, Request
 from ..common.gpu import Gpu, has_triton
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ....kv_latent import is_latent
+from ....kv_formats import is_latent
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
 from .shared import shares_prefix
 

@@ -5,7 +5,7 @@ The rows of a tile, the schedule of keys and the workspace are those of `decode`
 keys, a program whose results have a nan sets its flag (FLAG_NAN), and a second launch (REPAIR) computes them once more
 so that a value cannot reach a row that does not see it.
 
-A cache in DeepSeek's fp8 format (tilewise.kv_latent) is four parts of 128 numbers in e4m3. Their scales, one for each
+A cache in DeepSeek's fp8 format (tilewise.kv_formats) is four parts of 128 numbers in e4m3. Their scales, one for each
 token and part, are factors of the columns of S and P: products have operands in float16, which holds e4m3 exactly.
 """
 

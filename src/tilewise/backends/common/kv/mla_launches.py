@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kv_latent import GROUPS, LATENT, is_deepseek_fp8
+from ....kv_formats import GROUPS, LATENT, is_deepseek_fp8
 from ....kv_request import KvCall
 from ..device.structs import View
 from ..gpu import Gpu

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....kv_formats import format_of, has_token_scales, head_dim
-from ....kv_latent import is_deepseek_fp8, is_latent
+from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent
 from ..gpu import Gpu
 from ..tiles import padded
 from . import kv_tiles

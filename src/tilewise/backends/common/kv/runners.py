@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ....kv_formats import head_dim
-from ....kv_latent import shares_memory
+from ....kv_formats import head_dim, shares_memory
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile, structure_of
 from ..clear import clear_max_logit
 from ..kernel_call import KernelCall

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....kv_latent import is_latent
+from ....kv_formats import is_latent
 from ....kv_request import KvRequest
 from ....mods.builtin import softcap
 
