@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 
 import tilewise
-from tilewise.backends.common.kv import prefix_launches, shared
-from tilewise.backends.common.kv.kv_tiles import KvTile
+from tilewise.backends.common.kv import partition, prefix_launches
 from tilewise.backends.common.kv.launches import Part
+from tilewise.backends.common.kv.partition import KvTile
 from tilewise.plan_cache import plans
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
@@ -86,9 +86,9 @@ def patches_of(tile: str, early: bool, least: int | None) -> list[Any]:
     if early:
         found.append(mock.patch.object(prefix_launches, "Part", early_part))
     if least is not None:
-        found.append(mock.patch.object(shared, "MIN_SAVED", least))
+        found.append(mock.patch.object(partition, "MIN_SAVED", least))
     if least == 0:
-        found.append(mock.patch.object(shared, "MIN_SHARED", 64))
+        found.append(mock.patch.object(partition, "MIN_SHARED", 64))
     return found
 
 

@@ -254,6 +254,11 @@ def _side(name: str, side: Any) -> int | None:
     return side if side < FAR else None
 
 
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """float32; float64 for float64."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def heads_are_queries(n_q: int, group: int, before: int | None) -> bool:
     """Whether the query heads of a group, with one query each, become the queries of one head, so that their keys are
     read once. Each of them must see all keys.

@@ -10,7 +10,7 @@ import torch
 import tilewise
 from tests.kv_cases import KvCase, KvInputs, compare
 from tests.prefix_cases import shared_inputs
-from tilewise.backends.common.kv import prefix_launches, shared
+from tilewise.backends.common.kv import partition, prefix_launches
 from tilewise.plan_cache import plans
 
 CASE = KvCase((900, 777, 1030, 640, 1100, 555, 300), heads=8, kv_heads=2, dim=128)
@@ -20,8 +20,8 @@ COMMON = (0, 640, 640, 0, 512, 512, 64)  # keys
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are shared however little that saves."""
-    monkeypatch.setattr(shared, "MIN_SAVED", 0)
-    monkeypatch.setattr(shared, "MIN_SHARED", 64)
+    monkeypatch.setattr(partition, "MIN_SAVED", 0)
+    monkeypatch.setattr(partition, "MIN_SHARED", 64)
     plans.clear()
 
 

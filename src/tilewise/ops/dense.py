@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backends.protocol import Backend
 from ..backends.registry import choose
 from ..plan_cache import CallPlan, aligned, plan_of, prepare_backward_inputs
-from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, Spec, request_from_arguments
+from ..request import ARGUMENTS, SCHEMA, BackwardInputs, Request, Spec, lse_dtype, request_from_arguments
 from .flops import register_formulas
 
 _library = torch.library.Library("tilewise", "DEF")
@@ -102,9 +102,8 @@ def _forward_fake(*call: Any) -> tuple[Tensor, Tensor]:
     request = request_from_arguments(*call)
     q, dtype = request.q, request.result_dtype
     *batch, n_q, heads, _d = q.shape
-    statistic = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*batch, n_q, heads, request.v.shape[-1]), dtype=dtype)
-    return out, q.new_empty((*batch, heads, n_q), dtype=statistic)
+    return out, q.new_empty((*batch, heads, n_q), dtype=lse_dtype(q))
 
 
 @torch.library.register_fake("tilewise::forward_max_logit", lib=_library)

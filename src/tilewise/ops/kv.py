@@ -26,6 +26,7 @@ from ..kv_request import (
     written_tokens,
 )
 from ..plan_cache import runner_of
+from ..request import lse_dtype
 from .flops import counted, readable, register_formulas
 
 _library = torch.library.Library("tilewise", "FRAGMENT")
@@ -144,10 +145,8 @@ def traced_attend(call: KvCall) -> tuple[Tensor, ...]:
 def scratch_lse(q: Tensor) -> Tensor:
     """Memory for an lse that is not returned, with strides that do not depend on the number of tokens: Triton compiles
     another kernel for a stride that is 1 or a multiple of 16."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[:-1], dtype=dtype).transpose(-1, -2)
+    return q.new_empty(q.shape[:-1], dtype=lse_dtype(q)).transpose(-1, -2)
 
 
 def new_lse(q: Tensor) -> Tensor:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=dtype)
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype(q))

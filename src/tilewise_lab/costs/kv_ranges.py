@@ -36,7 +36,7 @@ def ranges(
 ) -> Ranges:
     """The ranges of sequences of (queries, keys, first valid key), as the schedule kernel computes them.
 
-    >>> from tilewise.backends.common.kv.kv_tiles import KvTile
+    >>> from tilewise.backends.common.kv.partition import KvTile
     >>> partition = Partition(KvTile(16, 64, 4, 2, 1), 2, 1, 4, 2, 4, 1, 64, 1, 16, 1)
     >>> ranges(partition, [(1, 64, 0), (1, 640, 0)], 4, after=0)
     Ranges(items=[Item(b=1, first=0, num_chunks=10, keys=640), Item(b=0, first=0, num_chunks=1, keys=64)], each=5, \

@@ -19,7 +19,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from tilewise.backends.common.kv import kv_tiles
+from tilewise.backends.common.kv.partition import decode_tile
 from tilewise.errors import AttentionError
 from tilewise_lab.costs import cost, devices, explain, predict
 from tilewise_lab.plan import command as plan_command
@@ -67,7 +67,7 @@ def gpus() -> Json:
     """The devices of the page: processors, peak in bfloat16, bytes per second, and how a KV cache is divided there."""
     found = {}
     for name, one in devices.DEVICES.items():
-        tile = kv_tiles.tile(one.capability, 2, 128, 4)
+        tile = decode_tile(one.capability, 2, 128, 4)
         found[name] = {
             "sms": one.sms, "peak": one.flops("bfloat16"), "bandwidth": one.bandwidth,
             "unit": tile.block_n, "programs": one.sms * tile.programs_per_sm,

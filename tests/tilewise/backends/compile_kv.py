@@ -21,8 +21,8 @@ import torch
 
 import tilewise
 from tilewise.backends.common.gpu import Gpu
-from tilewise.backends.common.kv import kv_tiles
 from tilewise.backends.common.kv import launches as kv_launch
+from tilewise.backends.common.kv import partition as partitions
 from tilewise.backends.common.kv import prefix_launches as prefix_launch
 from tilewise.backends.common.kv.runners import with_rotated
 from tilewise.backends.common.launch import DeviceMemory, Target
@@ -82,8 +82,12 @@ def launch_of(
         "starts": {"starts": torch.zeros(BATCH, dtype=torch.int32)},
     }[term]
     lengths = torch.zeros(BATCH, dtype=torch.int32)
-    chosen = nullcontext() if tile is None else mock.patch.object(kv_tiles, "tile", return_value=kv_tiles.KvTile(*tile))
-    with chosen, mock.patch.object(kv_tiles, "INTERPRETED_PROCESSORS", 132):
+    chosen = (
+        nullcontext()
+        if tile is None
+        else mock.patch.object(partitions, "decode_tile", return_value=partitions.KvTile(*tile))
+    )
+    with chosen, mock.patch.object(partitions, "INTERPRETED_PROCESSORS", 132):
         if kernel == "append":
             new = (
                 torch.empty(BATCH, queries, kv_heads, dim, dtype=kind),

@@ -31,10 +31,10 @@ def tight(x: KvInputs) -> KvInputs:
 def check(
     monkeypatch: pytest.MonkeyPatch, case: KvCase, tile: tuple[int, ...], processors: int, **options: Any
 ) -> None:
-    from tilewise.backends.common.kv import kv_tiles
+    from tilewise.backends.common.kv import partition
 
-    monkeypatch.setattr(kv_tiles, "INTERPRETER", kv_tiles.KvTile(*tile))
-    monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", processors)
+    monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(*tile))
+    monkeypatch.setattr(partition, "INTERPRETED_PROCESSORS", processors)
     x = tight(inputs(case))
     found = tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, return_lse=True, backend="triton", **options)
     options.pop("split", None)

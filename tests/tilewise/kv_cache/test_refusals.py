@@ -265,11 +265,11 @@ def test_a_plan_of_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers would be looked for where others lie."""
     if not INTERPRETED:
         pytest.skip("tiles of the interpreter")
-    from tilewise.backends.common.kv import kv_tiles
+    from tilewise.backends.common.kv import partition
 
     x = inputs(KvCase((20, 3), dim=16))
     plan = tilewise.plan_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton")
-    monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", 7)
+    monkeypatch.setattr(partition, "INTERPRETED_PROCESSORS", 7)
     with pytest.raises(tilewise.AttentionError, match="sizes of the plan"):
         tilewise.attention_kv(x.q, x.k, x.v, x.lengths, **x.options, backend="triton", plan=plan)
     with pytest.raises(tilewise.AttentionError, match="sizes of the plan"):

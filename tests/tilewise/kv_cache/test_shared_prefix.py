@@ -12,8 +12,8 @@ import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, KvInputs, compare
 from tests.prefix_cases import shared_inputs
-from tilewise.backends.common.kv import KvKernels, portable_launches, shared
-from tilewise.backends.common.kv.shared import shares_prefix
+from tilewise.backends.common.kv import KvKernels, partition, portable_launches
+from tilewise.backends.common.kv.partition import shares_prefix
 from tilewise.errors import AttentionError
 from tilewise.kv_request import KvRequest
 from tilewise.options import kv_options
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("triton_runs")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are shared however little that saves."""
-    monkeypatch.setattr(shared, "MIN_SAVED", 0)
-    monkeypatch.setattr(shared, "MIN_SHARED", 0)
+    monkeypatch.setattr(partition, "MIN_SAVED", 0)
+    monkeypatch.setattr(partition, "MIN_SHARED", 0)
 
 
 def call(x: KvInputs, backend: str, plan: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
@@ -134,9 +134,9 @@ def test_too_little() -> None:
     """Nothing is shared that saves less than a number of bytes: 4 sequences save 32 keys of 256 bytes each."""
     x = shared_inputs(CASE, COMMON)
     for bytes_saved, found in ((4 * 32 * 256, 32), (4 * 32 * 256 + 1, 0)):
-        shared.MIN_SAVED = bytes_saved
+        partition.MIN_SAVED = bytes_saved
         assert shared_of(x) == [found] * 6
-    shared.MIN_SAVED, shared.MIN_SHARED = 0, 48
+    partition.MIN_SAVED, partition.MIN_SHARED = 0, 48
     assert shared_of(x) == [0] * 6
 
 

@@ -12,8 +12,7 @@ import torch
 import tilewise
 from tests.conftest import INTERPRETED
 from tests.kv_cases import KvCase, inputs
-from tilewise.backends.common.kv import kv_tiles
-from tilewise.backends.common.kv.partition import partition
+from tilewise.backends.common.kv.partition import INTERPRETED_PROCESSORS, INTERPRETER, partition
 from tilewise.options import kv_options
 from tilewise.validation import kv as checks
 from tilewise_lab import cli
@@ -43,7 +42,7 @@ def test_the_ranges_are_the_plan_kernels(case: KvCase, words: dict[str, Any]) ->
     request = checks.attend_request(x.q, x.k, x.v, x.lengths, kv_options(words))
     sequences = explain_kv(x.q, x.k, x.v, x.lengths, device="H200", **words).sequences
     gpu = device("H200").gpu
-    dealt = partition(request, gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
+    dealt = partition(request, gpu, INTERPRETED_PROCESSORS, INTERPRETER)
     group, spec = case.heads // case.kv_heads, request.spec
     found = ranges(dealt, sequences, group, spec.before, spec.after)
     ledger = plan.schedule.tolist()

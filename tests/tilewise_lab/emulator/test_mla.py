@@ -30,12 +30,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_mla(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.common.gpu import INTERPRETER
-    from tilewise.backends.common.kv import kv_tiles
+    from tilewise.backends.common.kv import partition
     from tilewise.backends.common.launch import DeviceMemory, Target
     from tilewise.backends.hopper import kv_launches
 
-    monkeypatch.setattr(kv_tiles, "INTERPRETER", kv_tiles.KvTile(64, 64, 4, 1, 1))
-    monkeypatch.setattr(kv_tiles, "INTERPRETED_PROCESSORS", processors)
+    monkeypatch.setattr(partition, "INTERPRETER", partition.KvTile(64, 64, 4, 1, 1))
+    monkeypatch.setattr(partition, "INTERPRETED_PROCESSORS", processors)
     x = inputs(CASES[name], torch.bfloat16 if CASES[name].packed else torch.float16)
     cache = x.cache.view(torch.float8_e4m3fn) if CASES[name].packed else x.cache
     request = checks.attend_request(x.q, cache, cache[..., :512], x.lengths, kv_options(x.options))

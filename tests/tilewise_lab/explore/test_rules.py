@@ -10,8 +10,7 @@ import torch
 
 import tilewise
 from tilewise import mods
-from tilewise.backends.common.kv.kv_tiles import KvTile
-from tilewise.backends.common.kv.partition import Partition
+from tilewise.backends.common.kv.partition import KvTile, Partition
 from tilewise.distributed.layout import contiguous, zigzag
 from tilewise_lab import trace
 from tilewise_lab.costs import cost

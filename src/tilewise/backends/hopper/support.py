@@ -14,7 +14,7 @@ from ...mods.program import PROGRAMS, rows
 from ...request import Request, Spec
 from ...torch_internals import has_address
 from ..common.gpu import Gpu, triton_version
-from ..common.kv.mla_tiles import latent_tile
+from ..common.kv.partition import latent_tile
 from ..common.tiles import FEW_QUERIES, MANY_KEYS
 
 GPU = Gpu("cuda", 90)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....kv_formats import is_latent
 from ....kv_request import AppendRequest, KvCall, KvRequest, PlannedTile
-from .shared import shares_prefix
+from .partition import shares_prefix
 
 if TYPE_CHECKING:
     from .runners import KvLaunches

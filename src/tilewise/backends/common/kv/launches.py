@@ -1,14 +1,16 @@
-"""The launches of a call with a KV cache: schedule, append, decode, combine."""
+"""The launches of a call with a KV cache: schedule, append, decode, combine. Kernels are given a cache as a view, of
+words where it is quantised, with its scale."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
 from ....errors import AttentionError
-from ....kv_formats import format_of, has_token_scales, head_dim
+from ....kv_formats import format_of, has_token_scales, has_words, head_dim
 from ....kv_request import UNDIVIDED, AppendRequest, KvCall, KvRequest, PlannedTile, Scale
 from ..device.structs import View
 from ..gpu import Gpu
@@ -16,7 +18,7 @@ from ..kernel_config import precision
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
 from ..score_terms import device_terms, folded, is_bounded, mask_mod
 from ..shapes import padded, view
-from . import kv_tiles
+from . import formats
 from . import partition as partitions
 from .append import (
     AppendConfig,
@@ -30,10 +32,11 @@ from .append import (
 )
 from .combine import Buffers, CombineConfig, combine_kernel
 from .decode import DecodeConfig, KvCacheView, decode_kernel
-from .kv_tiles import KvTile
-from .partition import ITEM, Partition
+from .partition import ITEM, KvTile, Partition
 from .schedule import ScheduleConfig, Sequences, schedule_kernel
-from .stored import NO_VIEW, bytes_of, scale_of, stored_of, words_of
+
+NO_VIEW = View(None, (0, 0, 0, 0, None))
+E4M3_CAPABILITY = 89  # from which on PTX converts e4m3
 
 # Few sizes, so that an engine's batches share their kernels.
 BLOCK_ITEMS = (128, 256)  # work items that the schedule kernel computes at once: one for each thread, or two
@@ -49,10 +52,55 @@ def row_view(x: Tensor) -> View:
     return View(x, (batch[0] if batch else 0, token, head))
 
 
+def words_of(cache: Tensor) -> Tensor:
+    """A quantised cache as words, or bytes where they cannot be read so; others as they are."""
+    if format_of(cache) is None:
+        return cache
+    return cache.view(torch.int16) if has_words(cache) else cache.view(torch.uint8)
+
+
+def bytes_of(cache: Tensor) -> Tensor:
+    """A quantised cache as bytes, for the append kernel."""
+    return cache if format_of(cache) is None else cache.view(torch.uint8)
+
+
+def stored_of(cache: Tensor, q: Tensor, scale: Scale, gpu: Gpu) -> formats.Stored:
+    """What the decode kernel is compiled for. Products are computed in the dtype of q and the cache if they agree; in
+    float16, which holds all quantised numbers, where q is a 16-bit float; in float32 otherwise."""
+    found = format_of(cache)
+    operand = q.dtype
+    if q.element_size() == 2 and (found is not None or cache.dtype != q.dtype):
+        operand = torch.float32 if cache.dtype == torch.bfloat16 else torch.float16
+    accuracy = precision(q, gpu)
+    if operand == torch.float32 and q.element_size() == 2 and gpu.kind != "hip":
+        accuracy = "tf32"  # holds float16 and bfloat16
+    name = str(operand).removeprefix("torch.")
+    narrows = operand == torch.float16 and q.dtype == torch.bfloat16
+    if found is None:
+        return formats.Stored(None, 1, name, accuracy, None, 1, narrows, False)
+    kind = None if scale is None else "token" if has_token_scales(scale) else "head"
+    groups = 2 if isinstance(scale, Tensor) and scale.dim() == 4 else 1
+    parts = 16 // found.bits if has_words(cache) else 8 // found.bits
+    pairs = parts > 1 and gpu.kind == "cuda" and not INTERPRETED
+    if found.name == "e4m3" and gpu.capability < E4M3_CAPABILITY:
+        pairs = False
+    return formats.Stored(found.name, parts, name, accuracy, kind, groups, narrows or kind == "head", pairs)
+
+
+def scale_of(scale: Scale) -> formats.Scale:
+    """A scale as an argument of a kernel."""
+    if not isinstance(scale, Tensor):
+        return formats.Scale(NO_VIEW, 1.0 if scale is None else scale)
+    if has_token_scales(scale):
+        return formats.Scale(view(scale if scale.dim() == 4 else scale[..., None]), 1.0)
+    steps = [0 if n == 1 else step for n, step in zip(scale.shape, scale.stride(), strict=True)]
+    return formats.Scale(View(scale, (*[0] * (2 - len(steps)), *steps, 0, 0, None)), 1.0)
+
+
 def partition_of(request: KvRequest, target: Target, tile: KvTile | None = None) -> Partition:
     """The partition of a request, with the tile of the tables unless one is given."""
     if INTERPRETED:
-        return partitions.partition(request, target.gpu, kv_tiles.INTERPRETED_PROCESSORS, kv_tiles.INTERPRETER)
+        return partitions.partition(request, target.gpu, partitions.INTERPRETED_PROCESSORS, partitions.INTERPRETER)
     return partitions.partition(request, target.gpu, target.num_sms, tile)
 
 
@@ -258,7 +306,7 @@ def combine_launch(
     them."""
     request = call.request
     q, k, dv = request.q, request.k, head_dim(request.v)
-    max_programs = kv_tiles.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
+    max_programs = partitions.INTERPRETED_PROCESSORS if INTERPRETED else 8 * target.num_sms
     partials = 1 if request.split else fitting(-(-partition.wanted_splits // max(partition.items, 1)), BLOCK_PARTIALS)
     columns = min(padded(dv), COMBINED // partials)
     block_r = min(triton.next_power_of_2(partition.rows), COMBINED // (partials * columns))

@@ -14,6 +14,8 @@ from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap
 from ..score_terms import device_terms, folded, mask_mod
 from ..shapes import view
 from .launches import (
+    E4M3_CAPABILITY,
+    NO_VIEW,
     buffers_of,
     checked_partition,
     combine_launch,
@@ -24,7 +26,6 @@ from .launches import (
 )
 from .mla import LatentCache, LatentConfig, mla_kernel
 from .partition import Partition
-from .stored import E4M3_CAPABILITY, NO_VIEW
 
 __all__ = ["attend_launches", "planned", "schedule_launches", "schedule_sizes"]  # a module `KvLaunches`
 

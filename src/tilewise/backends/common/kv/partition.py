@@ -1,21 +1,136 @@
-"""How the keys of a KV cache are divided among programs: what the host decides from shapes alone. Imports no Triton."""
+"""What the host decides from shapes and options alone: the tile, rows (queries times the heads of a group) by keys; how
+keys are divided among programs; whether sequences share prefixes. Imports no Triton.
+
+TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS[xSPLITS]]] overrides the tables, for measurements.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent
+from ....kv_request import KvRequest, kv_tile_setting
+from ....mods.builtin import softcap
 from ..gpu import Gpu
-from ..tiles import padded
-from . import kv_tiles
-from .kv_tiles import KvTile
-from .mla_tiles import latent_tile
+from ..tiles import Arch, padded
 
 MIN_SPLIT = 512  # keys that are worth a program
 COUNTS, RECORD, ITEM = 4, 16, 8  # int64 numbers of the schedule's parts: see schedule.py
 CLASSES = 16  # of work items: those that are divided, then from long to short
+MAX_BATCH = 2048  # sequences that are divided into groups
+# Found prefixes are shared from so many keys on, and if that saves so many bytes: what is read again comes from the L2
+# cache in part, and two launches take longer than one (H200: 62 MB saved 0.94 of the speed, 126 MB 1.11).
+MIN_SHARED = 256
+MIN_SAVED = 96 << 20
+MAX_SOFTCAP = 2.0**16  # larger ones are "large scores", whose partial results are not (out, lse)
+
+
+class KvTile(NamedTuple):
+    """`prefetch_pages`: page numbers are loaded one iteration before their keys, 1 or 0. `max_registers` of a thread; 0
+    for no limit. `splits` of sequences of different lengths, for each program that runs at once."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    prefetch_pages: int = 1
+    max_registers: int = 0
+    splits: int = 2
+
+
+INTERPRETER = KvTile(16, 16, 4, 1, 1)
+INTERPRETED_PROCESSORS = 5
+
+
+def tile_override() -> KvTile | None:
+    """The tile that the environment variable TILEWISE_KV_TILE names, if it is set."""
+    override = kv_tile_setting()
+    return KvTile(*map(int, override.split("x"))) if override else None
+
+
+def decode_tile(arch: Arch, itemsize: int, padded_dim: int, rows: int, quantised: str | None = None) -> KvTile:
+    """The tile for sequences with at most so many rows (0 if unknown). `quantised`: None if K and V are not; "token" if
+    they have 8 bits with scales by token, "one" if one of them is a 16-bit float, "both" otherwise.
+
+    >>> decode_tile(90, 2, 128, 4)
+    KvTile(block_m=64, block_n=64, warps=4, stages=3, programs_per_sm=2, prefetch_pages=1, max_registers=0, splits=3)
+    """
+    override = tile_override()
+    if override is not None:
+        return override
+    fits_16 = 0 < rows <= 16  # the smallest tile of tl.dot has 16 rows
+    large = arch in (90, 100, 103)
+    if quantised is not None and itemsize == 2:
+        return _quantised_tile(quantised, large, padded_dim, fits_16)
+    if large:
+        return _large_tile(itemsize, padded_dim, fits_16)
+    return _small_tile(itemsize, padded_dim, fits_16)
+
+
+def _large_tile(itemsize: int, dim: int, fits_16: bool) -> KvTile:
+    """wgmma needs 64 rows; most of them are padding in decode, which is bound by memory."""
+    if itemsize == 4:
+        return KvTile(16, 32, 4, 2, 2) if dim <= 128 else KvTile(16, 16, 4, 1, 1)
+    splits = 3 if fits_16 else 2  # lengths of a normal distribution: 270 us with 3, 278 with 2, 291 with 1 (H200)
+    if dim <= 64:
+        return KvTile(64, 128, 4, 3, 2, splits=splits)
+    if dim <= 128:
+        # 32 heads on 8, 4096 keys of 64: 254 us; 16x64x4x3x3x1x168 292 (but 23.9 instead of 25.0 for 8192 of one)
+        return KvTile(64, 64, 4, 3, 2, splits=splits)
+    if dim <= 256:
+        return KvTile(64, 64, 8, 2, 1)
+    return KvTile(16, 32, 8, 2, 1)
+
+
+def _quantised_tile(kind: str, large: bool, dim: int, fits_16: bool) -> KvTile:
+    """With 16 rows the matrix product takes both operands from registers, where numbers are unpacked. The operands of
+    wgmma go back to shared memory first: one query of 32 heads on 8, 8192 keys of 128 in e4m3: 509 us with 16 rows, 982
+    with 64 (H200)."""
+    if dim <= 128 and fits_16 and large:
+        # 3 programs on an SM take 509 us, 2 take 571; with scales by token 168 registers do not suffice
+        programs, registers = (3, 168) if kind == "both" else (2, 0)
+        return KvTile(16, 128, 4, 2 if kind == "one" else 3, programs, max_registers=registers)
+    if dim <= 128:
+        return KvTile(16, 64, 4, 2, 2) if fits_16 else KvTile(64, 32, 4, 3 if large else 2, 2)
+    if dim <= 256:
+        return KvTile(16, 64, 4, 2, 2) if large else KvTile(16, 32, 4, 2, 1)
+    return KvTile(16, 32, 4, 2, 1) if large else KvTile(16, 16, 4, 2, 1)
+
+
+def _small_tile(itemsize: int, dim: int, fits_16: bool) -> KvTile:
+    """For 100 KB of shared memory and matrix products with operands in registers."""
+    if itemsize == 4:
+        return KvTile(16, 32, 4, 2, 2) if dim <= 64 else KvTile(16, 16, 4, 1, 2)
+    if dim <= 64:
+        return KvTile(16 if fits_16 else 64, 64, 4, 3, 2)
+    if dim <= 128:
+        return KvTile(16 if fits_16 else 64, 64 if fits_16 else 32, 4, 2, 2)
+    if dim <= 256:
+        return KvTile(16 if fits_16 else 32, 32, 4, 2, 1)
+    return KvTile(16, 16, 8, 1, 1)
+
+
+def latent_tile(arch: Arch, itemsize: int, rows: int, portable: bool) -> KvTile:
+    """The tile for sequences with at most so many rows (0 if unknown). `portable`: what the Hopper kernel does not
+    read: a token table, or DeepSeek's fp8 format with queries that are not bfloat16 or splits of a fixed size.
+
+    >>> latent_tile(90, 2, 16, False)[:5], latent_tile(90, 2, 16, True)[:5]
+    ((64, 64, 8, 2, 1), (16, 64, 8, 2, 1))
+    """
+    override = tile_override()
+    if override is not None:
+        return override
+    if itemsize == 4:
+        return KvTile(16, 16, 8, 1, 1)
+    if arch != 90:
+        return KvTile(16, 32, 8, 2, 1) if arch in (100, 103) else KvTile(16, 16, 8, 2, 1)
+    # 16 heads, 32768 keys of 64 sequences: 561 us with 64 rows in the Hopper kernel, 904 with 16 in the portable one,
+    # which read V a second time then (H200)
+    return KvTile(16 if portable and 0 < rows <= 16 else 64, 64, 8, 2, 1)
 
 
 class Partition(NamedTuple):
@@ -63,7 +178,7 @@ class Partition(NamedTuple):
 
 
 def _quantised(request: Any) -> str | None:
-    """How the caches are quantised, as `kv_tiles.tile` tells them apart."""
+    """How the caches are quantised, as `decode_tile` tells them apart."""
     found = [format_of(x) for x in (request.k, request.v)]
     if None in found:
         return None if found[0] is found[1] else "one"
@@ -81,7 +196,7 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
         portable = portable or request.places.by_token
         tile = latent_tile(gpu.arch, q.element_size(), max_rows, portable)
     if tile is None:
-        tile = kv_tiles.tile(
+        tile = decode_tile(
             gpu.arch, q.element_size(), padded(max(q.shape[-1], head_dim(v))), max_rows, _quantised(request)
         )
     if request.dense.cu_q is None:
@@ -101,3 +216,28 @@ def partition(request: Any, gpu: Gpu, num_sms: int, tile: KvTile | None = None) 
     wanted_splits = resident * (1 if request.split else tile.splits)
     sizes = (resident, least, wanted_splits, kv_heads, chunk_size, slots, rows, item_cost, min_chunks)
     return Partition(tile, items, tiles, *sizes)
+
+
+def bytes_of_key(request: KvRequest) -> int:
+    """Bytes of a token in both caches."""
+    return sum(x.shape[2] * x.shape[3] * x.element_size() for x in (request.dense.k, request.dense.v))
+
+
+def shares_prefix(request: KvRequest) -> bool:
+    """Whether the kernels read shared prefixes once. Not if rows that share keys have different scores or masks for
+    them, nor if results must not depend on the batch."""
+    dense, places, spec = request.dense, request.places, request.dense.spec
+    if request.shared_prefix is None or places.table is None or places.by_token or is_latent(request):
+        return False
+    if places.starts is not None or spec.before is not None or spec.mask_mod is not None or spec.max_logit:
+        return False
+    if request.split is not None or not 1 < places.batch <= MAX_BATCH or not dense.q.numel():
+        return False
+    most = (places.batch - 1) * places.capacity(dense.k) * bytes_of_key(request)
+    if not isinstance(request.shared_prefix, Tensor) and most < MIN_SAVED:
+        return False
+    scales = (request.k_scale, request.v_scale)
+    if any(isinstance(x, Tensor) and x.dim() == 2 for x in scales):
+        return False
+    is_softcap = spec.score_mod == softcap(1.0).key and spec.score_numbers[0] <= MAX_SOFTCAP
+    return spec.score_mod is None or is_softcap

@@ -16,17 +16,16 @@ from ....errors import AttentionError
 from ....kv_formats import head_dim
 from ....kv_request import UNDIVIDED, CachePlaces, KvCall, KvRequest, PlannedTile
 from ..launch import INTERPRETED, Launch, Memory, Target, can_overlap, target_of
-from . import shared as sharing
-from .kv_tiles import KvTile
+from . import partition as partitions
 from .launches import Part, decode_launches, fitting, launch_options, partition_launch, partition_of, planned_tiles
-from .partition import Partition
+from .partition import KvTile, Partition, bytes_of_key
 from .prefix import CommonConfig, GroupConfig, Groups, common_kernel, groups_kernel
 from .schedule import Sequences
 
 # The tile of the launch for prefixes; None for that of the decode kernel with many rows. bench/prefix compares others.
 PREFIX_TILE: KvTile | None = None
 BLOCK_PAGES = 1024  # that are compared at once
-BATCHES = (128, 512, sharing.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
+BATCHES = (128, 512, partitions.MAX_BATCH)  # few sizes, so that an engine's batches share their kernels
 ALIGN = 16  # elements; Triton compiles another kernel for addresses that are not multiples of 16 bytes
 
 
@@ -145,7 +144,7 @@ def schedule_launches(request: KvRequest, schedule: Tensor, target: Target) -> l
         (parts.groups, sequences, places.table, given, *sizes),
         launch_options(CommonConfig(64 if INTERPRETED else BLOCK_PAGES, overlap)),
     )
-    least = (sharing.MIN_SHARED, -(-sharing.MIN_SAVED // sharing.bytes_of_key(request))) if given is None else (0, 0)
+    least = (partitions.MIN_SHARED, -(-partitions.MIN_SAVED // bytes_of_key(request))) if given is None else (0, 0)
     chunk = plan.own.chunk_size
     limits = (max(least[0], chunk), least[1])
     groups = Launch(
