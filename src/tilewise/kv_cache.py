@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -12,7 +13,7 @@ from .backends.protocol import Runner
 from .backends.registry import choose, kv_backend
 from .errors import AttentionError
 from .kv_formats import has_token_scales, head_dim, shares_memory
-from .kv_request import KvCall, KvPlan, KvRequest, attend_arguments, kv_tile_setting, structure_of, written_tokens
+from .kv_request import KV_TILE, KvCall, KvPlan, KvRequest, attend_arguments, structure_of, written_tokens
 from .ops import kv as ops
 from .options import KvOptions, kv_defaults, kv_options, show_options
 from .plan_cache import plans, positions, runner_of, signature
@@ -341,7 +342,7 @@ def _signature(name: str, tensors: list[Any], options: Mapping[str, Any]) -> tup
         # the shape has 25 items: as one part, and the types as another, because True == 1
         key = signature(name, tensors, options, plan.shape, (*map(type, plan.shape),), plan.backend)
     else:
-        key = signature(name, tensors, options, kv_tile_setting() if plan is None else None)
+        key = signature(name, tensors, options, os.environ.get(KV_TILE) if plan is None else None)
     # asked last: a tracer, whose calls have no signature, cannot compare addresses
     is_shared = key is not None and name == "attention_kv" and shares_memory(k, v)
     return (*key, "shared") if is_shared else key  # type: ignore[misc]
@@ -418,7 +419,7 @@ def _shape_of(request: KvRequest) -> tuple[Any, ...]:
     """Everything that a plan depends on except the contents of tensors."""
     (q, k, v, spec, *_), places = request.dense, request.places
     tensors = *q.shape, *k.shape[1:], v.shape[3], q.dtype, k.dtype, v.dtype, q.device
-    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, kv_tile_setting()
+    options = spec.before, spec.after, spec.backend, request.split, request.max_seqlen_q, os.environ.get(KV_TILE)
     present = request.dense.cu_q is not None, places.cu_new is not None, places.starts is not None, places.by_token
     scales = has_token_scales(request.k_scale), has_token_scales(request.v_scale)
     # what kernels that share prefixes depend on beside the above

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +12,7 @@ from .request import Request, Spec
 
 UNDIVIDED = 2**30  # keys of a split that is longer than any sequence
 MIN_PREFILL_QUERIES = 256  # of a sequence; with fewer, reading the cache takes longer than the products
-
-
-def kv_tile_setting() -> str | None:
-    """The environment variable that overrides the tile of the decode kernels, for measurements."""
-    return os.environ.get("TILEWISE_KV_TILE")
+KV_TILE = "TILEWISE_KV_TILE"  # environment variable that overrides the tile of the decode kernels, for measurements
 
 
 class Rotary(NamedTuple):

@@ -11,6 +11,7 @@ cu_seqlens can be checked too without waiting for a device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from .backends.protocol import Runner
 from .backends.registry import backward_backend, choose
 from .kv_formats import shares_memory
-from .kv_request import kv_tile_setting
+from .kv_request import KV_TILE
 from .request import BackwardInputs, Request, num_differentiable
 from .torch_internals import is_eager
 
@@ -265,7 +266,7 @@ def plan_of(name: str, make: Callable[[], Request], tensors: Sequence[Tensor | N
 def runner_of(name: str, call: tuple[Any, ...], make: Callable[[], Runner]) -> Runner:
     """The runner of a call with a KV cache that has no signature of its own arguments, such as a registered op: by the
     layouts of the tensors in `call`, which is nested tuples."""
-    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), kv_tile_setting()]
+    parts: list[Any] = [name, torch.are_deterministic_algorithms_enabled(), os.environ.get(KV_TILE)]
     tensors: list[Tensor] = []
     key = None
     if _add(call, parts, tensors) and tensors[0].is_cuda:

@@ -6,13 +6,14 @@ TILEWISE_KV_TILE=MxNxWARPSxSTAGESxPROGRAMS[xPREFETCH[xREGISTERS[xSPLITS]]] overr
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....kv_formats import format_of, has_token_scales, head_dim, is_deepseek_fp8, is_latent
-from ....kv_request import KvRequest, kv_tile_setting
+from ....kv_request import KV_TILE, KvRequest
 from ....mods.builtin import softcap
 from ..gpu import Gpu
 from ..tiles import Arch, padded
@@ -48,7 +49,7 @@ INTERPRETED_PROCESSORS = 5
 
 def tile_override() -> KvTile | None:
     """The tile that the environment variable TILEWISE_KV_TILE names, if it is set."""
-    override = kv_tile_setting()
+    override = os.environ.get(KV_TILE)
     return KvTile(*map(int, override.split("x"))) if override else None
 
 
