@@ -285,7 +285,7 @@ def attention_varlen(
     """
     if others:
         raise misplaced("attention_varlen", others)
-    cu = validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k)
+    cu = validation.as_int32_offsets(cu_seqlens_q), validation.as_int32_offsets(cu_seqlens_k)
     q, k, v = validation.to_bshd(q, k, v)
     out, *statistics = _run(q, k, v, options, cu, (max_seqlen_q, max_seqlen_k))
     result: Result = returned(out, statistics, options)
@@ -342,7 +342,7 @@ def check(
     Raises:
         AttentionError: the call is wrong; the message says what, and what is accepted.
     """
-    cu = () if cu_seqlens_q is None else (validation.offsets(cu_seqlens_q), validation.offsets(cu_seqlens_k))
+    cu = () if cu_seqlens_q is None else tuple(map(validation.as_int32_offsets, (cu_seqlens_q, cu_seqlens_k)))
     if layout is None and not cu and (found := validation.swapped(q, k)) is not None:
         raise AttentionError("layout", found, validation.LAYOUTS)
     q, k, v = validation.to_bshd(q, k, v, layout)

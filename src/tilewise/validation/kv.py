@@ -20,7 +20,7 @@ from ..options import OTHER_LIBRARIES, completed, options_of
 from ..request import MAX_HEAD_DIM, Window
 from ..torch_internals import has_address, is_forward_mode, is_vmapped
 from .arguments import DTYPES, resolved, tensor
-from .dense import sized
+from .dense import request_of
 from .kv_prefix import checked_prefix
 from .kv_scales import check_cache_dtype, check_new_dtype, check_written_scale, checked_norm, checked_scale
 
@@ -124,7 +124,7 @@ def attend_request(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | int, optio
         raise AttentionError("mask_mod", "a block mask", "a mask mod: block masks are for attention without a cache")
     given: Any = options
     chosen: Any = {name: given[name] for name in (*SCORE_OPTIONS, "return_lse", "return_max_logit", "backend")}
-    call = sized(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
+    call = request_of(q, k, v, (batch, q.shape[-2], n_q, None), options_of(chosen | {"deterministic": True}), cu_q)
     terms = call.score if call.sinks is None else (*call.score, call.sinks)
     _check_untransformed("a score term of a call with a KV cache", *terms)
     tree = None if options["tree"] is None else _tree(options["tree"], q, cu_q)

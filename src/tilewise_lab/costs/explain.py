@@ -172,7 +172,7 @@ def _tensor(name: str, x: Tensor | Shape, dtype: str) -> Tensor:
 
 
 def _offsets(cu: Tensor | Shape) -> Tensor:
-    found: Tensor = checks.offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
+    found: Tensor = checks.as_int32_offsets(cu if isinstance(cu, Tensor) else torch.tensor(list(cu), dtype=torch.int64))
     return found
 
 
