@@ -1,10 +1,10 @@
 """FlashAttention-2 in torch: forward and backward tile by tile, dense or packed, in any band, on any device.
 
 This is the CPU backend, and in float64 the oracle of the kernels. A tile of scores exists only during its iteration of
-the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a kv head
+the loop, so the extra memory is O(S). Heads are batched into one product, and the query heads that share a KV head
 become rows of the same matrix:
 
-    q (B, Sq, H, D)  -> q_tile (h, R, D)    h kv heads at a time, R = (H / Hk) * rows of the tile
+    q (B, Sq, H, D)  -> q_tile (h, R, D)    h KV heads at a time, R = (H / Hk) * rows of the tile
     k (B, Sk, Hk, D) -> k_tile (h, C, D)
     v (B, Sk, Hk, E) -> v_tile (h, C, E)
 
@@ -203,8 +203,8 @@ def backward(request: Request, bwd_inputs: BackwardInputs) -> tuple[Tensor, Tens
 
 
 def have_large_scores(lse: Tensor, spec: Spec) -> Tensor | None:
-    """True for the rows whose lse = m + log l is too large to hold log l as well; None where there is none. The lse of
-    a partial call counts keys that the call does not have: nothing can be computed again there."""
+    """True for the rows whose lse = m + log l is too large to hold log l as well; None if there are no such rows, or if
+    the call is partial: its lse includes keys that the call does not have, so m and l cannot be computed again."""
     size = lse.abs()
     far = (size >= LARGE_LSE) & (size < torch.inf)
     return None if spec.partial or not bool(far.any()) else far
@@ -226,8 +226,8 @@ def maximum_and_sum(
 
 
 def run(all_parts: Iterator[Part], work: Callable[[Part], None]) -> None:
-    """work(part) for all parts, which are independent: on a CPU, by all threads. The last first: causal ones are the
-    longest."""
+    """work(part) for all parts, which are independent: on a CPU, by all threads. The last part starts first: in a
+    causal call it is the longest."""
     listed = list(all_parts)[::-1]
     if listed and listed[0].rows[0].device.type == "cpu":
         each(listed, work)
@@ -242,8 +242,8 @@ def scores(q_tile: Tensor, k_tile: Tensor, buffer: ScoreBuffer) -> Tensor:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp, in place. exp2 has no slow way for what underflows, which torch's exp has: up to a hundred times as slow.
-    (To scale q by log2(e) instead would round it, for four times the error.)"""
+    """exp, in place. exp2 has no slow path for values that underflow; torch's exp has one, up to a hundred times as
+    slow. (To scale q by log2(e) instead would round it, for four times the error.)"""
     return x.mul_(LOG2E).exp2_()
 
 
@@ -292,8 +292,8 @@ def accumulate_(acc: Tensor, a: Tensor, b: Tensor, hide: Tensor | None, step: in
 
 
 def size(x: Tensor) -> tuple[bool, float]:
-    """Whether all is finite, and the length of the longest row that is: no product of two rows is larger than that of
-    their lengths."""
+    """Whether all entries are finite, and the largest norm of the rows that are: the dot product of two rows is at most
+    the product of their norms."""
     lengths = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     longest = float(lengths.amax()) if lengths.numel() else 0.0
     if math.isfinite(longest):
