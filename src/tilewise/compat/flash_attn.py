@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
         k: keys of all sequences (Tk, Hk, D). With block_table (pages, tokens of a page, Hk, D).
         v: values (Tk, Hk, Dv), or pages as k.
         cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        cu_seqlens_k: (B + 1,) int32: the same for keys.
         max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
         max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
         dropout_p: probability that a softmax weight is dropped. Default 0.

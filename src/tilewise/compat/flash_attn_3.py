@@ -208,7 +208,7 @@ def flash_attn_varlen_func(
         k: keys of all sequences (Tk, Hk, D).
         v: values of all sequences (Tk, Hk, Dv).
         cu_seqlens_q: (B + 1,) int32: sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (B + 1,) int32: the same of keys.
+        cu_seqlens_k: (B + 1,) int32: the same for keys.
         max_seqlen_q: the largest number of queries of a sequence. Not needed: ignored.
         max_seqlen_k: the largest number of keys of a sequence. Not needed: ignored.
         seqused_q: (B,) integers: how many of its queries each sequence uses. The others give 0. Default: all.
