@@ -54,13 +54,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         num_heads: query heads, a divisor of embed_dim.
         dropout: probability that a softmax weight is dropped in training. Default 0.
         bias: if True, the projections have a bias.
-        add_bias_kv: must be False. Torch's module with `tilewise.replaces_sdpa` supports it.
+        add_bias_kv: must be False. If you need it, use torch's module within `tilewise.replaces_sdpa`.
         add_zero_attn: must be False, as add_bias_kv.
         kdim: width of key. Default: embed_dim.
         vdim: width of value. Default: embed_dim.
         batch_first: if True, inputs and output are (N, tokens, width). If False, (tokens, N, width).
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         num_kv_heads: KV heads, a divisor of num_heads, for grouped-query attention. Fewer than num_heads: the
             projections of key and value are smaller and have weights of their own, and the state_dict is not torch's.
             Default: num_heads.

@@ -21,7 +21,7 @@ class SeqInfo:
 
     Attributes:
         seqstart: (sequences + 1,) int32: their offsets.
-        seqstart_py: the same as ints.
+        seqstart_py: seqstart as a list of ints.
         seqlen: (sequences,) int32: how many tokens of each are used. Default None: all.
     """
 
