@@ -1,4 +1,4 @@
-"""Other libraries' functions, same names and arguments, computed by tilewise. Nothing is imported until asked for.
+"""Other libraries' functions, same names and arguments, computed by tilewise.
 
     # flash-attn 2.8; its `install()` replaces the package
     from tilewise.compat.flash_attn import flash_attn_func
@@ -13,6 +13,8 @@
     from tilewise.compat import create_block_mask, flex_attention
 
     from tilewise.compat.xformers import memory_efficient_attention
+
+Each module is imported when it is first used.
 """
 
 from importlib import import_module

@@ -134,7 +134,7 @@ def flash_mla_sparse_fwd(
     Args:
         q: (Sq, H, 576).
         kv: (Skv, 1, 576).
-        indices: int32 (Sq, 1, topk). Outside [0, Skv): none.
+        indices: int32 (Sq, 1, topk): the tokens of each query. An index outside [0, Skv) is ignored.
         sm_scale: factor of q.k.
         d_v: must be 512.
         attn_sink: float32 (H,), as in `flash_mla_with_kvcache`.

@@ -131,7 +131,8 @@ def prefix_lm(b, h, q_idx, kv_idx, prefix, *, q_pos):  # type: ignore[no-untyped
 
 @mask_mod
 def window_with_globals(b, h, q_idx, kv_idx, width, global_tokens, *, q_pos):  # type: ignore[no-untyped-def]
-    """Keys within `width` of the query, and all pairs of which one is in the first `global_tokens` tokens.
+    """Keys within `width` of the query, and all pairs in which the query or the key is one of the first `global_tokens`
+    tokens.
 
     >>> window_with_globals(1, 1)(0, 0, torch.tensor([4]), torch.arange(7)).int()
     tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.int32)

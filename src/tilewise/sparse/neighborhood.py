@@ -99,7 +99,7 @@ def neighborhood(
         v: values (B, *space, Hk, Dv).
         kernel_size: tokens of a window, one number for all axes or one for each.
         dilation: the step between tokens of a window. kernel_size * dilation is at most the length of the axis.
-        causal: if True, a token sees none after itself along the axis.
+        causal: if True, a token sees no later token along the axis.
         scale: as in `tilewise.attention`.
         backend: as in `tilewise.attention`.
 

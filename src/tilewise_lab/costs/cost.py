@@ -21,7 +21,7 @@ STATISTIC = 4  # bytes of a running maximum, a denominator, a logsumexp
 
 
 class ScoreTerms(NamedTuple):
-    """What a call does to its scores beside scaling them, and to their weights.
+    """What a call does to its scores besides scaling them, and to their weights.
 
     Operations are per visible pair, on the ordinary units: an addition is one, see `terms.py`. `read` is what
     biases and tables bring from memory, `written` their gradients; `visited` the share of the tiles of a block mask.

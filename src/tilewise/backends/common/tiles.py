@@ -15,8 +15,9 @@ from typing import NamedTuple
 class Tile:
     """BLOCK_M queries by BLOCK_N keys, `warps` of 32 threads, `stages` of loads in flight.
 
-    `apart`: dK and dV are summed by passes of their own, for one product more, and each holds one sum instead of two.
-    `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into registers.
+    `apart`: dK and dV are summed in separate passes. That takes one more product, but each pass holds one sum instead
+    of two. `chunk`: products along the head dim take so many columns at a time, for operands that would not fit into
+    registers.
     """
 
     block_m: int

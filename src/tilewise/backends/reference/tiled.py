@@ -50,8 +50,8 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The keys of a tile of scores, and who sees them: row r from column r + first on, up to r + last. None: from the
-    first on, up to the last."""
+    """The keys of a tile of scores. Row r sees the columns r + first to r + last; None: from the first column, or to
+    the last."""
 
     start: int
     stop: int
@@ -84,7 +84,7 @@ def forward(request: Request) -> tuple[Tensor, ...]:
     Each tile updates (m, l, acc), the running maximum, denominator and numerator of its rows:
     m' = max(m, rowmax(S));  P = exp(S - m');  l' = exp(m - m')·l + rowsum(P);  acc' = exp(m - m')·acc + P V
 
-    m is there for exp not to overflow. Where no score can be large, as |q·k| <= |q| |k| tells beforehand, it stays 0.
+    m keeps exp from overflowing. If |q·k| <= |q| |k| shows beforehand that no score can be large, m stays 0.
     """
     q, k, v, spec = request[:4]
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -308,7 +308,7 @@ def are_mild(part: Part, spec: Spec, q_size: float, k_size: float, *others: floa
 
 
 def product(a: Tensor, b: Tensor, hide: Tensor) -> Tensor:
-    """a @ b, where a is 0 at hidden pairs and the b of a hidden pair, be it NaN or inf, must not count.
+    """a @ b. a is 0 at hidden pairs, and a NaN or inf in b has no effect there.
 
     0 * NaN = NaN, so where NaN appears the product is taken again without the non-finite entries of b, and NaN is
     written where a pair that is not hidden met one.
@@ -388,7 +388,7 @@ def as_rows(stat: Tensor) -> Tensor:
 
 
 def load(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """(b, h, G, S, D) -> (b h, G rows, D), the same memory where it can be"""
+    """(b, h, G, S, D) -> (b h, G rows, D), a view if possible"""
     tile = x[..., rows, :].flatten(2, 3).flatten(0, 1).to(dtype)
     return tile if tile.stride(-1) == 1 else tile.contiguous()
 
