@@ -128,12 +128,12 @@ def attention(
         mask_mod: a `tilewise.mask_mod` with its tensors bound: the pairs that are visible, in addition to causal and
             window. Or a `tilewise.block_mask` of one, which also skips tiles without a visible pair.
         dropout_p: probability that a softmax weight is dropped. The others are divided by 1 - dropout_p.
-        seed: of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same seed
-            drops the same weights: `tilewise.dropout_mask` returns which.
+        seed: seed of dropout, an int or an int64 tensor of one element. Default: drawn from torch's generator. The same
+            seed drops the same weights: `tilewise.dropout_mask` returns which.
         return_lse: if True, lse is returned too.
         return_max_logit: if True, the largest score of each head is returned too, last, as QK-clip needs it.
         deterministic: if True, the gradients have the same bits in every run. Default: as
-            torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without.
+            torch.use_deterministic_algorithms says. Only the backward of the "hopper" backend is faster without it.
         precision: "fp8": q, k and v are quantised to float8_e4m3fn, with a float32 scale for each block, and multiplied
             by fp8 tensor cores (the how-to on fp8 says how, and how large the error is). Forward only: it raises if a
             gradient is needed. Default None: products in q's dtype.
@@ -268,12 +268,12 @@ def attention_varlen(
         k: keys of all sequences, (Tk, Hk, D).
         v: values of all sequences, (Tk, Hk, Dv).
         cu_seqlens_q: int32 or int64 (B + 1,): sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: int32 or int64 (B + 1,): the same of keys.
-        max_seqlen_q: the most queries of a sequence. Needed with a bias, whose axis it is. It also bounds the work on
-            the gradient of a table that a score_mod reads at both q_idx and kv_idx. Otherwise it has no effect. A
-            longer sequence is an error on a CPU; on a GPU its tokens past the maximum have a bias of 0, and `check`
-            raises.
-        max_seqlen_k: the same of keys.
+        cu_seqlens_k: int32 or int64 (B + 1,): the same for keys.
+        max_seqlen_q: the largest number of queries in a sequence. Needed with a bias, as the length of its query axis.
+            It also bounds the work on the gradient of a table that a score_mod reads at both q_idx and kv_idx.
+            Otherwise it has no effect. A longer sequence is an error on a CPU; on a GPU its tokens past the maximum
+            have a bias of 0, and `check` raises.
+        max_seqlen_k: the same for keys.
         options: as in `attention`. A bias is (B, H, max_seqlen_q, max_seqlen_k), or broadcasts to it.
 
     Returns:
@@ -324,9 +324,9 @@ def check(
     expected at most the 10 tokens there are
 
     On a GPU a call checks shapes alone, because reading contents waits for the device. There, offsets past the end are
-    clamped, a bias adds nothing past its end, and a block mask is taken to be one of these sequences. This function
-    reads the contents. With TILEWISE_CHECK=1 in the environment, every call begins with it. (Indices of a mod past the
-    end of its tensor are clamped everywhere and are no error.)
+    clamped, a bias adds nothing past its end, and a block mask is assumed to have been made for these sequences. This
+    function reads the contents. With TILEWISE_CHECK=1 in the environment, every call begins with it. (Indices of a mod
+    past the end of its tensor are clamped everywhere and are no error.)
 
     Args:
         q: as in `attention`, or with cu_seqlens as in `attention_varlen`.

@@ -60,7 +60,7 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
         magnitude of 128 numbers / 448 (1 where that is 0); the rest in bfloat16.
 
     Raises:
-        AttentionError: kv has not 576 columns of floats.
+        AttentionError: kv does not have 576 columns of floats.
     """
     if not isinstance(kv, Tensor) or kv.dim() < 1 or kv.shape[-1] != WIDTH or not kv.is_floating_point():
         found = f"{kv.dtype} {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__

@@ -74,8 +74,8 @@ class KvPlan(NamedTuple):
 
     Attributes:
         schedule: int32: which program computes which rows over which keys.
-        workspace: partial results.
-        lse: for calls that do not return it.
+        workspace: buffer for partial results.
+        lse: buffer for calls that do not return lse.
         shape: the shapes and options that it was made for.
         backend: the backend that made it; None under torch.compile.
     """
@@ -135,10 +135,10 @@ class KvRequest(NamedTuple):
     """`call` has q (B, Sq, H, D), or packed (T, H, D) with cu_q; the caches (C, S, Hk, D) as k and v; the score terms.
 
     `tree` (tokens of q, words) int64 has a bit for each of a sequence's last n_q keys that a query sees. `split`: keys
-    of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the most queries of
-    a sequence, 0 if unknown. `k_scale` and `v_scale`: of quantised caches (kv_formats). `shared_prefix`: "auto": keys
-    in pages that consecutive sequences begin with are read once for all of them; int32 (B,): so many leading keys of
-    each sequence and the one before it.
+    of a split, the same for every batch; None: the schedule balances the load. `max_seqlen_q`: the largest number of
+    queries in a sequence, 0 if unknown. `k_scale` and `v_scale`: scales of quantised caches (kv_formats).
+    `shared_prefix`: "auto": keys in pages that consecutive sequences begin with are read once for all of them; int32
+    (B,): so many leading keys of each sequence and the one before it.
     """
 
     call: Request

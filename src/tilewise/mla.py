@@ -99,14 +99,14 @@ def attention_mla(
 
     Args:
         q: queries (B, Sq, H, 576), or packed (T, H, 576) with cu_seqlens_q.
-        cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, float16 or
+        cache: (rows, tokens, 1, 576), or with a page table (pages, page size, 1, 576), in q's dtype, or in float16 or
             bfloat16. Or DeepSeek's fp8 format, (.., 656) in uint8 or float8_e4m3fn: see `pack_mla`.
         lengths: int32 (B,): tokens of each sequence in the cache, those of this step included. Or one int for all. With
             `indices`, how many of a query's indices count, (B,) or (B, Sq); None for all.
         page_table: as in `attention_kv`.
         indices: int32 (B, Sq, K): the slots of the keys of each query, page * page size + position, as in DeepSeek's
-            sparse attention (DSA). A slot outside the cache, as -1, is no key. There are no positions, so `causal` and
-            the page table are not used.
+            sparse attention (DSA). A slot outside the cache, such as -1, is not a key. There are no positions, so
+            `causal` and the page table are not used.
         cu_seqlens_q: as in `attention_kv`.
         cache_rows: as in `attention_kv`.
         causal: as in `attention_kv`.

@@ -4,7 +4,7 @@
 
 Beyond FlashMLA: any page size, 1 to 128 heads, float16 and float32, the fp8 cache without indices and indices without
 fp8. As there, the lse of a query without keys is +inf, and `attn_sink` does not change lse. Not supported: the cache of
-448 + 64 numbers, and the prefill functions (use tilewise.attention).
+448 + 64 numbers, and the dense prefill functions (use tilewise.attention).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """Metadata for calls of `flash_mla_with_kvcache` with the same shapes and lengths, as those of a step's layers.
+    """Metadata for calls of `flash_mla_with_kvcache` with the same shapes and lengths, such as the layers of one step.
 
     Args:
         args: not used, as in FlashMLA.
@@ -69,13 +69,13 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (B, Sq, H, 576).
-        k_cache: (blocks, block size, 1, 576), or 656 bytes with is_fp8_kvcache.
-        block_table: int32 (B, blocks). Not used with indices.
-        cache_seqlens: int32 (B,). Not used with indices.
-        head_dim_v: 512.
-        tile_scheduler_metadata: from `get_mla_metadata`.
-        num_splits: None.
-        softmax_scale: default 1 / sqrt(576).
+        k_cache: (blocks, block size, 1, 576), or (blocks, block size, 1, 656) bytes with is_fp8_kvcache.
+        block_table: int32 (B, blocks): the blocks of each sequence. Not used with indices.
+        cache_seqlens: int32 (B,): tokens of each sequence in the cache. Not used with indices.
+        head_dim_v: must be 512.
+        tile_scheduler_metadata: the first result of `get_mla_metadata`.
+        num_splits: must be None, the second result of `get_mla_metadata`.
+        softmax_scale: factor of q.k. Default 1 / sqrt(576).
         causal: whether a query sees only the keys up to its own; the last query is at the last key.
         is_fp8_kvcache: whether k_cache has DeepSeek's fp8 format.
         indices: int32 (B, Sq, topk): block * block size + offset, -1 for none.
@@ -134,14 +134,15 @@ def flash_mla_sparse_fwd(
     Args:
         q: (Sq, H, 576).
         kv: (Skv, 1, 576).
-        indices: int32 (Sq, 1, topk). Outside [0, Skv): none.
+        indices: int32 (Sq, 1, topk): the tokens of each query. An index outside [0, Skv) is ignored.
         sm_scale: factor of q.k.
-        d_v: 512.
+        d_v: must be 512.
         attn_sink: float32 (H,), as in `flash_mla_with_kvcache`.
         topk_length: int32 (Sq,): how many indices of a query count.
 
     Returns:
-        (out, max_logits, lse): (Sq, H, 512), (Sq, H), (Sq, H). Both in natural units, without the sink.
+        (out, max_logits, lse): (Sq, H, 512), (Sq, H), (Sq, H). max_logits and lse are in natural units (base e),
+        without the sink.
 
     Raises:
         AttentionError: an argument is not as above.

@@ -38,7 +38,8 @@ FUSED = (
 class Sorted(NamedTuple):
     """The choices of blocks, sorted by KV head and block: the packed sequences that the queries and the blocks are.
 
-    A line is a token and one of the C choosers of a token: its heads, or its KV heads. lines: of each choice, (count,);
+    A line is a token and one of the C choosers of a token: its heads, or its KV heads.
+    lines: the line of each choice, (count,);
     positions: the choices of each line, (T C, most), `count` where there is none; cu_q, cu_k.
     """
 

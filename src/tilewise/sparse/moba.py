@@ -52,7 +52,7 @@ def moba(
     >>> moba(q, k, v, block_size=16, top_k=2).shape
     torch.Size([1, 64, 4, 16])
 
-    Blocks are chosen for each query head, with fewer where fewer are before a query. The choice has no gradient.
+    Blocks are chosen for each query head; a query with fewer blocks before it gets fewer. The choice has no gradient.
 
     Args:
         q: queries (B, S, H, D), or (T, H, D) of packed sequences.

@@ -58,14 +58,16 @@ def nsa(
     >>> nsa(q, k, v, gates, block_size=16, num_blocks=2, window=8).shape
     torch.Size([1, 64, 4, 16])
 
-    A block is compressed and can be selected once it ends at or before the query; the query's own block is always
-    selected, up to the query. A query before the end of the first block gets 0 from the compressed branch.
+    A query sees a compressed block, and can select it, once the block ends at or before the query. The query's own
+    block is always selected, up to the query. A query before the end of the first block gets 0 from the compressed
+    branch.
 
     Args:
         q: queries (B, S, H, D), or (T, H, D) of packed sequences.
         k: keys (B, S, Hk, D), or (T, Hk, D).
         v: values (B, S, Hk, Dv), or (T, Hk, Dv).
-        gates: of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their activation.
+        gates: the gates of the compressed, the selected and the window branch, (B, S, H) or (T, H) each, after their
+            activation.
         block_size: keys of a block. S must be a multiple of it; the last block of a packed sequence may be short.
         num_blocks: selected blocks of a query, its own included.
         window: tokens of the window branch, the query included.
@@ -74,9 +76,9 @@ def nsa(
         blocks: (B, S, Hk, n) int32 or int64: the selected blocks of each query, -1 for none, no block twice. Default
             `selected_blocks`.
         scale: as in `tilewise.attention`.
-        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. The
-            default compression and selection only: `compressed` and `blocks` must be None.
-        backend: as in `tilewise.attention`; "reference" or "triton" if named.
+        cu_seqlens: (sequences + 1,) integers, the offsets of packed sequences as in `tilewise.attention_varlen`. Only
+            the default compression and selection are supported: `compressed` and `blocks` must be None.
+        backend: as in `tilewise.attention`; if a backend is named, it must be "reference" or "triton".
 
     Returns:
         out (B, S, H, Dv) or (T, H, Dv) in q's dtype, differentiable with respect to q, k, v, gates and compressed. The
@@ -136,7 +138,7 @@ def _packed(
 
 
 def _packed_weights(q: Tensor, keys: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """(T, Hk, blocks): of all blocks, also those of other sequences. Some tokens at a time."""
+    """(T, Hk, blocks): the weights of all blocks, also those of other sequences. Some tokens at a time."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     found = []
     step = max(1, CHUNK // max(1, q.shape[1] * len(keys)))
@@ -158,14 +160,14 @@ def selected_blocks(
     Args:
         q: queries (B, S, H, D).
         keys: compressed keys (B, blocks, Hk, D).
-        lse: (B, H, S), of the compressed branch.
+        lse: (B, H, S): lse of the compressed branch.
         block_size: keys of a block.
         num_blocks: selected blocks, the query's own included.
-        scale: of the compressed branch. Default 1 / sqrt(D).
+        scale: factor of q.k in the compressed branch. Default 1 / sqrt(D).
 
     Returns:
-        (B, S, Hk, num_blocks or as many blocks as there are) int64, -1 where a query has fewer; its own block is
-        first, the others in any order.
+        (B, S, Hk, min(num_blocks, blocks)) int64, -1 where a query has fewer; its own block is first, the others in any
+        order.
     """
     batch, n = q.shape[:2]
     others = min(num_blocks, keys.shape[1]) - 1

@@ -54,7 +54,7 @@ def topk(
         q: queries (B, Sq, H, D). D is at most 576 and Dv at most 512, as in multi-head latent attention.
         k: keys (B, Sk, Hk, D). H is a multiple of Hk.
         v: values (B, Sk, Hk, Dv). Or an int Dv: the values are the first Dv columns of k, as in multi-head latent
-            attention; the gradients of both are then one sum.
+            attention; the gradients of keys and values are then added into one.
         indices: (B, Sq, Hk, K) int32 or int64: the keys of each query, shared by the query heads of a KV head; -1 for
             none. A query names no key twice. On a GPU that is not checked (TILEWISE_CHECK=1 does), and an index past
             the end names none.

@@ -97,8 +97,8 @@ def sharded(
     documents: int | None,
     options: Options,
 ) -> Request:
-    """A call of `distributed.attention`: a rank has `here` of q and k, and the bias as many columns as `whole` has
-    keys; `documents`, of a packed plan, are the batch rows that slopes may have."""
+    """A call of `distributed.attention`: a rank has `here` tokens of q and k, and the bias has as many columns as
+    `whole` has keys; `documents`, for a packed plan, is the number of batch rows that slopes may have."""
     _check_tensors(q, k, v, rank=4, axes="(batch, tokens, heads, dim)")
     for name, x, n in (("q", q, here[0]), ("k", k, here[1])):
         if x.shape[1] != n:
