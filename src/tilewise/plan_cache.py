@@ -42,7 +42,8 @@ plans: PlanCache[Any] = PlanCache()
 
 
 def signature(name: str, tensors: list[Tensor], options: Mapping[str, Any], *settings: Any) -> tuple[Any, ...] | None:
-    """The signature of an eager call (`is_eager`) of the function `name`, or None if it is not kept: those on a CPU.
+    """The signature of an eager call (`is_eager`) of the function `name`, or None if it is not kept: calls on a CPU,
+    and those with values of other types.
 
     Args:
         name: tells the calls of different functions apart.
@@ -97,9 +98,10 @@ def structure_signature(name: str, call: tuple[Any, ...], *settings: Any) -> tup
 def layouts(tensors: Sequence[Tensor]) -> list[Any]:
     """Everything that kernels depend on in tensors except their contents.
 
-    Of an address only the lowest four bits are used, because Triton specialises kernels on 16-byte alignment. Address
-    0 is a tensor without memory. If there are more than three tensors, those passed twice are recorded, because
-    `positions` compares identities. Three tensors are q, k and v, each at its own position.
+    `get_device` is the number of a GPU, and -1 for a CPU. Of an address only the lowest four bits are used, because
+    Triton specialises kernels on 16-byte alignment. Address 0 is a tensor without memory. If there are more than three
+    tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v, each
+    at its own position.
     """
     found: list[Any] = []
     for x in tensors:
