@@ -100,8 +100,8 @@ def layouts(tensors: Sequence[Tensor]) -> list[Any]:
 
     `get_device` is the number of a GPU, and -1 for a CPU. Of an address only the lowest four bits are used, because
     Triton specialises kernels on 16-byte alignment. Address 0 is a tensor without memory. If there are more than three
-    tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v, each
-    at its own position.
+    tensors, those passed twice are recorded, because `positions` compares identities. Three tensors are q, k and v,
+    each at its own position.
     """
     found: list[Any] = []
     for x in tensors:
