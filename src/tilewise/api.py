@@ -12,7 +12,7 @@ from .backends.registry import choose
 from .errors import AttentionError
 from .options import REQUIRED, Options, OtherOptions, misplaced, takes_options
 from .plan_cache import CallPlan, plan_of, plans, positions, signature
-from .torch_internals import is_autocast, is_traced
+from .torch_internals import is_autocast, is_eager, is_traced
 from .validation import dense as validation
 from .validation import nested
 
@@ -363,7 +363,7 @@ def _run(
     the same signature or by a new one. lse may be None if `return_lse` is False."""
     tensors = [q, k, v, *cu]
     key = None
-    if not validation.CHECK_CONTENTS:
+    if is_eager() and not validation.CHECK_CONTENTS:
         key = signature("attention", tensors, options, *(_sizes(max_seqlens, options) if max_seqlens else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
     with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False

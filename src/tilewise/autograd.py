@@ -108,13 +108,12 @@ class AttentionWithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> Any:
-        if ctx.plan is None or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
+        plan = ctx.plan
+        if plan is None or profiler_enabled() or torch.is_grad_enabled() or not is_eager() or is_batched(dout, dlse):
             return _backward(ctx, dout, dlse)
         *tensors, out, lse = ctx.saved_tensors
-        n = min(num_differentiable(ctx.spec), len(tensors))
-        wanted = ctx.needs_input_grad[2 : 2 + n]
         bwd_inputs = BackwardInputs(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
-        return None, None, *_planned_gradients(ctx.plan, wanted, bwd_inputs, tensors), *(None,) * (len(tensors) - n)
+        return None, None, *plan.gradients(ctx.needs_input_grad[2:], tensors, bwd_inputs)
 
 
 class Attention(AttentionWithLse):
@@ -296,13 +295,6 @@ def run_backward(
         else:
             grads = ops.registered("backward")(*bwd_inputs, *arguments(request))
         return *grads, *_traced_term_gradients(wanted[3:], bwd_inputs, request)
-    return _planned_gradients(plan, wanted, bwd_inputs, tensors)
-
-
-def _planned_gradients(
-    plan: CallPlan, wanted: Sequence[bool], bwd_inputs: BackwardInputs, tensors: Sequence[Any]
-) -> Sequence[Tensor | None]:
-    """`run_backward` of an eager call, by its plan."""
     if profiler_enabled():
         with torch.profiler.record_function("tilewise::backward"):
             return plan.gradients(wanted, tensors, bwd_inputs)
