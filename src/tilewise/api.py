@@ -366,7 +366,7 @@ def _run(
     if is_eager() and not validation.CHECK_CONTENTS:
         key = signature("attention", tensors, options, *(_sizes(max_seqlens, options) if max_seqlens else ()))
     plan: CallPlan | None = None if key is None else plans.get(key)
-    with_lse = options.get("return_lse", False) is not False  # validation raises for anything but True and False
+    with_lse = options.get("return_lse", False) is not False  # True or False: other values raised in the first call
     if plan is not None:
         if max_seqlens:
             validation.check_max_seqlens(*max_seqlens)
@@ -380,7 +380,7 @@ def _run(
     if is_traced(*request[:3]):
         return attend(request.spec, None, request.tensors(), with_lse)
     order = None if key is None else positions(request.tensors(), tensors)
-    if order is None:  # validation made a tensor for this call, such as a seed
+    if order is None:  # there is no signature, or validation made a tensor for this call, such as a seed
         plan = plan_of("request", lambda: request, request.tensors(), repr(request.spec))
     else:
         plan = CallPlan(request, order)

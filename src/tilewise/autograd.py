@@ -72,7 +72,7 @@ def check_forward_only(spec: Spec, tensors: Sequence[Tensor | None]) -> None:
 
 
 def run_plan(plan: CallPlan, tensors: Sequence[Tensor | None], with_lse: bool) -> Any:
-    """`attend` of an eager call whose plan is known."""
+    """`attend` of a call whose plan was found by its signature: an eager call, without forward-mode derivatives."""
     if profiler_enabled():
         return attend(plan.spec, plan, tensors, with_lse)
     if not plan.requires_grad or not torch.is_grad_enabled():
