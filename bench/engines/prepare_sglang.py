@@ -3,10 +3,10 @@
     python bench/engines/prepare_sglang.py FOLDER
 
 FOLDER/sglang_site.tar.xz is for Python 3.12 on x86_64 with torch 2.11 (CUDA 13), torchvision and triton 3.6, which it
-does not contain. It has transformers 5.12, which SGLang 0.5.17 pins: with 5.17 importing SGLang fails. `sglang_engine.py --pack FOLDER` unpacks it. SGLang's files are unchanged. Of sglang-kernel only
-the operators for sm_90 are packed, without machine code for other GPUs; with --fa3 also FlashAttention-3 for the head
-dimensions of the models of `sglang_engine.py`. IPython and xgrammar are stubs: SGLang imports their names, and nothing
-here calls them. FlashInfer is left out; SGLang then uses other kernels.
+does not contain. It has transformers 5.12.1, which SGLang 0.5.17 pins: with 5.17 importing SGLang fails. SGLang's files
+are unchanged. Of sglang-kernel only the operators for sm_90 are packed, without machine code for other GPUs and without
+FlashAttention-3 (1.1 GB). IPython and xgrammar are stubs: SGLang imports their names, and nothing here calls them.
+FlashInfer is left out; SGLang then uses other kernels.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ nvidia_ml_py==13.615.71 openai==2.6.1 orjson==3.13.0 partial_json_parser==0.2.1.
 psutil==7.2.2 pybase64==1.5.1 pydantic==2.12.5 pydantic_core==2.41.5 python_multipart==0.0.33 pyzmq==27.3.0
 requests==2.34.2 sentencepiece==0.2.3 setproctitle==1.3.8 sniffio==1.3.1 starlette==1.10.0 tokenizers==0.22.2
 transformers==5.12.1 typing_inspection==0.4.5 urllib3==2.8.0 uvicorn==0.54.0 uvloop==0.23.0 xxhash==4.1.0 yarl==1.25.1
-""".split()
+"""
 LEFT_OUT = (  # of SGLang: servers in Rust, image and video generation, benchmarks, sources of kernels for other models
     ".so", "sglang/multimodal_gen/", "sglang/benchmark/", "sglang/test/", "sglang/eval/",
-    "sglang/kernels/jit/csrc/attention/", "sglang/kernels/jit/csrc/moe/", "sglang/kernels/ops/moe/trtllm_lora_temp/data/",
-    "sglang/kernels/jit/benchmark/",
+    "sglang/kernels/jit/csrc/attention/", "sglang/kernels/jit/csrc/moe/", "sglang/kernels/jit/benchmark/",
+    "sglang/kernels/ops/moe/trtllm_lora_temp/data/",
 )  # fmt: skip
 ANY_NAME = """
 from pydantic import BaseModel
@@ -118,7 +118,7 @@ def prune(path: Path, arch: int = 90) -> None:
 
 
 def fill(site: Path, wheels: Path, arch: str) -> None:
-    for package in PACKAGES:
+    for package in PACKAGES.split():
         unpack(wheel(package, wheels, arch), site)
     unpack(wheel(SGLANG, wheels, "x86_64"), site, LEFT_OUT)
     if arch == "x86_64":  # elsewhere the pack is for tests without a GPU
