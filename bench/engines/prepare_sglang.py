@@ -5,8 +5,8 @@
 FOLDER/sglang_site.tar.xz is for Python 3.12 on x86_64 with torch 2.11 (CUDA 13), torchvision and triton 3.6, which it
 does not contain. It has transformers 5.12.1, which SGLang 0.5.17 pins: with 5.17 importing SGLang fails. SGLang's files
 are unchanged. Of sglang-kernel only the operators for sm_90 are packed, without machine code for other GPUs and without
-FlashAttention-3 (1.1 GB). IPython and xgrammar are stubs: SGLang imports their names, and nothing here calls them.
-FlashInfer is left out; SGLang then uses other kernels.
+FlashAttention-3 (1.1 GB). IPython, xgrammar and FlashInfer are stubs: SGLang imports their names, and nothing here
+calls them. SGLANG_IS_FLASHINFER_AVAILABLE=false has to be set.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def __getattr__(name):
 STUBS = {
     "IPython/__init__.py": "",
     "IPython/display.py": ANY_NAME,
+    "flashinfer/__init__.py": ANY_NAME,
+    "flashinfer/sampling.py": ANY_NAME,
     "xgrammar/__init__.py": '__version__ = "0.2.1"\n' + ANY_NAME,
     "xgrammar/structural_tag.py": ANY_NAME,
 }

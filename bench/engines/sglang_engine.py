@@ -6,8 +6,8 @@
 Without --pack (or --site, a folder that was unpacked before) the installed SGLang is used. The model is a small Llama;
 its random weights are those of `vllm_engine.py`, with which attention decides the tokens. Every engine has processes of
 its own; they run one after another, with a time limit. Results are written and printed after each engine. With
-`--device cpu` a tiny model runs on the CPU, with torch_native for triton: that tests the scheduling and the backend's
-calls.
+`--device cpu` a tiny model runs on the CPU, with torch_native instead of triton and Triton's interpreter for other
+kernels: that tests the scheduling and the backend's calls. The interpreter of Triton 3.6 needs numpy 2.4 or older.
 """
 
 from __future__ import annotations
@@ -134,9 +134,6 @@ def run_engine(case: str, backend: str, folder: Path, device: str) -> None:
     } | CASES[case]["options"]  # fmt: skip
     if device == "cpu":
         options |= {"max_total_tokens": 16384, "mem_fraction_static": 0.05, "disable_cuda_graph": True}
-        if backend == "tilewise":  # SGLang's own Triton kernels are not called with torch_native
-            names = ("prefill_attention_backend", "decode_attention_backend")
-            options |= {"attention_backend": "torch_native"} | dict.fromkeys(names, "tilewise")
     engine = sglang.Engine(**options)
     found: dict[str, Any] = {"engine_s": time.perf_counter() - began}
     found["attention"] = engine.server_args.get_attention_backends()
@@ -251,7 +248,9 @@ def environment(given: argparse.Namespace, folder: Path) -> dict[str, str]:
         "SGLANG_PLUGINS": "tilewise", "SGLANG_USE_CPU_ENGINE": str(int(given.device == "cpu")), "OMP_NUM_THREADS": "2",
         "TVM_FFI_CACHE_DIR": str(folder / "jit"), "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
         "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "SGLANG_HOST_IP": "127.0.0.1", "PYTHONUNBUFFERED": "1",
-        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
+        "TRITON_INTERPRET": str(int(given.device == "cpu")),
+        "PYTHONDONTWRITEBYTECODE": "",
     }  # fmt: skip
 
 
