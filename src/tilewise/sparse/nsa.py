@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen
+from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
 from ..validation.dense import checked_request
-from .block_attention import BlockAttention, Sizes, attend_dense
+from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
 
@@ -223,7 +224,9 @@ class GatedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         saved = ctx.saved_tensors
-        return tuple(torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:]))
+        grads = torch.ops.tilewise_sparse.gated_sum_backward(dout, saved[:3], saved[3:])
+        is_kernel = dout.is_cuda and dout.dtype != torch.float64
+        return tuple(first_order(FIRST_ORDER, grads, dout, *saved) if is_kernel else grads)
 
 
 @torch.library.impl(_library, "gated_sum", "CompositeExplicitAutograd")

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError
 from ..validation.dense import CHECK_CONTENTS
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
+FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"
 GATHERED = 1 << 22  # elements of k and v that the reference gathers at a time
 _library = torch.library.Library("tilewise_sparse", "DEF")
 _inputs = "Tensor q, Tensor k, Tensor v, Tensor indices, float scale, str backend"
@@ -105,9 +107,10 @@ class Topk(torch.autograd.Function):
         columns, scale, deterministic, backend = ctx.settings
         dout = torch.zeros_like(out) if dout is None else dout
         values = k[..., :columns] if v is None else v
-        dq, dk, dv = torch.ops.tilewise_sparse.topk_backward(
+        grads = torch.ops.tilewise_sparse.topk_backward(
             out, lse, dout, dlse, deterministic, v is None, q, k, values, indices, scale, backend
         )
+        dq, dk, dv = first_order(FIRST_ORDER, grads, q, k, v, dout, dlse) if backend == "triton" else grads
         return dq, dk, None if v is None else dv, None, None
 
 
