@@ -116,6 +116,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chosen: Any, starts: Tensor, sizes: Sizes) -> Tensor:
         lists: Any = ()
+        chosen = chosen if q.shape[0] else None
         if chosen is not None and _is_fused(q, v, chosen.shape[1], sizes):
             lists = _with_own(chosen, k, starts, sizes)
             numbers = _choices_of(q, lists, starts, sizes)

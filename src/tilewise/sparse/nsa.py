@@ -20,7 +20,7 @@ from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
-from ..validation.dense import checked_request
+from ..validation.dense import checked_request, offsets
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
@@ -114,6 +114,7 @@ def _packed(
     inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
 ) -> Tensor:
     q, k, v = inputs
+    cu_seqlens = offsets(cu_seqlens)
     spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
     if len(q) != len(k):
         raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")
@@ -123,8 +124,8 @@ def _packed(
     blocks = packed_blocks(cu_seqlens, len(q), block_size)
     keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
     near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
-    mod, offsets = _ended_blocks(block_size), (cu_seqlens, blocks.cu_blocks.to(cu_seqlens.dtype))
-    coarse, lse = attention_varlen(q, keys, values, *offsets, mask_mod=mod, return_lse=True, **options)
+    mod = _ended_blocks(block_size)
+    coarse, lse = attention_varlen(q, keys, values, cu_seqlens, blocks.cu_blocks, mask_mod=mod, return_lse=True, **options)
     most, chosen = min(num_blocks, len(keys)) - 1, None
     if most > 0:
         with torch.no_grad():
@@ -293,8 +294,10 @@ def _means(x: Tensor, block_size: int) -> Tensor:
 
 def _checked(compressed: Any, k: Tensor, v: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     expected = [(k.shape[0], k.shape[1] // block_size, *x.shape[2:]) for x in (k, v)]
-    if not isinstance(compressed, (tuple, list)) or [tuple(getattr(x, "shape", ())) for x in compressed] != expected:
-        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in compressed]
+    is_pair = isinstance(compressed, (tuple, list))
+    if not is_pair or [tuple(x.shape) if isinstance(x, Tensor) else () for x in compressed] != expected:
+        given = compressed if is_pair else [compressed]
+        found = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in given]
         raise AttentionError("compressed of nsa", found, f"keys and values {expected[0]} and {expected[1]}")
     return compressed[0], compressed[1]
 
@@ -314,8 +317,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Any, numbers: dict[str, int])
 
 def _check_numbers(numbers: dict[str, int]) -> None:
     for name, x in numbers.items():
-        if isinstance(x, bool) or not isinstance(x, int) or x < 1:
-            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1")
+        if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x < 2**31:
+            raise AttentionError(f"{name} of nsa", repr(x), "an int, at least 1 and below 2^31")
 
 
 def _check_gates(gates: Any, shape: Sequence[int]) -> None:
