@@ -38,7 +38,7 @@ def is_packed(cache: Tensor) -> bool:
 
 def shares_memory(k: Any, v: Any) -> bool:
     """Whether the values are the first columns of the keys of MLA, so that they are read once."""
-    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.shape[-1] <= MAX_HEAD_DIM:
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.dim() != 4 or k.shape[-1] <= MAX_HEAD_DIM:
         return False
     if k.stride() != v.stride() or k.dtype != v.dtype or not (has_address(k) and has_address(v)):
         return False

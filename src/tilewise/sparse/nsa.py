@@ -125,7 +125,8 @@ def _packed(
     keys, values = (block_means(x, blocks, block_size).to(x.dtype) for x in (k, v))
     near = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, window=(window - 1, 0), **options)
     mod = _ended_blocks(block_size)
-    coarse, lse = attention_varlen(q, keys, values, cu_seqlens, blocks.cu_blocks, mask_mod=mod, return_lse=True, **options)
+    ends = cu_seqlens, blocks.cu_blocks
+    coarse, lse = attention_varlen(q, keys, values, *ends, mask_mod=mod, return_lse=True, **options)
     most, chosen = min(num_blocks, len(keys)) - 1, None
     if most > 0:
         with torch.no_grad():
