@@ -65,6 +65,8 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     if not isinstance(kv, Tensor) or kv.dim() < 1 or kv.shape[-1] != WIDTH or not kv.is_floating_point():
         found = f"{kv.dtype} {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
         raise AttentionError("kv of pack_mla", found, f"floats (.., {WIDTH})")
+    if not isinstance(power_of_two, bool):
+        raise AttentionError("power_of_two", type(power_of_two).__name__, "True or False")
     latent, rope = kv.float().split((LATENT, ROPE), -1)
     groups = latent.unflatten(-1, (GROUPS, -1))
     most = groups.abs().amax(-1)
