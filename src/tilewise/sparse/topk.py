@@ -19,6 +19,7 @@ from torch import Tensor
 from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError
+from ..torch_internals import has_address
 from ..validation.dense import CHECK_CONTENTS
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
@@ -268,7 +269,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     if indices.shape[:3] != (*q.shape[:2], k.shape[2]) or indices.shape[3] == 0:
         expected = f"(B, Sq, Hk, K), {(*q.shape[:2], k.shape[2])} and K at least 1"
         raise AttentionError("shape of indices of topk", tuple(indices.shape), expected)
-    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_read = indices.device.type == "cpu" and not torch.compiler.is_compiling() and has_address(indices)
     if (is_read or CHECK_CONTENTS) and indices.numel():
         _check_contents(indices, k.shape[1])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise
 from tilewise import AttentionError, sparse
@@ -222,3 +223,12 @@ def test_second_derivatives(triton_runs: None) -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(AttentionError, match="a second derivative: found one of topk with backend='triton'"):
         torch.autograd.grad(dq.square().sum(), q)
+
+
+def test_fake_tensors() -> None:
+    """Their indices have no contents to check."""
+    with FakeTensorMode():
+        q, indices = torch.empty(1, 5, 2, 8, requires_grad=True), torch.zeros(1, 5, 2, 1, dtype=torch.int64)
+        out = sparse.topk(q, q, q, indices)
+        out.sum().backward()
+    assert out.shape == q.shape
