@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..options import Options
-from ..validation.dense import checked_request, offsets
+from ..validation.dense import checked_request, offsets, to_bshd
 from .block_attention import BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 
@@ -72,6 +72,7 @@ def moba(
     Raises:
         AttentionError: an argument is not as above.
     """
+    q, k, v = to_bshd(q, k, v)
     if cu_seqlens is not None:
         if gate is not None:
             raise AttentionError("gate of moba", "one with cu_seqlens", "None: packed sequences have the mean key's")

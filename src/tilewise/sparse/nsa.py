@@ -20,7 +20,7 @@ from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
-from ..validation.dense import checked_request, offsets
+from ..validation.dense import checked_request, offsets, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
@@ -86,6 +86,7 @@ def nsa(
     Raises:
         AttentionError: an argument is not as above.
     """
+    q, k, v = to_bshd(q, k, v)
     if cu_seqlens is not None:
         if compressed is not None or blocks is not None:
             raise AttentionError("compressed and blocks of nsa", "given with cu_seqlens", "None for packed sequences")
@@ -94,7 +95,7 @@ def nsa(
     _check(q, k, v, gates, {"block_size": block_size, "num_blocks": num_blocks, "window": window})
     if compressed is None:
         compressed = _means(k, block_size), _means(v, block_size)
-    keys, values = _checked(compressed, k, v, block_size)
+    keys, values = to_bshd(*_checked(compressed, k, v, block_size), v)[:2]
     options: Any = {"scale": scale, "backend": backend}
     near = attention(q, k, v, causal=True, window=(window - 1, 0), **options)
     coarse, lse = attention(q, keys, values, mask_mod=_ended_blocks(block_size), return_lse=True, **options)

@@ -20,7 +20,7 @@ from ..autograd import first_order
 from ..backends.common.gpu import Gpu, gpu_of
 from ..errors import AttentionError
 from ..torch_internals import has_address
-from ..validation.dense import CHECK_CONTENTS
+from ..validation.dense import CHECK_CONTENTS, to_bshd
 
 MAX_DIM, MAX_VALUE_DIM = 576, 512  # those of multi-head latent attention (MLA)
 FIRST_ORDER = "one of topk with backend='triton'", "backend='reference', which has second derivatives"
@@ -75,6 +75,10 @@ def topk(
     Raises:
         AttentionError: an argument is not as above.
     """
+    if isinstance(v, Tensor):
+        q, k, v = to_bshd(q, k, v)
+    else:
+        q, k, _ = to_bshd(q, k, k)
     values = v if isinstance(v, Tensor) else _first_columns(k, v)
     _check(q, k, values, indices)
     if scale is None:

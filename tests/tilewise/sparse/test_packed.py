@@ -158,3 +158,23 @@ def test_numbers_and_compressed() -> None:
     for wrong, found in ((1.5, "float"), (dense[1], "16, 2, 8"), ((dense[1],), "16, 2, 8")):
         with pytest.raises(AttentionError, match=f"compressed of nsa: found .*{found}"):
             sparse.nsa(*dense, some, block_size=4, num_blocks=2, window=3, compressed=wrong)
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa", "topk"])
+def test_autocast(name: str) -> None:
+    """As `attention`: q, k and v in autocast's dtype, gradients in their own."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+    gates = torch.rand(1, 8, 2), torch.rand(1, 8, 2), torch.rand(1, 8, 2)
+    indices = torch.arange(8).view(1, 8, 1, 1)
+    calls: dict[str, Any] = {
+        "moba": lambda *x: sparse.moba(*x, block_size=4, top_k=2),
+        "nsa": lambda *x: sparse.nsa(*x, gates, block_size=4, num_blocks=2, window=3),
+        "topk": lambda *x: sparse.topk(*x, indices),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        out = calls[name](q, k.bfloat16(), v)
+    expected = calls[name](q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
