@@ -262,6 +262,29 @@ class SecondDerivative(torch.autograd.Function):
         _need_reference("a third derivative", "the kernels' two derivatives")
 
 
+class FirstOrder(torch.autograd.Function):
+    """Gradients without derivatives of their own. Raises if torch differentiates them."""
+
+    @staticmethod
+    def forward(ctx: Any, found: str, expected: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.told = found, expected
+        return tuple(x.clone() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AttentionError("a second derivative", *ctx.told)
+
+
+def first_order(told: tuple[str, str], grads: Sequence[Tensor], *inputs: Tensor | None) -> Sequence[Tensor]:
+    """The gradients that a backward computed from `inputs`. Differentiating them raises an error that says `told`, what
+    was found and what is accepted; torch would take the results of a kernel for constants."""
+    if torch.compiler.is_compiling() or not _is_higher_order(*inputs):
+        return grads
+    given = [x for x in inputs if x is not None]
+    found: Sequence[Tensor] = FirstOrder.apply(*told, len(grads), *grads, *given)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _tangents(given: Sequence[Tensor | None], tensors: Sequence[Any]) -> list[Tensor]:
     """The tangents of q, k and v in their dtypes, zeros for those that are absent."""
     pairs = zip(given, tensors, strict=False)

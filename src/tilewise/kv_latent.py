@@ -38,7 +38,7 @@ def is_packed(cache: Tensor) -> bool:
 
 def shares_memory(k: Any, v: Any) -> bool:
     """Whether the values are the first columns of the keys of MLA, so that they are read once."""
-    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.shape[-1] <= MAX_HEAD_DIM:
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.dim() != 4 or k.shape[-1] <= MAX_HEAD_DIM:
         return False
     if k.stride() != v.stride() or k.dtype != v.dtype or not (has_address(k) and has_address(v)):
         return False
@@ -65,6 +65,8 @@ def pack_mla(kv: Tensor, *, power_of_two: bool = False) -> Tensor:
     if not isinstance(kv, Tensor) or kv.dim() < 1 or kv.shape[-1] != WIDTH or not kv.is_floating_point():
         found = f"{kv.dtype} {tuple(kv.shape)}" if isinstance(kv, Tensor) else type(kv).__name__
         raise AttentionError("kv of pack_mla", found, f"floats (.., {WIDTH})")
+    if not isinstance(power_of_two, bool):
+        raise AttentionError("power_of_two", type(power_of_two).__name__, "True or False")
     latent, rope = kv.float().split((LATENT, ROPE), -1)
     groups = latent.unflatten(-1, (GROUPS, -1))
     most = groups.abs().amax(-1)

@@ -27,8 +27,8 @@ class Rotary(NamedTuple):
         cos: (positions, width / 2), cosines of the angles.
         sin: (positions, width / 2), sines of the angles.
         interleaved: if True, dims 2 d and 2 d + 1 form a pair; if False (default), d and d + width / 2.
-        positions: integers of the shape of the new tokens: their positions. Default: as above. If there are as many new
-            keys as queries, it is used for both.
+        positions: integers of the shape of the new tokens: their positions. Default: as above. Used for
+            queries too if each comes with a new key: equal shapes, and cu_seqlens_new as cu_seqlens_q.
         q_positions: integers of the shape of the queries' tokens: their positions. Default: as above.
     """
 

@@ -21,6 +21,7 @@ from ..kv_latent import BYTES, LATENT
 from ..kv_request import KvPlan
 from ..merge import merge
 from ..mla import MlaArguments, by_query, mla_arguments
+from ..validation.arguments import tensor
 
 SAME = "the arguments of the first call with this metadata; call get_mla_metadata for others"
 
@@ -103,8 +104,12 @@ def flash_mla_with_kvcache(
         call = mla_arguments(q, k_cache, cache_seqlens, None)
         options |= {"page_table": block_table, "causal": causal}
     else:
-        if causal:
-            raise AttentionError("causal", True, "False with indices, which say what a query sees")
+        if causal is not False:
+            raise AttentionError(
+                "causal",
+                type(causal).__name__ if not isinstance(causal, bool) else True,
+                "False with indices, which say what a query sees",
+            )
         call = mla_arguments(q, k_cache, topk_length, indices)
         options |= {"causal": False}
     _plan(meta, call, options, (q.shape, k_cache.shape[1:], k_cache.dtype, causal, indices is None))
@@ -171,8 +176,10 @@ def flash_mla_sparse_fwd(
 
 
 def _check(head_dim_v: int, cache: Tensor, is_fp8: bool, name: str = "k_cache") -> None:
-    if head_dim_v != LATENT:
-        raise AttentionError("head_dim_v", head_dim_v, str(LATENT))
+    if not isinstance(head_dim_v, int) or head_dim_v != LATENT:
+        raise AttentionError("head_dim_v", head_dim_v if isinstance(head_dim_v, int) else type(head_dim_v), str(LATENT))
+    if not isinstance(is_fp8, bool):
+        raise AttentionError("is_fp8_kvcache", type(is_fp8).__name__, "True or False")
     if not isinstance(cache, Tensor) or cache.dim() != 4 or (cache.shape[-1] == BYTES) != is_fp8 or cache.shape[2] != 1:
         found = f"{cache.dtype} {tuple(cache.shape)}" if isinstance(cache, Tensor) else type(cache).__name__
         expected = f"(blocks, block size, 1, {BYTES}) bytes with is_fp8_kvcache=True, (.., 576) without"
@@ -206,7 +213,7 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     """out (B, Sq, H, 512) times exp(lse) / (exp(lse) + exp(sink)); a query without keys keeps 0."""
     if sink is None:
         return out
-    if tuple(sink.shape) != (out.shape[2],):
+    if tuple(tensor("attn_sink", sink).shape) != (out.shape[2],):
         raise AttentionError("shape of attn_sink", tuple(sink.shape), f"({out.shape[2]},), one for each head")
     factor = torch.sigmoid((lse - sink[:, None]).nan_to_num(0.0, torch.inf, -torch.inf)).transpose(1, 2)[..., None]
     return (out * factor).to(out.dtype)
