@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..options import Options
-from ..validation.dense import checked_request, offsets, to_bshd
+from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 
@@ -92,7 +92,7 @@ def moba(
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: tuple[int, int], options: Options) -> Tensor:
     block_size, top_k = _checked_numbers(*numbers)
-    cu_seqlens = offsets(cu_seqlens)
+    cu_seqlens = as_int32_offsets(cu_seqlens)
     request = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options)
     if len(q) != len(k):
         raise AttentionError("tokens of k of moba", len(k), f"q's {len(q)}")

@@ -20,7 +20,7 @@ from ..autograd import first_order
 from ..backends.common.gpu import gpu_of
 from ..errors import AttentionError
 from ..mods import mask_mod
-from ..validation.dense import checked_request, offsets, to_bshd
+from ..validation.dense import as_int32_offsets, checked_request, to_bshd
 from .block_attention import FIRST_ORDER, BlockAttention, Sizes, attend_dense
 from .packed import best_of, block_means, packed_blocks
 from .topk import topk
@@ -117,7 +117,7 @@ def _packed(
     inputs: tuple[Tensor, ...], gates: Any, cu_seqlens: Tensor, numbers: dict[str, int], options: Any
 ) -> Tensor:
     q, k, v = inputs
-    cu_seqlens = offsets(cu_seqlens)
+    cu_seqlens = as_int32_offsets(cu_seqlens)
     spec = checked_request(q, k, v, (cu_seqlens, cu_seqlens), (None, None), options | {"causal": True}).spec
     if len(q) != len(k):
         raise AttentionError("tokens of k of nsa", len(k), f"q's {len(q)}")

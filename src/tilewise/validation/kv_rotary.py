@@ -55,12 +55,24 @@ def checked_rotary(
 
 
 def _is_one_to_one(q: Tensor, k_new: Tensor, offsets: tuple[Tensor | None, Tensor | None]) -> bool:
-    """Whether every query comes with a new key, so that the positions of keys are those of queries."""
+    """Whether every query comes with a new key, so that the positions of keys are those of queries. Offsets on a GPU
+    are not read here: `check_kv` compares them (`check_positions`)."""
     if q.shape[:-2] != k_new.shape[:-2]:
         return False
     cu_q, cu_new = offsets
     if q.dim() == 4 or cu_new is None or cu_q is cu_new:
         return True
-    if cu_q is None or torch.compiler.is_compiling() or not (has_address(cu_q) and has_address(cu_new)):
+    if cu_q is None:
         return False
-    return cu_q.device.type == cu_new.device.type == "cpu" and torch.equal(cu_q, cu_new)
+    if torch.compiler.is_compiling() or not (has_address(cu_q) and has_address(cu_new)):
+        return True
+    return cu_q.device.type != "cpu" or cu_new.device.type != "cpu" or torch.equal(cu_q, cu_new)
+
+
+def check_positions(rotary: Rotary | None, cu_q: Tensor | None, cu_new: Tensor | None) -> None:
+    """Raises if the positions of packed new tokens, which the queries have too, are those of other tokens."""
+    if rotary is None or rotary.positions is None or rotary.q_positions is not None or cu_q is None or cu_new is None:
+        return
+    if cu_q.tolist() != cu_new.tolist():
+        expected = "given, because cu_seqlens_new is not cu_seqlens_q: positions are of new tokens only"
+        raise AttentionError("rotary q_positions", "None", expected)
